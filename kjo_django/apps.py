@@ -1,0 +1,21 @@
+"""The Django app."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.utils.module_loading import autodiscover_modules
+from django.utils.translation import gettext_lazy as _
+
+
+class KjoConfig(AppConfig):
+    """Registers the system checks and finds the jobs of every installed app."""
+
+    name = "kjo_django"
+    verbose_name = _("Background jobs")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        """Import ``jobs``, ``consumers`` and ``producers`` of the installed apps."""
+        from kjo_django import checks, registry  # noqa: F401 - registers by import
+
+        autodiscover_modules("jobs", "consumers", "producers")

@@ -1,0 +1,118 @@
+"""The configured transports and coordination of this process, made on first use.
+
+Instances are per process: a forked child makes its own, since connections do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.utils.module_loading import import_string
+
+from kjo_django.conf import DEFAULT_COORDINATION, Settings, get_settings
+from kjo_django.coordination.base import Coordination
+from kjo_django.transports.base import Transport
+
+_lock = threading.RLock()
+_transports: dict[str, Transport] = {}
+_coordination: list[Coordination] = []
+_pid = os.getpid()
+
+
+def _forget_the_parents() -> None:
+    """After a fork, drop what the parent made without closing it: the parent still uses it."""
+    global _pid
+    if _pid != os.getpid():
+        _transports.clear()
+        _coordination.clear()
+        _pid = os.getpid()
+
+
+def transport_class(alias: str, conf: Settings | None = None) -> type[Transport]:
+    """Return the class of a transport without making one."""
+    conf = conf or get_settings()
+    try:
+        declared = conf.transports[alias]
+    except KeyError:
+        raise ImproperlyConfigured(
+            f"KJO['TRANSPORTS'] has no {alias!r}. Declared: {', '.join(conf.transports) or 'none'}."
+        ) from None
+    return _import(declared, f"KJO['TRANSPORTS'][{alias!r}]", Transport)
+
+
+def _import(declared: Any, where: str, kind: type[Any]) -> Any:
+    path = declared.get("BACKEND") if isinstance(declared, dict) else None
+    if not isinstance(path, str):
+        raise ImproperlyConfigured(f"{where} must be a dict with a 'BACKEND' import path.")
+    try:
+        found = import_string(path)
+    except ImportError as error:
+        raise ImproperlyConfigured(f"{where}['BACKEND'] cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ImproperlyConfigured(f"{where}['BACKEND'] is no {kind.__name__}: {path}")
+    return found
+
+
+def get_transport(alias: str = "default") -> Transport:
+    """Return the transport of this alias, the same one for the whole process."""
+    with _lock:
+        _forget_the_parents()
+        if alias not in _transports:
+            conf = get_settings()
+            options = dict(conf.transports.get(alias, {}).get("OPTIONS", {}))
+            found = transport_class(alias, conf)
+            if found.capabilities.transactional:
+                options.setdefault("GROUPS", _declared_groups(conf, alias))
+                if conf.database:
+                    options.setdefault("DATABASE", conf.database)
+            _transports[alias] = found(alias, options)
+        return _transports[alias]
+
+
+def _declared_groups(conf: Settings, alias: str) -> dict[str, list[str]]:
+    """Topic → consumer groups as far as the settings tell."""
+    groups: dict[str, list[str]] = {}
+    for name in conf.queues:
+        queue = conf.queue(name)
+        if queue.transport == alias and queue.consumer_group not in groups.get(queue.topic, ()):
+            groups.setdefault(queue.topic, []).append(queue.consumer_group)
+    return groups
+
+
+def get_coordination() -> Coordination:
+    """Return the coordination of this process."""
+    with _lock:
+        _forget_the_parents()
+        if not _coordination:
+            conf = get_settings()
+            declared = conf.coordination or {"BACKEND": DEFAULT_COORDINATION}
+            found = _import(declared, "KJO['COORDINATION']", Coordination)
+            options = dict(declared.get("OPTIONS", {}))
+            if conf.database:
+                options.setdefault("DATABASE", conf.database)
+            _coordination.append(found(options))
+        return _coordination[0]
+
+
+def close_backends() -> None:
+    """Close and forget every backend; the next use makes new ones."""
+    with _lock:
+        _forget_the_parents()
+        for transport in _transports.values():
+            transport.close()
+        for coordination in _coordination:
+            coordination.close()
+        _transports.clear()
+        _coordination.clear()
+
+
+def _reset(*, setting: str, **kwargs: Any) -> None:
+    if setting in {"KJO", "CACHES", "DATABASES"}:
+        close_backends()
+
+
+setting_changed.connect(_reset, dispatch_uid="kjo_django.backends")

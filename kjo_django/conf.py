@@ -1,0 +1,383 @@
+"""Settings: one ``KJO`` dict, read lazily, typed, validated by the system checks.
+
+Durations are ``timedelta`` or a number of seconds; a key ending in ``_BYTES`` counts bytes. Nothing
+here is mutated; overriding ``settings.KJO`` in a test takes effect at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+
+from django.conf import settings as django_settings
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+
+DEFAULT_TRANSPORT = "kjo_django.transports.database.DatabaseTransport"
+DEFAULT_COORDINATION = "kjo_django.coordination.database.DatabaseCoordination"
+
+
+# --- Types of values: each returns the converted value or raises ValueError saying what it wants ----
+
+
+def duration(value: Any) -> timedelta:
+    """A positive timedelta, or a positive number of seconds."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            value = timedelta(seconds=value)
+        except (OverflowError, ValueError):
+            raise ValueError("a duration that fits a timedelta") from None
+    if not isinstance(value, timedelta) or value <= timedelta(0):
+        raise ValueError("a positive timedelta or number of seconds")
+    return value
+
+
+def optional_duration(value: Any) -> timedelta | None:
+    """A duration, or None for no limit."""
+    return None if value is None else duration(value)
+
+
+def whole(minimum: int) -> Callable[[Any], int]:
+    """A whole number, at least ``minimum``."""
+
+    def convert(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"a whole number, at least {minimum}")
+        return value
+
+    return convert
+
+
+def number(minimum: float) -> Callable[[Any], float]:
+    """A number, at least ``minimum``."""
+
+    def convert(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= minimum:
+            raise ValueError(f"a number, at least {minimum}")
+        return float(value)
+
+    return convert
+
+
+def flag(value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ValueError("True or False")
+    return value
+
+
+def text(value: Any) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("text that is not empty")
+    return value
+
+
+def optional_text(value: Any) -> str | None:
+    """Text that is not empty, or None."""
+    return None if value is None else text(value)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A dict whose keys are text."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("a dict whose keys are text")
+    return dict(value)
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """A list of texts."""
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        raise ValueError("a list of texts")
+    return tuple(text(item) for item in value)
+
+
+def option(convert: Callable[[Any], Any], default: Any, help: str) -> Any:
+    """Declare a setting: its type, its default and a line for the reference."""
+    kwargs: dict[str, Any] = {"metadata": {"convert": convert, "help": help}}
+    if isinstance(default, (dict, list)):
+        kwargs["default_factory"] = lambda: type(default)(default)
+    else:
+        kwargs["default"] = default
+    return field(**kwargs)
+
+
+# --- The settings -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QueueOptions:
+    """One entry of ``QUEUES``. What is None is taken from the setting of the same name above it."""
+
+    transport: str = option(text, "default", "Alias in TRANSPORTS.")
+    topic: str | None = option(optional_text, None, "Topic; the queue's name if not given.")
+    consumer_group: str | None = option(
+        optional_text, None, "Consumer group; '<SERVICE_NAME>-group' if not given."
+    )
+    concurrency: int | None = option(
+        lambda value: None if value is None else whole(1)(value),
+        None,
+        "Groups of this queue one worker runs at once; CONCURRENCY if not given.",
+    )
+    key_prefix: str | None = option(
+        optional_text, None, "PREFIX of its lease names; the upper-case queue name if not given."
+    )
+    max_attempts: int | None = option(
+        lambda value: None if value is None else whole(1)(value),
+        None,
+        "Executions of a job before it is dead-lettered.",
+    )
+    timeout: timedelta | None = option(optional_duration, None, "Longest run of one attempt.")
+    result_ttl: timedelta | None = option(optional_duration, None, "How long results are kept.")
+    dead_letter_topic: str | None = option(
+        optional_text, None, "Topic dead letters are sent to; '<topic>-dlq' if not given."
+    )
+    topic_options: dict[str, Any] = option(mapping, {}, "See the reference of topics.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The ``KJO`` setting, key by key (attribute names are the keys in lower case)."""
+
+    service_name: str = option(
+        text, "django", "Names this project in consumer groups and processed_events."
+    )
+    database: str | None = option(
+        optional_text, None, "Database alias of this app's tables; the router's choice if not given."
+    )
+    transports: dict[str, Any] = option(
+        mapping, {"default": {"BACKEND": DEFAULT_TRANSPORT}}, "Transports by alias."
+    )
+    coordination: dict[str, Any] = option(
+        mapping, {"BACKEND": DEFAULT_COORDINATION}, "The coordination backend."
+    )
+    queues: dict[str, Any] = option(mapping, {}, "Options by queue name.")
+    concurrency: int = option(whole(1), 4, "Lanes (threads running handlers) of a worker.")
+    max_attempts: int = option(whole(1), 5, "Executions of a job before it is dead-lettered.")
+    backoff_base: timedelta = option(
+        duration, timedelta(seconds=2), "Delay before the second attempt; doubles each time."
+    )
+    backoff_max: timedelta = option(duration, timedelta(minutes=10), "Longest back-off.")
+    backoff_jitter: float = option(
+        number(0), 0.2, "Share of the delay that is drawn at random, 0 to 1."
+    )
+    error_recovery_delays: dict[str, Any] = option(
+        mapping,
+        {"rate_limit": 30, "network": 10, "database": 5, "default": 0},
+        "Least seconds before the next attempt, by class of error.",
+    )
+    pausable_errors: tuple[str, ...] = option(
+        texts, (), "Import paths of further exceptions that pause a partition."
+    )
+    timeout: timedelta | None = option(
+        optional_duration, timedelta(minutes=30), "Longest run of one attempt; None: no limit."
+    )
+    result_ttl: timedelta = option(
+        duration, timedelta(hours=1), "How long results and errors are kept."
+    )
+    processing_ttl: timedelta = option(
+        duration,
+        timedelta(seconds=300),
+        "How long a lease lasts without renewal; a crashed worker's jobs wait no longer.",
+    )
+    sent_ttl: timedelta | None = option(
+        optional_duration, None, "How long a sent mark lasts; 20 s, or 2 x a customised "
+        "PROCESSING_TTL, if not given.",
+    )
+    record_lease: timedelta = option(
+        duration,
+        timedelta(seconds=30),
+        "How long a record handed out stays a worker's, on transports that lease records.",
+    )
+    max_payload_bytes: int = option(whole(1), 900_000, "Longest payload accepted and handled.")
+    group_size: int = option(whole(1), 500, "Most jobs in one transaction.")
+    group_budget: timedelta = option(
+        duration, timedelta(milliseconds=50), "Run time up to which fast jobs share a transaction."
+    )
+    max_outstanding: int = option(
+        whole(1), 5000, "Records a worker holds at most, waiting and running."
+    )
+    relay_batch_size: int = option(whole(1), 1000, "Most rows the relay publishes at once.")
+    poll_interval: timedelta = option(
+        duration, timedelta(seconds=1), "The slow poll beside wake-up calls."
+    )
+    heartbeat_interval: timedelta = option(
+        duration, timedelta(seconds=5), "How often a worker shows a sign of life."
+    )
+    shutdown_grace: timedelta = option(
+        duration, timedelta(seconds=10), "Time running jobs get to finish when a worker stops."
+    )
+    status_report_interval: timedelta = option(
+        duration, timedelta(seconds=30), "How often kjo_consume prints its status."
+    )
+    rescue_after: timedelta = option(
+        duration,
+        timedelta(minutes=15),
+        "A queued job untouched for this long is looked for, and published again if its message "
+        "is gone.",
+    )
+    max_replays: int = option(
+        whole(1), 5, "Replays of one dead letter before kjo_replay_dlq refuses (loop guard)."
+    )
+    topic_options: dict[str, Any] = option(mapping, {}, "Topic options every queue starts from.")
+    retention_completed: timedelta = option(
+        duration, timedelta(days=7), "kjo_prune: completed and cancelled jobs."
+    )
+    retention_failed: timedelta = option(
+        duration, timedelta(days=30), "kjo_prune: failed jobs and closed dead letters."
+    )
+    retention_processed_events: timedelta = option(
+        duration, timedelta(days=30), "kjo_prune: processed_events; longer than topics keep records."
+    )
+    retention_metrics: timedelta = option(
+        duration, timedelta(days=30), "kjo_prune: metric buckets and dead workers."
+    )
+
+    @property
+    def effective_sent_ttl(self) -> timedelta:
+        """KJO-F4: 20 s as printed, unless only PROCESSING_TTL was customised: then twice that."""
+        if self.sent_ttl is not None:
+            return self.sent_ttl
+        if self.processing_ttl == timedelta(seconds=300):
+            return timedelta(seconds=20)
+        return 2 * self.processing_ttl
+
+    def queue(self, name: str) -> QueueConf:
+        """Return the options of a queue, defaults filled in; an undeclared queue has only those."""
+        return _queue_conf(self, name)
+
+
+@dataclass(frozen=True)
+class QueueConf:
+    """A queue with every default filled in."""
+
+    name: str
+    transport: str
+    topic: str
+    consumer_group: str
+    concurrency: int
+    key_prefix: str
+    max_attempts: int
+    timeout: timedelta | None
+    result_ttl: timedelta
+    dead_letter_topic: str
+    topic_options: Mapping[str, Any]
+
+
+def _queue_conf(conf: Settings, name: str) -> QueueConf:
+    cached = _queue_cache.get(name)
+    if cached is not None and cached[0] is conf:
+        return cached[1]
+    given, problems = convert(QueueOptions, conf.queues.get(name, {}), f"KJO['QUEUES'][{name!r}]")
+    if problems:
+        raise ImproperlyConfigured(problems[0].message)
+    topic = given.topic or name
+    result = QueueConf(
+        name=name,
+        transport=given.transport,
+        topic=topic,
+        consumer_group=given.consumer_group or f"{conf.service_name}-group",
+        concurrency=given.concurrency or conf.concurrency,
+        key_prefix=given.key_prefix or name.upper(),
+        max_attempts=given.max_attempts or conf.max_attempts,
+        timeout=given.timeout or conf.timeout,
+        result_ttl=given.result_ttl or conf.result_ttl,
+        dead_letter_topic=given.dead_letter_topic or f"{topic}-dlq",
+        topic_options={**conf.topic_options, **given.topic_options},
+    )
+    _queue_cache[name] = (conf, result)
+    return result
+
+
+_queue_cache: dict[str, tuple[Settings, QueueConf]] = {}
+
+
+# --- Reading ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fault of the settings: what is wrong and what to do."""
+
+    message: str
+    hint: str
+    is_unknown_key: bool = False
+
+
+def convert(kind: type[Any], given: Any, where: str) -> tuple[Any, list[Problem]]:
+    """Read a dict into ``kind``; faults are collected and their keys keep the default.
+
+    Keys of ``Settings`` are upper case, those of a queue are lower case.
+    """
+    if not isinstance(given, Mapping):
+        return kind(), [Problem(f"{where} must be a dict, not {type(given).__name__}.", "")]
+    upper = kind is Settings
+    known = {f.name.upper() if upper else f.name: f for f in fields(kind)}
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, value in given.items():
+        declared = known.get(key)
+        if declared is None:
+            problems.append(_unknown_key(key, known, where))
+            continue
+        try:
+            values[declared.name] = declared.metadata["convert"](value)
+        except ValueError as error:
+            problems.append(
+                Problem(
+                    f"{where}[{key!r}] must be {error}, not {value!r:.80}.",
+                    declared.metadata["help"],
+                )
+            )
+    return kind(**values), problems
+
+
+def _unknown_key(key: Any, known: Mapping[str, Any], where: str) -> Problem:
+    close = difflib.get_close_matches(str(key), known, n=1) or difflib.get_close_matches(
+        str(key).upper(), known, n=1
+    )
+    hint = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(sorted(known))}."
+    return Problem(f"{where} has an unknown key {key!r}.", hint, is_unknown_key=True)
+
+
+@functools.lru_cache(maxsize=1)
+def _load() -> tuple[Settings, list[Problem]]:
+    given = getattr(django_settings, "KJO", {})
+    return convert(Settings, given, "KJO")
+
+
+def problems() -> list[Problem]:
+    """Return every fault of the settings, for the system checks."""
+    return list(_load()[1])
+
+
+def get_settings() -> Settings:
+    """Return the settings in force.
+
+    :raises ImproperlyConfigured: naming the first key that is unknown or of a wrong type, so that
+        nothing runs on a value somebody did not mean.
+    """
+    loaded, faults = _load()
+    if faults:
+        raise ImproperlyConfigured(f"{faults[0].message} {faults[0].hint}".strip())
+    return loaded
+
+
+def default_worker_name() -> str:
+    """Return ``<host>-<pid>`` (PJQ-31)."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _reset(*, setting: str, **kwargs: Any) -> None:
+    if setting == "KJO":
+        _load.cache_clear()
+        _queue_cache.clear()
+
+
+setting_changed.connect(_reset, dispatch_uid="kjo_django.conf")

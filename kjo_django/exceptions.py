@@ -1,0 +1,162 @@
+"""Every error of kjo_django, in one visible tree.
+
+KjoError
+├── JobQueueError                 has a stable ``code`` and ``to_dict()``
+│   ├── JobTimeoutError           TIMEOUT         (also a builtin TimeoutError)
+│   ├── MaxRetriesError           MAX_RETRIES
+│   ├── JobFailedError            JOB_FAILED
+│   ├── JobNotFoundError          JOB_NOT_FOUND
+│   ├── JobCancelledError         JOB_CANCELLED
+│   ├── JobStateError             JOB_STATE       an operation the job's state does not allow
+│   ├── StalledError              STALLED         the worker died or froze during the attempt
+│   └── StorageError              STORAGE_ERROR
+├── PayloadError                  also a ValueError: refused before anything is written
+├── MessageError                  a message that can never be handled (poison)
+├── PublishError                  the transport did not accept a record
+├── CoordinationError             the coordination backend cannot be reached
+├── PermanentError                raised by a handler: no retry, dead letter at once
+├── Retry                         raised by a handler: try again, optionally after ``delay``
+└── PausableError                 the attempt met an outage: pause, recover, resume
+    ├── DatabaseConnectionError
+    ├── ServiceUnavailableError
+    ├── RateLimitExceededError
+    └── CircuitBreakerOpenError
+
+Configuration mistakes raise Django's own ``ImproperlyConfigured``.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, ClassVar
+
+
+class KjoError(Exception):
+    """Root of everything this package raises on its own account."""
+
+
+class JobQueueError(KjoError):
+    """An error with a stable code that an API may show (PJQ-26)."""
+
+    code: ClassVar[str] = "JOB_QUEUE_ERROR"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready description: ``code``, ``type`` and ``message``."""
+        return {"code": self.code, "type": type(self).__name__, "message": str(self)}
+
+
+class JobTimeoutError(JobQueueError, TimeoutError):
+    """A handler exceeded its timeout, or a waiter its patience; the job may still complete."""
+
+    code = "TIMEOUT"
+
+
+class JobFailedError(JobQueueError):
+    """The awaited job failed for good; ``original_error`` is its recorded error text."""
+
+    code = "JOB_FAILED"
+
+    def __init__(self, message: str, original_error: str | None = None) -> None:
+        super().__init__(message)
+        self.original_error = original_error
+
+
+class MaxRetriesError(JobQueueError):
+    """All attempts are spent."""
+
+    code = "MAX_RETRIES"
+
+    def __init__(self, job_id: str, attempts: int, last_error: str, payload: Any = None) -> None:
+        super().__init__(f"Job {job_id} failed after {attempts} attempts: {last_error}")
+        self.job_id = job_id
+        self.attempts = attempts
+        self.last_error = last_error
+        self.payload = payload
+
+
+class JobNotFoundError(JobQueueError, LookupError):
+    """No job has this id."""
+
+    code = "JOB_NOT_FOUND"
+
+
+class JobCancelledError(JobQueueError):
+    """The job was cancelled; raised to waiters and by ``context.raise_if_aborted()``."""
+
+    code = "JOB_CANCELLED"
+
+
+class JobStateError(JobQueueError):
+    """The job's present state does not allow the operation; nothing was changed."""
+
+    code = "JOB_STATE"
+
+
+class StalledError(JobQueueError):
+    """The worker died or froze while it ran the attempt; the attempt counts (PJQ-F10)."""
+
+    code = "STALLED"
+
+
+class StorageError(JobQueueError):
+    """The state store refused an operation."""
+
+    code = "STORAGE_ERROR"
+
+
+class PayloadError(KjoError, ValueError):
+    """A payload cannot be serialized or breaks a limit; raised before anything is written."""
+
+
+class MessageError(KjoError):
+    """A message that no retry can make readable; it becomes a dead letter.
+
+    ``reason`` is a short machine-readable word, see ``messages.poison``.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class PublishError(KjoError):
+    """A record was not accepted by the transport; the row that wanted it stays pending."""
+
+
+class CoordinationError(KjoError):
+    """The coordination backend cannot be reached; correctness never depends on it."""
+
+
+class PermanentError(KjoError):
+    """Raise it in a handler when trying again cannot help: dead letter at once (RST-25)."""
+
+
+class Retry(KjoError):  # noqa: N818 - a request of the handler, not a fault
+    """Raise it in a handler to ask for another attempt.
+
+    :param delay: time until the next attempt; without it the job's back-off decides.
+    """
+
+    def __init__(self, message: str = "retry requested", *, delay: timedelta | None = None) -> None:
+        super().__init__(message)
+        self.delay = delay
+
+
+class PausableError(KjoError):
+    """An outage that other messages of the partition would meet too (KJO-73)."""
+
+
+class DatabaseConnectionError(PausableError):
+    """A database cannot be reached."""
+
+
+class ServiceUnavailableError(PausableError):
+    """A service the handler needs is down."""
+
+
+class RateLimitExceededError(PausableError):
+    """A service the handler needs refuses more requests for now."""
+
+
+class CircuitBreakerOpenError(PausableError):
+    """A circuit breaker keeps the handler from calling a failing service."""

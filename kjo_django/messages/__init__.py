@@ -1,0 +1,1 @@
+"""What travels: serializers (bytes ↔ values), header names and the envelope. Pure; no I/O."""

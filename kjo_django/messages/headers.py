@@ -1,0 +1,85 @@
+"""Header names on the wire, and the reading and writing of their values."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+
+# A job's message.
+ID = "kjo-id"
+TYPE = "kjo-type"
+JOB_ID = "kjo-job-id"
+GENERATION = "kjo-generation"
+ATTEMPT = "kjo-attempt"
+CONTENT_TYPE = "content-type"
+REPLAY_COUNT = "kjo-replay-count"
+
+# Carried through untouched (KII-36).
+TRACEPARENT = "traceparent"
+CORRELATION_ID = "correlation-id"
+
+# A dead letter: all original headers stay, these are added or replaced (KAFKA.md 2.3).
+DLQ_PREFIX = "kjo-dlq-"
+DLQ_ORIGINAL_TOPIC = "kjo-dlq-original-topic"
+DLQ_ORIGINAL_PARTITION = "kjo-dlq-original-partition"
+DLQ_ORIGINAL_OFFSET = "kjo-dlq-original-offset"
+DLQ_ORIGINAL_TIMESTAMP = "kjo-dlq-original-timestamp"
+DLQ_GROUP = "kjo-dlq-group"
+DLQ_HANDLER = "kjo-dlq-handler"
+DLQ_MESSAGE_ID = "kjo-dlq-message-id"
+DLQ_JOB_ID = "kjo-dlq-job-id"
+DLQ_ATTEMPTS = "kjo-dlq-attempts"
+DLQ_FIRST_FAILED_AT = "kjo-dlq-first-failed-at"
+DLQ_LAST_FAILED_AT = "kjo-dlq-last-failed-at"
+DLQ_REASON = "kjo-dlq-reason"
+DLQ_EXCEPTION_TYPE = "kjo-dlq-exception-type"
+DLQ_EXCEPTION_MESSAGE = "kjo-dlq-exception-message"
+DLQ_EXCEPTION_STACKTRACE = "kjo-dlq-exception-stacktrace"
+
+FIRST_WINS = frozenset(
+    {
+        DLQ_ORIGINAL_TOPIC,
+        DLQ_ORIGINAL_PARTITION,
+        DLQ_ORIGINAL_OFFSET,
+        DLQ_ORIGINAL_TIMESTAMP,
+        DLQ_FIRST_FAILED_AT,
+    }
+)
+"""A message that dies again keeps its first origin; everything else tells of the last death
+(KDLQ-F2, F3)."""
+
+
+def text(headers: Mapping[str, bytes], name: str, default: str = "") -> str:
+    """Return a header as text; undecodable bytes are replaced, never an error."""
+    value = headers.get(name)
+    return default if value is None else value.decode("utf-8", "replace")
+
+
+def number(headers: Mapping[str, bytes], name: str, default: int) -> int:
+    """Return a header as a non-negative number, or ``default`` when it is missing or is not one."""
+    value = headers.get(name)
+    if value is None or len(value) > 18 or not value.isdigit():
+        return default
+    return int(value)
+
+
+def encode(values: Mapping[str, object]) -> dict[str, bytes]:
+    """Write values as UTF-8 text; None is left out."""
+    return {
+        name: str(value).encode("utf-8", "replace")
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def to_json(headers: Mapping[str, bytes]) -> dict[str, str]:
+    """Make headers storable in a JSON column without losing a byte."""
+    return {
+        name.replace("\x00", ""): base64.b64encode(value or b"").decode()
+        for name, value in headers.items()
+    }
+
+
+def from_json(stored: Mapping[str, str]) -> dict[str, bytes]:
+    """Undo ``to_json``."""
+    return {name: base64.b64decode(value) for name, value in stored.items()}

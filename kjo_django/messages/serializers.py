@@ -1,0 +1,135 @@
+"""Bytes ↔ values. The payload is serialized once, when it is enqueued, and travels byte for byte.
+
+A serializer is named by its content type, which is stored with the bytes and sent along, so nothing
+ever parses a payload with a codec of its own guess (PJQ-F17). Never pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Protocol, runtime_checkable
+
+from django.core.serializers.json import DjangoJSONEncoder
+
+from kjo_django.exceptions import MessageError, PayloadError
+
+MAX_ERROR_LENGTH = 500
+"""Characters of an error text kept (RST-27); the traceback is kept elsewhere."""
+
+
+@runtime_checkable
+class Serializer(Protocol):
+    """Turns values into bytes and back. Stateless and thread-safe."""
+
+    content_type: str
+
+    def dumps(self, value: Any) -> bytes:
+        """Serialize; raises ``PayloadError`` for what cannot be."""
+
+    def loads(self, data: bytes) -> Any:
+        """Deserialize; raises ``MessageError`` (reason ``deserialization``) for what cannot be."""
+
+
+class JsonSerializer:
+    """JSON in UTF-8. Dates, Decimals and UUIDs become text, as Django's own encoder writes them."""
+
+    content_type = "application/json"
+
+    def dumps(self, value: Any) -> bytes:
+        """Serialize; NaN, infinities, unknown types and lone surrogates are refused."""
+        try:
+            return _ENCODER.encode(value).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise PayloadError(f"The payload cannot be written as JSON: {error}") from error
+
+    def loads(self, data: bytes) -> Any:
+        """Deserialize; broken UTF-8, trailing data, NaN and absurd nesting are refused."""
+        try:
+            return json.loads(data.decode(), parse_constant=_refuse_constant)
+        except UnicodeDecodeError as error:
+            raise MessageError("deserialization", f"Not valid UTF-8: {error}") from error
+        except RecursionError as error:
+            raise MessageError("deserialization", "JSON nested too deeply") from error
+        except ValueError as error:
+            raise MessageError("deserialization", f"Not valid JSON: {error}") from error
+
+
+_ENCODER = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_CANONICAL = DjangoJSONEncoder(
+    ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True
+)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+JSON = JsonSerializer()
+_serializers: dict[str, Serializer] = {JSON.content_type: JSON}
+
+
+def register_serializer(serializer: Serializer) -> None:
+    """Make a serializer known under its content type, replacing an earlier one."""
+    _serializers[serializer.content_type] = serializer
+
+
+def serializer_for(content_type: str) -> Serializer:
+    """Return the serializer of a content type; parameters such as a charset are ignored.
+
+    Raises ``MessageError`` (reason ``deserialization``) when none is registered.
+    """
+    try:
+        return _serializers[content_type.partition(";")[0].strip().lower()]
+    except KeyError:
+        raise MessageError(
+            "deserialization", f"No serializer is registered for {content_type[:80]!r}"
+        ) from None
+
+
+# --- Results are wrapped, so that None is a result and no result is not None (PJQ-F16) -------------
+
+
+def dump_result(value: Any, serializer: Serializer = JSON) -> bytes:
+    """Wrap and serialize what a handler returned."""
+    return serializer.dumps({"v": value})
+
+
+def load_result(data: bytes, serializer: Serializer = JSON) -> Any:
+    """Undo ``dump_result``."""
+    return serializer.loads(data)["v"]
+
+
+# --- Text that must fit and must be storable --------------------------------------------------------
+
+
+def storable_text(text: str, limit: int | None = None) -> str:
+    """Return ``text`` as every database takes it: no NUL, no lone surrogates, at most ``limit``
+    code points (RST-27, RST-F14)."""
+    text = text.replace("\x00", "\N{REPLACEMENT CHARACTER}")
+    text = text.encode("utf-8", "replace").decode()
+    return text if limit is None else text[:limit]
+
+
+def loads_for_display(data: bytes, content_type: str) -> Any:
+    """Decode for people; bytes that cannot be decoded are shown as text that says so."""
+    try:
+        return serializer_for(content_type).loads(data)
+    except MessageError as error:
+        return f"<{len(data)} bytes: {error}>"
+
+
+# --- Identity of content --------------------------------------------------------------------------
+
+
+def canonical_json(value: Any) -> bytes:
+    """Serialize so that equal values give equal bytes: sorted keys, no white space (PJQ-F11)."""
+    try:
+        return _CANONICAL.encode(value).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PayloadError(f"The value cannot be written as JSON: {error}") from error
+
+
+def content_id(value: Any, length: int = 16) -> str:
+    """Return the first ``length`` hex digits of the SHA-256 of the canonical JSON (PJQ-69)."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()[:length]

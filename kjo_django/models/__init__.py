@@ -1,0 +1,30 @@
+"""The state of jobs, one file per model."""
+
+from kjo_django.models.dead_letter import DeadLetter, DeadLetterReason, DeadLetterState
+from kjo_django.models.embedded import Lease, Mark, TransportMessage, TransportSubscription
+from kjo_django.models.job import Job, JobQuerySet, message_id, transition
+from kjo_django.models.job_failure import JobFailure
+from kjo_django.models.metric_bucket import MetricBucket
+from kjo_django.models.processed_event import EventKey, ProcessedEvent
+from kjo_django.models.queue_control import QueueControl
+from kjo_django.models.worker import Worker
+
+__all__ = [
+    "DeadLetter",
+    "DeadLetterReason",
+    "DeadLetterState",
+    "EventKey",
+    "Job",
+    "JobFailure",
+    "JobQuerySet",
+    "Lease",
+    "Mark",
+    "MetricBucket",
+    "ProcessedEvent",
+    "QueueControl",
+    "TransportMessage",
+    "TransportSubscription",
+    "Worker",
+    "message_id",
+    "transition",
+]

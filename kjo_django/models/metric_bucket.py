@@ -1,0 +1,52 @@
+"""Minute aggregates, so that no screen ever counts jobs."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.utils.translation import gettext_lazy as _
+
+from kjo_django.ids import uuid7
+
+
+class MetricBucket(models.Model):
+    """What one worker did with one handler in one minute; screens add them up.
+
+    One row per worker keeps writers from waiting for each other.
+    """
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    minute = models.DateTimeField(_("minute"))
+    queue = models.CharField(_("queue"), max_length=100)
+    handler = models.CharField(_("handler"), max_length=100)
+    worker_id = models.UUIDField(_("worker"))
+    completed_count = models.PositiveBigIntegerField(_("completed"), default=0)
+    retried_count = models.PositiveBigIntegerField(_("retried"), default=0)
+    failed_count = models.PositiveBigIntegerField(_("failed"), default=0)
+    duplicate_count = models.PositiveBigIntegerField(_("duplicates"), default=0)
+    skipped_count = models.PositiveBigIntegerField(_("skipped"), default=0)
+    run_histogram = models.JSONField(
+        _("run times"),
+        default=list,
+        help_text=_("Counts of run times by upper bound 1 ms · 2^n, the last one open."),
+    )
+    wait_histogram = models.JSONField(
+        _("waiting times"),
+        default=list,
+        help_text=_("Counts of times from due to started by upper bound 1 ms · 2^n."),
+    )
+
+    class Meta:
+        db_table = "kjo_metric_bucket"
+        verbose_name = _("metric bucket")
+        verbose_name_plural = _("metric buckets")
+        ordering = ("minute",)
+        default_permissions = ()
+        constraints = (
+            # Serves the range queries of charts too.
+            models.UniqueConstraint(
+                fields=("minute", "queue", "handler", "worker_id"), name="kjo_metric_bucket_key"
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.queue} {self.minute:%H:%M}"

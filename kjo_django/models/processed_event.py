@@ -1,0 +1,147 @@
+"""The idempotency table: one row per message whose database effects are committed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from django.db import connections, models
+from django.utils import timezone
+from django.utils.translation import gettext_lazy as _
+
+from kjo_django.ids import uuid7
+
+
+class EventKey(NamedTuple):
+    """What makes an effect unique, in the order of the constraint."""
+
+    event_id: str
+    service_name: str
+    event_type: str
+
+
+class LongNameIndex(models.Index):
+    """An index whose name is the one other systems sharing the table know (KII-19).
+
+    Django limits names to 30 characters for Oracle's sake; PostgreSQL, SQLite and MySQL take 63.
+    """
+
+    max_name_length = 63
+
+
+class ProcessedEventQuerySet(models.QuerySet["ProcessedEvent"]):
+    """Marks events; must run inside the transaction that carries their effects."""
+
+    def mark(self, keys: Sequence[EventKey], *, now: Any = None) -> set[EventKey]:
+        """Insert a marker for each key and return those that were new.
+
+        One INSERT … ON CONFLICT DO NOTHING RETURNING. A concurrent transaction marking the same
+        key blocks this one until it ends: committed, the key is a duplicate here; rolled back, it
+        is new here. Keys are inserted in one fixed order, so two groups never deadlock.
+        """
+        if not keys:
+            return set()
+        now = now or timezone.now()
+        ordered = sorted(set(keys))
+        connection = connections[self.db]
+        rows = [
+            ProcessedEvent(
+                event_id=key.event_id,
+                service_name=key.service_name,
+                event_type=key.event_type,
+                processed_at=now,
+                created_at=now,
+                updated_at=now,
+            )
+            for key in ordered
+        ]
+        if connection.features.can_return_rows_from_bulk_insert:
+            return _insert_returning(connection, rows)
+        self.bulk_create(rows, ignore_conflicts=True)
+        # Without RETURNING: ours are the rows that carry the ids minted above.
+        ours = set(self.filter(pk__in=[row.pk for row in rows]).values_list("pk", flat=True))
+        return {row.event_key for row in rows if row.pk in ours}
+
+    def unmark(self, keys: Collection[EventKey]) -> None:
+        """Take markers of this transaction back: their handlers failed or must not run."""
+        for service, event_type in {(key.service_name, key.event_type) for key in keys}:
+            self.filter(
+                service_name=service,
+                event_type=event_type,
+                event_id__in=[
+                    key.event_id
+                    for key in keys
+                    if (key.service_name, key.event_type) == (service, event_type)
+                ],
+            ).delete()
+
+
+def _insert_returning(connection: Any, rows: Sequence[ProcessedEvent]) -> set[EventKey]:
+    """The fast path of ``mark`` where the database has ON CONFLICT … RETURNING."""
+    names = ("id", *EventKey._fields, "processed_at", "created_at", "updated_at")
+    fields = [ProcessedEvent._meta.get_field(name) for name in names]
+    quote = connection.ops.quote_name
+    columns = ", ".join(quote(field.column) for field in fields)
+    fresh: set[EventKey] = set()
+    # SQLite limits the number of parameters of one statement.
+    size = min(1000, (connection.features.max_query_params or 30_000) // len(fields))
+    for start in range(0, len(rows), size):
+        chunk = rows[start : start + size]
+        values = ", ".join([f"({', '.join(['%s'] * len(fields))})"] * len(chunk))
+        parameters = [
+            field.get_db_prep_save(getattr(row, field.attname), connection)
+            for row in chunk
+            for field in fields
+        ]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"INSERT INTO {quote(ProcessedEvent._meta.db_table)} ({columns}) VALUES {values} "
+                f"ON CONFLICT DO NOTHING RETURNING event_id, service_name, event_type",
+                parameters,
+            )
+            fresh.update(EventKey(*row) for row in cursor.fetchall())
+    return fresh
+
+
+class ProcessedEvent(models.Model):
+    """Event ``event_id`` of type ``event_type`` took effect for ``service_name`` (KII-17).
+
+    Kept longer than any redelivery or replay can come (KII-F10); ``kjo_prune`` removes the rest.
+    """
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    event_id = models.CharField(_("event id"), max_length=255)
+    event_type = models.CharField(_("event type"), max_length=100)
+    service_name = models.CharField(_("service name"), max_length=100)
+    processed_at = models.DateTimeField(_("processed at"), default=timezone.now)
+    event_data = models.JSONField(_("event data"), null=True, blank=True)
+    created_at = models.DateTimeField(_("created at"), default=timezone.now)
+    updated_at = models.DateTimeField(_("updated at"), default=timezone.now)
+
+    objects = ProcessedEventQuerySet.as_manager()
+
+    class Meta:
+        db_table = "processed_events"
+        verbose_name = _("processed event")
+        verbose_name_plural = _("processed events")
+        ordering = ("-id",)
+        default_permissions = ("view",)
+        constraints = (
+            models.UniqueConstraint(
+                fields=("event_id", "service_name", "event_type"),
+                name="uk_processed_events_event_service",
+            ),
+        )
+        indexes = (
+            # Pruning by age. Of seed 5's other three, event_id is the constraint's prefix and
+            # nothing asks by service or type alone.
+            LongNameIndex(fields=("processed_at",), name="idx_processed_events_processed_at"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.event_type} {self.event_id}"
+
+    @property
+    def event_key(self) -> EventKey:
+        """The unique triple."""
+        return EventKey(self.event_id, self.service_name, self.event_type)

@@ -1,0 +1,58 @@
+"""Worker processes and their signs of life."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from django.db import models
+from django.utils import timezone
+from django.utils.translation import gettext_lazy as _
+
+from kjo_django.ids import uuid7
+
+
+class Worker(models.Model):
+    """A process of ``kjo_consume`` or ``kjo_produce``; gone once its heartbeat is old."""
+
+    class State(models.TextChoices):
+        """What the process does now."""
+
+        RUNNING = "running", _("Running")
+        STOPPING = "stopping", _("Stopping")
+        STOPPED = "stopped", _("Stopped")
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    name = models.CharField(_("name"), max_length=255)
+    hostname = models.CharField(_("host name"), max_length=255)
+    pid = models.PositiveIntegerField(_("process id"))
+    queues = models.JSONField(_("queues"), default=list)
+    state = models.CharField(
+        _("state"), max_length=10, choices=State.choices, default=State.RUNNING
+    )
+    concurrency = models.PositiveIntegerField(_("concurrency"), default=1)
+    is_relaying = models.BooleanField(_("relaying"), default=False)
+    processed_count = models.PositiveBigIntegerField(_("processed"), default=0)
+    failed_count = models.PositiveBigIntegerField(_("failed"), default=0)
+    in_flight_count = models.PositiveIntegerField(_("in flight"), default=0)
+    partitions = models.JSONField(_("partitions"), default=list)
+    rss_bytes = models.PositiveBigIntegerField(_("memory"), null=True, blank=True)
+    last_error = models.CharField(_("last error"), max_length=500, blank=True, default="")
+    started_at = models.DateTimeField(_("started at"), default=timezone.now)
+    heartbeat_at = models.DateTimeField(_("heartbeat at"), default=timezone.now)
+
+    class Meta:
+        db_table = "kjo_worker"
+        verbose_name = _("worker")
+        verbose_name_plural = _("workers")
+        ordering = ("-id",)
+        default_permissions = ("view",)
+        permissions = (("control_worker", _("Can stop workers")),)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def is_alive(self, within: timedelta) -> bool:
+        """Return whether it showed a sign of life within this time and has not said goodbye."""
+        return (
+            self.state != self.State.STOPPED and self.heartbeat_at >= timezone.now() - within
+        )

@@ -1,0 +1,57 @@
+"""Signals: everything observable that happens to a job. Receivers observe, they never decide.
+
+Sent with ``send_robust`` after the state they tell of is committed: a receiver that raises is
+logged and changes nothing (KJO-F12, KDLQ-F8). ``sender`` is the handler's name, or the queue's.
+
+=====================  ===========================================================================
+signal                 keyword arguments
+=====================  ===========================================================================
+job_enqueued           job_id, queue, handler
+job_completed          job_id, queue, handler, result, attempt, seconds
+job_retried            job_id, queue, handler, error, attempt, retry_at
+job_failed             job_id, queue, handler, error, attempt
+job_stalled            job_id, queue, handler, attempt
+job_cancelled          job_id, queue, handler
+job_requeued           job_id, queue, handler
+message_dead_lettered  dead_letter_id, queue, handler, reason, error
+message_replayed       dead_letter_id, queue, handler
+message_discarded      dead_letter_id, queue, handler, note
+queue_paused           queue, actor
+queue_resumed          queue, actor
+worker_started         worker_id, name
+worker_stopped         worker_id, name
+=====================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from django.dispatch import Signal
+
+logger = logging.getLogger("kjo_django")
+
+job_enqueued = Signal()
+job_completed = Signal()
+job_retried = Signal()
+job_failed = Signal()
+job_stalled = Signal()
+job_cancelled = Signal()
+job_requeued = Signal()
+message_dead_lettered = Signal()
+message_replayed = Signal()
+message_discarded = Signal()
+queue_paused = Signal()
+queue_resumed = Signal()
+worker_started = Signal()
+worker_stopped = Signal()
+
+
+def send(signal: Signal, sender: str, **kwargs: Any) -> None:
+    """Send to every receiver; what one raises is logged and goes no further."""
+    if not signal.receivers:
+        return
+    for receiver, outcome in signal.send_robust(sender=sender, **kwargs):
+        if isinstance(outcome, Exception):
+            logger.error("A signal receiver failed: %r", receiver, exc_info=outcome)

@@ -1,0 +1,122 @@
+"""The one state machine of a job: its states, its legal transitions, its picture.
+
+    pending ──publish──> queued ──success──> completed
+       │  ▲                │ ▲ └──retry left──> failing ──publish──┐
+       │  └────requeue─────┼─┼──────────────────── │ <─────────────┘ (back to queued)
+       │                   │ └─ consumed before the relay recorded it: pending and failing may
+       │                   │    finish too, so a slow relay never makes a finished job look open
+       └──cancel──> cancelled    └──attempts spent──> failed
+
+``processing`` and ``scheduled`` are never stored: processing is a live lease, scheduled a pending
+job due in the future (seed 1's virtual state; nothing to clean up after a crash). Every transition
+is one conditional UPDATE on the expected states and the generation, so a late or duplicate actor
+loses by construction.
+"""
+
+from __future__ import annotations
+
+from django.db import models
+from django.utils.translation import gettext_lazy as _
+
+
+class JobState(models.TextChoices):
+    """What is stored in ``Job.state``."""
+
+    PENDING = "pending", _("Pending")
+    QUEUED = "queued", _("Queued")
+    FAILING = "failing", _("Failing")
+    COMPLETED = "completed", _("Completed")
+    FAILED = "failed", _("Failed")
+    CANCELLED = "cancelled", _("Cancelled")
+
+
+class JobStatus(models.TextChoices):
+    """What people are shown: the stored states and the two virtual ones."""
+
+    PENDING = "pending", _("Pending")
+    SCHEDULED = "scheduled", _("Scheduled")
+    QUEUED = "queued", _("Queued")
+    PROCESSING = "processing", _("Processing")
+    FAILING = "failing", _("Failing")
+    COMPLETED = "completed", _("Completed")
+    FAILED = "failed", _("Failed")
+    CANCELLED = "cancelled", _("Cancelled")
+
+
+OPEN = (JobState.PENDING, JobState.QUEUED, JobState.FAILING)
+FINAL = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
+AWAITING_PUBLISH = (JobState.PENDING, JobState.FAILING)
+
+TRANSITIONS: dict[str, frozenset[JobState]] = {
+    # action: the states it may start from
+    "publish": frozenset(AWAITING_PUBLISH),
+    "complete": frozenset(OPEN),
+    "retry": frozenset(OPEN),
+    "fail": frozenset(OPEN),
+    "cancel": frozenset(OPEN),
+    "requeue": frozenset(JobState),
+}
+"""Legal starts of each action. ``requeue`` begins a new generation, so it may start anywhere."""
+
+RESULT_OF: dict[str, JobState] = {
+    "publish": JobState.QUEUED,
+    "complete": JobState.COMPLETED,
+    "retry": JobState.FAILING,
+    "fail": JobState.FAILED,
+    "cancel": JobState.CANCELLED,
+    "requeue": JobState.PENDING,
+}
+
+
+def is_legal(action: str, state: str) -> bool:
+    """Return whether ``action`` may start from ``state``."""
+    return state in TRANSITIONS[action]
+
+
+def expected(action: str) -> list[str]:
+    """Return the states ``action`` may start from, for a conditional UPDATE."""
+    return sorted(TRANSITIONS[action])
+
+
+# --- The other vocabularies (X-2): pure mappings of the status shown ------------------------------
+
+KJO_NUMBERS = {"pending": 1, "completed": 2, "failed": 3}
+"""Seed 1's item states (KJO-68); PROCESSING is virtual there and has no number."""
+
+_TO_KJO = {
+    JobStatus.COMPLETED: "COMPLETED",
+    JobStatus.FAILED: "FAILED",
+    JobStatus.CANCELLED: "FAILED",
+    JobStatus.PROCESSING: "PROCESSING",
+}
+_TO_QUEUE = {
+    JobStatus.PENDING: "queued",
+    JobStatus.SCHEDULED: "queued",
+    JobStatus.QUEUED: "queued",
+    JobStatus.PROCESSING: "processing",
+    JobStatus.FAILING: "failing",
+    JobStatus.COMPLETED: "completed",
+    JobStatus.FAILED: "failed",
+    JobStatus.CANCELLED: "cancelled",
+}
+_TO_DJANGO_TASKS = {
+    JobStatus.PROCESSING: "RUNNING",
+    JobStatus.COMPLETED: "SUCCESSFUL",
+    JobStatus.FAILED: "FAILED",
+    JobStatus.CANCELLED: "FAILED",
+}
+
+
+def to_kjo(status: str) -> str:
+    """Map to seed 1's and seed 4's PENDING, PROCESSING, COMPLETED, FAILED (RST-02)."""
+    return _TO_KJO.get(JobStatus(status), "PENDING")
+
+
+def to_queue(status: str) -> str:
+    """Map to seed 2's queued, processing, failing, completed, failed (PJQ-18)."""
+    return _TO_QUEUE[JobStatus(status)]
+
+
+def to_django_tasks(status: str) -> str:
+    """Map to Django Tasks' READY, RUNNING, SUCCESSFUL, FAILED."""
+    return _TO_DJANGO_TASKS.get(JobStatus(status), "READY")

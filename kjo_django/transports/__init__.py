@@ -1,0 +1,1 @@
+"""Carrying records: the contract in `base`, one module per implementation."""

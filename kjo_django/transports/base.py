@@ -1,0 +1,247 @@
+"""The contract of a transport: it carries records from publishers to consumer groups.
+
+A transport knows nothing of jobs, handlers or retries; it moves bytes. Two small interfaces, so a
+new one can be written in an afternoon and proven by ``kjo_django.testing.conformance``, which every
+implementation here passes.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, ClassVar, NamedTuple
+
+
+class TopicPartition(NamedTuple):
+    """One ordered part of a topic. Transports without partitions use partition 0."""
+
+    topic: str
+    partition: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport can do; callers ask before they rely on it."""
+
+    ordering: bool
+    """Records of one key reach one consumer at a time, in the order of publishing."""
+    delay: bool
+    """``OutgoingRecord.available_at`` is honoured; without it the relay waits instead."""
+    transactional: bool
+    """``publish`` joins the caller's database transaction: no relay is needed, and a record is
+    seen if and only if that transaction commits."""
+    replay: bool
+    """Acknowledged records stay readable for another group, until the topic's retention ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingRecord:
+    """What is handed to ``publish``."""
+
+    topic: str
+    value: bytes | None
+    key: bytes | None = None
+    """Records of equal key keep their order. None: no order is asked for."""
+    headers: Mapping[str, bytes] = field(default_factory=dict)
+    available_at: datetime | None = None
+    """Not delivered before this moment (aware). Only where ``capabilities.delay``."""
+    partition: int | None = None
+    """A partition to use instead of the one the key selects, where there are partitions."""
+
+
+@dataclass(slots=True)
+class Published:
+    """The outcome of one record, in the order of the records published."""
+
+    error: str | None = None
+    """None when the transport has durably accepted the record."""
+    partition: int | None = None
+    offset: int | None = None
+
+
+@dataclass(slots=True)
+class Record:
+    """What ``poll`` hands out. Two deliveries of one record are equal in ``position``."""
+
+    topic: str
+    partition: int
+    offset: int
+    """Grows within a partition, possibly with gaps."""
+    key: bytes | None
+    value: bytes | None
+    headers: dict[str, bytes]
+    timestamp: datetime | None = None
+    """When it was published, aware."""
+    epoch: int = 0
+    """The assignment of the partition under which it was handed out. After a rebalance, records of
+    an older epoch are no longer this consumer's: acknowledging them is a no-op."""
+    token: Any = None
+    """The transport's own handle for acknowledging."""
+
+    @property
+    def position(self) -> tuple[str, int, int]:
+        """Topic, partition and offset."""
+        return (self.topic, self.partition, self.offset)
+
+
+RevokedCallback = Callable[[Sequence[TopicPartition], bool], None]
+"""Called inside ``poll`` or ``close`` with the partitions taken away and whether they were *lost*.
+
+Revoked (``lost=False``): the callback may wait a bounded time for work in flight; what has been
+acknowledged when it returns is committed. Lost: another consumer may own them already, nothing is
+committed any more."""
+
+AssignedCallback = Callable[[Sequence[TopicPartition]], None]
+
+
+class Subscription(abc.ABC):
+    """One consumer group's view of some topics.
+
+    Not thread-safe but for ``acknowledge``, ``wake``: one thread owns it and polls regularly, since
+    polling is also what keeps leases and group membership alive.
+    """
+
+    @abc.abstractmethod
+    def poll(self, max_records: int, timeout: float) -> list[Record]:
+        """Return up to ``max_records`` records, waiting at most ``timeout`` seconds for the first.
+
+        ``max_records=0`` fetches nothing but keeps the membership and the leases alive. Returns
+        early, empty, after ``wake()``. A group that never read a topic starts at its earliest
+        record. Raises nothing for outages that pass: it returns an empty list and reports them
+        through ``last_error``.
+        """
+
+    @abc.abstractmethod
+    def acknowledge(self, records: Iterable[Record]) -> None:
+        """Note that these records are settled, in any order; thread-safe and without I/O of its own
+        unless documented.
+
+        A crash at any moment re-delivers every record not acknowledged, and possibly some that
+        were. A log transport commits the contiguous watermark of each partition from ``poll``; it
+        never commits past a record that is not settled.
+        """
+
+    @abc.abstractmethod
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        """Hand out nothing more of these partitions until resumed; survives rebalances for as long
+        as the partition stays or comes back here. Partitions not assigned are remembered."""
+
+    @abc.abstractmethod
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        """Undo ``pause``; nothing was lost meanwhile."""
+
+    @abc.abstractmethod
+    def assignment(self) -> list[TopicPartition]:
+        """Return the partitions handed to this consumer now."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Flush acknowledgements, hand back what was not acknowledged, leave the group.
+
+        Idempotent. Records handed out and not acknowledged are delivered again, to others at once.
+        """
+
+    def flush(self) -> None:
+        """Make acknowledgements durable now, waiting for it. Default: nothing is buffered."""
+        return
+
+    def wake(self) -> None:
+        """Make a waiting ``poll`` return soon; thread-safe. Default: nothing waits long."""
+        return
+
+    def lag(self) -> dict[TopicPartition, int] | None:
+        """Return the records not yet acknowledged by partition, or None where it is not known."""
+        return None
+
+    last_error: str | None = None
+    """The outage ``poll`` met last, None once it works again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSpec:
+    """The topic as it should be, see ``topic_options`` of a queue."""
+
+    name: str
+    partitions: int = 1
+    replication_factor: int = 1
+    config: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TopicDescription:
+    """The topic as it is. ``partitions`` is None when it does not exist."""
+
+    name: str
+    partitions: int | None
+    replication_factor: int | None = None
+    config: Mapping[str, str] = field(default_factory=dict)
+
+
+class Transport(abc.ABC):
+    """Publishes records and opens subscriptions. Thread-safe; one instance per process and alias.
+
+    Made without I/O: nothing is connected before the first publish or subscribe.
+
+    :param alias: its name in ``KJO["TRANSPORTS"]``, for error messages.
+    :param options: the ``OPTIONS`` of its settings.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
+        self.alias = alias
+        self.options = dict(options)
+
+    @abc.abstractmethod
+    def publish(self, records: Sequence[OutgoingRecord]) -> list[Published]:
+        """Publish all records and wait until each is durably accepted or refused.
+
+        Returns one outcome per record, in order. Records of one key keep their order. Raises
+        ``PublishError`` only when nothing could be tried at all.
+        """
+
+    @abc.abstractmethod
+    def subscribe(
+        self,
+        topics: Sequence[str],
+        group: str,
+        *,
+        lease: timedelta = timedelta(seconds=30),
+        on_revoked: RevokedCallback | None = None,
+        on_assigned: AssignedCallback | None = None,
+    ) -> Subscription:
+        """Open a subscription of ``group`` to ``topics``.
+
+        :param lease: how long a record handed out stays this consumer's without a sign of life,
+            where the transport itself leases records.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Flush and release everything. Idempotent; the transport may be used again afterwards."""
+
+    # --- Topics. The defaults suit a transport whose topics need no creation. ---------------------
+
+    def ensure_topics(self, specs: Sequence[TopicSpec]) -> list[str]:
+        """Create what is missing and grow partitions where fewer exist; never shrink.
+
+        Returns a line for each change made.
+        """
+        return []
+
+    def describe_topics(self, names: Sequence[str]) -> list[TopicDescription]:
+        """Return each topic as it is."""
+        return [TopicDescription(name, 1) for name in names]
+
+    def lag(self, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
+        """Return the group's records not yet acknowledged, by partition, without joining it."""
+        return {}
+
+    def probe(self, timeout: float) -> str:
+        """Answer within ``timeout`` seconds with a short description of what was reached.
+
+        Raises ``PublishError`` with the reason when it cannot be reached.
+        """
+        return "in process"
