@@ -1,1 +1,47 @@
-"""Background jobs for Django."""
+"""Background jobs for Django: a model is saved, its job runs once, failures end where a person can
+see and replay them.
+
+The public names, importable before the apps are ready: each is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kjo_django.exceptions import PermanentError, Retry
+    from kjo_django.producer.definition import JobDefinition, job
+    from kjo_django.producer.enqueue import EnqueueResult
+    from kjo_django.producer.hooks import enqueue_on_save
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "EnqueueResult": "kjo_django.producer.enqueue",
+    "JobDefinition": "kjo_django.producer.definition",
+    "PermanentError": "kjo_django.exceptions",
+    "Retry": "kjo_django.exceptions",
+    "enqueue_on_save": "kjo_django.producer.hooks",
+    "job": "kjo_django.producer.definition",
+}
+
+__all__ = [
+    "EnqueueResult",
+    "JobDefinition",
+    "PermanentError",
+    "Retry",
+    "enqueue_on_save",
+    "job",
+]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return getattr(import_module(_PUBLIC[name]), name)
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

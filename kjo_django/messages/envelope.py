@@ -29,7 +29,9 @@ class Message:
     payload: bytes
     content_type: str
     job_id: str | None
-    """None for a message that no enqueue of ours created."""
+    """None for a message that no enqueue created."""
+    service: str
+    """The service whose database holds the job; empty when none does."""
     generation: int
     attempt: int
     """The attempt this message asks for, from 1. A row that has seen it makes the message stale."""
@@ -42,6 +44,7 @@ def job_headers(
     id: str,
     type: str,
     job_id: str,
+    service: str,
     generation: int,
     attempt: int,
     content_type: str,
@@ -52,6 +55,7 @@ def job_headers(
     result[names.ID] = id.encode()
     result[names.TYPE] = type.encode()
     result[names.JOB_ID] = job_id.encode()
+    result[names.SERVICE] = service.encode()
     result[names.GENERATION] = b"%d" % generation
     result[names.ATTEMPT] = b"%d" % attempt
     result[names.CONTENT_TYPE] = content_type.encode()
@@ -85,6 +89,7 @@ def read(
         payload=value,
         content_type=names.text(headers, names.CONTENT_TYPE, "application/json"),
         job_id=names.text(headers, names.JOB_ID) or None,
+        service=names.text(headers, names.SERVICE),
         generation=names.number(headers, names.GENERATION, 1),
         attempt=names.number(headers, names.ATTEMPT, 1),
         replay_count=names.number(headers, names.REPLAY_COUNT, 0),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 ID = "kjo-id"
 TYPE = "kjo-type"
 JOB_ID = "kjo-job-id"
+SERVICE = "kjo-service"
 GENERATION = "kjo-generation"
 ATTEMPT = "kjo-attempt"
 CONTENT_TYPE = "content-type"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -169,7 +168,7 @@ def transition(action: str, jobs: models.QuerySet[Job], **changes: Any) -> int:
 
     Returns how many changed; the others were no longer in a state the action may start from.
     """
-    changes["state"] = states.RESULT_OF[action]
+    changes.setdefault("state", states.RESULT_OF[action])
     if action == "requeue":
         changes.setdefault("generation", F("generation") + 1)
     return jobs.filter(state__in=states.expected(action)).update(**changes)

@@ -1,0 +1,189 @@
+"""``@job``: a function that can be enqueued."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
+from typing import Any, TypeVar, overload
+
+from asgiref.sync import sync_to_async
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.conf import duration, get_settings
+from kjo_django.ids import uuid7
+from kjo_django.messages.serializers import JSON, Serializer
+from kjo_django.models import Job
+from kjo_django.producer.enqueue import EnqueueResult, check_payload_size, milliseconds, store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class EnqueueOptions:
+    """What ``using(...)`` may set for one enqueue; None leaves it to the job and the settings."""
+
+    id: str | None = None
+    """Unique id: one job per queue and id; see ``EnqueueResult`` for what a second one is told."""
+    key: str | None = None
+    delay: timedelta | None = None
+    run_at: datetime | None = None
+    expires_at: datetime | None = None
+    """Not started by then, never started; it ends as a dead letter that says so."""
+    max_attempts: int | None = None
+    result_ttl: timedelta | int | None = None
+    """A timedelta, or whole milliseconds."""
+    queue: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.id is not None and not (isinstance(self.id, str) and 0 < len(self.id) <= 255):
+            raise ValueError("id must be text of 1 to 255 characters")
+        if self.key is not None and len(self.key) > 255:
+            raise ValueError("key must have at most 255 characters")
+        if self.delay is not None and self.run_at is not None:
+            raise ValueError("Give delay or run_at, not both")
+        for name in ("run_at", "expires_at"):
+            moment = getattr(self, name)
+            if moment is not None and timezone.is_naive(moment):
+                raise ValueError(f"{name} must be an aware datetime")
+        if self.max_attempts is not None and (
+            isinstance(self.max_attempts, bool)
+            or not isinstance(self.max_attempts, int)
+            or self.max_attempts < 1
+        ):
+            raise ValueError("max_attempts must be a whole number, at least 1")
+        if self.result_ttl is not None:
+            milliseconds(self.result_ttl, timedelta(1))
+
+
+class JobDefinition:
+    """A registered handler: call it to run the function here and now, ``enqueue`` it for later."""
+
+    def __init__(self, handler: registry.Handler, options: EnqueueOptions | None = None) -> None:
+        self.handler = handler
+        self.options = options or EnqueueOptions()
+        functools.update_wrapper(self, handler.function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function directly, as if it were not a job."""
+        return self.handler.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<job {self.handler.name}>"
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        return self.handler.name
+
+    def using(self, **options: Any) -> JobDefinition:
+        """Return a copy with options for the next enqueues, see ``EnqueueOptions``."""
+        known = {f.name for f in fields(EnqueueOptions)}
+        for name in options:
+            if name not in known:
+                raise TypeError(f"using() has no option {name!r}; it takes {', '.join(known)}")
+        return JobDefinition(self.handler, replace(self.options, **options))
+
+    def enqueue(self, **payload: Any) -> EnqueueResult:
+        """Store a job that will call the function with this payload.
+
+        Joins the caller's transaction: rolled back with it, never run before it commits.
+
+        :raises TypeError: the function does not take these arguments.
+        :raises PayloadError: the payload cannot be serialized or is too large. Nothing is written.
+        """
+        return store([self.build(payload)])[0]
+
+    async def aenqueue(self, **payload: Any) -> EnqueueResult:
+        """``enqueue`` from asynchronous code."""
+        return await sync_to_async(self.enqueue)(**payload)
+
+    def enqueue_many(
+        self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
+    ) -> list[EnqueueResult]:
+        """Store many jobs with one INSERT, all or none.
+
+        :param ids: a unique id for each payload; then each answer tells whether it was new.
+        """
+        if ids is None:
+            return store([self.build(dict(payload)) for payload in payloads])
+        pairs = zip(payloads, ids, strict=True)
+        return store([self.using(id=id).build(dict(payload)) for payload, id in pairs])
+
+    def build(self, payload: dict[str, Any]) -> Job:
+        """Return the unsaved row of a job; everything is validated here, before any write."""
+        problem = self.handler.check_arguments(payload)
+        if problem is not None:
+            raise TypeError(f"{self.name}: {problem}")
+        declared, given = self.handler.options, self.options
+        conf = get_settings()
+        queue = conf.queue(given.queue or declared.queue)
+        now = timezone.now()
+        available_at = given.run_at or (now + given.delay if given.delay else now)
+        key = given.key if given.key is not None else self.handler.key_of(payload)
+        if len(key) > 255:
+            raise ValueError(f"{self.name}: the key has {len(key)} characters, 255 are allowed")
+        return Job(
+            id=uuid7(),
+            queue=queue.name,
+            handler=declared.name,
+            unique_id=given.id,
+            key=key,
+            max_attempts=given.max_attempts or declared.max_attempts or queue.max_attempts,
+            payload=check_payload_size(declared.serializer.dumps(payload)),
+            content_type=declared.serializer.content_type,
+            headers=dict(given.headers) if given.headers else None,
+            available_at=available_at,
+            expires_at=given.expires_at,
+            created_at=now,
+            result_ttl=milliseconds(given.result_ttl or declared.result_ttl, queue.result_ttl),
+        )
+
+
+@overload
+def job(function: F, /) -> JobDefinition: ...
+@overload
+def job(
+    *,
+    name: str | None = None,
+    queue: str = "default",
+    key: str | Callable[..., Any] | None = None,
+    max_attempts: int | None = None,
+    timeout: timedelta | float | None = None,
+    result_ttl: timedelta | None = None,
+    atomic: bool = True,
+    takes_context: bool = False,
+    serializer: Serializer = JSON,
+) -> Callable[[F], JobDefinition]: ...
+def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
+    """Declare a function, sync or ``async def``, as a job's handler.
+
+    :param name: registered name, ``<app label>.<function>`` by default; it is stored with every
+        job, so it must outlive renamings of the function.
+    :param queue: queue its jobs go to.
+    :param key: payload field, or function of the payload, whose value orders jobs: those of one
+        key run one at a time and in order.
+    :param max_attempts: executions before a job is dead-lettered.
+    :param timeout: longest run of an attempt, timedelta or seconds; past it the attempt failed.
+    :param result_ttl: how long its results and errors are kept.
+    :param atomic: run in the one transaction that also records the outcome, so its writes to the
+        database happen once. False: outside any transaction, under a renewed lease; use it for slow
+        calls to other systems, with ``context.idempotency_key``.
+    :param takes_context: pass a ``JobContext`` as the first argument.
+    :param serializer: how its payloads and results become bytes.
+    """
+    if options.get("timeout") is not None:
+        options["timeout"] = duration(options["timeout"])
+
+    def declare(function: Callable[..., Any]) -> JobDefinition:
+        handler = registry.Handler(
+            function,
+            registry.HandlerOptions(name=name or registry.default_name(function), **options),
+        )
+        registry.register(handler)
+        return JobDefinition(handler)
+
+    return declare if function is None else declare(function)

@@ -1,0 +1,210 @@
+"""Enqueue: store a job in the caller's transaction, once per queue and unique id.
+
+The semantics of a known unique id (PJQ-14 … 16, PJQ-F1, F2): an open job is a ``duplicate``; a
+completed one whose result still lives answers ``completed``; a failed one is a ``duplicate`` until
+its error expires; a cancelled or expired one begins a new generation with the new payload.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from django.db import transaction
+from django.utils import timezone
+
+from kjo_django import states
+from kjo_django.conf import get_settings
+from kjo_django.exceptions import PayloadError, StorageError
+from kjo_django.messages.serializers import load_result, serializer_for
+from kjo_django.models import Job, transition
+from kjo_django.producer import dispatch
+from kjo_django.producer.wakeups import RELAY_CHANNEL, after_commit
+from kjo_django.states import JobState
+
+
+@dataclass(frozen=True, slots=True)
+class EnqueueResult:
+    """The answer to an enqueue; duplicates are answers, never exceptions (PJQ-27)."""
+
+    status: Literal["queued", "duplicate", "completed"]
+    job_id: uuid.UUID
+    existing_state: str | None = None
+    """Of a duplicate: queued, processing, failing, completed or failed."""
+    result: Any = None
+    """Of a completed one: its cached result."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this call stored a job."""
+        return self.status == "queued"
+
+
+def check_payload_size(payload: bytes) -> bytes:
+    """Return the payload, or raise ``PayloadError`` when it is over the limit."""
+    limit = get_settings().max_payload_bytes
+    if len(payload) > limit:
+        raise PayloadError(
+            f"The payload has {len(payload)} bytes; KJO['MAX_PAYLOAD_BYTES'] allows {limit}. "
+            "Store the data and pass its id."
+        )
+    return payload
+
+
+def milliseconds(value: timedelta | int | None, default: timedelta) -> int:
+    """Return a result's lifetime in milliseconds, validated before anything is written (PJQ-40).
+
+    :param value: a positive timedelta, or a positive whole number of milliseconds.
+    """
+    if value is None:
+        value = default
+    if isinstance(value, timedelta):
+        value = math.floor(value / timedelta(milliseconds=1))
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"result_ttl must be a timedelta or whole milliseconds, not {value!r}")
+    if not 0 < value <= 2**53:
+        raise ValueError(f"result_ttl must be positive, not {value!r}")
+    return value
+
+
+def store(jobs: Sequence[Job]) -> list[EnqueueResult]:
+    """Store jobs and send them on their way, joining the caller's transaction.
+
+    One INSERT for all of them (two for those with a unique id, which need to know whose row it
+    became). Answers come in the order of the jobs.
+    """
+    if not jobs:
+        return []
+    using = dispatch.jobs_database()
+    conf = get_settings()
+    queues = {name: conf.queue(name) for name in {job.queue for job in jobs}}
+    for job in jobs:
+        job.state = dispatch.initial_state(queues[job.queue])
+        job.queued_at = job.created_at if job.state == JobState.QUEUED else None
+    if all(job.unique_id is None for job in jobs) and not any(
+        dispatch.is_transactional(queue) for queue in queues.values()
+    ):
+        # The common case of a log transport: a single statement needs no transaction of its own.
+        _insert(using, jobs)
+        _tell(using, jobs, RELAY_CHANNEL)
+        return [EnqueueResult("queued", job.pk) for job in jobs]
+    with transaction.atomic(using=using, savepoint=False):
+        answers = _store_unique(using, jobs)
+        for name, queue in queues.items():
+            fresh = [
+                job
+                for job, answer in zip(jobs, answers, strict=True)
+                if job.queue == name and answer.is_new
+            ]
+            if fresh:
+                dispatch.hand_over(fresh, queue)
+                _tell(using, fresh, dispatch.channel_of(queue))
+    return answers
+
+
+def _insert(using: str, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> None:
+    Job.objects.using(using).bulk_create(jobs, ignore_conflicts=ignore_conflicts, batch_size=1000)
+
+
+def _tell(using: str, jobs: Sequence[Job], channel: str) -> None:
+    facts = ({"job_id": str(j.pk), "queue": j.queue, "handler": j.handler} for j in jobs)
+    after_commit(using, channel, facts)
+
+
+def _store_unique(using: str, jobs: Sequence[Job]) -> list[EnqueueResult]:
+    """Insert, then resolve the unique ids that were taken."""
+    named = [job for job in jobs if job.unique_id is not None]
+    _insert(using, jobs, ignore_conflicts=bool(named))
+    holders: dict[tuple[str, str | None], Job] = {}
+    for queue in {job.queue for job in named}:
+        ids = [job.unique_id for job in named if job.queue == queue]
+        for start in range(0, len(ids), 1000):
+            rows = Job.objects.using(using).filter(
+                queue=queue, unique_id__in=ids[start : start + 1000]
+            )
+            holders.update({(queue, row.unique_id): row for row in rows})
+    answers = []
+    for job in jobs:
+        holder = holders.get((job.queue, job.unique_id)) if job.unique_id is not None else job
+        if holder is None:
+            raise StorageError(
+                f"The job {job.unique_id!r} of queue {job.queue!r} could not be stored: its row "
+                "vanished while it was looked up. Enqueue it again."
+            )
+        if holder.pk == job.pk:
+            answers.append(EnqueueResult("queued", job.pk))
+        else:
+            answers.append(_meet(using, job, holder))
+    return answers
+
+
+def _meet(using: str, job: Job, holder: Job) -> EnqueueResult:
+    """Answer an enqueue whose unique id is taken by ``holder``."""
+    for _attempt in range(5):
+        answer = _answer_of(holder)
+        if answer is not None:
+            return answer
+        # One conditional UPDATE on state and generation: of several who revive it, one wins.
+        revived = transition(
+            "requeue",
+            Job.objects.using(using)
+            .at(holder.pk, holder.generation)
+            .filter(state=holder.state),
+            **_revival(job),
+        )
+        if revived:
+            job.pk, job.generation = holder.pk, holder.generation + 1
+            return EnqueueResult("queued", holder.pk)
+        holder = Job.objects.using(using).get(pk=holder.pk)
+    raise StorageError(f"The job {job.unique_id!r} keeps changing; enqueue it again.")
+
+
+def _answer_of(holder: Job) -> EnqueueResult | None:
+    """Return the answer, or None when the row may begin a new generation."""
+    now = timezone.now()
+    is_expired = holder.result_expires_at is not None and holder.result_expires_at <= now
+    if holder.state == JobState.CANCELLED or (holder.state in states.FINAL and is_expired):
+        return None
+    if holder.state == JobState.COMPLETED:
+        return EnqueueResult("completed", holder.pk, "completed", result_of(holder))
+    return EnqueueResult("duplicate", holder.pk, states.to_queue(holder.status))
+
+
+def result_of(job: Job) -> Any:
+    """Return a completed job's result; a handler that returned None stored nothing."""
+    if job.result is None:
+        return None
+    return load_result(bytes(job.result), serializer_for(job.content_type))
+
+
+def fresh_run(job_queue: str) -> dict[str, Any]:
+    """Return the columns every new generation starts with."""
+    queue = get_settings().queue(job_queue)
+    state = dispatch.initial_state(queue)
+    return {
+        "state": state,
+        "attempts": 0,
+        "queued_at": timezone.now() if state == JobState.QUEUED else None,
+        "started_at": None,
+        "finished_at": None,
+        "lease_token": "",
+        "lease_expires_at": None,
+        "result": None,
+        "result_expires_at": None,
+        "error": "",
+        "topic": "",
+        "partition": None,
+        "offset": None,
+    }
+
+
+def _revival(job: Job) -> dict[str, Any]:
+    taken = (
+        "handler key max_attempts payload content_type headers available_at expires_at created_at "
+        "result_ttl"
+    ).split()
+    return {**fresh_run(job.queue), **{name: getattr(job, name) for name in taken}}

@@ -1,0 +1,67 @@
+"""Waking relays and consumers once a transaction has committed: one call per transaction, not one
+per job. Losing a call costs time only; every waiter polls slowly too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from django.db import transaction
+
+from kjo_django import signals
+from kjo_django.backends import get_coordination
+from kjo_django.exceptions import CoordinationError
+
+logger = logging.getLogger("kjo_django")
+
+RELAY_CHANNEL = "kjo:relay"
+
+
+def topic_channel(topic: str) -> str:
+    """Return the channel that tells of records published to a topic of a transactional transport."""
+    return f"kjo:topic:{topic}"
+
+
+class _AfterCommit:
+    """What one transaction has to tell once it is committed."""
+
+    def __init__(self) -> None:
+        self.channels: set[str] = set()
+        self.enqueued: list[dict[str, Any]] = []
+
+    def __call__(self) -> None:
+        for channel in self.channels:
+            wake(channel)
+        for facts in self.enqueued:
+            signals.send(signals.job_enqueued, sender=facts["handler"], **facts)
+
+
+def wake(channel: str) -> None:
+    """Call whoever listens, now; an unreachable coordination backend is logged, no more."""
+    try:
+        get_coordination().notify(channel)
+    except CoordinationError as error:
+        logger.warning("Could not wake %s, it will find out by polling: %s", channel, error)
+
+
+def after_commit(using: str, channel: str, enqueued: Iterable[dict[str, Any]] = ()) -> None:
+    """Wake ``channel`` and tell of the enqueued jobs when the current transaction commits.
+
+    Outside a transaction it happens at once; rolled back, it never happens.
+    """
+    connection = transaction.get_connection(using)
+    told: Any = None
+    if connection.in_atomic_block and connection.run_on_commit:
+        savepoints, function, _robust = connection.run_on_commit[-1]
+        # Only an entry of the same savepoints shares this job's fate.
+        if isinstance(function, _AfterCommit) and savepoints == set(connection.savepoint_ids):
+            told = function
+    is_new = told is None
+    if is_new:
+        told = _AfterCommit()
+    told.channels.add(channel)
+    if signals.job_enqueued.receivers:
+        told.enqueued.extend(enqueued)
+    if is_new:
+        transaction.on_commit(told, using=using, robust=True)
