@@ -123,6 +123,16 @@ class Subscription(abc.ABC):
         never commits past a record that is not settled.
         """
 
+    def acknowledge_in_transaction(self, records: Iterable[Record]) -> None:
+        """Settle these records inside the caller's open database transaction, on its connection.
+
+        Where ``capabilities.transactional``, their outcome and their acknowledgement commit or roll
+        back together; after a roll-back they are this consumer's still. Any thread may call it; it
+        raises what the database raises. Elsewhere it is ``acknowledge``, so call it after the
+        outcome is durable there. Default: that.
+        """
+        self.acknowledge(records)
+
     @abc.abstractmethod
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Hand out nothing more of these partitions until resumed; survives rebalances for as long

@@ -1,0 +1,57 @@
+"""Databases for the suites: a SQLite file and a PostgreSQL, both with real transactions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connections
+
+from tests.conformance.databases import (
+    POSTGRES,
+    SQLITE,
+    added_database,
+    empty_tables,
+    postgres_settings,
+    sqlite_settings,
+)
+
+
+@pytest.fixture(scope="session")
+def _sqlite_database(
+    django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    path: Path = tmp_path_factory.mktemp("kjo") / "kjo.sqlite3"
+    with django_db_blocker.unblock(), added_database(SQLITE, sqlite_settings(path)) as alias:
+        yield alias
+
+
+@pytest.fixture(scope="session")
+def _postgres_database(
+    django_db_setup: None, django_db_blocker: Any, postgres_server: Any
+) -> Iterator[str]:
+    url = postgres_server.createdb("kjo_conformance")
+    with django_db_blocker.unblock(), added_database(POSTGRES, postgres_settings(url)) as alias:
+        yield alias
+    postgres_server.dropdb("kjo_conformance")
+
+
+def _use(alias: str, blocker: Any) -> Iterator[str]:
+    with blocker.unblock():
+        empty_tables(alias)
+        yield alias
+        connections[alias].close()
+
+
+@pytest.fixture
+def sqlite_alias(_sqlite_database: str, django_db_blocker: Any) -> Iterator[str]:
+    """An empty SQLite file with Django's default settings."""
+    yield from _use(_sqlite_database, django_db_blocker)
+
+
+@pytest.fixture
+def postgres_alias(_postgres_database: str, django_db_blocker: Any) -> Iterator[str]:
+    """An empty PostgreSQL database."""
+    yield from _use(_postgres_database, django_db_blocker)

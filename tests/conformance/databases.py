@@ -1,0 +1,51 @@
+"""Further databases of one pytest session, beside whatever ``default`` is.
+
+An alias is added to Django's connections after its test databases were set up, so that Django
+neither renames nor wraps it: transactions here are real, and threads and processes share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from django.core.management import call_command
+from django.db import connections
+
+from kjo_django.models import Lease, Mark, TransportMessage, TransportSubscription
+from tests.settings import database as settings_of
+
+SQLITE = "kjo_sqlite_file"
+POSTGRES = "kjo_postgres"
+
+
+def sqlite_settings(path: Path) -> dict[str, Any]:
+    """Django's defaults for a SQLite file: rollback journal, 5 s of patience."""
+    return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}
+
+
+def postgres_settings(url: str) -> dict[str, Any]:
+    return settings_of(url)
+
+
+@contextmanager
+def added_database(alias: str, settings: dict[str, Any]) -> Iterator[str]:
+    """Register ``alias`` and create this app's tables in it."""
+    connections.settings[alias] = connections.configure_settings({"default": {}, alias: settings})[
+        alias
+    ]
+    try:
+        call_command("migrate", "kjo_django", database=alias, verbosity=0)
+        connections[alias].close()
+        yield alias
+    finally:
+        connections[alias].close()
+        del connections[alias]
+        del connections.settings[alias]
+
+
+def empty_tables(alias: str) -> None:
+    for model in (TransportMessage, TransportSubscription, Lease, Mark):
+        model.objects.using(alias).all().delete()
