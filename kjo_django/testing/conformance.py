@@ -787,12 +787,13 @@ class TransportConformance:
     def test_a_pause_before_the_assignment_is_remembered(
         self, transport: Transport, topic: str, group: str
     ) -> None:
-        self.publish_values(transport, topic, b"1")
         probe = self.subscribe(transport, topic, f"group-{uuid.uuid4()}")
         self.join(probe)
         partitions = probe.assignment()
         subscription = self.subscribe(transport, topic, group)
         subscription.pause(partitions)
+        # Not before it subscribed: without replay it could belong to the other group alone.
+        self.publish_values(transport, topic, b"1")
         self.join(subscription)
 
         self.read_nothing(subscription)

@@ -62,6 +62,8 @@ class DatabaseSubscription(Subscription):
     :param on_registered: told when the group's interest in its topics is committed.
     """
 
+    joins_transactions = True
+
     def __init__(
         self,
         alias: str,
@@ -329,7 +331,7 @@ class DatabaseSubscription(Subscription):
             self._held.difference_update(ids)
 
     def flush(self) -> None:
-        """Write acknowledgements now; if the database is away they stay noted, see ``last_error``."""
+        """Write acknowledgements now; while the database is away they stay noted."""
         self._insist(self._write_settled)
 
     def _insist(self, action: Callable[[], object]) -> bool:

@@ -1,0 +1,310 @@
+"""The default coordination: leases and marks in the project's own database. No server needed.
+
+On PostgreSQL wake-up calls reach other processes (NOTIFY); elsewhere only this one, and the others
+find out by polling. LISTEN needs a session of its own: a pooler in transaction mode swallows it,
+which costs the wake-ups and nothing else.
+
+``OPTIONS``:
+
+``DATABASE``
+    Alias of the database with the tables; ``KJO["DATABASE"]`` or the router's choice if not given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+
+from django.db import InterfaceError, OperationalError, connections, router, transaction
+from django.db.models import F, QuerySet
+from django.utils import timezone
+
+from kjo_django.conf import get_settings
+from kjo_django.coordination.base import Claim, Coordination, Listener
+from kjo_django.coordination.listeners import LocalListener, call_local_listeners
+from kjo_django.exceptions import CoordinationError
+from kjo_django.models import Lease, Mark
+
+T = TypeVar("T")
+
+_LONGEST_NAME = 255
+_BATCH = 900
+"""Names in one statement, within what SQLite binds."""
+_DELIVERIES_KEPT = timedelta(days=1)
+_PRUNE_EVERY = 600.0
+_NEVER = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
+
+
+class DatabaseCoordination(Coordination):
+    """See the module."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.supports_wake_ups = _can_listen(self.database)
+        # The first prune at a random moment: not every process of a deployment at once.
+        self._prune_at = time.monotonic() + _PRUNE_EVERY * random.random()  # noqa: S311
+
+    @property
+    def database(self) -> str:
+        """The alias of the database with the tables."""
+        option: str | None = self.options.get("DATABASE")
+        return option or get_settings().database or router.db_for_write(Lease)
+
+    # --- Leases -----------------------------------------------------------------------------------
+
+    def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:
+        """Take the leases in one short transaction of its own (KJO-F1).
+
+        :raises RuntimeError: inside ``atomic``. Nobody else would see the leases before its commit,
+            and they would block everybody who asks for the same names.
+        """
+        stored = {name: _stored(name) for name in names}
+        answers: dict[str, Claim] = {}
+        with self._reached():
+            for batch in _batches(sorted(set(stored.values()))):
+                answers.update(self._claim(batch, token, ttl))
+        self._prune_sometimes()
+        return [answers[stored[name]] for name in names]
+
+    def _claim(self, names: list[str], token: str, ttl: timedelta) -> dict[str, Claim]:
+        with _own_transaction(self.database):
+            found = self._lock_rows(names)
+            now = timezone.now()
+            ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
+            free = {n for n, row in found.items() if row.expires_at <= now}
+            if ours:
+                self._leases(ours).update(expires_at=now + ttl)
+            if free:
+                self._leases(free).update(
+                    token=token, expires_at=now + ttl, deliveries=F("deliveries") + 1
+                )
+        return {
+            name: Claim(
+                name in ours or name in free,
+                found[name].deliveries + (name in free) if name in found else 0,
+            )
+            for name in names
+        }
+
+    def _lock_rows(self, names: list[str]) -> dict[str, Lease]:
+        """Make sure each name has a row, and lock them in one order: claimers cannot deadlock.
+
+        The INSERT comes first: with it SQLite's transaction waits for the write lock instead of
+        failing on a stale snapshot. A row may be released (deleted) between the two statements;
+        then it is inserted again.
+        """
+        found: dict[str, Lease] = {}
+        missing = names
+        for _ in range(3):
+            self._all_leases().bulk_create(
+                [Lease(name=name, expires_at=_NEVER) for name in missing], ignore_conflicts=True
+            )
+            rows = self._leases(missing).order_by("name").select_for_update()
+            found.update({row.name: row for row in rows})
+            missing = [name for name in names if name not in found]
+            if not missing:
+                break
+        return found
+
+    def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
+        """Extend in one statement; a second one asks which, if not all were extended (KJO-F11)."""
+        stored = [_stored(name) for name in names]
+        held: set[str] = set()
+        with self._reached():
+            for batch in _batches(stored):
+                now = timezone.now()
+                live = self._leases(batch).filter(token=token, expires_at__gt=now)
+                extended = live.update(expires_at=now + ttl)
+                if extended == len(set(batch)):
+                    held.update(batch)
+                elif extended:
+                    held.update(live.values_list("name", flat=True))
+        return [name in held for name in stored]
+
+    def release(self, names: Sequence[str], token: str, *, count_delivery: bool = False) -> None:
+        """Give up in one statement what ``token`` still holds (KJO-F10)."""
+        with self._reached():
+            for batch in _batches([_stored(name) for name in names]):
+                held = self._leases(batch).filter(token=token)
+                if count_delivery:
+                    held.update(token="", expires_at=timezone.now())
+                else:
+                    held._raw_delete(self.database)
+
+    def holders(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the token of each name that has a live lease."""
+        stored = {_stored(name): name for name in names}
+        with self._reached():
+            return {
+                stored[name]: token
+                for batch in _batches(list(stored))
+                for name, token in self._leases(batch)
+                .filter(expires_at__gt=timezone.now())
+                .values_list("name", "token")
+            }
+
+    def names(self, prefix: str) -> Iterable[str]:
+        """Return the names with a live lease that start with ``prefix``, taken literally.
+
+        A name beyond 255 characters is shown with its tail hashed.
+        """
+        live = self._all_leases().filter(expires_at__gt=timezone.now(), name__startswith=prefix)
+        with self._reached():
+            names = list(live.order_by("name").values_list("name", flat=True))
+        # SQLite's and MySQL's LIKE ignore case.
+        return [name for name in names if name.startswith(prefix)]
+
+    def _all_leases(self) -> QuerySet[Lease]:
+        return Lease.objects.using(self.database)
+
+    def _leases(self, names: Iterable[str]) -> QuerySet[Lease]:
+        return self._all_leases().filter(name__in=list(names))
+
+    # --- Marks ------------------------------------------------------------------------------------
+
+    def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
+        """Insert or replace, in one statement where the database takes them all."""
+        expires_at = timezone.now() + ttl
+        alias = self.database
+        rows = [
+            # In one order, so that two writers of the same marks cannot deadlock.
+            Mark(name=_stored(name), value=value, expires_at=expires_at)
+            for name, value in sorted(marks.items())
+        ]
+        has_target = connections[alias].features.supports_update_conflicts_with_target
+        with self._reached():
+            Mark.objects.using(alias).bulk_create(
+                rows,
+                update_conflicts=True,
+                unique_fields=["name"] if has_target else None,
+                update_fields=["value", "expires_at"],
+            )
+        self._prune_sometimes()
+
+    def get_marks(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the live values among ``names``."""
+        stored = {_stored(name): name for name in names}
+        live = Mark.objects.using(self.database).filter(expires_at__gt=timezone.now())
+        with self._reached():
+            return {
+                stored[name]: value
+                for batch in _batches(list(stored))
+                for name, value in live.filter(name__in=batch).values_list("name", "value")
+            }
+
+    # --- Wake-up calls ----------------------------------------------------------------------------
+
+    def notify(self, channel: str) -> None:
+        """Call the listeners when the caller's transaction commits, at once if there is none."""
+        alias = self.database
+        if not self.supports_wake_ups:
+            transaction.on_commit(lambda: call_local_listeners(alias, channel), using=alias)
+            return
+        from kjo_django.coordination.postgres import send
+
+        with self._reached():
+            send(alias, channel)
+
+    def listen(self, channels: Sequence[str]) -> Listener:
+        """Open a listener; on PostgreSQL with a connection of its own."""
+        if not self.supports_wake_ups:
+            return LocalListener(self.database, channels)
+        from kjo_django.coordination.postgres import PostgresListener
+
+        return PostgresListener(self.database, channels)
+
+    # --- Health and cleaning ----------------------------------------------------------------------
+
+    def probe(self, timeout: float) -> str:
+        """Look for a row in a thread of its own, since connecting may hang for minutes."""
+        alias = self.database
+        outcome: list[str | Exception] = []
+
+        def look() -> None:
+            connection = connections[alias]
+            try:
+                self._all_leases().exists()
+                outcome.append(f"{connection.display_name} database {alias!r}")
+            except Exception as error:
+                outcome.append(error)
+            finally:
+                connection.close()
+
+        thread = threading.Thread(target=look, name="kjo-probe", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        answer = outcome[0] if outcome else TimeoutError(f"no answer within {timeout:g} s")
+        if isinstance(answer, Exception):
+            raise CoordinationError(_unreachable(alias, answer)) from answer
+        return answer
+
+    def prune(self) -> int:
+        """Delete what expired: marks at once, leases when their delivery counts are a day old."""
+        now = timezone.now()
+        with self._reached():
+            marks = Mark.objects.using(self.database).filter(expires_at__lte=now)
+            leases = self._all_leases().filter(expires_at__lte=now - _DELIVERIES_KEPT)
+            return marks._raw_delete(self.database) + leases._raw_delete(self.database)
+
+    def _prune_sometimes(self) -> None:
+        if time.monotonic() < self._prune_at or connections[self.database].in_atomic_block:
+            return
+        self._prune_at = time.monotonic() + _PRUNE_EVERY
+        self.prune()
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Turn an outage into ``CoordinationError`` and drop the connection if it is broken."""
+        alias = self.database
+        try:
+            yield
+        except (OperationalError, InterfaceError) as error:
+            connection = connections[alias]
+            if not connection.in_atomic_block:
+                connection.close_if_unusable_or_obsolete()
+            raise CoordinationError(_unreachable(alias, error)) from error
+
+
+def _unreachable(alias: str, error: Exception) -> str:
+    return f"Database {alias!r} (KJO['COORDINATION']) cannot be used: {error}"
+
+
+@contextmanager
+def _own_transaction(alias: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            # Durable: Django itself refuses to nest it, but for the transaction of a TestCase.
+            stack.enter_context(transaction.atomic(using=alias, durable=True))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "claim() must be called outside transaction.atomic(): others would not see the "
+                "lease before the commit"
+            ) from error
+        yield
+
+
+def _stored(name: str) -> str:
+    """Return the name as the column holds it: a long one ends in a hash of the whole."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f"{name[: _LONGEST_NAME - len(digest) - 1]}:{digest}"
+
+
+def _batches(names: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(names), _BATCH):
+        yield list(names[start : start + _BATCH])
+
+
+def _can_listen(alias: str) -> bool:
+    if connections[alias].vendor != "postgresql":
+        return False
+    from django.db.backends.postgresql.psycopg_any import is_psycopg3
+
+    return bool(is_psycopg3)

@@ -1,0 +1,351 @@
+"""Coordination through Redis or Valkey, on the raw connection of a django-redis cache.
+
+``OPTIONS``:
+
+``CACHE``
+    Alias in ``CACHES``, default "default". Give it short timeouts, e.g. ``"OPTIONS":
+    {"SOCKET_CONNECT_TIMEOUT": 1, "SOCKET_TIMEOUT": 1}``: without them a Redis that does not answer
+    holds a worker for as long as the system lets it.
+``KEY_PREFIX``
+    Put before every key and channel, default "": keys are then exactly the names given, since the
+    cache's own KEY_PREFIX and VERSION are not applied (KJO-28, KJO-60).
+
+Keys, by example::
+
+    CONS:EMAILS:7             the token of who processes the item; expires with the lease
+    DELIVERIES:CONS:EMAILS:7  how often it was claimed; forgotten on release, else after a day
+    PREFIX_SENT:7             a mark; expires with its TTL
+
+A lease and its count are touched by one script, so on Redis Cluster all names of a call must share
+a slot: use a hash tag, ``KEY_PREFIX = "{kjo}"``. The tests meet single servers only.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from django.core.cache import InvalidCacheBackendError
+from django.core.exceptions import ImproperlyConfigured
+from django_redis import get_redis_connection
+from redis.exceptions import RedisError
+
+from kjo_django.coordination.base import Claim, Coordination, Listener
+from kjo_django.exceptions import CoordinationError
+
+DELIVERIES = "DELIVERIES:"
+_DELIVERIES_KEPT = timedelta(days=1)
+_SCAN_COUNT = 1000
+_LONGEST_PAUSE = 5.0
+_SLICE = 0.1
+"""Longest wait at once for a message, and so the longest until ``wake`` is seen."""
+
+# KEYS: the leases, then the delivery counts. ARGV: token, ttl and life of the counts in ms.
+_CLAIM = """
+local n = #KEYS / 2
+local answers = {}
+for i = 1, n do
+    local lease, deliveries = KEYS[i], KEYS[n + i]
+    local acquired, count = 0, 0
+    if redis.call('SET', lease, ARGV[1], 'NX', 'PX', ARGV[2]) then
+        acquired = 1
+        count = redis.call('INCR', deliveries)
+        redis.call('PEXPIRE', deliveries, ARGV[3])
+    else
+        count = tonumber(redis.call('GET', deliveries)) or 1
+        if redis.call('GET', lease) == ARGV[1] then
+            acquired = 1
+            redis.call('PEXPIRE', lease, ARGV[2])
+        end
+    end
+    answers[2 * i - 1] = acquired
+    answers[2 * i] = count
+end
+return answers
+"""
+
+# KEYS: the leases. ARGV: token, ttl in ms.
+_RENEW = """
+local answers = {}
+for i, lease in ipairs(KEYS) do
+    answers[i] = 0
+    if redis.call('GET', lease) == ARGV[1] then
+        answers[i] = redis.call('PEXPIRE', lease, ARGV[2])
+    end
+end
+return answers
+"""
+
+# KEYS: the leases, then the delivery counts. ARGV: token, "1" to keep the counts.
+_RELEASE = """
+local n = #KEYS / 2
+for i = 1, n do
+    if redis.call('GET', KEYS[i]) == ARGV[1] then
+        redis.call('DEL', KEYS[i])
+        if ARGV[2] ~= '1' then
+            redis.call('DEL', KEYS[n + i])
+        end
+    end
+end
+return n
+"""
+
+
+class RedisCoordination(Coordination):
+    """See the module. Connections come from django-redis' pool, which notices a fork."""
+
+    supports_wake_ups = True
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.cache_alias: str = self.options.get("CACHE", "default")
+        self._prefix: str = self.options.get("KEY_PREFIX", "")
+        self._scripts: dict[str, Any] = {}
+
+    # --- Leases -----------------------------------------------------------------------------------
+
+    def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:
+        """Take the leases with one script call: ``SET NX PX`` each (KJO-F1)."""
+        if not names:
+            return []
+        answers = self._run(_CLAIM, self._both(names), token, _ms(ttl), _ms(_DELIVERIES_KEPT))
+        return [
+            Claim(bool(acquired), int(deliveries))
+            for acquired, deliveries in zip(answers[::2], answers[1::2], strict=True)
+        ]
+
+    def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
+        """Extend with one script call (KJO-F11)."""
+        if not names:
+            return []
+        return [
+            bool(extended) for extended in self._run(_RENEW, self._keys(names), token, _ms(ttl))
+        ]
+
+    def release(self, names: Sequence[str], token: str, *, count_delivery: bool = False) -> None:
+        """Compare and delete with one script call (KJO-F10)."""
+        if names:
+            self._run(_RELEASE, self._both(names), token, "1" if count_delivery else "0")
+
+    def holders(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the live tokens, in one round trip."""
+        return self._values(names)
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """Iterate with SCAN, never KEYS (KJO-F8): a change during the iteration may be missed."""
+        pattern = re.sub(r"([*?\[\]\\])", r"\\\1", self._prefix + prefix) + "*"
+        hidden = len(self._prefix)
+        seen: set[str] = set()
+        with self._reached():
+            for key in self._client().scan_iter(match=pattern, count=_SCAN_COUNT, _type="STRING"):
+                name = _text(key)[hidden:]
+                if name not in seen:  # SCAN may repeat itself
+                    seen.add(name)
+                    yield name
+
+    # --- Marks ------------------------------------------------------------------------------------
+
+    def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
+        """SETEX each in one pipeline (KJO-27); PSETEX where the TTL is no whole second."""
+        if not marks:
+            return
+        milliseconds = _ms(ttl)
+        with self._reached():
+            pipeline = self._client().pipeline(transaction=False)
+            for name, value in marks.items():
+                if milliseconds % 1000:
+                    pipeline.psetex(self._prefix + name, milliseconds, value)
+                else:
+                    pipeline.setex(self._prefix + name, milliseconds // 1000, value)
+            pipeline.execute()
+
+    def get_marks(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the live values, in one MGET (KJO-F3)."""
+        return self._values(names)
+
+    # --- Wake-up calls ----------------------------------------------------------------------------
+
+    def notify(self, channel: str) -> None:
+        """PUBLISH on the channel."""
+        with self._reached():
+            self._client().publish(self._prefix + channel, "")
+
+    def listen(self, channels: Sequence[str]) -> RedisListener:
+        """Subscribe on a connection of its own."""
+        keys = {self._prefix + channel: channel for channel in channels}
+        with self._reached():
+            return RedisListener(self._client, keys)
+
+    # --- Health -----------------------------------------------------------------------------------
+
+    def probe(self, timeout: float) -> str:
+        """Ask for the version, in a thread of its own since the cache may have no timeouts."""
+        outcome: list[str | Exception] = []
+
+        def ask() -> None:
+            try:
+                info = self._client().info("server")
+                kind = "valkey" if info.get("server_name") == "valkey" else "redis"
+                outcome.append(f"{kind} {info.get(f'{kind}_version', '')} ({self._setting})")
+            except Exception as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=ask, name="kjo-probe", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        answer = outcome[0] if outcome else TimeoutError(f"no answer within {timeout:g} s")
+        if isinstance(answer, ImproperlyConfigured):
+            raise answer
+        if isinstance(answer, Exception):
+            raise CoordinationError(self._unreachable(answer)) from answer
+        return answer
+
+    # --- Inside -----------------------------------------------------------------------------------
+
+    @property
+    def _setting(self) -> str:
+        return f"CACHES[{self.cache_alias!r}]"
+
+    def _unreachable(self, error: Exception) -> str:
+        return f"Redis at {self._setting} (KJO['COORDINATION']) cannot be used: {error}"
+
+    def _client(self) -> Any:
+        try:
+            return get_redis_connection(self.cache_alias)
+        except (InvalidCacheBackendError, NotImplementedError) as error:
+            raise ImproperlyConfigured(
+                f"KJO['COORDINATION']['OPTIONS']['CACHE'] is {self.cache_alias!r}, but "
+                f"{self._setting} is not a cache of django-redis (django_redis.cache.RedisCache)."
+            ) from error
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except (RedisError, OSError) as error:
+            raise CoordinationError(self._unreachable(error)) from error
+
+    def _run(self, source: str, keys: list[str], *arguments: object) -> Any:
+        """EVALSHA; a server that forgot the script (restart, failover) gets it again."""
+        with self._reached():
+            client = self._client()
+            script = self._scripts.get(source)
+            if script is None:
+                script = self._scripts[source] = client.register_script(source)
+            return script(keys=keys, args=arguments, client=client)
+
+    def _keys(self, names: Sequence[str]) -> list[str]:
+        return [self._prefix + name for name in names]
+
+    def _both(self, names: Sequence[str]) -> list[str]:
+        return self._keys(names) + [self._prefix + DELIVERIES + name for name in names]
+
+    def _values(self, names: Sequence[str]) -> dict[str, str]:
+        if not names:
+            return {}
+        with self._reached():
+            found = self._client().mget(self._keys(names))
+        return {
+            name: _text(value)
+            for name, value in zip(names, found, strict=True)
+            if value is not None
+        }
+
+
+class RedisListener(Listener):
+    """Hears PUBLISH on a connection of its own; after an outage it subscribes again."""
+
+    def __init__(self, client: Callable[[], Any], channels: Mapping[str, str]) -> None:
+        self._client = client
+        self._channels = dict(channels)
+        self._woken = threading.Event()
+        self._failures = 0
+        self._retry_at = 0.0
+        self._closed = False
+        self._pubsub: Any = self._subscribe()
+
+    def _subscribe(self) -> Any:
+        pubsub = self._client().pubsub(ignore_subscribe_messages=True)
+        try:
+            pubsub.subscribe(*self._channels)
+            # The server's answer: from now on nothing is missed.
+            deadline = time.monotonic() + _LONGEST_PAUSE
+            for _ in self._channels:
+                pubsub.get_message(timeout=max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            pubsub.close()
+            raise
+        return pubsub
+
+    def wait(self, timeout: float) -> set[str]:
+        """Wait for calls. After an outage all channels count as called: nobody knows what was
+        missed."""
+        deadline = time.monotonic() + timeout
+        while not self._closed:
+            remaining = max(0.0, deadline - time.monotonic())
+            try:
+                called = self._listen(min(remaining, _SLICE))
+            except (RedisError, OSError) as error:
+                self._lose(error)
+                continue
+            if called or self._woken.is_set() or time.monotonic() >= deadline:
+                self._woken.clear()
+                return called
+        return set()
+
+    def _listen(self, timeout: float) -> set[str]:
+        if self._pubsub is None:
+            pause = self._retry_at - time.monotonic()
+            if pause > 0:
+                self._woken.wait(min(pause, timeout))
+                return set()
+            self._pubsub = self._subscribe()
+            self._failures = 0
+            return set(self._channels.values())
+        called: set[str] = set()
+        message = self._pubsub.get_message(timeout=timeout)
+        while message is not None:
+            called.add(self._channels.get(_text(message["channel"]), ""))
+            message = self._pubsub.get_message(timeout=0)
+        called.discard("")
+        return called
+
+    def _lose(self, error: Exception) -> None:
+        pubsub, self._pubsub = self._pubsub, None
+        if pubsub is not None:
+            _close_quietly(pubsub)
+        pause = min(_LONGEST_PAUSE, 0.1 * 2.0**self._failures)
+        self._failures += 1
+        self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
+
+    def wake(self) -> None:
+        """Make ``wait`` return, within a tenth of a second."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """Give the connection back; to be called by the owning thread."""
+        self._closed = True
+        pubsub, self._pubsub = self._pubsub, None
+        if pubsub is not None:
+            _close_quietly(pubsub)
+
+
+def _close_quietly(pubsub: Any) -> None:
+    try:
+        pubsub.close()
+    except (RedisError, OSError):
+        pass  # it is gone either way
+
+
+def _ms(duration: timedelta) -> int:
+    return max(1, round(duration.total_seconds() * 1000))
+
+
+def _text(value: bytes | str) -> str:
+    return value if isinstance(value, str) else value.decode("utf-8", "replace")

@@ -1,0 +1,350 @@
+"""The suite every coordination backend passes; run it against your own.
+
+    class TestMyCoordination(CoordinationConformance):
+        def make_coordination(self):
+            return MyCoordination({...})
+
+Needs pytest, and no server of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import ClassVar
+
+import pytest
+
+from kjo_django.coordination.base import Claim, Coordination, Listener
+
+MINUTE = timedelta(minutes=1)
+
+
+class CoordinationConformance:
+    """Subclass it and implement ``make_coordination``."""
+
+    short: ClassVar[timedelta] = timedelta(milliseconds=300)
+    """A lifetime to wait for; long enough for a few calls within it."""
+    threads: ClassVar[int] = 10
+
+    def make_coordination(self) -> Coordination:
+        """Return a new instance. All made in one test share what they hold."""
+        raise NotImplementedError
+
+    def end_thread(self) -> None:
+        """Called at the end of each thread a test starts: close its connections."""
+
+    @pytest.fixture
+    def coordination(self) -> Iterator[Coordination]:
+        coordination = self.make_coordination()
+        yield coordination
+        coordination.close()
+
+    @pytest.fixture
+    def name(self) -> str:
+        """The name of a lease nobody has, in the form of KJO-60."""
+        return f"CONS:{uuid.uuid4().hex[:12]}:7"
+
+    def outlive(self, lifetime: timedelta) -> None:
+        time.sleep(lifetime.total_seconds() * 1.2 + 0.05)
+
+    def in_threads(self, work: Callable[[int], None]) -> None:
+        failures: list[BaseException] = []
+
+        def run(number: int) -> None:
+            try:
+                work(number)
+            except BaseException as error:  # a thread has nobody to raise it to
+                failures.append(error)
+            finally:
+                self.end_thread()
+
+        threads = [threading.Thread(target=run, args=(n,)) for n in range(self.threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert failures == []
+
+    # --- Leases: KJO-60, KJO-65, KJO-F1 ---------------------------------------------------------
+
+    def test_a_free_name_is_claimed_once(self, coordination: Coordination, name: str) -> None:
+        assert coordination.claim([name], "me", MINUTE) == [Claim(True, 1)]
+        assert coordination.claim([name], "you", MINUTE) == [Claim(False, 1)]
+        assert coordination.holders([name]) == {name: "me"}
+
+    def test_many_names_are_answered_in_order(self, coordination: Coordination, name: str) -> None:
+        names = [f"{name}:{number}" for number in range(1200)]
+        coordination.claim(names[::2], "you", MINUTE)
+
+        claims = coordination.claim(names, "me", MINUTE)
+
+        assert [claim.acquired for claim in claims] == [False, True] * 600
+        assert set(coordination.holders(names).values()) == {"me", "you"}
+        assert coordination.renew(names, "me", MINUTE) == [False, True] * 600
+        coordination.release(names, "me")
+        assert set(coordination.holders(names)) == set(names[::2])
+
+    def test_nothing_asked_is_nothing_answered(self, coordination: Coordination) -> None:
+        assert coordination.claim([], "me", MINUTE) == []
+        assert coordination.renew([], "me", MINUTE) == []
+        coordination.release([], "me")
+        assert coordination.holders([]) == {}
+        coordination.set_marks({}, MINUTE)
+        assert coordination.get_marks([]) == {}
+
+    def test_of_many_threads_one_acquires(self, coordination: Coordination, name: str) -> None:
+        """KJO-F1: no gap between looking and taking."""
+        for turn in range(5):
+            acquired: list[int] = []
+            barrier = threading.Barrier(self.threads)
+
+            def claim(
+                number: int,
+                turn: int = turn,
+                acquired: list[int] = acquired,
+                barrier: threading.Barrier = barrier,
+            ) -> None:
+                barrier.wait()
+                names = [f"{name}:{turn}", f"{name}:{turn}:{number}"]
+                common, own = coordination.claim(names, f"token-{number}", MINUTE)
+                assert own.acquired
+                if common.acquired:
+                    acquired.append(number)
+
+            self.in_threads(claim)
+            assert len(acquired) == 1
+            assert coordination.holders([f"{name}:{turn}"]) == {
+                f"{name}:{turn}": f"token-{acquired[0]}"
+            }
+
+    def test_claims_releases_and_claims_of_many_threads_exclude_each_other(
+        self, coordination: Coordination, name: str
+    ) -> None:
+        inside: list[int] = []
+        turns: list[int] = []
+
+        def work(number: int) -> None:
+            deadline = time.monotonic() + 30
+            done = 0
+            while done < 5 and time.monotonic() < deadline:
+                if coordination.claim([name], f"token-{number}", MINUTE)[0].acquired:
+                    inside.append(number)
+                    assert inside == [number]
+                    inside.remove(number)
+                    coordination.release([name], f"token-{number}")
+                    turns.append(number)
+                    done += 1
+                else:
+                    time.sleep(0.002)
+
+        self.in_threads(work)
+        assert len(turns) == 5 * self.threads
+
+    def test_the_same_token_acquires_again_without_a_delivery(
+        self, coordination: Coordination, name: str
+    ) -> None:
+        coordination.claim([name], "me", self.short)
+        assert coordination.claim([name], "me", MINUTE) == [Claim(True, 1)]
+        self.outlive(self.short)
+        assert coordination.holders([name]) == {name: "me"}, "the second claim did not extend it"
+
+    def test_a_lease_expires(self, coordination: Coordination, name: str) -> None:
+        """KJO-67, KJO-69: nobody cleans up after a crash, and the crash counts."""
+        coordination.claim([name], "dead", self.short)
+        self.outlive(self.short)
+
+        assert coordination.holders([name]) == {}
+        assert coordination.renew([name], "dead", MINUTE) == [False]
+        assert coordination.claim([name], "me", MINUTE) == [Claim(True, 2)]
+
+    def test_renewing_extends(self, coordination: Coordination, name: str) -> None:
+        """KJO-F11."""
+        coordination.claim([name], "me", self.short)
+        assert coordination.renew([name], "me", MINUTE) == [True]
+        self.outlive(self.short)
+        assert coordination.claim([name], "you", MINUTE)[0].acquired is False
+
+    def test_only_the_holder_renews(self, coordination: Coordination, name: str) -> None:
+        coordination.claim([name], "me", self.short)
+        assert coordination.renew([name, name + "?"], "you", MINUTE) == [False, False]
+        self.outlive(self.short)
+        assert coordination.claim([name], "you", MINUTE)[0].acquired
+
+    def test_only_the_holder_releases(self, coordination: Coordination, name: str) -> None:
+        """KJO-F10: a late owner does not free its successor's lease."""
+        coordination.claim([name], "late", self.short)
+        self.outlive(self.short)
+        coordination.claim([name], "successor", MINUTE)
+
+        coordination.release([name], "late")
+
+        assert coordination.holders([name]) == {name: "successor"}
+        coordination.release([name], "successor", count_delivery=True)
+        assert coordination.claim([name], "me", MINUTE) == [Claim(True, 3)], "counts were lost"
+
+    def test_releasing_forgets_the_deliveries(self, coordination: Coordination, name: str) -> None:
+        for _ in range(2):
+            assert coordination.claim([name], "me", MINUTE) == [Claim(True, 1)]
+            coordination.release([name], "me")
+        assert coordination.holders([name]) == {}
+
+    def test_releasing_may_keep_the_delivery(self, coordination: Coordination, name: str) -> None:
+        for delivery in (1, 2, 3):
+            assert coordination.claim([name], "me", MINUTE) == [Claim(True, delivery)]
+            coordination.release([name], "me", count_delivery=True)
+            assert coordination.holders([name]) == {}
+
+    def test_names_are_found_by_their_literal_beginning(
+        self, coordination: Coordination, name: str
+    ) -> None:
+        """KJO-F8: no glob, no LIKE wildcard, no other case."""
+        base = f"CONS:{uuid.uuid4().hex[:8]}"
+        wanted = [f"{base}:a*[b]?_%\\:{number}" for number in range(3)]
+        others = [f"{base}:aXXb:1", f"{base}:A*[B]?_%\\:1", f"{base}:a*[b]?x%\\:1", f"{base}:a"]
+        coordination.claim(wanted + others, "me", MINUTE)
+        coordination.claim([f"{wanted[0]}:gone"], "me", MINUTE)
+        coordination.release([f"{wanted[0]}:gone"], "me")
+
+        assert sorted(coordination.names(f"{base}:a*[b]?_%\\")) == wanted
+        assert sorted(coordination.names(base)) == sorted(wanted + others)
+        assert list(coordination.names(f"{base}:nothing")) == []
+
+    def test_names_of_ended_leases_are_gone(self, coordination: Coordination, name: str) -> None:
+        coordination.claim([name], "me", self.short)
+        self.outlive(self.short)
+        assert list(coordination.names(name)) == []
+
+    def test_long_names_and_other_scripts_are_names(
+        self, coordination: Coordination, name: str
+    ) -> None:
+        names = [name + "x" * 400 + "1", name + "x" * 400 + "2", name + "заказ ☃ '\""]
+        assert coordination.claim(names, "me", MINUTE) == [Claim(True, 1)] * 3
+        assert coordination.holders(names) == dict.fromkeys(names, "me")
+        coordination.release(names[:1], "me")
+        assert set(coordination.holders(names)) == set(names[1:])
+
+    # --- Marks: KJO-13, KJO-14, KJO-27, KJO-28 ---------------------------------------------------
+
+    def test_marks_are_kept_and_replaced(self, coordination: Coordination, name: str) -> None:
+        """KJO-16: changed content is sent again and its hash overwritten."""
+        first, second = f"PREFIX_SENT:{name}:1", f"PREFIX_SENT:{name}:2"
+        coordination.set_marks({first: "a" * 64, second: "b"}, MINUTE)
+        coordination.set_marks({first: "c"}, MINUTE)
+
+        assert coordination.get_marks([second, first, "nobody"]) == {first: "c", second: "b"}
+
+    def test_marks_expire(self, coordination: Coordination, name: str) -> None:
+        coordination.set_marks({f"{name}:1": "old", f"{name}:2": "old"}, self.short)
+        coordination.set_marks({f"{name}:2": "new"}, MINUTE)
+        self.outlive(self.short)
+        assert coordination.get_marks([f"{name}:1", f"{name}:2"]) == {f"{name}:2": "new"}
+
+    def test_many_marks_at_once(self, coordination: Coordination, name: str) -> None:
+        marks = {f"PREFIX_SENT:{name}:{number}": str(number) for number in range(1500)}
+        coordination.set_marks(marks, MINUTE)
+        assert coordination.get_marks(list(marks)) == marks
+
+    def test_marks_of_many_threads(self, coordination: Coordination, name: str) -> None:
+        names = [f"PREFIX_SENT:{name}:{number}" for number in range(20)]
+
+        def mark(number: int) -> None:
+            for _ in range(5):
+                order = names if number % 2 else names[::-1]
+                coordination.set_marks(dict.fromkeys(order, str(number)), MINUTE)
+
+        self.in_threads(mark)
+        assert set(coordination.get_marks(names)) == set(names)
+
+    # --- Wake-up calls ----------------------------------------------------------------------------
+
+    def call_until(self, listener: Listener, channel: str, heard: set[str]) -> None:
+        """Wait for a call made just before."""
+        deadline = time.monotonic() + 5
+        called: set[str] = set()
+        while not called and time.monotonic() < deadline:
+            called = listener.wait(1)
+        assert called == heard
+
+    def test_a_listener_hears_its_channels(self, coordination: Coordination, name: str) -> None:
+        listener = coordination.listen([f"{name}:a", f"{name}:b"])
+        try:
+            coordination.notify(f"{name}:other")
+            coordination.notify(f"{name}:b")
+            self.call_until(listener, f"{name}:b", {f"{name}:b"})
+            assert listener.wait(0.05) == set()
+            coordination.notify(f"{name}:a")
+            self.call_until(listener, f"{name}:a", {f"{name}:a"})
+        finally:
+            listener.close()
+
+    def test_a_call_ends_a_wait_early(self, coordination: Coordination, name: str) -> None:
+        listener = coordination.listen([name])
+
+        def call() -> None:
+            coordination.notify(name)
+            self.end_thread()
+
+        timer = threading.Timer(0.2, call)
+        started = time.monotonic()
+        timer.start()
+        try:
+            assert listener.wait(15) == {name}
+            assert time.monotonic() - started < 5
+        finally:
+            timer.join()
+            listener.close()
+
+    def test_a_wait_without_a_call_ends_in_time(
+        self, coordination: Coordination, name: str
+    ) -> None:
+        listener = coordination.listen([name])
+        started = time.monotonic()
+        assert listener.wait(0.3) == set()
+        assert 0.25 <= time.monotonic() - started < 2
+        listener.close()
+
+    def test_wake_ends_a_wait(self, coordination: Coordination, name: str) -> None:
+        listener = coordination.listen([name])
+        timer = threading.Timer(0.2, listener.wake)
+        started = time.monotonic()
+        timer.start()
+        assert listener.wait(15) == set()
+        assert time.monotonic() - started < 3
+        timer.join()
+        listener.close()
+        listener.close()
+
+    def test_a_wake_before_the_wait_is_not_lost(
+        self, coordination: Coordination, name: str
+    ) -> None:
+        listener = coordination.listen([name])
+        listener.wake()
+        started = time.monotonic()
+        assert listener.wait(15) == set()
+        assert time.monotonic() - started < 3
+        listener.close()
+
+    def test_notifying_nobody_is_fine(self, coordination: Coordination, name: str) -> None:
+        coordination.notify(name)
+
+    def test_other_instances_share_leases_marks_and_calls(
+        self, coordination: Coordination, name: str
+    ) -> None:
+        other = self.make_coordination()
+        listener = other.listen([name])
+        coordination.claim([name], "me", MINUTE)
+        coordination.set_marks({f"PREFIX_SENT:{name}": "x"}, MINUTE)
+        coordination.notify(name)
+
+        assert other.claim([name], "you", MINUTE)[0].acquired is False
+        assert other.get_marks([f"PREFIX_SENT:{name}"]) == {f"PREFIX_SENT:{name}": "x"}
+        self.call_until(listener, name, {name})
+        listener.close()
+        other.close()
+
+    def test_a_reachable_backend_answers_a_probe(self, coordination: Coordination) -> None:
+        assert coordination.probe(10.0)
