@@ -1,0 +1,1 @@
+"""The `demo` command: reads a file of orders, waits for their jobs, tells what became of them."""
