@@ -2,7 +2,7 @@
 
     pending ──publish──> queued ──success──> completed
        │  ▲                │ ▲ └──retry left──> failing ──publish──┐
-       │  └────requeue─────┼─┼──────────────────── │ <─────────────┘ (back to queued)
+       │  └requeue, rescue─┼─┼──────────────────── │ <─────────────┘ (back to queued)
        │                   │ └─ consumed before the relay recorded it: pending and failing may
        │                   │    finish too, so a slow relay never makes a finished job look open
        └──cancel──> cancelled    └──attempts spent──> failed
@@ -55,8 +55,10 @@ TRANSITIONS: dict[str, frozenset[JobState]] = {
     "fail": frozenset(OPEN),
     "cancel": frozenset(OPEN),
     "requeue": frozenset(JobState),
+    "republish": frozenset({JobState.QUEUED}),
 }
-"""Legal starts of each action. ``requeue`` begins a new generation, so it may start anywhere."""
+"""Legal starts of each action. ``requeue`` begins a new generation, so it may start anywhere;
+``republish`` is the rescue of a queued job whose message is gone: same generation, same attempt."""
 
 RESULT_OF: dict[str, JobState] = {
     "publish": JobState.QUEUED,
@@ -65,6 +67,7 @@ RESULT_OF: dict[str, JobState] = {
     "fail": JobState.FAILED,
     "cancel": JobState.CANCELLED,
     "requeue": JobState.PENDING,
+    "republish": JobState.PENDING,
 }
 
 

@@ -1,0 +1,338 @@
+"""Requeue and cancel: an operator's verbs for jobs.
+
+Both refuse a job that is being processed. How that is known: its row is locked (a running atomic
+handler), its row's lease is live (``atomic=False``), or a living worker holds its coordination
+lease. Without coordination the first two, and in the end the conditional UPDATE, decide.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from django.db import transaction
+from django.db.models import Case, F, QuerySet, Value, When
+from django.utils import timezone
+
+from kjo_django import signals, states
+from kjo_django.backends import get_coordination
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.consumer.leases import alive_name, lease_name
+from kjo_django.exceptions import CoordinationError
+from kjo_django.models import DeadLetter, DeadLetterState, Job, transition
+from kjo_django.operations.rows import (
+    Progress,
+    batched,
+    chunks,
+    lock,
+    no_progress,
+    tell_after_commit,
+)
+from kjo_django.producer import dispatch
+from kjo_django.producer.enqueue import fresh_run
+
+logger = logging.getLogger("kjo_django")
+
+Selection = QuerySet[Job] | Iterable[Job | uuid.UUID | str]
+Observer = Callable[[Sequence[Any]], None]
+"""Told of the rows changed, inside the transaction that changes them: for audit trails."""
+
+LOCKED_RETRIES = (0.02, 0.1)
+"""Seconds before a locked row is looked at again: a relay holds one for a moment only."""
+PUBLISH_BATCH = 50
+"""Payloads held in memory at once."""
+
+
+class CancelResult(enum.StrEnum):
+    """What cancelling one job ended with (PJQ-17)."""
+
+    CANCELLED = "cancelled"
+    NOT_FOUND = "not_found"
+    PROCESSING = "processing"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    """It had failed for good already; its record stays (PJQ-F5)."""
+
+
+class RequeueResult(enum.StrEnum):
+    """What requeueing one job ended with."""
+
+    REQUEUED = "requeued"
+    NOT_FOUND = "not_found"
+    PROCESSING = "processing"
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """How many jobs ended with what."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    changed_count: int = 0
+    """Jobs this call has changed; one that was cancelled before is counted, not changed."""
+
+    def add(self, result: str, count: int = 1) -> None:
+        """Count ``count`` more jobs with this result."""
+        if count:
+            self.counts[str(result)] = self.counts.get(str(result), 0) + count
+
+    @property
+    def total(self) -> int:
+        """Jobs asked for."""
+        return sum(self.counts.values())
+
+
+@dataclass(slots=True)
+class Taken:
+    """Jobs locked for a change, and those that cannot be had."""
+
+    free: list[Job] = field(default_factory=list)
+    busy_count: int = 0
+    missing_count: int = 0
+
+
+def cancel(
+    jobs: Selection,
+    *,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
+) -> Outcomes:
+    """Cancel open jobs; a final or running one is left as it is and counted as such.
+
+    A message already with the broker cannot be withdrawn: its consumer finds the row cancelled and
+    drops it (X-9).
+
+    :param actor: who asked, for the log.
+    :param on_changed: told of the jobs of each chunk inside its transaction.
+    """
+    outcomes = Outcomes()
+    for keys in chunks(jobs):
+        with transaction.atomic(using=dispatch.jobs_database()):
+            _cancel_chunk(keys, outcomes, on_changed)
+        progress(outcomes.total, None)
+    _log("Cancelled", outcomes.changed_count, actor)
+    return outcomes
+
+
+def cancel_one(id: uuid.UUID | str, *, actor: str = "") -> CancelResult:
+    """Cancel one job and return what came of it (PJQ-52)."""
+    return CancelResult(next(iter(cancel([id], actor=actor).counts)))
+
+
+def requeue(
+    jobs: Selection,
+    *,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
+) -> Outcomes:
+    """Give jobs a new run, due now: a new generation with all its attempts.
+
+    For failed and cancelled jobs, for completed ones that must run again, and for open ones that
+    are stuck or not due yet. Their open dead letters are closed as replayed. An ``expires_at`` in
+    the past is lifted: who requeues an expired job wants it to run.
+
+    :param actor: who asked, for the log and the dead letters' notes.
+    :param on_changed: told of the jobs of each chunk inside its transaction.
+    """
+    outcomes = Outcomes()
+    for keys in chunks(jobs):
+        with transaction.atomic(using=dispatch.jobs_database()):
+            requeue_chunk(keys, outcomes, actor=actor, on_changed=on_changed)
+        progress(outcomes.total, None)
+    _log("Requeued", outcomes.changed_count, actor)
+    return outcomes
+
+
+def requeue_chunk(
+    keys: Sequence[Any], outcomes: Outcomes, *, actor: str = "", on_changed: Observer | None = None
+) -> list[Job]:
+    """Requeue up to a chunk of jobs inside the caller's transaction; returns those requeued."""
+    using = dispatch.jobs_database()
+    taken = take(keys)
+    outcomes.add(RequeueResult.NOT_FOUND, taken.missing_count)
+    outcomes.add(RequeueResult.PROCESSING, taken.busy_count)
+    done = taken.free
+    if not done:
+        return []
+    for name in sorted({job.queue for job in done}):
+        _requeue_in_queue(using, name, [job.pk for job in done if job.queue == name])
+    letters = _close_dead_letters(using, done, actor)
+    if on_changed is not None:
+        on_changed(done)
+    outcomes.add(RequeueResult.REQUEUED, len(done))
+    outcomes.changed_count += len(done)
+    tell_after_commit(using, functools.partial(_tell_requeued, done, letters))
+    return done
+
+
+def send(using: str, keys: Sequence[Any], queue: QueueConf) -> None:
+    """Hand stored jobs over inside the caller's transaction, holding few payloads at once."""
+    if not dispatch.is_transactional(queue):
+        dispatch.hand_over([], queue)
+        return
+    for batch in batched(keys, PUBLISH_BATCH):
+        rows = Job.objects.using(using).filter(pk__in=batch).order_by("pk").defer("result")
+        dispatch.hand_over(list(rows), queue)
+
+
+def take(keys: Sequence[Any]) -> Taken:
+    """Lock the jobs nobody is processing, inside the caller's transaction."""
+    using = dispatch.jobs_database()
+    wanted = {key for key in map(_as_uuid, keys) if key is not None}
+    rows = Job.objects.using(using).defer("payload", "result")
+    held = lock(rows, sorted(wanted))
+    present = {job.pk for job in held}
+    if len(held) < len(wanted):
+        present |= set(rows.filter(pk__in=wanted - present).values_list("pk", flat=True))
+        held += _lock_again(rows, present - {job.pk for job in held})
+    busy = _being_processed(held)
+    return Taken(
+        free=[job for job in held if job.pk not in busy],
+        busy_count=len(present) - len(held) + len(busy),
+        missing_count=len(keys) - len(present),
+    )
+
+
+# --- Details ------------------------------------------------------------------------------------
+
+
+def _as_uuid(value: Any) -> uuid.UUID | None:
+    if isinstance(value, uuid.UUID):
+        return value
+    try:
+        return uuid.UUID(str(value))
+    except ValueError:
+        return None
+
+
+def _lock_again(rows: QuerySet[Job], keys: set[Any]) -> list[Job]:
+    """Wait a moment for rows others hold; who still holds them then is processing them."""
+    found: list[Job] = []
+    for delay in LOCKED_RETRIES if keys else ():
+        time.sleep(delay)
+        found += lock(rows, sorted(keys - {job.pk for job in found}))
+    return found
+
+
+def _being_processed(jobs: Sequence[Job]) -> set[Any]:
+    """Return the keys of the open jobs with a live lease, their own or a living worker's."""
+    now = timezone.now()
+    unfinished = [job for job in jobs if job.state in states.OPEN]
+    busy = {job.pk for job in unfinished if job.lease_expires_at and job.lease_expires_at > now}
+    conf = get_settings()
+    names = {
+        lease_name(conf.queue(job.queue), job.message_id): job.pk
+        for job in unfinished
+        if job.pk not in busy
+    }
+    return busy | {names[name] for name in live_leases(list(names))}
+
+
+def live_leases(names: Sequence[str]) -> set[str]:
+    """Return those of the lease names that a living worker holds; none without coordination."""
+    if not names:
+        return set()
+    coordination = get_coordination()
+    try:
+        owners = coordination.holders(names)
+        living = coordination.holders(sorted({alive_name(token) for token in owners.values()}))
+    except CoordinationError as error:
+        logger.warning("Leases cannot be asked for, the rows decide: %s", error)
+        return set()
+    return {name for name, token in owners.items() if alive_name(token) in living}
+
+
+def _cancel_chunk(keys: Sequence[Any], outcomes: Outcomes, on_changed: Observer | None) -> None:
+    using = dispatch.jobs_database()
+    taken = take(keys)
+    outcomes.add(CancelResult.NOT_FOUND, taken.missing_count)
+    outcomes.add(CancelResult.PROCESSING, taken.busy_count)
+    for job in taken.free:
+        if job.state in states.FINAL:
+            outcomes.add(job.state)
+    open_jobs = [job for job in taken.free if job.state in states.OPEN]
+    if not open_jobs:
+        return
+    changed = transition(
+        "cancel",
+        Job.objects.using(using).filter(pk__in=[job.pk for job in open_jobs]),
+        finished_at=timezone.now(),
+        lease_token="",
+        lease_expires_at=None,
+    )
+    outcomes.add(CancelResult.CANCELLED, changed)
+    outcomes.changed_count += changed
+    if on_changed is not None:
+        on_changed(open_jobs)
+    tell_after_commit(using, functools.partial(_tell, signals.job_cancelled, open_jobs))
+
+
+def _requeue_in_queue(using: str, name: str, keys: Sequence[Any]) -> None:
+    now = timezone.now()
+    transition(
+        "requeue",
+        Job.objects.using(using).filter(pk__in=keys),
+        available_at=now,
+        expires_at=Case(When(expires_at__lte=now, then=Value(None)), default=F("expires_at")),
+        **fresh_run(name),
+    )
+    send(using, keys, get_settings().queue(name))
+
+
+def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[DeadLetter]:
+    rows = DeadLetter.objects.using(using).filter(
+        job_id__in=[job.pk for job in jobs], state=DeadLetterState.OPEN
+    )
+    letters = list(rows.only("pk", "queue", "handler"))
+    if letters:
+        close_as_replayed(rows.filter(pk__in=[letter.pk for letter in letters]), actor)
+    return letters
+
+
+def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
+    """Mark open dead letters as replayed once more, in one conditional UPDATE."""
+    changes: dict[str, Any] = {"note": f"replayed by {actor}"[:500]} if actor else {}
+    now: datetime = timezone.now()
+    return letters.filter(state=DeadLetterState.OPEN).update(
+        state=DeadLetterState.REPLAYED,
+        closed_at=now,
+        replay_count=F("replay_count") + 1,
+        **changes,
+    )
+
+
+def _tell(signal: Any, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        signals.send(
+            signal, sender=job.handler, job_id=str(job.pk), queue=job.queue, handler=job.handler
+        )
+
+
+def _tell_requeued(jobs: Sequence[Job], letters: Sequence[DeadLetter]) -> None:
+    _tell(signals.job_requeued, jobs)
+    tell_replayed(letters)
+
+
+def tell_replayed(letters: Sequence[DeadLetter]) -> None:
+    """Send ``message_replayed`` for each."""
+    for letter in letters:
+        signals.send(
+            signals.message_replayed,
+            sender=letter.handler,
+            dead_letter_id=str(letter.pk),
+            queue=letter.queue,
+            handler=letter.handler,
+        )
+
+
+def _log(verb: str, count: int, actor: str) -> None:
+    if count:
+        logger.info("%s %d jobs%s", verb, count, f" for {actor}" if actor else "")

@@ -1,0 +1,77 @@
+"""Taking rows for a change: chunk by chunk, and race-safe on every database."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from django.db import connections, transaction
+from django.db.models import F, Model, QuerySet
+
+M = TypeVar("M", bound=Model)
+T = TypeVar("T")
+
+CHUNK = 500
+"""Rows of one transaction; keeps locks short and fits the parameters SQLite binds."""
+
+Progress = Callable[[int, int | None], None]
+"""Called with how many are done and how many there are in all, if that is known."""
+
+
+def no_progress(done: int, total: int | None) -> None:
+    """Show nothing."""
+
+
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of up to ``size`` items."""
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
+
+
+def chunks(selection: QuerySet[Any] | Iterable[Any], size: int = CHUNK) -> Iterator[list[Any]]:
+    """Yield the primary keys of a selection (a queryset, or rows or keys), ``size`` at a time.
+
+    A queryset is walked by primary key up to the last row it has now, so it may be of any size,
+    may lose rows on the way, and ends even when what is done to it adds rows.
+    """
+    if isinstance(selection, QuerySet):
+        if not selection.query.is_sliced:
+            yield from _walk(selection.order_by("pk"), size)
+            return
+        selection = selection.values_list("pk", flat=True)
+    yield from batched((getattr(item, "pk", item) for item in selection), size)
+
+
+def _walk(selection: QuerySet[Any], size: int) -> Iterator[list[Any]]:
+    keys = selection.values_list("pk", flat=True)
+    last = keys.reverse().first()
+    if last is None:
+        return
+    rest = keys.filter(pk__lte=last)
+    while chunk := list(rest[:size]):
+        yield chunk
+        rest = keys.filter(pk__lte=last, pk__gt=chunk[-1])
+
+
+def lock(rows: QuerySet[M], keys: Sequence[Any]) -> list[M]:
+    """Return those of the rows with these keys that are this transaction's until it ends.
+
+    Rows others hold are left out where the database can tell (SKIP LOCKED). Elsewhere an UPDATE
+    that changes nothing waits for them; it also makes SQLite's transaction a writing one before it
+    reads, which is the only kind that is never refused half-way. ``rows`` needs a ``state``.
+    """
+    features = connections[rows.db].features
+    wanted = rows.filter(pk__in=keys).order_by("pk")
+    if features.has_select_for_update_skip_locked:
+        return list(
+            wanted.select_for_update(skip_locked=True, no_key=features.has_select_for_no_key_update)
+        )
+    rows.filter(pk__in=keys).order_by().update(state=F("state"))
+    return list(wanted)
+
+
+def tell_after_commit(using: str, tell: Callable[[], None]) -> None:
+    """Call ``tell`` once the current transaction is committed; what it raises is logged."""
+    transaction.on_commit(tell, using=using, robust=True)

@@ -1,0 +1,266 @@
+"""Topics: those the settings ask for, what is there, and making the two agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+
+from kjo_django import registry
+from kjo_django.backends import get_transport, transport_class
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.operations import topic_options
+from kjo_django.operations.topic_options import TopicOptions
+from kjo_django.transports.base import TopicDescription, TopicSpec, Transport
+
+COMPACTED = "cleanup.policy"
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTopic:
+    """A topic the settings ask for."""
+
+    transport: str
+    spec: TopicSpec
+    auto_create: bool
+    queues: tuple[str, ...]
+    is_dead_letter_topic: bool = False
+
+
+@dataclass(slots=True)
+class TopicReport:
+    """A topic as wanted, as it is, and what there is to do."""
+
+    name: str
+    transport: str
+    queues: list[str]
+    action: str
+    """``create``, ``grow``, ``none``, or ``by hand`` for what no program should change."""
+    wanted_partitions: int
+    partitions: int | None
+    wanted_replication_factor: int
+    replication_factor: int | None
+    differences: list[str] = field(default_factory=list)
+    is_ok: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON."""
+        return asdict(self)
+
+
+def wanted(queues: Iterable[str] | None = None) -> list[WantedTopic]:
+    """Return the topics of the queues (all known ones if not given), each once.
+
+    Dead-letter topics are wanted where the transport keeps what was read; elsewhere the table is
+    the only place of dead letters.
+
+    :raises ImproperlyConfigured: when options are wrong.
+    """
+    found: dict[tuple[str, str], WantedTopic] = {}
+    conf = get_settings()
+    for name in registry.queue_names() if queues is None else sorted(set(queues)):
+        queue = conf.queue(name)
+        options = _options(queue)
+        _add(found, queue, _spec(queue.topic, options), options, is_dead_letter_topic=False)
+        if transport_class(queue.transport).capabilities.replay:
+            spec = _dead_letter_spec(queue, options)
+            _add(found, queue, spec, options, is_dead_letter_topic=True)
+    return list(found.values())
+
+
+def specs(queues: Iterable[str] | None = None) -> dict[str, list[TopicSpec]]:
+    """Return the specs of ``wanted`` by transport alias."""
+    result: dict[str, list[TopicSpec]] = {}
+    for topic in wanted(queues):
+        result.setdefault(topic.transport, []).append(topic.spec)
+    return result
+
+
+def plan(queues: Iterable[str] | None = None) -> list[TopicReport]:
+    """Compare what is wanted with what is there; changes nothing."""
+    reports = []
+    for alias, topics in _by_transport(wanted(queues)).items():
+        transport = get_transport(alias)
+        present = transport.describe_topics([topic.spec.name for topic in topics])
+        by_name = {description.name: description for description in present}
+        for topic in topics:
+            there = by_name.get(topic.spec.name, TopicDescription(topic.spec.name, None))
+            reports.append(_compare(topic, there, transport))
+    return reports
+
+
+def create(queues: Iterable[str] | None = None) -> list[str]:
+    """Create what is missing and grow what is too small; returns a line for each change."""
+    lines: list[str] = []
+    for alias, topics in _by_transport(wanted(queues)).items():
+        lines += get_transport(alias).ensure_topics([topic.spec for topic in topics])
+    return lines
+
+
+def ensure(queues: Iterable[str] | None = None) -> list[str]:
+    """What a worker does before it subscribes: create topics that may be created by themselves.
+
+    :raises ImproperlyConfigured: when a topic is missing whose ``auto_create`` is off (KJO-90).
+    """
+    lines: list[str] = []
+    for alias, topics in _by_transport(wanted(queues)).items():
+        transport = get_transport(alias)
+        by_hand = [topic for topic in topics if not topic.auto_create]
+        _refuse_missing(transport, by_hand)
+        automatic = [topic.spec for topic in topics if topic.auto_create]
+        if automatic:
+            lines += transport.ensure_topics(automatic)
+    return lines
+
+
+# --- Details ------------------------------------------------------------------------------------
+
+
+def _options(queue: QueueConf) -> TopicOptions:
+    where = f"KJO['QUEUES'][{queue.name!r}]['topic_options']"
+    options, findings = topic_options.read(queue.topic_options, where)
+    if findings.errors:
+        raise ImproperlyConfigured(" ".join(findings.errors[0]).strip())
+    return options
+
+
+def _spec(name: str, options: TopicOptions) -> TopicSpec:
+    return TopicSpec(name, options.partitions, options.replication_factor, dict(options.config))
+
+
+def _dead_letter_spec(queue: QueueConf, options: TopicOptions) -> TopicSpec:
+    """As many partitions as the source, so that a dead letter keeps its partition; never compacted,
+    or of two dead letters of one key only the second would be left."""
+    spec = _spec(queue.dead_letter_topic, options)
+    if COMPACTED not in spec.config:
+        return spec
+    return replace(spec, config={**spec.config, COMPACTED: "delete"})
+
+
+def _add(
+    found: dict[tuple[str, str], WantedTopic],
+    queue: QueueConf,
+    spec: TopicSpec,
+    options: TopicOptions,
+    *,
+    is_dead_letter_topic: bool,
+) -> None:
+    """Queues may share a topic; then the larger numbers hold and both must allow creation."""
+    place = (queue.transport, spec.name)
+    before = found.get(place)
+    if before is None:
+        found[place] = WantedTopic(
+            queue.transport, spec, options.auto_create, (queue.name,), is_dead_letter_topic
+        )
+        return
+    merged = TopicSpec(
+        spec.name,
+        max(spec.partitions, before.spec.partitions),
+        max(spec.replication_factor, before.spec.replication_factor),
+        {**spec.config, **before.spec.config},
+    )
+    found[place] = replace(
+        before,
+        spec=merged,
+        auto_create=before.auto_create and options.auto_create,
+        queues=(*before.queues, queue.name),
+        is_dead_letter_topic=before.is_dead_letter_topic and is_dead_letter_topic,
+    )
+
+
+def _by_transport(topics: Sequence[WantedTopic]) -> dict[str, list[WantedTopic]]:
+    result: dict[str, list[WantedTopic]] = {}
+    for topic in topics:
+        result.setdefault(topic.transport, []).append(topic)
+    return result
+
+
+def _administers_topics(transport: Transport) -> bool:
+    """Whether topics of this transport are made and grown; elsewhere they just are."""
+    return type(transport).ensure_topics is not Transport.ensure_topics
+
+
+def _compare(topic: WantedTopic, there: TopicDescription, transport: Transport) -> TopicReport:
+    spec = topic.spec
+    report = TopicReport(
+        name=spec.name,
+        transport=topic.transport,
+        queues=list(topic.queues),
+        action="none",
+        wanted_partitions=spec.partitions,
+        partitions=there.partitions,
+        wanted_replication_factor=spec.replication_factor,
+        replication_factor=there.replication_factor,
+    )
+    if not _administers_topics(transport):
+        return report
+    if there.partitions is None:
+        report.action, report.is_ok = "create", False
+        report.differences.append("does not exist")
+        return report
+    if there.partitions < spec.partitions:
+        report.action, report.is_ok = "grow", False
+        report.differences.append(f"has {there.partitions} partitions, not {spec.partitions}")
+    elif there.partitions > spec.partitions:
+        # Partitions cannot be taken away, and more of them do no harm.
+        report.differences.append(f"has {there.partitions} partitions, {spec.partitions} are asked")
+    by_hand = _unchangeable(spec, there)
+    if by_hand:
+        report.differences += by_hand
+        report.is_ok = False
+        if report.action == "none":
+            report.action = "by hand"
+    return report
+
+
+def _unchangeable(spec: TopicSpec, there: TopicDescription) -> list[str]:
+    lines = []
+    if there.replication_factor not in (None, spec.replication_factor):
+        lines.append(
+            f"has replication factor {there.replication_factor}, not {spec.replication_factor}"
+        )
+    lines += [
+        f"has {name}={there.config[name]}, not {value}"
+        for name, value in sorted(spec.config.items())
+        if name in there.config and there.config[name] != value
+    ]
+    lines += _too_few_replicas(there)
+    return lines
+
+
+def _too_few_replicas(there: TopicDescription) -> list[str]:
+    least = there.config.get(topic_options.MIN_INSYNC_REPLICAS, "")
+    factor = there.replication_factor
+    if factor is None or not least.isdigit() or int(least) <= factor:
+        return []
+    return [
+        f"has {topic_options.MIN_INSYNC_REPLICAS}={least} with replication factor {factor}: "
+        "nothing can be published"
+    ]
+
+
+def _refuse_missing(transport: Transport, topics: Sequence[WantedTopic]) -> None:
+    if not topics or not _administers_topics(transport):
+        return
+    present = transport.describe_topics([topic.spec.name for topic in topics])
+    missing = {description.name for description in present if description.partitions is None}
+    for topic in topics:
+        if topic.spec.name in missing:
+            raise ImproperlyConfigured(
+                f"The topic {topic.spec.name!r} of queue {topic.queues[0]!r} does not exist, and "
+                "its topic_options['auto_create'] is False. Create it with "
+                "`manage.py kjo_topics create`."
+            )
+
+
+def findings() -> Mapping[str, topic_options.Findings]:
+    """Return what is wrong with the topic options, by queue, for the system checks."""
+    conf = get_settings()
+    return {
+        name: topic_options.read(
+            conf.queue(name).topic_options, f"KJO['QUEUES'][{name!r}]['topic_options']"
+        )[1]
+        for name in sorted({"default", *conf.queues})
+    }

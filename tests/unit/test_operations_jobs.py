@@ -1,0 +1,236 @@
+"""Requeue and cancel."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from kjo_django import signals
+from kjo_django.backends import get_coordination, get_transport
+from kjo_django.conf import get_settings
+from kjo_django.consumer.leases import alive_name, lease_name
+from kjo_django.models import DeadLetterState, Job, TransportMessage
+from kjo_django.operations import jobs
+from kjo_django.operations.jobs import CancelResult
+from kjo_django.states import JobState
+from tests.factories import DeadLetterFactory, JobFactory
+
+MEMORY = {
+    "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
+}
+
+
+@pytest.fixture
+def received():
+    """Collect signals: (name, keyword arguments)."""
+    seen = []
+    receivers = []
+    for name in ("job_requeued", "job_cancelled", "message_replayed"):
+
+        def receiver(signal, sender, name=name, **kwargs):
+            seen.append((name, kwargs))
+
+        getattr(signals, name).connect(receiver)
+        receivers.append((getattr(signals, name), receiver))
+    yield seen
+    for signal, receiver in receivers:
+        signal.disconnect(receiver)
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("state", ["pending", "queued", "failing"])
+def test_an_open_job_is_cancelled_by_one_conditional_transition(
+    state, received, django_capture_on_commit_callbacks
+):
+    """PJQ-52, PJQ-F4, PJQ-F5: queued, and failing too."""
+    # Given
+    job = JobFactory(state=state)
+    # When
+    with django_capture_on_commit_callbacks(execute=True):
+        answer = jobs.cancel_one(job.pk)
+    # Then
+    assert answer is CancelResult.CANCELLED
+    job.refresh_from_db()
+    assert job.state == JobState.CANCELLED
+    assert job.finished_at is not None
+    assert received == [
+        (
+            "job_cancelled",
+            {"job_id": str(job.pk), "queue": "default", "handler": "tests.add"},
+        )
+    ]
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("state", ["completed", "failed"])
+def test_a_finished_job_answers_with_its_state_and_keeps_its_record(state):
+    """PJQ-17, PJQ-F5: cancelling must not destroy what failed."""
+    # Given
+    job = JobFactory(**{state: True})
+    # When, then
+    assert jobs.cancel_one(job.pk) == state
+    job.refresh_from_db()
+    assert job.state == state
+    assert bytes(job.payload) == b'{"a": 1}'
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("id", ["01980000-0000-7000-8000-000000000000", "no id at all", ""])
+def test_cancelling_what_does_not_exist_answers_not_found(id):
+    """PJQ-17."""
+    assert jobs.cancel_one(id) is CancelResult.NOT_FOUND
+
+
+@pytest.mark.django_db
+def test_cancelling_twice_answers_cancelled_and_changes_nothing(received):
+    # Given
+    job = JobFactory(cancelled=True)
+    # When
+    outcomes = jobs.cancel([job])
+    # Then
+    assert outcomes.counts == {"cancelled": 1}
+    assert outcomes.changed_count == 0
+
+
+@pytest.mark.django_db
+def test_a_job_whose_row_is_leased_answers_processing():
+    """PJQ-52: atomic=False handlers hold the row's own lease."""
+    # Given
+    job = JobFactory(
+        queued=True, lease_token="t", lease_expires_at=timezone.now() + timedelta(minutes=1)
+    )
+    # When, then
+    assert jobs.cancel_one(job.pk) is CancelResult.PROCESSING
+    assert jobs.requeue([job]).counts == {"processing": 1}
+    job.refresh_from_db()
+    assert (job.state, job.generation) == (JobState.QUEUED, 1)
+
+
+@pytest.mark.django_db
+def test_a_job_whose_row_lease_has_expired_can_be_cancelled():
+    # Given a worker that died
+    job = JobFactory(
+        queued=True, lease_token="t", lease_expires_at=timezone.now() - timedelta(seconds=1)
+    )
+    # When, then
+    assert jobs.cancel_one(job.pk) is CancelResult.CANCELLED
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_job_leased_by_a_living_worker_answers_processing_until_that_worker_is_gone():
+    """The virtual processing state (KJO-60): a live lease."""
+    # Given
+    job = JobFactory(queued=True)
+    name = lease_name(get_settings().queue("default"), job.message_id)
+    get_coordination().claim([name], "worker-1", timedelta(minutes=1))
+    get_coordination().claim([alive_name("worker-1")], "worker-1", timedelta(minutes=1))
+    # When, then
+    assert jobs.cancel_one(job.pk) is CancelResult.PROCESSING
+    # When the worker shows no sign of life any more, its lease is void
+    get_coordination().release([alive_name("worker-1")], "worker-1")
+    assert jobs.cancel_one(job.pk) is CancelResult.CANCELLED
+
+
+@pytest.mark.django_db
+def test_without_coordination_the_rows_decide(monkeypatch):
+    """Correctness never depends on coordination."""
+    # Given
+    from kjo_django.exceptions import CoordinationError
+
+    def unreachable(names):
+        raise CoordinationError("gone")
+
+    monkeypatch.setattr(get_coordination(), "holders", unreachable)
+    # When, then
+    assert jobs.cancel_one(JobFactory(queued=True).pk) is CancelResult.CANCELLED
+
+
+@pytest.mark.django_db
+def test_a_requeued_job_starts_a_new_generation_with_all_its_attempts(
+    settings, received, django_capture_on_commit_callbacks
+):
+    # Given
+    settings.KJO = MEMORY
+    job = JobFactory(failed=True, result=b"x", partition=3, offset=9, topic="old")
+    letter = DeadLetterFactory(job=job)
+    # When
+    with django_capture_on_commit_callbacks(execute=True):
+        outcomes = jobs.requeue([job.pk], actor="ann")
+    # Then
+    assert outcomes.counts == {"requeued": 1}
+    job.refresh_from_db()
+    assert (job.state, job.generation, job.attempts) == (JobState.PENDING, 2, 0)
+    assert (job.finished_at, job.result, job.error, job.offset) == (None, None, "", None)
+    # And its dead letter is closed
+    letter.refresh_from_db()
+    assert letter.state == DeadLetterState.REPLAYED
+    assert letter.replay_count == 1
+    assert letter.note == "replayed by ann"
+    assert [name for name, _ in received] == ["job_requeued", "message_replayed"]
+
+
+@pytest.mark.django_db
+def test_on_a_transactional_transport_the_message_is_written_with_the_row():
+    # Given the default: the database transport
+    job = JobFactory(failed=True)
+    # When
+    jobs.requeue([job])
+    # Then
+    job.refresh_from_db()
+    assert job.state == JobState.QUEUED
+    message = TransportMessage.objects.get()
+    assert bytes(message.value) == b'{"a": 1}'
+    assert get_transport().capabilities.transactional
+
+
+@pytest.mark.django_db
+def test_requeueing_lifts_an_expiry_that_has_passed_and_keeps_one_to_come():
+    # Given
+    now = timezone.now()
+    past = JobFactory(failed=True, expires_at=now - timedelta(hours=1))
+    later = JobFactory(failed=True, expires_at=now + timedelta(hours=1))
+    # When
+    jobs.requeue([past, later])
+    # Then
+    past.refresh_from_db()
+    later.refresh_from_db()
+    assert past.expires_at is None
+    assert later.expires_at == now + timedelta(hours=1)
+
+
+@pytest.mark.django_db
+def test_a_requeue_that_rolls_back_leaves_nothing(received):
+    # Given
+    job = JobFactory(failed=True)
+
+    def refuse(changed):
+        raise RuntimeError("the audit failed")
+
+    # When
+    with pytest.raises(RuntimeError):
+        jobs.requeue([job], on_changed=refuse)
+    # Then
+    job.refresh_from_db()
+    assert (job.state, job.generation) == (JobState.FAILED, 1)
+    assert not TransportMessage.objects.exists()
+    assert received == []
+
+
+@pytest.mark.django_db
+def test_a_selection_of_many_chunks_is_requeued_once_each(monkeypatch, settings):
+    # Given
+    settings.KJO = MEMORY
+    monkeypatch.setattr("kjo_django.operations.rows.chunks.__defaults__", (7,))
+    JobFactory.create_batch(20, failed=True)
+    JobFactory(completed=True)
+    seen = []
+    # When the selection is a queryset whose rows leave it on the way
+    outcomes = jobs.requeue(
+        Job.objects.filter(state="failed"), on_changed=lambda rows: seen.append(len(rows))
+    )
+    # Then
+    assert outcomes.counts == {"requeued": 20}
+    assert seen == [7, 7, 6]
+    assert Job.objects.filter(state="pending", generation=2).count() == 20
