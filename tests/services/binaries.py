@@ -1,0 +1,67 @@
+"""Where this machine keeps the servers, if it has them."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.services.errors import Unprovisionable
+
+OLDEST_JAVA = 17  # Kafka 4 refuses to run on less.
+
+
+def needed(what: str, path: Path | None) -> Path:
+    """The path, or an error for a server started without `provision()`."""
+    if path is None:
+        raise Unprovisionable(f"{what} is missing; run `python -m tests.services provision`")
+    return path
+
+
+def find_redis() -> Path | None:
+    return _on_path("redis-server") or _on_path("valkey-server")
+
+
+def find_postgres() -> Path | None:
+    """The newest `postgres`; initdb stands beside it."""
+    # Debian keeps the server's programs off the PATH, by major version.
+    versions = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda p: int(p.parts[-3])
+    )
+    if versions:
+        return versions[-1]
+    found = _on_path("postgres")
+    return found.resolve() if found else None
+
+
+def find_maven() -> Path | None:
+    return _on_path("mvn")
+
+
+@cache
+def find_java() -> Path | None:
+    return next((java for java in _javas() if _java_version(java) >= OLDEST_JAVA), None)
+
+
+def _javas() -> Iterator[Path]:
+    if home := os.environ.get("JAVA_HOME"):
+        yield Path(home, "bin", "java")
+    if found := _on_path("java"):
+        yield found
+    yield from sorted(Path("/usr/lib/jvm").glob("*/bin/java"), reverse=True)
+
+
+def _java_version(java: Path) -> int:
+    try:
+        answer = subprocess.run([str(java), "-version"], capture_output=True, text=True).stderr
+    except OSError:
+        return 0
+    version = re.search(r'version "(\d+)', answer)
+    return int(version[1]) if version else 0
+
+
+def _on_path(name: str) -> Path | None:
+    found = shutil.which(name)
+    return Path(found) if found else None

@@ -1,0 +1,67 @@
+"""pytest fixtures: `pytest_plugins = ["tests.services.fixtures"]` in the root conftest.
+
+Each server starts when the first test asks for it and stops with the session; pytest-xdist workers
+have their own. A server named by its environment variable is used instead. These servers are
+shared: a test that stops or kills one makes its own (`with KafkaServer() as kafka:`).
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.services.environment import (
+    KAFKA_VARIABLE,
+    POSTGRES_VARIABLE,
+    REDIS_VARIABLE,
+    given,
+)
+from tests.services.errors import Unprovisionable
+from tests.services.given import GivenServer
+from tests.services.kafka import KafkaServer
+from tests.services.postgres import PostgresServer
+from tests.services.provisioning import provision
+from tests.services.redis import RedisServer
+
+
+def require(*, kafka: bool = False, redis: bool = False, postgres: bool = False) -> None:
+    """Provision, or skip the test with the reason; with CI set, fail it.
+
+    For tests that start servers of their own. A green CI run has met every server.
+    """
+    try:
+        provision(kafka=kafka, redis=redis, postgres=postgres)
+    except Unprovisionable as error:
+        if os.environ.get("CI", "").lower() in ("", "0", "false"):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.fixture(scope="session")
+def kafka_server() -> Iterator[KafkaServer | GivenServer]:
+    if url := given(KAFKA_VARIABLE):
+        yield GivenServer(url)
+        return
+    require(kafka=True)
+    with KafkaServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer | GivenServer]:
+    if url := given(REDIS_VARIABLE):
+        yield GivenServer(url)
+        return
+    require(redis=True)
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer | GivenServer]:
+    if url := given(POSTGRES_VARIABLE):
+        yield GivenServer(url)
+        return
+    require(postgres=True)
+    with PostgresServer() as server:
+        yield server

@@ -1,0 +1,312 @@
+"""The servers of `tests.services`: reachable while wanted, gone afterwards, whatever happens."""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.services import (
+    KafkaServer,
+    PostgresServer,
+    RedisServer,
+    ServerFailed,
+    Unprovisionable,
+    fixtures,
+    provisioning,
+    running,
+)
+from tests.services.ports import free_port, is_open
+
+ROOT = Path(__file__).parents[1]
+VARIABLES = ("KAFKA_BOOTSTRAP_SERVERS", "REDIS_URL", "DATABASE_URL")
+RUN = [sys.executable, "-m", "tests.services", "run"]
+
+TALK_TO_ALL_THREE = """
+import os
+import psycopg, redis
+from confluent_kafka.admin import AdminClient, NewTopic
+
+admin = AdminClient({"bootstrap.servers": os.environ["KAFKA_BOOTSTRAP_SERVERS"]})
+admin.create_topics([NewTopic("greetings", 2)])["greetings"].result(10)
+print(len(admin.list_topics(timeout=10).topics["greetings"].partitions))
+print(redis.Redis.from_url(os.environ["REDIS_URL"]).set("greeting", "hello"))
+with psycopg.connect(os.environ["DATABASE_URL"]) as connection:
+    print(connection.execute("SELECT 40 + 2").fetchone()[0])
+    print(connection.execute("SHOW fsync").fetchone()[0])
+"""
+
+# Tells what it was given, then waits for a signal, or for the end of the test.
+WAIT = """
+import json, os, signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: print("not yet", flush=True))
+names = ("KAFKA_BOOTSTRAP_SERVERS", "REDIS_URL", "DATABASE_URL")
+print(json.dumps({name: os.environ[name] for name in names if name in os.environ}), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_server_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def provisioned() -> None:
+    fixtures.require(kafka=True, redis=True, postgres=True)
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*RUN, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@contextmanager
+def waiting_command(
+    *servers: str, argument: str = ""
+) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
+    """`run` around a command that waits, and the ports of its servers."""
+    command = [*RUN, *servers, "--", sys.executable, "-c", WAIT, argument]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            yield process, [port_of(told[name]) for name in VARIABLES if name in told]
+        finally:
+            # The end of its input ends the command, even one whose parent is gone.
+            process.kill()
+            process.communicate()
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2].partition("/")[0])
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"did not become true within {seconds} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this test's servers, and nobody else's, make their directories."""
+    with tempfile.TemporaryDirectory() as directory:
+        # Unlike tmp_path, open to the user that PostgreSQL runs as.
+        Path(directory).chmod(0o755)
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+def test_a_command_reaches_all_three_servers_and_they_are_gone_after_it() -> None:
+    # When a command runs with no server chosen
+    done = run("--", sys.executable, "-c", TALK_TO_ALL_THREE)
+
+    # Then it talked to each with a real client
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "True", "42", "on"]
+
+    # And none of the three announced servers listens any more
+    announced = [line.split()[1] for line in done.stderr.splitlines() if " (ready in " in line]
+    assert len(announced) == 3
+    assert not any(is_open(port_of(url)) for url in announced)
+
+
+def test_only_the_chosen_servers_run() -> None:
+    with waiting_command("--redis", "--postgres") as (_, ports):
+        assert len(ports) == 2
+        assert all(map(is_open, ports))
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 128 + 9)],
+)
+def test_the_exit_code_is_that_of_the_command(script: str, code: int) -> None:
+    assert run("--redis", "--", sys.executable, "-c", script).returncode == code
+
+
+def test_a_command_that_does_not_exist_ends_as_in_a_shell() -> None:
+    assert run("--redis", "--", "no-such-command").returncode == 127
+
+
+def test_an_interrupt_reaches_the_command_and_the_servers_stop_after_it(
+    temporary: Path,
+) -> None:
+    with waiting_command() as (process, ports):
+        assert all(map(is_open, ports))
+        assert len(list(temporary.iterdir())) == 3
+
+        process.send_signal(signal.SIGINT)
+
+        # The command's own handler chose this exit code.
+        assert process.wait(20) == 7
+        assert not any(map(is_open, ports))
+        assert not list(temporary.iterdir())
+
+
+def test_a_second_signal_forces_a_command_that_ignores_the_first() -> None:
+    with waiting_command("--redis", argument="stubborn") as (process, ports):
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "not yet\n"
+
+        process.send_signal(signal.SIGTERM)
+
+        assert process.wait(20) == 128 + signal.SIGKILL
+        assert not any(map(is_open, ports))
+
+
+def test_no_server_survives_the_kill_of_its_parent(temporary: Path) -> None:
+    with waiting_command() as (process, ports):
+        process.kill()
+        process.wait()
+
+        wait_until(lambda: not any(map(is_open, ports)))
+        wait_until(lambda: not list(temporary.iterdir()))
+
+
+def test_a_given_server_is_used_and_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisServer() as given:
+        monkeypatch.setenv("REDIS_URL", given.url)
+        pid = given.pid
+
+        with running(kafka=False, postgres=False) as environment:
+            assert environment["REDIS_URL"] == given.url
+        shown = run(
+            "--redis", "--", sys.executable, "-c", "import os; print(os.environ['REDIS_URL'])"
+        )
+
+        assert shown.stdout.strip() == given.url
+        assert given.is_running
+        assert given.pid == pid
+
+
+def test_kafka_keeps_its_port_and_messages_when_killed_and_restarted() -> None:
+    from confluent_kafka import Consumer, Producer, TopicPartition
+    from confluent_kafka.admin import AdminClient
+    from confluent_kafka.cimpl import NewTopic
+
+    with KafkaServer() as kafka:
+        # Given an acknowledged message
+        address = kafka.bootstrap_servers
+        client: dict[str, str | int | float | bool] = {"bootstrap.servers": address}
+        admin = AdminClient(client)
+        admin.create_topics([NewTopic("orders", 1)])["orders"].result(10)
+        producer = Producer(client)
+        producer.produce("orders", b"order 7")
+        assert producer.flush(10) == 0
+
+        # When the broker is killed and comes back
+        kafka.restart(kill=True)
+
+        # Then it has the message, at the same address
+        assert kafka.bootstrap_servers == address
+        consumer = Consumer(client | {"group.id": "readers"})
+        consumer.assign([TopicPartition("orders", 0, 0)])
+        message = consumer.poll(10)
+        consumer.close()
+        assert message is not None
+        assert message.value() == b"order 7"
+
+
+def test_postgres_keeps_its_port_and_rows_when_killed_under_open_connections() -> None:
+    import psycopg
+
+    with PostgresServer() as postgres:
+        url = postgres.createdb("shop")
+        connection = psycopg.connect(url, autocommit=True)
+        connection.execute("CREATE TABLE orders AS SELECT 7 AS id")
+        pid, port = postgres.pid, postgres.port
+
+        postgres.restart(kill=True)
+
+        assert (postgres.pid != pid, postgres.port) == (True, port)
+        with pytest.raises(psycopg.OperationalError):
+            connection.execute("SELECT 1")
+        with psycopg.connect(url) as again:
+            assert again.execute("SELECT id FROM orders").fetchall() == [(7,)]
+
+
+@pytest.mark.parametrize("appendonly", [True, False])
+def test_redis_keeps_its_port_and_with_appendonly_its_data(appendonly: bool) -> None:
+    import redis
+
+    with RedisServer(appendonly=appendonly) as server, redis.Redis.from_url(server.url) as client:
+        client.set("lease", "worker-1")
+        url = server.url
+
+        server.restart(kill=True)
+
+        assert server.url == url
+        assert client.get("lease") == (b"worker-1" if appendonly else None)
+
+
+def test_a_paused_server_answers_again_when_resumed() -> None:
+    import redis
+
+    with RedisServer() as server:
+        server.pause()
+        with redis.Redis.from_url(server.url, socket_timeout=0.2, retry=None) as client:
+            with pytest.raises(redis.TimeoutError):
+                client.ping()
+            server.resume()
+            assert client.ping()
+
+
+def test_a_server_that_cannot_start_shows_the_end_of_its_log() -> None:
+    with RedisServer() as first:
+        in_use = pytest.raises(ServerFailed, match="Address already in use")
+        with in_use, RedisServer(port=first.port):
+            pass
+        assert first.is_running
+
+
+def test_ports_are_out_of_reach_of_outgoing_connections() -> None:
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not ephemeral.exists():
+        pytest.skip("the kernel does not tell its ephemeral ports")
+    assert free_port() < int(ephemeral.read_text().split()[0])
+
+
+class TestUnprovisionableMachine:
+    @pytest.fixture(autouse=True)
+    def without_redis(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        missing = provisioning.Program("Redis 7", lambda: None, "redis-server", "REDIS_URL")
+        monkeypatch.setattr(provisioning, "REDIS", missing)
+        monkeypatch.setattr("tests.services.apt.can_install", lambda: False)
+        monkeypatch.setenv("KJO_TEST_CACHE", str(tmp_path))
+
+    def test_the_error_says_what_is_missing_and_how_to_get_it(self) -> None:
+        with pytest.raises(Unprovisionable) as raised:
+            provisioning.provision(kafka=False, postgres=False)
+        for hint in ("Redis 7", "apt-get install redis-server", "REDIS_URL"):
+            assert hint in str(raised.value)
+
+    def test_tests_are_skipped_on_a_developers_machine(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("CI", raising=False)
+        with pytest.raises(pytest.skip.Exception, match="Redis 7"):
+            fixtures.require(redis=True)
+
+    def test_tests_fail_in_ci(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CI", "true")
+        with pytest.raises(Unprovisionable):
+            fixtures.require(redis=True)
