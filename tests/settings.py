@@ -68,3 +68,37 @@ DATABASES = {"default": database(os.environ.get("DATABASE_URL", "sqlite:///:memo
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 EMAIL_BACKEND = "django.core.mail.backends.locmem.EmailBackend"
 LOGGING_CONFIG = None
+
+# The real engine, when the environment names it (as `python -m tests.services run` does).
+KJO: dict = {
+    "SERVICE_NAME": "tests",
+    "QUEUES": {"ledger": {}},
+    "BACKOFF_BASE": 0.2,
+    "POLL_INTERVAL": 0.5,
+    "HEARTBEAT_INTERVAL": 1,
+    "PROCESSING_TTL": 30,
+    "RECORD_LEASE": 5,
+    "ERROR_RECOVERY_DELAYS": {},
+    "TOPIC_OPTIONS": {"partitions": 4, "replication_factor": 1},
+}
+CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
+if os.environ.get("KAFKA_BOOTSTRAP_SERVERS"):
+    KJO["TRANSPORTS"] = {
+        "default": {
+            "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
+            "OPTIONS": {
+                "bootstrap.servers": os.environ["KAFKA_BOOTSTRAP_SERVERS"],
+                # Crash tests wait for the group to notice a killed member.
+                "consumer": {"session.timeout.ms": 6000, "heartbeat.interval.ms": 1000},
+            },
+        }
+    }
+if os.environ.get("REDIS_URL"):
+    CACHES["default"] = {
+        "BACKEND": "django_redis.cache.RedisCache",
+        "LOCATION": os.environ["REDIS_URL"],
+    }
+    KJO["COORDINATION"] = {
+        "BACKEND": "kjo_django.coordination.redis.RedisCoordination",
+        "OPTIONS": {"CACHE": "default"},
+    }

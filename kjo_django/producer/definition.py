@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -120,7 +121,7 @@ class JobDefinition:
             raise TypeError(f"{self.name}: {problem}")
         declared, given = self.handler.options, self.options
         conf = get_settings()
-        queue = conf.queue(given.queue or declared.queue)
+        queue = conf.queue(_known_queue(given.queue) if given.queue else declared.queue)
         now = timezone.now()
         available_at = given.run_at or (now + given.delay if given.delay else now)
         key = given.key if given.key is not None else self.handler.key_of(payload)
@@ -141,6 +142,16 @@ class JobDefinition:
             created_at=now,
             result_ttl=milliseconds(given.result_ttl or declared.result_ttl, queue.result_ttl),
         )
+
+
+def _known_queue(name: str) -> str:
+    """Return the name, or refuse a queue that no worker would ever consume."""
+    known = registry.queue_names()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
+        raise ValueError(f"No queue is named {name!r}; declare it in KJO['QUEUES']. {hint}")
+    return name
 
 
 @overload

@@ -151,9 +151,7 @@ def _meet(using: str, job: Job, holder: Job) -> EnqueueResult:
         # One conditional UPDATE on state and generation: of several who revive it, one wins.
         revived = transition(
             "requeue",
-            Job.objects.using(using)
-            .at(holder.pk, holder.generation)
-            .filter(state=holder.state),
+            Job.objects.using(using).at(holder.pk, holder.generation).filter(state=holder.state),
             **_revival(job),
         )
         if revived:
@@ -203,8 +201,16 @@ def fresh_run(job_queue: str) -> dict[str, Any]:
 
 
 def _revival(job: Job) -> dict[str, Any]:
-    taken = (
-        "handler key max_attempts payload content_type headers available_at expires_at created_at "
-        "result_ttl"
-    ).split()
+    taken = [
+        "handler",
+        "key",
+        "max_attempts",
+        "payload",
+        "content_type",
+        "headers",
+        "available_at",
+        "expires_at",
+        "created_at",
+        "result_ttl",
+    ]
     return {**fresh_run(job.queue), **{name: getattr(job, name) for name in taken}}

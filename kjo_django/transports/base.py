@@ -123,6 +123,9 @@ class Subscription(abc.ABC):
         never commits past a record that is not settled.
         """
 
+    joins_transactions: bool = False
+    """Whether ``acknowledge_in_transaction`` is part of the caller's database transaction."""
+
     def acknowledge_in_transaction(self, records: Iterable[Record]) -> None:
         """Settle these records inside the caller's open database transaction, on its connection.
 

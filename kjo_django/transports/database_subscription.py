@@ -153,9 +153,11 @@ class DatabaseSubscription(Subscription):
 
     def _note_outage(self, error: Exception) -> None:
         self._backoff.failed()
-        mend_connection(self._alias)
-        if is_locked(error) and self._backoff.failures < _PATIENCE_WITH_LOCKS:
-            return
+        if is_locked(error):
+            if self._backoff.failures < _PATIENCE_WITH_LOCKS:
+                return
+        else:
+            mend_connection(self._alias)
         if self.last_error is None:
             logger.warning("Database %r cannot be polled, trying again: %s", self._alias, error)
         self.last_error = str(error)

@@ -1,0 +1,1 @@
+"""Getting work done: poll, lanes, groups, attempts, settlement."""

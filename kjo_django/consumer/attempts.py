@@ -1,0 +1,112 @@
+"""Whether a delivery may run, given its job's row. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from kjo_django import states
+from kjo_django.conf import get_settings
+from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.exceptions import KjoError, StalledError
+from kjo_django.models import DeadLetterReason
+from kjo_django.states import JobState
+
+COLUMNS = (
+    "id",
+    "state",
+    "generation",
+    "attempts",
+    "max_attempts",
+    "available_at",
+    "expires_at",
+    "lease_token",
+    "lease_expires_at",
+    "result_ttl",
+)
+"""What is read of a job's row before it runs."""
+
+
+class ExpiredError(KjoError):
+    """The job was not started by its ``expires_at``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The delivery may run."""
+
+    attempt: int
+    max_attempts: int
+
+
+def judge(
+    delivery: Delivery, row: dict[str, Any] | None, *, is_fresh: bool, token: str, now: datetime
+) -> Start | Outcome:
+    """Return how the delivery starts, or what it ends with instead.
+
+    :param row: its job's columns, None when there is no row.
+    :param is_fresh: whether its effects are not committed yet.
+    :param token: this worker's.
+    """
+    message, handler = delivery.message, delivery.handler
+    assert message is not None
+    assert handler is not None
+    if not is_fresh:
+        return Outcome(delivery, Result.DUPLICATE, job=row)
+    if row is None:
+        if message.job_id is not None and message.service == get_settings().service_name:
+            # Its row was here and was deleted by somebody who meant it.
+            return Outcome(delivery, Result.SKIPPED, reason="deleted")
+        attempts = 0
+        limit = handler.options.max_attempts or delivery.queue.max_attempts
+    else:
+        skipped = why_skip(delivery, row)
+        if skipped:
+            return Outcome(delivery, Result.SKIPPED, job=row, reason=skipped)
+        if _is_held_by_another(row, token, now):
+            return Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
+        attempts, limit = row["attempts"], row["max_attempts"]
+    attempt = attempts + delivery.deliveries
+    if row is not None and row["expires_at"] is not None and row["expires_at"] <= now:
+        error: KjoError = ExpiredError(f"Not started by {row['expires_at'].isoformat()}")
+        return _dead(delivery, row, attempts, error, DeadLetterReason.EXPIRED)
+    if attempt > limit:
+        error = StalledError(
+            f"Its worker died or froze during attempt {limit} of {limit}; it was not tried again"
+        )
+        return _dead(delivery, row, limit, error, DeadLetterReason.STALLED)
+    return Start(attempt, limit)
+
+
+def why_skip(delivery: Delivery, row: dict[str, Any]) -> str:
+    """Return why the row forbids the run, or "" when it does not."""
+    message = delivery.message
+    assert message is not None
+    if row["state"] not in states.OPEN:
+        return str(row["state"])
+    if message.job_id is None:
+        # A second copy of a foreign message whose retries are in the hands of its row.
+        return "has_row" if row["state"] != JobState.PENDING else ""
+    if message.generation != row["generation"]:
+        return "generation"
+    return "attempt" if message.attempt <= row["attempts"] else ""
+
+
+def _is_held_by_another(row: dict[str, Any], token: str, now: datetime) -> bool:
+    return bool(
+        row["lease_token"]
+        and row["lease_token"] != token
+        and row["lease_expires_at"] is not None
+        and row["lease_expires_at"] > now
+    )
+
+
+def _dead(
+    delivery: Delivery,
+    row: dict[str, Any] | None,
+    attempt: int,
+    error: KjoError,
+    reason: DeadLetterReason,
+) -> Outcome:
+    return Outcome(delivery, Result.DEAD, attempt=attempt, job=row, error=error, reason=reason)

@@ -1,0 +1,29 @@
+"""Database connections of a lane's thread, which no request cycle looks after."""
+
+from __future__ import annotations
+
+import time
+
+from django.db import connections
+
+
+def freshen_connections() -> None:
+    """Close this thread's connections that are broken or past their CONN_MAX_AGE, as Django does
+    between requests; a CONN_MAX_AGE of 0 is not taken as a wish to reconnect for every group."""
+    for connection in connections.all(initialized_only=True):
+        if connection.connection is None or connection.in_atomic_block:
+            continue
+        if connection.errors_occurred and not connection.is_usable():
+            connection.close()
+            continue
+        connection.errors_occurred = False
+        max_age = connection.settings_dict["CONN_MAX_AGE"]
+        if max_age and connection.close_at is not None and time.monotonic() >= connection.close_at:
+            connection.close()
+
+
+def drop_broken_connections() -> None:
+    """Close what no longer answers; the next query connects anew."""
+    for connection in connections.all(initialized_only=True):
+        if not connection.in_atomic_block and not connection.is_usable():
+            connection.close()

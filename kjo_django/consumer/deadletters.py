@@ -1,0 +1,135 @@
+"""What a dead letter holds: the message as it was, and why it died (KAFKA.md's record)."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback as tracebacks
+from collections.abc import Iterable
+from datetime import datetime
+
+from django.utils import timezone
+
+from kjo_django.consumer.work import Delivery, Outcome
+from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import MAX_ERROR_LENGTH, storable_text
+from kjo_django.models import DeadLetter
+from kjo_django.retries.classification import import_path
+from kjo_django.transports.base import OutgoingRecord
+
+MAX_TRACEBACK_LENGTH = 20_000
+MAX_HEADER_MESSAGE = 1_000
+MAX_HEADER_STACKTRACE = 4_000
+
+
+def error_text(error: BaseException | None, limit: int = MAX_ERROR_LENGTH) -> str:
+    """Return what is shown of an error: its text, or its type when it has none."""
+    if error is None:
+        return ""
+    return storable_text(str(error) or type(error).__name__, limit)
+
+
+def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:
+    """Return the traceback; a long one loses its beginning, not the line that raised."""
+    if error is None or error.__traceback__ is None:
+        return ""
+    return storable_text("".join(tracebacks.format_exception(error)))[-limit:]
+
+
+def fingerprint(handler: str, error: BaseException | None) -> str:
+    """Return an id shared by failures of one kind: handler, exception type, innermost frame."""
+    if error is None:
+        return ""
+    frames = tracebacks.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].name}" if frames else getattr(error, "reason", "")
+    identity = f"{handler}\0{import_path(type(error))}\0{place}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+
+def source_id(delivery: Delivery, job_id: object | None, generation: int) -> str:
+    """Return the digest that makes recording this death twice impossible.
+
+    Of a job: its generation. Of a foreign record: its place and time in its topic; the time tells
+    records of a topic that was deleted and created again apart.
+    """
+    if job_id is not None:
+        identity = f"job\0{job_id}\0{generation}"
+    else:
+        record = delivery.record
+        time = record.timestamp.isoformat() if record.timestamp else ""
+        identity = "\0".join([delivery.queue.consumer_group, *map(str, record.position), time])
+    return hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()
+
+
+def dead_letter_of(outcome: Outcome, job_id: object | None, now: datetime) -> DeadLetter:
+    """Return the unsaved row of a delivery that died."""
+    delivery, record = outcome.delivery, outcome.delivery.record
+    message = delivery.message
+    handler = message.type if message is not None else names.text(record.headers, names.TYPE)
+    return DeadLetter(
+        reason=outcome.reason,
+        source_id=source_id(delivery, job_id, message.generation if message else 1),
+        job_id=job_id,
+        message_id=storable_text(
+            message.id if message is not None else names.text(record.headers, names.ID), 255
+        ),
+        queue=delivery.queue.name,
+        handler=storable_text(handler, 100),
+        key=record.key,
+        value=record.value,
+        headers=names.to_json(record.headers),
+        content_type=storable_text(names.text(record.headers, names.CONTENT_TYPE), 50),
+        consumer_group=delivery.queue.consumer_group,
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        error_type=import_path(type(outcome.error)) if outcome.error else "",
+        error=error_text(outcome.error),
+        traceback=traceback_text(outcome.error),
+        fingerprint=fingerprint(handler, outcome.error),
+        attempts=outcome.attempt,
+        replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
+        failed_at=now,
+    )
+
+
+def record_for_topic(outcome: Outcome) -> OutgoingRecord:
+    """Return the record for the dead-letter topic: key, value and every header as they were, with
+    ours added or replaced, never appended, and the first origin kept (KDLQ-F2, F3)."""
+    delivery, record, error = outcome.delivery, outcome.delivery.record, outcome.error
+    now = timezone.now().isoformat()
+    message = delivery.message
+    told = names.encode(
+        {
+            names.DLQ_ORIGINAL_TOPIC: record.topic,
+            names.DLQ_ORIGINAL_PARTITION: record.partition,
+            names.DLQ_ORIGINAL_OFFSET: record.offset,
+            names.DLQ_ORIGINAL_TIMESTAMP: record.timestamp and record.timestamp.isoformat(),
+            names.DLQ_GROUP: delivery.queue.consumer_group,
+            names.DLQ_HANDLER: message.type if message else None,
+            names.DLQ_MESSAGE_ID: message.id if message else None,
+            names.DLQ_JOB_ID: message.job_id if message else None,
+            names.DLQ_ATTEMPTS: outcome.attempt,
+            names.DLQ_FIRST_FAILED_AT: now,
+            names.DLQ_LAST_FAILED_AT: now,
+            names.DLQ_REASON: str(outcome.reason),
+            names.DLQ_EXCEPTION_TYPE: import_path(type(error)) if error else None,
+            names.DLQ_EXCEPTION_MESSAGE: error_text(error, MAX_HEADER_MESSAGE) if error else None,
+            names.DLQ_EXCEPTION_STACKTRACE: traceback_text(error, MAX_HEADER_STACKTRACE) or None,
+        }
+    )
+    kept = {name: record.headers[name] for name in names.FIRST_WINS if name in record.headers}
+    return OutgoingRecord(
+        topic=delivery.queue.dead_letter_topic,
+        key=record.key,
+        value=record.value,
+        headers={**record.headers, **told, **kept},
+    )
+
+
+def reasons(outcomes: Iterable[Outcome]) -> list[str]:
+    """Return one line per outcome for the log."""
+    return [
+        f"{o.delivery.message.id if o.delivery.message else o.delivery.record.position}: "
+        f"{o.reason}: {error_text(o.error)}"
+        for o in outcomes
+    ]

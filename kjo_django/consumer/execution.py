@@ -1,0 +1,142 @@
+"""Calling a handler: payload in, result or exception out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from asgiref.sync import async_to_sync
+from django.utils import timezone
+
+from kjo_django.consumer.context import JobContext
+from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
+from kjo_django.consumer.work import Delivery
+from kjo_django.exceptions import JobTimeoutError, MessageError, PayloadError, PermanentError
+from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import dump_result, serializer_for
+
+
+@dataclass(slots=True)
+class Ran:
+    """How one call of a handler ended."""
+
+    started_at: datetime
+    seconds: float
+    value: bytes | None = None
+    """The wrapped result; None when the handler returned None."""
+    error: BaseException | None = None
+
+
+def make_context(delivery: Delivery, attempt: int, max_attempts: int) -> JobContext:
+    """Describe the run to the handler."""
+    message = delivery.message
+    assert message is not None
+    return JobContext(
+        job_id=message.job_id or message.id,
+        attempt=attempt,
+        max_attempts=max_attempts,
+        idempotency_key=message.id,
+        queue=delivery.queue.name,
+        headers={
+            name: names.text(delivery.record.headers, name) for name in delivery.record.headers
+        },
+        created_at=message.timestamp,
+    )
+
+
+def arguments_of(delivery: Delivery) -> dict[str, Any]:
+    """Decode the payload into keyword arguments.
+
+    :raises MessageError: it cannot be decoded or is no object.
+    :raises PermanentError: the handler does not take these arguments.
+    """
+    message, handler = delivery.message, delivery.handler
+    assert message is not None
+    assert handler is not None
+    payload = serializer_for(message.content_type).loads(message.payload)
+    if not isinstance(payload, dict):
+        raise MessageError(
+            "invalid", f"The payload must be an object, not {type(payload).__name__}"
+        )
+    problem = handler.check_arguments(payload)
+    if problem is not None:
+        raise PermanentError(f"The handler {handler.name} does not take this payload: {problem}")
+    return payload
+
+
+def time_limit(delivery: Delivery) -> float | None:
+    """Return the seconds one attempt may take, or None."""
+    assert delivery.handler is not None
+    limit = delivery.handler.options.timeout or delivery.queue.timeout
+    return limit.total_seconds() if limit is not None else None
+
+
+def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes | None:
+    """Run the handler in this thread and return its wrapped result.
+
+    An ``async def`` handler runs on an event loop whose database calls come back to this thread,
+    so they are part of its transaction.
+    """
+    handler = delivery.handler
+    assert handler is not None
+    payload = arguments_of(delivery)
+    arguments = (context,) if handler.options.takes_context else ()
+    limit = time_limit(delivery)
+    if handler.is_async:
+        value = async_to_sync(_with_limit)(handler.function(*arguments, **payload), context, limit)
+    else:
+        with watch.limit(context, limit):
+            value = handler.function(*arguments, **payload)
+    return _wrap(delivery, value)
+
+
+def _wrap(delivery: Delivery, value: Any) -> bytes | None:
+    if value is None:
+        return None
+    assert delivery.handler is not None
+    try:
+        return dump_result(value, delivery.handler.options.serializer)
+    except PayloadError as error:
+        raise PermanentError(f"The handler's result cannot be stored: {error}") from error
+
+
+async def _with_limit(
+    coroutine: Coroutine[Any, Any, Any], context: JobContext, seconds: float | None
+) -> Any:
+    if seconds is None:
+        return await coroutine
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            return await coroutine
+    except TimeoutError as error:
+        if not scope.expired() or isinstance(error, JobTimeoutError):
+            raise
+        context.abort()
+        raise HandlerTimeout(f"The handler exceeded its timeout of {seconds:g} s") from None
+
+
+def call_concurrently(pairs: Sequence[tuple[Delivery, JobContext]]) -> list[Ran]:
+    """Run asynchronous handlers at the same time on one event loop, outside any transaction."""
+    return async_to_sync(_gather)(pairs)
+
+
+async def _gather(pairs: Sequence[tuple[Delivery, JobContext]]) -> list[Ran]:
+    return await asyncio.gather(*(_run_one(delivery, context) for delivery, context in pairs))
+
+
+async def _run_one(delivery: Delivery, context: JobContext) -> Ran:
+    started_at, start = timezone.now(), time.perf_counter()
+    handler = delivery.handler
+    assert handler is not None
+    try:
+        payload = arguments_of(delivery)
+        arguments = (context,) if handler.options.takes_context else ()
+        coroutine = handler.function(*arguments, **payload)
+        value = _wrap(delivery, await _with_limit(coroutine, context, time_limit(delivery)))
+    except Exception as error:
+        return Ran(started_at, time.perf_counter() - start, error=error)
+    return Ran(started_at, time.perf_counter() - start, value)

@@ -1,0 +1,64 @@
+"""From how a handler ended to an outcome, and from a durable outcome to its acknowledgement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kjo_django.consumer.attempts import Start
+from kjo_django.consumer.execution import Ran
+from kjo_django.consumer.settlement import judge_failure
+from kjo_django.consumer.work import Delivery, Outcome, Result
+
+
+def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] | None) -> Outcome:
+    """Turn how a handler ended into an outcome."""
+    outcome = Outcome(
+        delivery,
+        Result.COMPLETED,
+        attempt=start.attempt,
+        job=row,
+        value=ran.value,
+        error=ran.error,
+        started_at=ran.started_at,
+        seconds=ran.seconds,
+    )
+    outcome.notes["max_attempts"] = start.max_attempts
+    if ran.error is not None:
+        judge_failure(outcome, start.max_attempts)
+    return outcome
+
+
+def is_dead(outcome: Outcome) -> bool:
+    """Whether it ends as a dead letter."""
+    return outcome.result is Result.DEAD
+
+
+def is_settled_by_group(outcome: Outcome) -> bool:
+    """Whether the group's own transaction makes it durable."""
+    return outcome.result in (Result.COMPLETED, Result.DUPLICATE, Result.SKIPPED)
+
+
+def acknowledge(outcomes: Sequence[Outcome], *, in_transaction: bool) -> None:
+    """Acknowledge, by subscription.
+
+    Inside the transaction that makes the outcomes durable only where the transport can join it;
+    after it everywhere, which those that have joined take as a no-op.
+    """
+    by_subscription: dict[int, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_subscription.setdefault(id(outcome.delivery.subscription), []).append(outcome)
+    for group in by_subscription.values():
+        subscription = group[0].delivery.subscription
+        records = [outcome.delivery.record for outcome in group]
+        if subscription.joins_transactions:
+            if in_transaction:
+                subscription.acknowledge_in_transaction(records)
+                for outcome in group:
+                    outcome.notes["is_acknowledged"] = True
+            else:
+                subscription.acknowledge(
+                    [o.delivery.record for o in group if not o.notes.get("is_acknowledged")]
+                )
+        elif not in_transaction:
+            subscription.acknowledge(records)

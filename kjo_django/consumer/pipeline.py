@@ -1,0 +1,260 @@
+"""The one pipeline: a group of deliveries in, durable outcomes out.
+
+For a whole group: one lease call, one transaction with one insert of markers, one query for rows,
+the handlers (each behind its own lazy savepoint) and one update; then failures, if there are any;
+then acknowledgement, leases and signals. When a group's transaction fails as a whole, its
+deliveries run again one by one, so one bad job never takes others with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
+
+from kjo_django.conf import get_settings
+from kjo_django.consumer import attempts, settlement
+from kjo_django.consumer.connections import drop_broken_connections, freshen_connections
+from kjo_django.consumer.execution import Ran, call, make_context
+from kjo_django.consumer.gate import Gate
+from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.outcomes import acknowledge, is_dead, is_settled_by_group, outcome_of
+from kjo_django.consumer.plain import PlainRunner
+from kjo_django.consumer.rows import load_rows, row_id
+from kjo_django.consumer.savepoint import LazySavepoint
+from kjo_django.consumer.timeouts import TimeoutWatch
+from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
+from kjo_django.exceptions import MessageError, PublishError
+from kjo_django.models import EventKey, ProcessedEvent
+from kjo_django.producer.dispatch import jobs_database
+
+logger = logging.getLogger("kjo_django")
+
+HELD_ELSEWHERE_DELAY = 1.0
+"""Seconds until a delivery somebody else holds is looked at again."""
+OUTAGE_DELAY_MAX = 30.0
+
+
+class Pipeline:
+    """Runs groups. Called by every lane's thread; keeps no state between groups.
+
+    :param on_outcomes: told of every group's outcomes once they are durable.
+    :param sleep: waits, returning early when the worker stops.
+    """
+
+    def __init__(
+        self,
+        leases: LeaseBook,
+        watch: TimeoutWatch,
+        *,
+        worker: str,
+        on_outcomes: Callable[[Sequence[Outcome]], None],
+        on_measure: Callable[[str, float], None] = lambda kind, seconds: None,
+        stopping: threading.Event | None = None,
+    ) -> None:
+        self._leases = leases
+        self._watch = watch
+        self._worker = worker
+        self._on_outcomes = on_outcomes
+        self._on_measure = on_measure
+        self._stopping = stopping or threading.Event()
+        self._alone = Gate()
+        self._plain = PlainRunner(leases, watch, on_measure)
+
+    def run(self, deliveries: Sequence[Delivery], mode: Mode) -> list[Delivery]:
+        """Run a group to its durable end; returns those deferred, which stay unacknowledged.
+
+        Outages of the database are waited out here: nothing is acknowledged, no attempt is spent.
+        """
+        delay = 1.0
+        while True:
+            try:
+                return self._run(list(deliveries), mode)
+            except (DatabaseError, InterfaceError, OSError, PublishError) as error:
+                logger.error(
+                    "The group cannot be settled, trying again in %.0f s: %s", delay, error
+                )
+                drop_broken_connections()
+                if self._stopping.wait(delay):
+                    self._give_back(deliveries)
+                    return list(deliveries)
+                delay = min(delay * 2, OUTAGE_DELAY_MAX)
+
+    def _run(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
+        freshen_connections()
+        if mode is Mode.POISON:
+            return self._settle([_poison_outcome(d) for d in deliveries])
+        names = [delivery.lease for delivery in deliveries]
+        claims = self._leases.claim(names)
+        mine, suspects, deferred = [], [], []
+        for delivery, claim in zip(deliveries, claims, strict=True):
+            delivery.deliveries = max(1, claim.deliveries)
+            if not claim.acquired:
+                deferred.append(delivery)
+            elif claim.deliveries > 1:
+                suspects.append(delivery)
+            else:
+                mine.append(delivery)
+        if mine:
+            with self._alone.shared():
+                deferred += self._run_together(mine, mode)
+        for delivery in suspects:
+            # It was being run when a worker died. Alone, it can take nobody with it a second time.
+            with self._alone.exclusive(timeout=60.0):
+                deferred += self._run_together([delivery], mode)
+        return deferred
+
+    def _run_together(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
+        if mode is not Mode.ATOMIC:
+            return self._settle(self._plain.run(deliveries, concurrently=mode is Mode.CONCURRENT))
+        if len(deliveries) > 1:
+            try:
+                return self._settle(self._run_atomic(deliveries))
+            except DatabaseError as error:
+                logger.warning(
+                    "A group of %d failed and runs again one by one: %s", len(deliveries), error
+                )
+                freshen_connections()
+        deferred = []
+        for delivery in deliveries:
+            deferred += self._settle(self._run_one_atomic(delivery))
+        return deferred
+
+    # --- The group's transaction --------------------------------------------------------------------
+
+    def _run_one_atomic(self, delivery: Delivery) -> list[Outcome]:
+        """Run a delivery in its own transaction; what its commit raises is its own failure."""
+        attempted: list[Outcome] = []
+        try:
+            return self._run_atomic([delivery], attempted)
+        except DatabaseError as error:
+            connection = connections[jobs_database()]
+            if not attempted or attempted[0].result is not Result.COMPLETED:
+                raise
+            if not connection.is_usable():
+                raise
+            outcome = attempted[0]
+            outcome.error, outcome.value = error, None
+            settlement.judge_failure(outcome, outcome.notes["max_attempts"])
+            return [outcome]
+
+    def _run_atomic(
+        self, deliveries: list[Delivery], attempted: list[Outcome] | None = None
+    ) -> list[Outcome]:
+        using, service = jobs_database(), get_settings().service_name
+        connection = connections[using]
+        keys = {delivery: delivery.event_key(service) for delivery in deliveries}
+        outcomes: list[Outcome] = [] if attempted is None else attempted
+        with settlement.in_transaction(using):
+            # A write first: SQLite takes its write lock at once instead of failing half-way.
+            fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
+            rows = load_rows(using, deliveries, lock=True)
+            for delivery in deliveries:
+                key = keys[delivery]
+                start = attempts.judge(
+                    delivery,
+                    rows.get(row_id(delivery)),
+                    is_fresh=key in fresh,
+                    token=self._leases.token,
+                    now=timezone.now(),
+                )
+                # Two records of one message in a group: the second finds the first's marker.
+                fresh.discard(key)
+                if isinstance(start, Outcome):
+                    outcomes.append(start)
+                else:
+                    row = rows.get(row_id(delivery))
+                    outcomes.append(self._attempt(connection, delivery, start, row))
+            _take_markers_back(using, outcomes, keys)
+            settlement.complete(using, [o for o in outcomes if o.result is Result.COMPLETED])
+            acknowledge([o for o in outcomes if is_settled_by_group(o)], in_transaction=True)
+            _make_callbacks_robust(connection)
+        return outcomes
+
+    def _attempt(
+        self,
+        connection: BaseDatabaseWrapper,
+        delivery: Delivery,
+        start: attempts.Start,
+        row: dict[str, Any] | None,
+    ) -> Outcome:
+        """Call one handler behind its savepoint."""
+        context = make_context(delivery, start.attempt, start.max_attempts)
+        ran = Ran(timezone.now(), 0.0)
+        clock = time.perf_counter()
+        try:
+            with LazySavepoint(connection):
+                ran.value = call(delivery, context, self._watch)
+        except Exception as error:
+            if isinstance(error, DatabaseError | InterfaceError) and not connection.is_usable():
+                raise  # the connection is gone, and with it the group's transaction
+            ran.error = error
+        ran.seconds = time.perf_counter() - clock
+        self._on_measure(delivery.kind, ran.seconds)
+        return outcome_of(delivery, ran, start, row)
+
+    # --- Afterwards ---------------------------------------------------------------------------------
+
+    def _settle(self, outcomes: list[Outcome]) -> list[Delivery]:
+        """Write failures, then acknowledge, release and tell; returns what is deferred."""
+        failed = [o for o in outcomes if o.result in (Result.RETRIED, Result.DEAD)]
+        stuck: set[int] = set()
+        if failed:
+            stuck = {id(o) for o in settlement.publish_dead(o for o in failed if is_dead(o))}
+            using = jobs_database()
+            durable = [outcome for outcome in failed if id(outcome) not in stuck]
+            with settlement.in_transaction(using):
+                settlement.record_failures(using, durable, self._worker)
+                acknowledge(durable, in_transaction=True)
+        settled = [o for o in outcomes if o.result is not Result.DEFERRED and id(o) not in stuck]
+        acknowledge(settled, in_transaction=False)
+        deferred = [o.delivery for o in outcomes if o.result is Result.DEFERRED or id(o) in stuck]
+        self._leases.release([o.delivery.lease for o in outcomes if o.delivery.message is not None])
+        self._on_outcomes(settled)
+        return deferred
+
+    def _give_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Release what an outage kept from settling; the attempt is not spent."""
+        self._leases.release([d.lease for d in deliveries if d.message is not None])
+
+
+def _take_markers_back(
+    using: str, outcomes: Sequence[Outcome], keys: dict[Delivery, EventKey]
+) -> None:
+    """Remove the markers of what did not take effect."""
+    kept = {keys[o.delivery] for o in outcomes if o.result in (Result.COMPLETED, Result.DUPLICATE)}
+    unused = {keys[o.delivery] for o in outcomes} - kept
+    if unused:
+        ProcessedEvent.objects.using(using).unmark(unused)
+
+
+def _make_callbacks_robust(connection: BaseDatabaseWrapper) -> None:
+    """A handler's ``on_commit`` callback that raises is logged: the commit stands (KJO-F12)."""
+    connection.run_on_commit = [
+        (sids, function, True) for sids, function, _robust in connection.run_on_commit
+    ]
+
+
+def _poison_outcome(delivery: Delivery) -> Outcome:
+    """Judge a record nobody can handle, and its job where it has one."""
+    problem = delivery.problem
+    message = delivery.message
+    if problem is None:
+        assert message is not None
+        problem = MessageError("unknown_type", f"No handler is registered for {message.type!r}")
+    row = None
+    if message is not None and message.job_id is not None:
+        using = jobs_database()
+        row = load_rows(using, [delivery], lock=False).get(message.job_id)
+        if row is not None and attempts.why_skip(delivery, row):
+            return Outcome(delivery, Result.SKIPPED, job=row)
+    attempt = row["attempts"] if row else 0
+    return Outcome(
+        delivery, Result.DEAD, attempt=attempt, job=row, error=problem, reason=problem.reason
+    )

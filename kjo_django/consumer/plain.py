@@ -1,0 +1,149 @@
+"""Running ``atomic=False`` handlers: outside any transaction, under a lease in the job's row.
+
+The lease is durable, so of two workers one runs the job even when coordination has vanished. The
+outcome is recorded with the marker in one transaction afterwards, and only by whoever still holds
+the lease: a worker that was frozen past it loses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from django.db.models import Q
+from django.utils import timezone
+
+from kjo_django import states
+from kjo_django.conf import get_settings
+from kjo_django.consumer import attempts, settlement
+from kjo_django.consumer.execution import Ran, call, call_concurrently, make_context
+from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.outcomes import acknowledge, outcome_of
+from kjo_django.consumer.rows import load_rows, row_id
+from kjo_django.consumer.timeouts import TimeoutWatch
+from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.models import Job, ProcessedEvent
+from kjo_django.producer.dispatch import jobs_database
+
+
+class PlainRunner:
+    """Claims rows, runs handlers, records what still counts."""
+
+    def __init__(
+        self, leases: LeaseBook, watch: TimeoutWatch, on_measure: Callable[[str, float], None]
+    ) -> None:
+        self._leases = leases
+        self._watch = watch
+        self._on_measure = on_measure
+
+    def run(self, deliveries: Sequence[Delivery], *, concurrently: bool) -> list[Outcome]:
+        """Run a group; its completions are durable on return, its failures are still to settle."""
+        if not concurrently:
+            return [outcome for d in deliveries for outcome in self._run_group([d])]
+        return self._run_group(deliveries)
+
+    def _run_group(self, deliveries: Sequence[Delivery]) -> list[Outcome]:
+        started, ended = self._claim(deliveries)
+        if not started:
+            return ended
+        held = [row["id"] for _, _, row in started if row is not None]
+        self._leases.hold_rows(held)
+        try:
+            ran = self._call(started)
+            return ended + self._record(started, ran)
+        finally:
+            self._leases.let_rows_go(held)
+
+    def _claim(
+        self, deliveries: Sequence[Delivery]
+    ) -> tuple[list[tuple[Delivery, attempts.Start, Any]], list[Outcome]]:
+        """Decide what may run and take the row leases, in one short transaction."""
+        using, service = jobs_database(), get_settings().service_name
+        now = timezone.now()
+        started, ended = [], []
+        with settlement.in_transaction(using):
+            wanted = {d: d.event_key(service) for d in deliveries}
+            rows = load_rows(using, deliveries, lock=True)
+            known = _processed(using, deliveries, service)
+            for delivery in deliveries:
+                row = rows.get(row_id(delivery))
+                start = attempts.judge(
+                    delivery,
+                    row,
+                    is_fresh=wanted[delivery] not in known,
+                    token=self._leases.token,
+                    now=now,
+                )
+                if isinstance(start, Outcome):
+                    ended.append(start)
+                elif row is None or self._take_lease(using, row, now):
+                    started.append((delivery, start, row))
+                else:
+                    ended.append(Outcome(delivery, Result.DEFERRED, job=row, reason="leased"))
+        return started, ended
+
+    def _take_lease(self, using: str, row: dict[str, Any], now: Any) -> bool:
+        free = Q(lease_expires_at=None) | Q(lease_expires_at__lte=now)
+        changed = (
+            Job.objects.using(using)
+            .at(row["id"], row["generation"])
+            .filter(free | Q(lease_token=self._leases.token), state__in=states.OPEN)
+            .update(
+                lease_token=self._leases.token,
+                lease_expires_at=now + self._leases.ttl,
+                started_at=now,
+            )
+        )
+        return bool(changed)
+
+    def _call(self, started: Sequence[tuple[Delivery, attempts.Start, Any]]) -> list[Ran]:
+        pairs = [
+            (delivery, make_context(delivery, start.attempt, start.max_attempts))
+            for delivery, start, _ in started
+        ]
+        if len(pairs) > 1 or (pairs[0][0].handler and pairs[0][0].handler.is_async):
+            return call_concurrently(pairs)
+        delivery, context = pairs[0]
+        ran, clock = Ran(timezone.now(), 0.0), time.perf_counter()
+        try:
+            ran.value = call(delivery, context, self._watch)
+        except Exception as error:
+            ran.error = error
+        ran.seconds = time.perf_counter() - clock
+        self._on_measure(delivery.kind, ran.seconds)
+        return [ran]
+
+    def _record(
+        self, started: Sequence[tuple[Delivery, attempts.Start, Any]], ran: Sequence[Ran]
+    ) -> list[Outcome]:
+        """Commit completions with their markers; what lost its lease is dropped."""
+        using, service = jobs_database(), get_settings().service_name
+        outcomes = [
+            outcome_of(delivery, one, start, row)
+            for (delivery, start, row), one in zip(started, ran, strict=True)
+        ]
+        done = [outcome for outcome in outcomes if outcome.result is Result.COMPLETED]
+        if not done:
+            return outcomes
+        with settlement.in_transaction(using):
+            keys = {id(o): o.delivery.event_key(service) for o in done}
+            fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
+            winners = [o for o in done if keys[id(o)] in fresh]
+            recorded = settlement.complete(using, winners, self._leases.token)
+            for outcome in done:
+                if keys[id(outcome)] not in fresh:
+                    outcome.result = Result.DUPLICATE
+                elif outcome.job is not None and outcome.job["id"] not in recorded:
+                    outcome.result, outcome.reason = Result.SKIPPED, "lease lost"
+            lost = [keys[id(o)] for o in done if o.result is Result.SKIPPED]
+            ProcessedEvent.objects.using(using).unmark(lost)
+            acknowledge(done, in_transaction=True)
+        return outcomes
+
+
+def _processed(using: str, deliveries: Sequence[Delivery], service: str) -> set[Any]:
+    """Return the event keys of the group that are marked already."""
+    ids = [d.message.id for d in deliveries if d.message is not None]
+    rows = ProcessedEvent.objects.using(using).filter(service_name=service, event_id__in=ids)
+    return {row.event_key for row in rows}

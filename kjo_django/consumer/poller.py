@@ -1,0 +1,203 @@
+"""The thread that owns a subscription: it polls, pauses, and is told of rebalances; it never runs a
+handler, so a long job never costs the group membership."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from django.db import connections
+
+from kjo_django import registry
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.consumer.lanes import Lanes
+from kjo_django.consumer.work import Delivery
+from kjo_django.exceptions import MessageError
+from kjo_django.messages.envelope import read
+from kjo_django.transports.base import Record, Subscription, TopicPartition, Transport
+
+logger = logging.getLogger("kjo_django")
+
+POLL_TIMEOUT = 0.5
+"""Seconds one poll waits at most; the subscription is woken before."""
+FULL_WAIT = 0.05
+"""Seconds between looks while the lanes are full."""
+REVOKE_WAIT = 5.0
+"""Seconds a rebalance waits for running groups; well below every session timeout."""
+
+
+class Poller:
+    """Feeds the lanes from one consumer group's topics.
+
+    :param queues: the queues whose topics it reads.
+    :param max_outstanding: records it lets wait and run at most.
+    :param on_error: told of outages, and with None of their end.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: str,
+        queues: Sequence[QueueConf],
+        lanes: Lanes,
+        *,
+        max_outstanding: int,
+        on_error: Callable[[str | None], None] = lambda error: None,
+    ) -> None:
+        self._transport = transport
+        self._group = group
+        self._lanes = lanes
+        self._max_outstanding = max_outstanding
+        self._on_error = on_error
+        self._queue_of = {queue.topic: queue for queue in reversed(queues)}
+        self._queues = {queue.name: queue for queue in queues}
+        self._max_bytes = get_settings().max_payload_bytes
+        self._subscription: Subscription | None = None
+        self._is_draining = threading.Event()
+        self._is_closed = threading.Event()
+        self._wanted_pauses: frozenset[str] = frozenset()
+        self._paused_topics: frozenset[str] = frozenset()
+        self._resume_at: dict[TopicPartition, float] = {}
+        self._lock = threading.Lock()
+        self.thread = threading.Thread(target=self._run, name=f"kjo-poll-{group}", daemon=True)
+        self.polled_count = 0
+
+    @property
+    def topics(self) -> list[str]:
+        """The topics it reads."""
+        return list(self._queue_of)
+
+    @property
+    def partitions(self) -> list[TopicPartition]:
+        """The partitions assigned to it now."""
+        return self._subscription.assignment() if self._subscription is not None else []
+
+    def start(self) -> None:
+        """Start the thread."""
+        self.thread.start()
+
+    def wake(self) -> None:
+        """Look for records now."""
+        if self._subscription is not None:
+            self._subscription.wake()
+
+    def drain(self) -> None:
+        """Fetch nothing more, but stay a member of the group until ``close``."""
+        self._is_draining.set()
+        self.wake()
+
+    def close(self, timeout: float) -> None:
+        """Leave the group: acknowledgements are flushed, the rest is handed back."""
+        self._is_draining.set()
+        self._is_closed.set()
+        self.wake()
+        self.thread.join(timeout)
+
+    def set_paused(self, queues: frozenset[str]) -> None:
+        """Fetch nothing of these queues, and of all others again."""
+        self._wanted_pauses = queues
+
+    def pause_for(self, partition: TopicPartition, seconds: float) -> None:
+        """Let one partition rest: what its messages need is down (KJO-76)."""
+        with self._lock:
+            self._resume_at[partition] = time.monotonic() + seconds
+
+    # --- The thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        delay = 1.0
+        try:
+            while not self._is_closed.is_set():
+                try:
+                    self._poll_until_closed()
+                except Exception as error:
+                    # A poller that dies silently would stop consumption with everything looking
+                    # alive: report, back off, start over with a new subscription.
+                    logger.exception("Polling %s failed, starting over", ", ".join(self.topics))
+                    self._on_error(str(error))
+                    self._is_closed.wait(delay)
+                    delay = min(delay * 2, 30.0)
+        finally:
+            connections.close_all()
+
+    def _poll_until_closed(self) -> None:
+        subscription = self._transport.subscribe(
+            self.topics,
+            self._group,
+            lease=get_settings().record_lease,
+            on_revoked=self._on_revoked,
+        )
+        self._subscription = subscription
+        self._paused_topics = frozenset()
+        try:
+            while not self._is_closed.is_set():
+                self._apply_pauses(subscription)
+                self._poll_once(subscription)
+        finally:
+            self._lanes.discard(subscription.assignment())
+            subscription.close()
+
+    def _poll_once(self, subscription: Subscription) -> None:
+        room = self._max_outstanding - self._lanes.outstanding
+        if self._is_draining.is_set() or room <= 0:
+            subscription.poll(0, 0.0)
+            self._is_closed.wait(FULL_WAIT)
+            return
+        records = subscription.poll(room, POLL_TIMEOUT)
+        self._on_error(subscription.last_error)
+        if records:
+            self.polled_count += len(records)
+            self._lanes.put([self.read(record, subscription) for record in records])
+
+    def read(self, record: Record, subscription: Subscription) -> Delivery:
+        """Read the envelope and find the handler; what cannot be read becomes poison, not an
+        error: the loop goes on."""
+        queue = self._queue_of[record.topic]
+        try:
+            message = read(
+                record.value,
+                record.headers,
+                max_bytes=self._max_bytes,
+                timestamp=record.timestamp,
+            )
+        except MessageError as problem:
+            return Delivery(record, subscription, queue, None, None, problem)
+        handler = registry.find(message.type)
+        if handler is not None and handler.options.queue in self._queues:
+            # Queues that share a topic: the handler tells them apart.
+            candidate = self._queues[handler.options.queue]
+            queue = candidate if candidate.topic == record.topic else queue
+        return Delivery(record, subscription, queue, message, handler)
+
+    def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
+        """Called within poll: forget what waits, let what runs end, bounded and lock-free."""
+        self._lanes.discard(partitions)
+        if not lost and not self._lanes.wait_for(partitions, REVOKE_WAIT):
+            logger.warning("A rebalance did not wait for long jobs of %s", partitions)
+
+    # --- Pauses -------------------------------------------------------------------------------------
+
+    def _apply_pauses(self, subscription: Subscription) -> None:
+        wanted = frozenset(
+            queue.topic for queue in self._queues.values() if queue.name in self._wanted_pauses
+        )
+        now = time.monotonic()
+        with self._lock:
+            resting = {tp for tp, due in self._resume_at.items() if due > now}
+            rested = set(self._resume_at) - resting
+            for partition in rested:
+                del self._resume_at[partition]
+        assigned = subscription.assignment()
+        to_pause = [tp for tp in assigned if tp.topic in wanted or tp in resting]
+        if to_pause:
+            subscription.pause(to_pause)
+        to_resume = [
+            tp
+            for tp in assigned
+            if (tp in rested or tp.topic in self._paused_topics) and tp not in to_pause
+        ]
+        if to_resume:
+            subscription.resume(to_resume)
+        self._paused_topics = wanted

@@ -1,0 +1,57 @@
+"""Reading the job rows of a group."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from django.db import connections
+
+from kjo_django.consumer.attempts import COLUMNS
+from kjo_django.consumer.work import Delivery
+from kjo_django.models import Job
+
+
+def row_id(delivery: Delivery) -> str:
+    """Return the key of its row in what ``load_rows`` returns."""
+    message = delivery.message
+    assert message is not None
+    return message.job_id or f"unique:{message.id}"
+
+
+def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict[str, Any]:
+    """Return the job rows of a group in one query (two when foreign messages are among them)."""
+    ids, foreign = [], []
+    for delivery in deliveries:
+        message = delivery.message
+        assert message is not None
+        if message.job_id is None:
+            foreign.append(message.id)
+        elif (id := _uuid(message.job_id)) is not None:
+            ids.append(id)
+    found = {}
+    if ids:
+        found.update(_rows_of(using, ids, lock=lock))
+    if foreign:
+        queue = deliveries[0].queue.name
+        rows = Job.objects.using(using).filter(queue=queue, unique_id__in=foreign)
+        for row in rows.values("unique_id", *COLUMNS):
+            found[f"unique:{row.pop('unique_id')}"] = row
+    return found
+
+
+def _uuid(text: str) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        return None
+
+
+def _rows_of(using: str, ids: Sequence[uuid.UUID], *, lock: bool) -> dict[str, Any]:
+    """Return the rows keyed by the id's text, locked against everybody else where that exists."""
+    rows = Job.objects.using(using).filter(pk__in=ids).order_by("pk")
+    features = connections[using].features
+    if lock and features.has_select_for_update:
+        rows = rows.select_for_update(no_key=features.has_select_for_no_key_update)
+    return {str(row["id"]): row for row in rows.values(*COLUMNS)}

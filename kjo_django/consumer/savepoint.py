@@ -1,0 +1,82 @@
+"""A savepoint that is opened by the first query, so a handler that needs none pays for none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+
+class LazySavepoint:
+    """Separates one handler's writes from those of its group, inside the group's transaction.
+
+    On success its writes join the group's; on an exception they and the ``on_commit`` callbacks it
+    registered are undone, and the exception goes on. Stands below any ``atomic()`` the handler
+    opens itself.
+
+    :raises TransactionManagementError: on leaving, when the handler swallowed an error that left
+        the transaction unusable; its writes are undone.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+        self._sid: str | None = None
+        self._is_opening = False
+
+    def __enter__(self) -> LazySavepoint:
+        connection = self._connection
+        self._depth = len(connection.savepoint_ids)
+        self._callbacks = len(connection.run_on_commit)
+        connection.execute_wrappers.append(self._before_query)
+        return self
+
+    def _before_query(
+        self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any
+    ) -> Any:
+        if self._sid is None and not self._is_opening:
+            self._is_opening = True
+            self._sid = self._connection.savepoint()
+            self._is_opening = False
+            # Below what the handler's own atomic blocks have pushed meanwhile.
+            self._connection.savepoint_ids.insert(self._depth, self._sid)
+        return execute(sql, params, many, context)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        connection = self._connection
+        connection.execute_wrappers.remove(self._before_query)
+        if error is None and connection.needs_rollback:
+            self._undo()
+            raise transaction.TransactionManagementError(
+                "The handler caught a database error without an atomic() block around it; its "
+                "writes were undone."
+            )
+        if error is not None:
+            self._undo()
+        elif self._sid is not None:
+            try:
+                connection.savepoint_commit(self._sid)
+            except Exception:
+                self._undo()
+                raise
+            self._forget()
+
+    def _undo(self) -> None:
+        connection = self._connection
+        connection.needs_rollback = False
+        if self._sid is not None:
+            connection.savepoint_rollback(self._sid)
+            connection.savepoint_commit(self._sid)
+            self._forget()
+        del connection.run_on_commit[self._callbacks :]
+
+    def _forget(self) -> None:
+        del self._connection.savepoint_ids[self._depth :]
+        self._sid = None

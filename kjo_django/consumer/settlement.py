@@ -1,0 +1,284 @@
+"""Writing outcomes down. An acknowledgement follows only what is durable here."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db import connections, transaction
+from django.utils import timezone
+
+from kjo_django import states
+from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
+from kjo_django.consumer.deadletters import (
+    dead_letter_of,
+    error_text,
+    reasons,
+    record_for_topic,
+    traceback_text,
+)
+from kjo_django.consumer.work import Outcome, Result
+from kjo_django.exceptions import MessageError, PublishError
+from kjo_django.ids import uuid7
+from kjo_django.messages.serializers import storable_text
+from kjo_django.models import DeadLetter, Job, JobFailure, transition
+from kjo_django.models.job import ORIGIN_ID
+from kjo_django.producer import dispatch
+from kjo_django.retries import Backoff, RetryPolicy
+from kjo_django.retries.classification import import_path
+from kjo_django.states import JobState
+
+logger = logging.getLogger("kjo_django")
+
+
+def policy() -> RetryPolicy:
+    """Return the retry policy of the settings."""
+    conf = get_settings()
+    return RetryPolicy(
+        Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter),
+        conf.error_recovery_delays,
+        conf.pausable_errors,
+    )
+
+
+def judge_failure(outcome: Outcome, max_attempts: int) -> None:
+    """Turn a failed attempt into a retry or a death, in place."""
+    error = outcome.error
+    assert error is not None
+    decision = policy().decide(error, outcome.attempt, max_attempts)
+    if decision.pause is not None:
+        outcome.pause_seconds = decision.pause.total_seconds()
+    if decision.retry:
+        outcome.result = Result.RETRIED
+        outcome.retry_at = timezone.now() + decision.delay
+    else:
+        outcome.result = Result.DEAD
+        outcome.reason = error.reason if isinstance(error, MessageError) else decision.reason
+
+
+# --- Success --------------------------------------------------------------------------------------
+
+
+def complete(using: str, outcomes: Sequence[Outcome], token: str | None = None) -> set[Any]:
+    """Record completions of jobs in one statement, inside the caller's transaction.
+
+    :param token: of a row lease that must still be held; those who lost it are refused.
+    :returns: the ids of the jobs recorded.
+    """
+    done = [outcome for outcome in outcomes if outcome.job is not None]
+    if not done:
+        return set()
+    now = timezone.now()
+    if connections[using].vendor == "postgresql":
+        return _complete_at_once(using, done, now, token)
+    recorded = set()
+    for outcome in done:
+        job = outcome.job
+        assert job is not None
+        rows = Job.objects.using(using).at(job["id"], job["generation"])
+        if token is not None:
+            rows = rows.filter(lease_token=token)
+        if transition("complete", rows, **_completion(outcome, now)):
+            recorded.add(job["id"])
+    return recorded
+
+
+def _completion(outcome: Outcome, now: datetime) -> dict[str, Any]:
+    job = outcome.job
+    assert job is not None
+    return {
+        "attempts": outcome.attempt,
+        "started_at": outcome.started_at,
+        "finished_at": now,
+        "result": outcome.value,
+        "result_expires_at": now + timedelta(milliseconds=job["result_ttl"]),
+        "error": "",
+        "lease_token": "",
+        "lease_expires_at": None,
+    }
+
+
+_COMPLETE = """
+UPDATE kjo_job SET state = 'completed', attempts = v.attempts, started_at = v.started_at,
+    finished_at = %s, result = v.result, error = '', lease_token = '', lease_expires_at = NULL,
+    result_expires_at = %s::timestamptz + kjo_job.result_ttl * interval '1 millisecond'
+FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[])
+    AS v (id, generation, attempts, started_at, result)
+WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
+    AND (%s::text IS NULL OR kjo_job.lease_token = %s)
+RETURNING kjo_job.id
+"""
+
+
+def _complete_at_once(
+    using: str, done: Sequence[Outcome], now: datetime, token: str | None
+) -> set[Any]:
+    """The same for PostgreSQL, in one round trip however many there are."""
+    rows = [
+        (job["id"], job["generation"], outcome.attempt, outcome.started_at, outcome.value)
+        for outcome in done
+        if (job := outcome.job) is not None
+    ]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    with connections[using].cursor() as cursor:
+        cursor.execute(_COMPLETE, [now, now, *columns, states.expected("complete"), token, token])
+        return {row[0] for row in cursor.fetchall()}
+
+
+# --- Failure --------------------------------------------------------------------------------------
+
+
+def publish_dead(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Send the dead to their dead-letter topics and wait for the reports; first of the two steps of
+    dead-lettering, so that a crash between them repeats a record, never loses one (KII-F3).
+
+    Transports without replay keep nothing to read there: the row alone is their dead letter.
+
+    :returns: those whose record was refused; they must not be acknowledged.
+    """
+    refused = []
+    by_transport: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        transport = get_transport(outcome.delivery.queue.transport)
+        if transport.capabilities.replay and not outcome.notes.get("is_published"):
+            by_transport.setdefault(outcome.delivery.queue.transport, []).append(outcome)
+    for alias, dead in by_transport.items():
+        try:
+            answers = get_transport(alias).publish([record_for_topic(outcome) for outcome in dead])
+        except PublishError as error:
+            logger.error("Dead letters not published, trying again: %s", error)
+            refused.extend(dead)
+            continue
+        for outcome, answer in zip(dead, answers, strict=True):
+            outcome.notes["is_published"] = answer.error is None
+            if answer.error is not None:
+                logger.error("A dead letter was not published, trying again: %s", answer.error)
+                refused.append(outcome)
+    return refused
+
+
+def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> None:
+    """Write retries and deaths in the caller's transaction: the failure, the job, the dead letter,
+    and on a transactional transport the retry's message."""
+    now = timezone.now()
+    failures, letters = [], []
+    for outcome in outcomes:
+        job_id, is_current = _record_job(using, outcome, now)
+        if not is_current:
+            # Cancelled or requeued meanwhile: the row tells, nothing is to be added.
+            outcome.result = Result.SKIPPED
+            continue
+        if job_id is not None and outcome.result in (Result.RETRIED, Result.DEAD):
+            failures.append(_failure(outcome, job_id, now, worker))
+        if outcome.result is Result.DEAD:
+            letters.append(dead_letter_of(outcome, job_id, now))
+    JobFailure.objects.using(using).bulk_create(failures)
+    DeadLetter.objects.using(using).bulk_create(letters, ignore_conflicts=True)
+    dead = [outcome for outcome in outcomes if outcome.result is Result.DEAD]
+    if dead:
+        logger.error("Dead-lettered %s", "; ".join(reasons(dead)))
+
+
+def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]:
+    """Bring the job's row to the outcome; return its id and whether the row was still ours."""
+    job, delivery = outcome.job, outcome.delivery
+    is_retry = outcome.result is Result.RETRIED
+    changes: dict[str, Any] = {
+        "attempts": outcome.attempt,
+        "error": error_text(outcome.error),
+        "started_at": outcome.started_at,
+        "lease_token": "",
+        "lease_expires_at": None,
+    }
+    if is_retry:
+        changes["available_at"] = outcome.retry_at
+    else:
+        changes["finished_at"] = now
+    if job is None:
+        if delivery.message is None:
+            return None, True
+        row = _birth(outcome, changes, now)
+        if row is None:
+            return None, True
+        Job.objects.using(using).bulk_create([row])
+        if is_retry:
+            _send_retry(using, row)
+        return row.pk, True
+    if not is_retry:
+        ttl = timedelta(milliseconds=job["result_ttl"])
+        changes["result_expires_at"] = now + ttl
+    rows = (
+        Job.objects.using(using).at(job["id"], job["generation"]).filter(attempts=job["attempts"])
+    )
+    changed = transition("retry" if is_retry else "fail", rows, **changes)
+    if changed and is_retry:
+        _send_retry(using, Job.objects.using(using).get(pk=job["id"]))
+    return job["id"], bool(changed)
+
+
+def _send_retry(using: str, job: Job) -> None:
+    """Hand a retry over: published for its time where the transport can, else left to the relay,
+    which finds it by ``available_at``."""
+    queue = get_settings().queue(job.queue)
+    if dispatch.is_transactional(queue):
+        dispatch.hand_over([job], queue)
+
+
+def _birth(outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | None:
+    """Return the row of a foreign message's first failure; None where a dead letter says it all."""
+    delivery, message = outcome.delivery, outcome.delivery.message
+    assert message is not None
+    if outcome.result is not Result.RETRIED:
+        return None
+    try:
+        id, headers = uuid.UUID(message.id), None
+    except ValueError:
+        id, headers = uuid7(), {ORIGIN_ID: message.id}
+    handler = delivery.handler
+    limit = (handler and handler.options.max_attempts) or delivery.queue.max_attempts
+    ttl = delivery.queue.result_ttl // timedelta(milliseconds=1)
+    key = (delivery.record.key or b"").decode("utf-8", "replace")
+    return Job(
+        id=id,
+        queue=delivery.queue.name,
+        handler=message.type,
+        unique_id=message.id,
+        key=storable_text(key, 255),
+        state=JobState.FAILING,
+        max_attempts=limit,
+        payload=message.payload,
+        content_type=storable_text(message.content_type, 50),
+        headers=headers,
+        created_at=message.timestamp or now,
+        result_ttl=ttl,
+        topic=delivery.record.topic,
+        partition=delivery.record.partition,
+        offset=delivery.record.offset,
+        **changes,
+    )
+
+
+def _failure(outcome: Outcome, job_id: Any, now: datetime, worker: str) -> JobFailure:
+    error = outcome.error
+    message = outcome.delivery.message
+    return JobFailure(
+        job_id=job_id,
+        generation=message.generation if message else 1,
+        attempt=outcome.attempt,
+        worker=worker[:255],
+        error_type=import_path(type(error)) if error else "",
+        error=error_text(error),
+        traceback=traceback_text(error),
+        started_at=outcome.started_at,
+        failed_at=now,
+        retry_at=outcome.retry_at,
+    )
+
+
+def in_transaction(using: str) -> Any:
+    """Return the transaction outcomes are written in."""
+    return transaction.atomic(using=using, savepoint=False)

@@ -1,0 +1,102 @@
+"""Ending handlers that run too long.
+
+Python cannot stop a thread. Past its time a handler's abort flag is set and ``JobTimeoutError`` is
+raised inside it at its next bytecode; a call into C (a long sleep, a socket without a timeout) is
+only interrupted when it returns. That is why a lease is not renewed past the timeout: if the
+handler hangs on, another worker takes the job over and this one's outcome is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kjo_django.consumer.context import JobContext
+from kjo_django.exceptions import JobTimeoutError
+
+
+class HandlerTimeout(JobTimeoutError):
+    """Raised inside a handler; must be constructible without arguments to be raised from outside."""
+
+    def __init__(self, message: str = "The handler exceeded its timeout") -> None:
+        super().__init__(message)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    thread_id: int
+    deadline: float
+    context: JobContext
+    is_fired: bool = False
+
+
+class TimeoutWatch:
+    """Watches running handlers; one thread, started with the first handler that has a limit."""
+
+    def __init__(self) -> None:
+        self._runs: set[_Run] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+
+    @contextmanager
+    def limit(self, context: JobContext, seconds: float | None) -> Iterator[None]:
+        """Raise ``HandlerTimeout`` in this thread if the block takes longer."""
+        if seconds is None:
+            yield
+            return
+        run = _Run(threading.get_ident(), time.monotonic() + seconds, context)
+        with self._changed:
+            self._runs.add(run)
+            # Far deadlines are found by the regular look; waking the watch costs a switch.
+            if self._thread is None or seconds < self._LOOK:
+                self._ensure_thread()
+                self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._runs.discard(run)
+                if run.is_fired:
+                    # Not delivered yet? Then it must not hit whatever this thread does next.
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(run.thread_id), None)
+        if run.is_fired:
+            raise HandlerTimeout(f"The handler exceeded its timeout of {seconds:g} s")
+
+    _LOOK = 0.5
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="kjo-timeouts", daemon=True)
+            self._thread.start()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._is_stopped:
+                now = time.monotonic()
+                for run in self._runs:
+                    if not run.is_fired and run.deadline <= now:
+                        run.is_fired = True
+                        run.context.abort()
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                            ctypes.c_ulong(run.thread_id), ctypes.py_object(HandlerTimeout)
+                        )
+                pending = [run.deadline for run in self._runs if not run.is_fired]
+                wait = min(min(pending) - now, self._LOOK) if pending else None
+                self._changed.wait(wait)
+
+    def abort_all(self) -> None:
+        """Set the abort flag of every handler that is watched."""
+        with self._changed:
+            for run in self._runs:
+                run.context.abort()
+
+    def stop(self) -> None:
+        """End the watch's thread."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()

@@ -1,0 +1,102 @@
+"""What lanes carry: deliveries and the outcomes they end with."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from kjo_django.conf import QueueConf
+from kjo_django.consumer.leases import lease_name
+from kjo_django.exceptions import MessageError
+from kjo_django.messages.envelope import Message
+from kjo_django.models import EventKey
+from kjo_django.registry import Handler
+from kjo_django.transports.base import Record, Subscription
+
+
+class Mode(enum.Enum):
+    """How a group of deliveries is run; groups are of one mode."""
+
+    ATOMIC = "atomic"
+    PLAIN = "plain"
+    """``atomic=False``: outside a transaction, under a renewed lease."""
+    CONCURRENT = "concurrent"
+    """``atomic=False`` and ``async def``: all of a group at once on one event loop."""
+    POISON = "poison"
+    """Nothing to run: the record is dead-lettered."""
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """One record on its way through a lane."""
+
+    record: Record
+    subscription: Subscription
+    queue: QueueConf
+    message: Message | None
+    handler: Handler | None
+    problem: MessageError | None = None
+    """Why it is poison."""
+    deliveries: int = 1
+    """Times it was begun since its last durable outcome, this one included."""
+
+    @property
+    def mode(self) -> Mode:
+        """How it is run."""
+        if self.problem is not None or self.handler is None:
+            return Mode.POISON
+        if self.handler.options.atomic:
+            return Mode.ATOMIC
+        return Mode.CONCURRENT if self.handler.is_async else Mode.PLAIN
+
+    @property
+    def lease(self) -> str:
+        """Its lease's name."""
+        assert self.message is not None
+        return lease_name(self.queue, self.message.id)
+
+    @property
+    def kind(self) -> str:
+        """What its run time is estimated by."""
+        return self.handler.name if self.handler is not None else ""
+
+    def event_key(self, service: str) -> EventKey:
+        """Its row in ``processed_events``."""
+        assert self.message is not None
+        return EventKey(self.message.id, service, self.message.type)
+
+
+class Result(enum.Enum):
+    """How a delivery ended."""
+
+    COMPLETED = "completed"
+    DUPLICATE = "duplicate"
+    SKIPPED = "skipped"
+    """Cancelled, deleted or of an earlier generation or attempt: its job's row says what became of
+    it."""
+    RETRIED = "retried"
+    DEAD = "dead"
+    DEFERRED = "deferred"
+    """Not now: somebody else holds it. It stays unacknowledged and comes up again here."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a delivery ended with, and what is to be written about it."""
+
+    delivery: Delivery
+    result: Result
+    attempt: int = 0
+    job: dict[str, Any] | None = None
+    """The columns of its row read when it began, None when it has none."""
+    value: bytes | None = None
+    """The wrapped, serialized return value."""
+    error: BaseException | None = None
+    reason: str = ""
+    retry_at: datetime | None = None
+    pause_seconds: float | None = None
+    started_at: datetime | None = None
+    seconds: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)

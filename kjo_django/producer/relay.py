@@ -1,0 +1,216 @@
+"""The relay: hands committed jobs to transports that cannot join their transaction.
+
+It reads the set of due rows (never a cursor, so rows that are committed late are not passed over),
+publishes a batch with every delivery report checked, and records where each went. No transaction is
+open while it sends. A crash anywhere publishes again; the consumer absorbs duplicates. Rows of one
+key go out in the order they are due, and since every relay publishes a prefix of them in that
+order, the first occurrences keep it even when two relays overlap. A lease only keeps standby relays
+from doing the work twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+
+from django.db import DatabaseError, InterfaceError, connections, transaction
+from django.utils import timezone
+
+from kjo_django import registry, states
+from kjo_django.backends import get_coordination, get_transport
+from kjo_django.conf import get_settings
+from kjo_django.coordination.base import Listener
+from kjo_django.exceptions import CoordinationError, KjoError, PublishError
+from kjo_django.ids import uuid7
+from kjo_django.models import Job, transition
+from kjo_django.producer import dispatch
+from kjo_django.producer.wakeups import RELAY_CHANNEL
+from kjo_django.transports.base import Published
+
+logger = logging.getLogger("kjo_django")
+
+LEASE = "RELAY"
+LEASE_TTL = timedelta(seconds=10)
+REFUSED_DELAY = timedelta(seconds=30)
+"""Until a row whose record was refused is tried again."""
+
+
+class Relay:
+    """Publishes due rows; any number may run, one at a time does the work.
+
+    :param queues: names of the queues it looks after; None for all. Those on a transactional
+        transport need no relay and are left out; ``queues`` tells what remains.
+    :param on_error: told of outages, and with None of their end.
+    """
+
+    def __init__(
+        self,
+        queues: Sequence[str] | None = None,
+        *,
+        on_error: Callable[[str | None], None] = lambda error: None,
+    ) -> None:
+        names = queues if queues is not None else registry.queue_names()
+        conf = get_settings()
+        # On a transactional transport the message was written with the row.
+        self.queues = [n for n in names if not dispatch.is_transactional(conf.queue(n))]
+        self._on_error = on_error
+        self._token = uuid7().hex
+        self._stopping = threading.Event()
+        self._listener: Listener | None = None
+        self.published_count = 0
+
+    # --- One batch ----------------------------------------------------------------------------------
+
+    def publish_due(self) -> int:
+        """Publish one batch of due rows and record it; return how many rows were due."""
+        using = dispatch.jobs_database()
+        limit = get_settings().relay_batch_size
+        due = Job.objects.using(using).filter(
+            state__in=states.AWAITING_PUBLISH,
+            available_at__lte=timezone.now(),
+            queue__in=self.queues,
+        )
+        # Results and errors are not part of a message: do not carry them over the wire.
+        jobs = list(due.defer("result", "error").order_by("available_at", "id")[:limit])
+        for queue_name in dict.fromkeys(job.queue for job in jobs):
+            self._publish(using, queue_name, [job for job in jobs if job.queue == queue_name])
+        return len(jobs)
+
+    def _publish(self, using: str, queue_name: str, jobs: list[Job]) -> None:
+        queue = get_settings().queue(queue_name)
+        transport = get_transport(queue.transport)
+        records = [dispatch.record_of(job, queue) for job in jobs]
+        answers = transport.publish(records)
+        self._record(using, queue.topic, jobs, answers)
+
+    def _record(
+        self, using: str, topic: str, jobs: Sequence[Job], answers: Sequence[Published]
+    ) -> None:
+        """Write down where each row went, unless its job has moved on meanwhile."""
+        sent = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is None]
+        refused = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is not None]
+        now = timezone.now()
+        if sent and connections[using].vendor == "postgresql":
+            self._record_at_once(using, topic, sent)
+        else:
+            with transaction.atomic(using=using):
+                for job, answer in sent:
+                    rows = Job.objects.using(using).at(job.pk, job.generation)
+                    transition(
+                        "publish",
+                        rows.filter(attempts=job.attempts),
+                        topic=topic,
+                        partition=answer.partition,
+                        offset=answer.offset,
+                        queued_at=now,
+                    )
+        self.published_count += len(sent)
+        for job, answer in refused:
+            logger.error("The message of job %s was refused: %s", job.pk, answer.error)
+            Job.objects.using(using).at(job.pk, job.generation).filter(
+                attempts=job.attempts, state__in=states.AWAITING_PUBLISH
+            ).update(available_at=now + REFUSED_DELAY, error=f"Not published: {answer.error}"[:500])
+        self._on_error(refused[0][1].error if refused else None)
+
+    _RECORD = """
+UPDATE kjo_job SET state = 'queued', topic = %s, partition = v.partition, "offset" = v.position,
+    queued_at = now()
+FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::int[], %s::bigint[])
+    AS v (id, generation, attempts, partition, position)
+WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
+    AND kjo_job.attempts = v.attempts AND kjo_job.state = ANY(%s)
+"""
+
+    def _record_at_once(
+        self, using: str, topic: str, sent: Sequence[tuple[Job, Published]]
+    ) -> None:
+        """The same for PostgreSQL in one round trip."""
+        rows = [(j.pk, j.generation, j.attempts, a.partition, a.offset) for j, a in sent]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        with connections[using].cursor() as cursor:
+            cursor.execute(self._RECORD, [topic, *columns, states.expected("publish")])
+
+    # --- The loop -----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Publish until ``stop``; outages are waited out."""
+        delay = 1.0
+        try:
+            self._listener = get_coordination().listen([RELAY_CHANNEL])
+        except KjoError as error:
+            logger.warning("The relay polls only, nobody can wake it: %s", error)
+        try:
+            while not self._stopping.is_set():
+                try:
+                    # A read first: an idle relay, or one on standby, writes nothing.
+                    if self._is_due() and self._may_work():
+                        if self.publish_due() >= get_settings().relay_batch_size:
+                            continue
+                    delay = 1.0
+                    self._wait()
+                except (PublishError, CoordinationError, DatabaseError, InterfaceError) as error:
+                    logger.error("The relay cannot work, trying again in %.0f s: %s", delay, error)
+                    self._on_error(str(error))
+                    _drop_broken(dispatch.jobs_database())
+                    self._stopping.wait(delay)
+                    delay = min(delay * 2, 30.0)
+        finally:
+            self._close()
+
+    def _may_work(self) -> bool:
+        """Take or renew the lease; without coordination every relay works."""
+        try:
+            coordination = get_coordination()
+            held = coordination.claim([LEASE], self._token, LEASE_TTL)[0].acquired
+            if held:
+                coordination.renew([LEASE], self._token, LEASE_TTL)
+            return held
+        except CoordinationError as error:
+            logger.warning("Relaying without a lease: %s", error)
+            return True
+
+    def _wait(self) -> None:
+        """Wait for a call, the next row that falls due, or the slow poll."""
+        timeout = get_settings().poll_interval.total_seconds()
+        next_due = self._next_due()
+        if next_due is not None:
+            until_due = (next_due - timezone.now()).total_seconds()
+            # Due already: another relay holds the lease. Look again soon in case it died.
+            timeout = min(timeout, until_due if until_due > 0 else 0.25)
+        if self._listener is not None:
+            self._listener.wait(timeout)
+        else:
+            self._stopping.wait(timeout)
+
+    def _is_due(self) -> bool:
+        next_due = self._next_due()
+        return next_due is not None and next_due <= timezone.now()
+
+    def _next_due(self) -> datetime | None:
+        waiting = Job.objects.using(dispatch.jobs_database()).filter(
+            state__in=states.AWAITING_PUBLISH, queue__in=self.queues
+        )
+        return waiting.order_by("available_at").values_list("available_at", flat=True).first()
+
+    def stop(self) -> None:
+        """Make ``run`` return after the batch at hand; thread-safe."""
+        self._stopping.set()
+        if self._listener is not None:
+            self._listener.wake()
+
+    def _close(self) -> None:
+        try:
+            if self._listener is not None:
+                self._listener.close()
+            get_coordination().release([LEASE], self._token)
+        except KjoError as error:
+            logger.warning("The relay's lease expires by itself: %s", error)
+        connections.close_all()
+
+
+def _drop_broken(using: str) -> None:
+    connection = connections[using]
+    if not connection.in_atomic_block and not connection.is_usable():
+        connection.close()

@@ -1,0 +1,5 @@
+"""A worker process: boot, heartbeats, drain, stop."""
+
+from kjo_django.worker.process import Worker
+
+__all__ = ["Worker"]

@@ -1,0 +1,140 @@
+"""The background duties of a worker: leases, signs of life, controls, metrics."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from django.db import DatabaseError, InterfaceError, connections
+from django.utils import timezone
+
+from kjo_django.conf import get_settings
+from kjo_django.consumer.connections import drop_broken_connections
+from kjo_django.models import QueueControl
+from kjo_django.models import Worker as WorkerRow
+from kjo_django.producer.dispatch import jobs_database
+
+if TYPE_CHECKING:
+    from kjo_django.worker.process import Worker
+
+logger = logging.getLogger("kjo_django")
+
+CONTROL_INTERVAL = 1.0
+"""Seconds between looks at what operators asked; a pause is obeyed within two."""
+
+
+class Heartbeat:
+    """One thread; an outage delays its duties and never ends them."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kjo-heartbeat", daemon=True)
+
+    def register(self) -> None:
+        """Make the worker known and learn the controls before the first job is started."""
+        self._worker.leases.show_alive()
+        try:
+            self._write()
+            self._read_controls()
+        except (DatabaseError, InterfaceError) as error:
+            logger.error("The worker could not register yet: %s", error)
+            drop_broken_connections()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write the last metrics, say goodbye."""
+        self._stopping.set()
+        self._thread.join(5.0)
+        try:
+            self._worker.statistics.flush()
+            self._write(WorkerRow.State.STOPPED)
+        except (DatabaseError, InterfaceError) as error:
+            logger.error("The worker could not say goodbye: %s", error)
+        self._worker.leases.say_goodbye()
+
+    def _run(self) -> None:
+        conf = get_settings()
+        beat = conf.heartbeat_interval.total_seconds()
+        renewal = conf.processing_ttl.total_seconds() / 3
+        next_beat = next_renewal = 0.0
+        try:
+            while not self._stopping.wait(min(CONTROL_INTERVAL, beat, renewal)):
+                now = time.monotonic()
+                try:
+                    self._read_controls()
+                    if now >= next_renewal:
+                        next_renewal = now + renewal
+                        self._worker.leases.renew()
+                    if now >= next_beat:
+                        next_beat = now + beat
+                        self._beat()
+                except (DatabaseError, InterfaceError, OSError) as error:
+                    logger.error("The heartbeat is late: %s", error)
+                    drop_broken_connections()
+        finally:
+            connections.close_all()
+
+    def _beat(self) -> None:
+        self._worker.leases.show_alive()
+        if self._worker.heartbeat_file:
+            Path(self._worker.heartbeat_file).write_text(f"{timezone.now().isoformat()}\n")
+        self._write()
+        self._worker.statistics.flush()
+
+    def _write(self, state: WorkerRow.State | None = None) -> None:
+        worker = self._worker
+        values = {
+            "name": worker.name,
+            "hostname": worker.hostname,
+            "pid": _pid(),
+            "queues": [queue.name for queue in worker.queues],
+            "state": state
+            or (WorkerRow.State.STOPPING if worker.lanes.is_stopped else WorkerRow.State.RUNNING),
+            "concurrency": worker.concurrency,
+            "is_relaying": worker.is_relaying,
+            "processed_count": worker.statistics.processed,
+            "failed_count": worker.statistics.failed,
+            "in_flight_count": worker.lanes.outstanding,
+            "partitions": sorted(
+                [tp.topic, tp.partition] for poller in worker.pollers for tp in poller.partitions
+            ),
+            "rss_bytes": memory_bytes(),
+            "last_error": worker.last_error[:500],
+            "started_at": worker.statistics.started_at,
+            "heartbeat_at": timezone.now(),
+        }
+        rows = WorkerRow.objects.using(jobs_database())
+        if not rows.filter(pk=worker.id).update(**values):
+            rows.create(pk=worker.id, **values)
+
+    def _read_controls(self) -> None:
+        rows = QueueControl.objects.using(jobs_database()).all()
+        controls = list(rows)
+        self._worker.set_controls(
+            frozenset(row.queue for row in controls if row.is_paused),
+            {row.queue: row.concurrency for row in controls if row.concurrency},
+        )
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def memory_bytes() -> int | None:
+    """Return this process' resident memory, None where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    import resource
+
+    return pages * resource.getpagesize()

@@ -1,0 +1,386 @@
+"""One worker process: what it starts, how it stops.
+
+    main thread      signals, control of queues, the end
+    kjo-poll-…       one per consumer group: owns the subscription, never runs a handler
+    kjo-lane-n       run groups of jobs
+    kjo-relay        publishes committed jobs, where a transport needs it
+    kjo-heartbeat    leases, sign of life, metrics
+
+Stopping: admit nothing more, let running groups end within the grace period while the pollers keep
+the membership, hand back what was not started without spending its attempt, commit, leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+
+from kjo_django import registry, signals
+from kjo_django.backends import close_backends, get_coordination, get_transport
+from kjo_django.conf import QueueConf, default_worker_name, get_settings
+from kjo_django.consumer.lanes import Lanes
+from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.pipeline import HELD_ELSEWHERE_DELAY, Pipeline
+from kjo_django.consumer.poller import Poller
+from kjo_django.consumer.timeouts import TimeoutWatch
+from kjo_django.consumer.work import Outcome, Result
+from kjo_django.ids import uuid7
+from kjo_django.models import Job
+from kjo_django.producer.dispatch import jobs_database
+from kjo_django.producer.relay import Relay
+from kjo_django.producer.wakeups import topic_channel
+from kjo_django.transports.base import TopicPartition
+from kjo_django.worker.heartbeat import Heartbeat
+from kjo_django.worker.statistics import Statistics
+
+logger = logging.getLogger("kjo_django")
+
+TICK = 0.2
+"""Seconds between looks of the main thread at signals and ``until``."""
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
+
+
+class Worker:
+    """Consumes queues, and relays, until told to stop.
+
+    :param queues: names of the queues to consume; None for all that are declared or used.
+    :param concurrency: lanes, threads that run handlers; the setting if not given.
+    :param relay: also relay committed jobs of these queues.
+    :param install_signal_handlers: stop on SIGTERM, SIGINT and SIGUSR2 (main thread only).
+    :param max_messages: stop after this many have been settled.
+    """
+
+    def __init__(
+        self,
+        queues: Sequence[str] | None = None,
+        *,
+        concurrency: int | None = None,
+        relay: bool = True,
+        install_signal_handlers: bool = False,
+        max_messages: int | None = None,
+        heartbeat_file: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        conf = get_settings()
+        known = registry.queue_names()
+        unknown = [queue for queue in queues or () if queue not in known]
+        if unknown:
+            raise ImproperlyConfigured(
+                f"No queue is named {unknown[0]!r}. Known: {', '.join(known) or 'none'}."
+            )
+        self.id = uuid7()
+        self.name = name or default_worker_name()
+        self.hostname = socket.gethostname()
+        self.queues: list[QueueConf] = [conf.queue(queue) for queue in queues or known]
+        self.concurrency = concurrency or conf.concurrency
+        self.statistics = Statistics(self.id)
+        self.heartbeat_file = heartbeat_file
+        self._max_messages = max_messages
+        self._installs_signal_handlers = install_signal_handlers
+        self._stopping = threading.Event()
+        self._settled = 0
+        self._errors: dict[str, str | None] = {}
+        self.queue_limits: dict[str, int] = {}
+        self.lanes = Lanes(
+            self.concurrency,
+            group_size=conf.group_size,
+            budget=conf.group_budget.total_seconds(),
+            limit_of=self._limit_of,
+        )
+        alive_ttl = 3 * conf.heartbeat_interval
+        self.leases = LeaseBook(self.id.hex, conf.processing_ttl, alive_ttl)
+        self._watch = TimeoutWatch()
+        self._pipeline = Pipeline(
+            self.leases,
+            self._watch,
+            worker=self.name,
+            on_outcomes=self._on_outcomes,
+            on_measure=self.lanes.measure,
+            stopping=self._stopping,
+        )
+        self.pollers = self._make_pollers()
+        self._relay = Relay(
+            [queue.name for queue in self.queues] if queues else None,
+            on_error=lambda error: self._note_error("relay", error),
+        )
+        self.is_relaying = relay and bool(self._relay.queues)
+        self._heartbeat = Heartbeat(self)
+
+    def _make_pollers(self) -> list[Poller]:
+        conf = get_settings()
+        groups: dict[tuple[str, str], list[QueueConf]] = {}
+        for queue in self.queues:
+            groups.setdefault((queue.transport, queue.consumer_group), []).append(queue)
+        return [
+            Poller(
+                get_transport(alias),
+                group,
+                queues,
+                self.lanes,
+                max_outstanding=conf.max_outstanding,
+                on_error=lambda error, group=group: self._note_error(group, error),
+            )
+            for (alias, group), queues in groups.items()
+        ]
+
+    def _limit_of(self, queue: str) -> int:
+        limit = self.queue_limits.get(queue)
+        if limit is None:
+            limit = self.queue_limits[queue] = get_settings().queue(queue).concurrency
+        return limit
+
+    # --- Life ---------------------------------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool] | None = None) -> int:
+        """Work until ``until()`` is true or somebody stops it; return the exit code.
+
+        :param until: asked a few times a second, in this thread.
+        """
+        restore = self._install_signal_handlers() if self._installs_signal_handlers else None
+        lanes = self._start()
+        try:
+            while not self._stopping.is_set():
+                if until is not None and until():
+                    break
+                self._stopping.wait(TICK)
+        finally:
+            is_drained = self._stop(lanes)
+            if restore is not None:
+                restore()
+        return 0 if is_drained else 1
+
+    def stop(self) -> None:
+        """Begin to stop; thread-safe, returns at once."""
+        self._stopping.set()
+
+    def _start(self) -> list[threading.Thread]:
+        self._heartbeat.register()
+        lanes = [
+            threading.Thread(target=self._run_lane, name=f"kjo-lane-{n}", daemon=True)
+            for n in range(self.concurrency)
+        ]
+        for thread in lanes:
+            thread.start()
+        for poller in self.pollers:
+            poller.start()
+        self._threads = [threading.Thread(target=self._listen, name="kjo-listen", daemon=True)]
+        if self.is_relaying:
+            self._threads.append(
+                threading.Thread(target=self._relay.run, name="kjo-relay", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
+        self._heartbeat.start()
+        signals.send(signals.worker_started, sender=self.name, worker_id=str(self.id))
+        return lanes
+
+    def _run_lane(self) -> None:
+        try:
+            while (group := self.lanes.take()) is not None:
+                deferred: Any = group.deliveries
+                try:
+                    deferred = self._pipeline.run(group.deliveries, group.mode)
+                except Exception:
+                    # Nothing of the group was acknowledged: it is tried again, and so is seen.
+                    logger.exception("A lane failed on a group of %d", len(group.deliveries))
+                finally:
+                    self.lanes.done(group, deferred, HELD_ELSEWHERE_DELAY)
+        finally:
+            connections.close_all()
+
+    def _listen(self) -> None:
+        """Wake the pollers of transports that share the database when something was published."""
+        topics = [topic for poller in self.pollers for topic in poller.topics]
+        coordination = get_coordination()
+        if not topics:
+            return
+        try:
+            listener = coordination.listen([topic_channel(topic) for topic in topics])
+        except Exception as error:
+            logger.warning("Nobody can wake this worker, it polls: %s", error)
+            return
+        try:
+            while not self._stopping.is_set():
+                if listener.wait(1.0):
+                    for poller in self.pollers:
+                        poller.wake()
+        finally:
+            listener.close()
+            connections.close_all()
+
+    def _stop(self, lanes: Sequence[threading.Thread]) -> bool:
+        grace = get_settings().shutdown_grace.total_seconds()
+        self._stopping.set()
+        for poller in self.pollers:
+            poller.drain()
+        self._relay.stop()
+        self.lanes.stop()
+        is_drained = self.lanes.wait_for(None, grace)
+        if not is_drained:
+            logger.warning("Jobs still ran after %g s; they are handed back", grace)
+            self._watch.abort_all()
+            is_drained = self.lanes.wait_for(None, 1.0)
+        for poller in self.pollers:
+            poller.close(timeout=10.0)
+        deadline = time.monotonic() + 5.0
+        for thread in (*lanes, *self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()) if is_drained else 0.05)
+        self._watch.stop()
+        self._heartbeat.stop()
+        signals.send(signals.worker_stopped, sender=self.name, worker_id=str(self.id))
+        if is_drained:
+            close_backends()
+        return is_drained
+
+    def _install_signal_handlers(self) -> Callable[[], None]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._stopping.is_set():
+                logger.warning("Second signal: stopping at once")
+                os._exit(128 + number)
+            logger.info("%s: finishing what runs", signal.Signals(number).name)
+            self._stopping.set()
+
+        previous = {
+            number: signal.signal(number, handle)
+            for name in STOP_SIGNALS
+            if (number := getattr(signal, name, None)) is not None
+        }
+
+        def restore() -> None:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+        return restore
+
+    # --- What lanes and pollers tell ------------------------------------------------------------------
+
+    def _on_outcomes(self, outcomes: Sequence[Outcome]) -> None:
+        self.statistics.add(outcomes)
+        for outcome in outcomes:
+            if outcome.pause_seconds:
+                self._rest(outcome)
+        self._settled += len(outcomes)
+        if self._max_messages is not None and self._settled >= self._max_messages:
+            self.stop()
+        tell(outcomes)
+
+    def _rest(self, outcome: Outcome) -> None:
+        record = outcome.delivery.record
+        partition = TopicPartition(record.topic, record.partition)
+        seconds = outcome.pause_seconds or 0.0
+        logger.warning("Pausing %s for %g s: %s", partition, seconds, outcome.error)
+        self.lanes.hold(partition, seconds)
+        for poller in self.pollers:
+            if record.topic in poller.topics:
+                poller.pause_for(partition, seconds)
+
+    def _note_error(self, source: str, error: str | None) -> None:
+        if error is not None and self._errors.get(source) != error:
+            logger.error("%s: %s", source, error)
+        self._errors[source] = error
+
+    @property
+    def last_error(self) -> str:
+        """The outage or job error met last."""
+        outages = [error for error in self._errors.values() if error]
+        return outages[0] if outages else self.statistics.last_error
+
+    def set_controls(self, paused: frozenset[str], limits: dict[str, int]) -> None:
+        """Obey what operators asked of the queues."""
+        self.lanes.set_paused(paused)
+        for poller in self.pollers:
+            poller.set_paused(paused)
+        self.queue_limits = dict(limits)
+
+    # --- Draining -----------------------------------------------------------------------------------
+
+    def is_drained(self) -> bool:
+        """Return whether nothing is left that could start now: no record waits, no job is due.
+
+        Retries and delayed jobs that are due later do not count.
+        """
+        if self.lanes.outstanding:
+            return False
+        using = jobs_database()
+        names = [queue.name for queue in self.queues]
+        if Job.objects.using(using).unfinished_due().filter(queue__in=names).exists():
+            return False
+        return not any(self._lag())
+
+    def _lag(self) -> list[int]:
+        """Return the records of topics waiting for us, foreign ones included."""
+        lags: list[int] = []
+        for queue in self.queues:
+            transport = get_transport(queue.transport)
+            if transport.capabilities.transactional:
+                continue  # its records are rows of due jobs, or delayed ones
+            lags.extend(transport.lag([queue.topic], queue.consumer_group).values())
+        return lags
+
+
+def tell(outcomes: Sequence[Outcome]) -> None:
+    """Send the signals of durable outcomes."""
+    wanted = (
+        signals.job_completed,
+        signals.job_retried,
+        signals.job_failed,
+        signals.job_stalled,
+        signals.message_dead_lettered,
+    )
+    if not any(one.receivers for one in wanted):
+        return
+    for outcome in outcomes:
+        _tell_one(outcome)
+
+
+def _tell_one(outcome: Outcome) -> None:
+    delivery, message = outcome.delivery, outcome.delivery.message
+    facts: dict[str, Any] = {
+        "job_id": (message.job_id or message.id) if message else None,
+        "queue": delivery.queue.name,
+        "handler": message.type if message else "",
+    }
+    sender = facts["handler"]
+    if outcome.delivery.deliveries > 1:
+        signals.send(signals.job_stalled, sender=sender, attempt=outcome.attempt, **facts)
+    if outcome.result is Result.COMPLETED:
+        signals.send(
+            signals.job_completed,
+            sender=sender,
+            result=outcome.value,
+            attempt=outcome.attempt,
+            seconds=outcome.seconds,
+            **facts,
+        )
+    elif outcome.result is Result.RETRIED:
+        signals.send(
+            signals.job_retried,
+            sender=sender,
+            error=outcome.error,
+            attempt=outcome.attempt,
+            retry_at=outcome.retry_at,
+            **facts,
+        )
+    elif outcome.result is Result.DEAD:
+        signals.send(
+            signals.job_failed, sender=sender, error=outcome.error, attempt=outcome.attempt, **facts
+        )
+        signals.send(
+            signals.message_dead_lettered,
+            sender=sender,
+            dead_letter_id=outcome.notes.get("dead_letter_id"),
+            queue=facts["queue"],
+            handler=facts["handler"],
+            reason=str(outcome.reason),
+            error=outcome.error,
+        )

@@ -1,0 +1,114 @@
+"""The status report of a worker, as text or as JSON lines (KJO-77 … 85)."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Protocol
+
+from django.utils import timezone
+from django.utils.timesince import timesince
+
+from kjo_django.conf import get_settings
+from kjo_django.worker.heartbeat import memory_bytes
+from kjo_django.worker.process import Worker
+
+
+class _Writes(Protocol):
+    def write(self, text: str) -> Any: ...
+
+
+def status_of(worker: Worker) -> dict[str, Any]:
+    """Return what the report shows, as numbers."""
+    statistics, lanes = worker.statistics, worker.lanes
+    processed, failed = statistics.processed, statistics.failed
+    minutes = max(statistics.uptime / 60, 1e-9)
+    return {
+        "worker": worker.name,
+        "queues": [queue.name for queue in worker.queues],
+        "active": lanes.running,
+        "concurrency": worker.concurrency,
+        "capacity_percent": round(100 * lanes.running / worker.concurrency, 2),
+        "queue_length": lanes.waiting,
+        "processed": processed,
+        "per_minute": round(processed / minutes, 2),
+        "success_percent": round(100 * (processed - failed) / processed, 1) if processed else 100.0,
+        "failed": failed,
+        "retried": statistics.retried,
+        "uptime_seconds": round(statistics.uptime, 3),
+        "started_at": statistics.started_at.isoformat(),
+        "partitions": sorted(
+            f"{tp.topic}[{tp.partition}]" for p in worker.pollers for tp in p.partitions
+        ),
+        "last_error": worker.last_error or None,
+        "memory_bytes": memory_bytes(),
+    }
+
+
+def render(worker: Worker) -> str:
+    """Return the report as text."""
+    s = status_of(worker)
+    hours, rest = divmod(int(s["uptime_seconds"]), 3600)
+    started = timezone.localtime(worker.statistics.started_at).strftime("%I:%M %p")
+    lines = [
+        f"{worker.name}: {', '.join(s['queues']) or 'no queues'}",
+        f"  Active Tasks:      {s['active']}/{s['concurrency']} "
+        f"({s['capacity_percent']:.2f}% capacity)",
+        f"  Queue Length:      {s['queue_length']:,} (waiting for slot)",
+        f"  Total Processed:   {s['processed']:,} ({s['per_minute']:.2f}/min average)",
+        f"  Success Rate:      {s['success_percent']:.1f}% ({s['failed']:,} failures)",
+        f"  Uptime:            {hours:02}:{rest // 60:02}:{rest % 60:02} (started {started})",
+        f"  Active Partitions: [{', '.join(s['partitions'])}]",
+    ]
+    if s["last_error"]:
+        at = worker.statistics.last_error_at
+        age = f" ({timesince(at)} ago)" if at else ""
+        lines.append(f'  Last Error:        "{s["last_error"]}"{age}')
+    if s["memory_bytes"]:
+        lines.append(f"  Memory Usage:      {s['memory_bytes'] / 2**20:.0f}MB")
+    return "\n".join(lines)
+
+
+class StatusReporter:
+    """Writes the report every so often while there is something to tell.
+
+    :param interval: seconds; None for the setting, 0 for never.
+    """
+
+    def __init__(
+        self, worker: Worker, out: _Writes, interval: float | None, as_json: bool = False
+    ) -> None:
+        self._worker = worker
+        self._out = out
+        default = get_settings().status_report_interval.total_seconds()
+        self._interval = default if interval is None else interval
+        self._as_json = as_json
+        self._due = time.monotonic() + self._interval
+        self._reported = 0
+
+    def announce(self) -> None:
+        """Say what was started."""
+        queues = ", ".join(queue.name for queue in self._worker.queues) or "no queues"
+        if not self._as_json:
+            self._out.write(
+                f"Consuming {queues} with {self._worker.concurrency} lanes as "
+                f"{self._worker.name}. Stop with Ctrl-C.\n"
+            )
+
+    def report_if_due(self) -> None:
+        """Write when it is time and something has happened."""
+        if not self._interval or time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + self._interval
+        processed = self._worker.statistics.processed
+        if processed != self._reported or self._worker.lanes.outstanding:
+            self._reported = processed
+            self._write()
+
+    def farewell(self) -> None:
+        """Write the last report."""
+        self._write()
+
+    def _write(self) -> None:
+        text = json.dumps(status_of(self._worker)) if self._as_json else render(self._worker)
+        self._out.write(text + "\n")

@@ -1,0 +1,141 @@
+"""Counting what a worker did: totals for its status, minute buckets for the screens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import transaction
+from django.utils import timezone
+
+from kjo_django.consumer.deadletters import error_text
+from kjo_django.consumer.work import Outcome, Result
+from kjo_django.models import MetricBucket
+from kjo_django.producer.dispatch import jobs_database
+
+BOUNDS = 24
+"""Upper bounds of 1 ms · 2^n, n below this; the last stands for everything above."""
+
+_COUNTERS = {
+    Result.COMPLETED: "completed_count",
+    Result.RETRIED: "retried_count",
+    Result.DEAD: "failed_count",
+    Result.DUPLICATE: "duplicate_count",
+    Result.SKIPPED: "skipped_count",
+}
+
+
+def bound_of(seconds: float) -> int:
+    """Return the index of the histogram's bucket."""
+    return min(max(int(seconds * 1000), 0).bit_length(), BOUNDS - 1)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    runs: list[int] = field(default_factory=lambda: [0] * BOUNDS)
+    waits: list[int] = field(default_factory=lambda: [0] * BOUNDS)
+
+
+class Statistics:
+    """Thread-safe; ``flush`` writes what has come since the last one."""
+
+    def __init__(self, worker_id: UUID) -> None:
+        self._worker_id = worker_id
+        self._lock = threading.Lock()
+        self._buckets: dict[tuple[datetime, str, str], _Bucket] = {}
+        self._started = time.monotonic()
+        self.started_at = timezone.now()
+        self.processed = 0
+        self.failed = 0
+        self.retried = 0
+        self.last_error = ""
+        self.last_error_at: datetime | None = None
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Count outcomes that are durable."""
+        minute = timezone.now().replace(second=0, microsecond=0)
+        with self._lock:
+            for outcome in outcomes:
+                self._count(minute, outcome)
+
+    def _count(self, minute: datetime, outcome: Outcome) -> None:
+        counter = _COUNTERS.get(outcome.result)
+        if counter is None:
+            return
+        delivery = outcome.delivery
+        bucket = self._buckets.setdefault((minute, delivery.queue.name, delivery.kind), _Bucket())
+        bucket.counts[counter] += 1
+        if outcome.result in (Result.COMPLETED, Result.RETRIED, Result.DEAD):
+            self.processed += 1
+        if outcome.result is Result.DEAD:
+            self.failed += 1
+        if outcome.result is Result.RETRIED:
+            self.retried += 1
+        if outcome.error is not None:
+            self.last_error, self.last_error_at = error_text(outcome.error), timezone.now()
+        if outcome.started_at is not None:
+            bucket.runs[bound_of(outcome.seconds)] += 1
+            due = outcome.job["available_at"] if outcome.job else delivery.record.timestamp
+            if due is not None:
+                bucket.waits[bound_of((outcome.started_at - due).total_seconds())] += 1
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since the worker started."""
+        return time.monotonic() - self._started
+
+    def flush(self) -> None:
+        """Add what has come to this worker's rows."""
+        with self._lock:
+            buckets, self._buckets = self._buckets, {}
+        if not buckets:
+            return
+        using = jobs_database()
+        try:
+            with transaction.atomic(using=using):
+                for key, bucket in buckets.items():
+                    self._write(using, key, bucket)
+        except Exception:
+            self._take_back(buckets)
+            raise
+
+    def _write(self, using: str, key: tuple[datetime, str, str], bucket: _Bucket) -> None:
+        minute, queue, handler = key
+        row, is_new = MetricBucket.objects.using(using).get_or_create(
+            minute=minute,
+            queue=queue,
+            handler=handler,
+            worker_id=self._worker_id,
+            defaults={
+                **bucket.counts,
+                "run_histogram": bucket.runs,
+                "wait_histogram": bucket.waits,
+            },
+        )
+        if is_new:
+            return
+        for name, count in bucket.counts.items():
+            setattr(row, name, getattr(row, name) + count)
+        row.run_histogram = _sum(row.run_histogram, bucket.runs)
+        row.wait_histogram = _sum(row.wait_histogram, bucket.waits)
+        row.save(using=using)
+
+    def _take_back(self, buckets: dict[Any, _Bucket]) -> None:
+        with self._lock:
+            for key, bucket in buckets.items():
+                present = self._buckets.setdefault(key, _Bucket())
+                for name, count in bucket.counts.items():
+                    present.counts[name] += count
+                present.runs = _sum(present.runs, bucket.runs)
+                present.waits = _sum(present.waits, bucket.waits)
+
+
+def _sum(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(left, right, strict=True)]

@@ -1,0 +1,98 @@
+"""``--processes N``: forks workers, passes signals on, starts again what died."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from django.db import connections
+
+logger = logging.getLogger("kjo_django")
+
+QUICK_DEATH = 5.0
+"""A child that lived shorter than this many seconds is started again with growing delay."""
+
+
+def supervise(count: int, work: Callable[[], int]) -> int:
+    """Run ``work`` in ``count`` child processes until told to stop or all have ended by themselves.
+
+    Forks before any connection or thread exists, so children share no socket. A child that ends
+    with 0 has finished (``--drain``, ``--max-messages``); one that dies is replaced.
+
+    :returns: 0 when every child ended with 0.
+    """
+    connections.close_all()
+    supervisor = _Supervisor(work)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR2"):
+        signal.signal(getattr(signal, name), supervisor.pass_on)
+    for _ in range(count):
+        supervisor.fork()
+    return supervisor.wait()
+
+
+class _Supervisor:
+    def __init__(self, work: Callable[[], int]) -> None:
+        self._work = work
+        self._children: dict[int, float] = {}
+        self._is_stopping = False
+        self._worst = 0
+        self._quick_deaths = 0
+
+    def fork(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            code = 70
+            try:
+                code = self._work()
+            except SystemExit as exit:
+                code = exit.code if isinstance(exit.code, int) else 1
+            except BaseException:
+                logger.exception("The worker process failed")
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                # Not sys.exit: the parent's atexit handlers are not this process' to run.
+                os._exit(code)
+        self._children[pid] = time.monotonic()
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._is_stopping = True
+        for pid in list(self._children):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def wait(self) -> int:
+        while self._children:
+            pid, status = os.waitpid(-1, 0)
+            started = self._children.pop(pid, None)
+            if started is None:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            if code == 0 or self._is_stopping:
+                self._worst = self._worst or code
+                continue
+            self._replace(pid, code, started)
+        return self._worst if self._worst >= 0 else 128 - self._worst
+
+    def _replace(self, pid: int, code: int, started: float) -> None:
+        is_quick = time.monotonic() - started < QUICK_DEATH
+        self._quick_deaths = self._quick_deaths + 1 if is_quick else 0
+        delay = min(2.0 ** (self._quick_deaths - 1), 30.0) if is_quick else 0.0
+        logger.error(
+            "Worker process %d died (%s); starting another in %g s",
+            pid,
+            f"signal {-code}" if code < 0 else f"exit code {code}",
+            delay,
+        )
+        time.sleep(delay)
+        if not self._is_stopping:
+            self.fork()

@@ -1,0 +1,130 @@
+"""Handlers the tests run: each writes to the ledger, some misbehave on request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+from kjo_django import PermanentError, Retry, job
+from kjo_django.exceptions import RateLimitExceededError
+from tests.ledger.models import Entry
+
+
+@job(queue="ledger")
+def write(job: str, note: str = "") -> None:
+    """Add the job's one entry."""
+    Entry.objects.create(job=job, note=note)
+
+
+@job(queue="ledger", key="key")
+def write_keyed(job: str, key: str, milliseconds: float = 0) -> None:
+    """Add an entry in the order of the key."""
+    if milliseconds:
+        time.sleep(milliseconds / 1000)
+    Entry.objects.create(job=job, note=key)
+
+
+@job(queue="ledger")
+def write_slowly(job: str, milliseconds: float = 5) -> None:
+    """Add an entry, dawdling before and after."""
+    time.sleep(milliseconds / 2000)
+    Entry.objects.create(job=job)
+    time.sleep(milliseconds / 2000)
+
+
+@job(queue="ledger", atomic=False)
+def write_outside(job: str, milliseconds: float = 0) -> None:
+    """Add an entry outside the pipeline's transaction."""
+    time.sleep(milliseconds / 1000)
+    Entry.objects.create(job=job)
+
+
+@job(queue="ledger")
+async def write_async(job: str) -> None:
+    """Add an entry from a coroutine, within the transaction."""
+    await Entry.objects.acreate(job=job)
+
+
+@job(queue="ledger", atomic=False)
+async def sleep_async(seconds: float) -> str:
+    """Sleep on the event loop."""
+    import asyncio
+
+    await asyncio.sleep(seconds)
+    return "slept"
+
+
+@job(queue="ledger", takes_context=True)
+def write_attempt(context, job: str, fail_times: int = 0) -> dict:
+    """Fail a number of times, having written something that must not stay; then succeed."""
+    Entry.objects.create(job=job, note=f"attempt {context.attempt}")
+    if context.attempt <= fail_times:
+        raise RuntimeError(f"attempt {context.attempt} fails")
+    return {"attempt": context.attempt, "key": context.idempotency_key}
+
+
+@job(queue="ledger", max_attempts=2)
+def always_fails(job: str, message: str = "always fails") -> None:
+    """Write, then fail."""
+    Entry.objects.create(job=job, note="must be rolled back")
+    raise RuntimeError(message)
+
+
+@job(queue="ledger")
+def refuse(job: str) -> None:
+    """Fail for good at once."""
+    Entry.objects.create(job=job, note="must be rolled back")
+    raise PermanentError("this will never work")
+
+
+@job(queue="ledger", takes_context=True)
+def ask_again(context, job: str, seconds: float = 0) -> None:
+    """Ask for another attempt once."""
+    if context.attempt == 1:
+        raise Retry("not yet", delay=timedelta(seconds=seconds))
+    Entry.objects.create(job=job, note=f"attempt {context.attempt}")
+
+
+@job(queue="ledger", max_attempts=3)
+def kill_worker(job: str) -> None:
+    """Take the whole process down, as a crash in C code or the OOM killer would."""
+    Entry.objects.create(job=job, note="must be rolled back")
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+@job(queue="ledger", timeout=0.3, max_attempts=1)
+def hang(job: str, seconds: float = 30) -> None:
+    """Exceed the timeout."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+@job(queue="ledger", takes_context=True)
+def rate_limited(context, job: str) -> None:
+    """Meet a rate limit once."""
+    if context.attempt == 1:
+        raise RateLimitExceededError("slow down")
+    Entry.objects.create(job=job)
+
+
+@job(queue="ledger")
+def spawn(job: str, children: int) -> None:
+    """Enqueue further jobs within the transaction."""
+    for number in range(children):
+        write.enqueue(job=f"{job}/{number}")
+    Entry.objects.create(job=job)
+
+
+@job(queue="ledger")
+def no_op() -> None:
+    """Do nothing."""
+
+
+@job(queue="ledger")
+def give(value: object = None) -> object:
+    """Return what was given."""
+    return value
