@@ -83,6 +83,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._worker.leases.show_alive()
+        self._worker.ensure_topics()
         if self._worker.heartbeat_file:
             Path(self._worker.heartbeat_file).write_text(f"{timezone.now().isoformat()}\n")
         self._write()

@@ -34,8 +34,10 @@ from kjo_django.consumer.pipeline import HELD_ELSEWHERE_DELAY, Pipeline
 from kjo_django.consumer.poller import Poller
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Outcome, Result
+from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job
+from kjo_django.operations import topics
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.relay import Relay
 from kjo_django.producer.wakeups import topic_channel
@@ -89,6 +91,7 @@ class Worker:
         self._installs_signal_handlers = install_signal_handlers
         self._stopping = threading.Event()
         self._settled = 0
+        self._has_topics = False
         self._errors: dict[str, str | None] = {}
         self.queue_limits: dict[str, int] = {}
         self.lanes = Lanes(
@@ -164,6 +167,7 @@ class Worker:
         self._stopping.set()
 
     def _start(self) -> list[threading.Thread]:
+        self.ensure_topics()
         self._heartbeat.register()
         lanes = [
             threading.Thread(target=self._run_lane, name=f"kjo-lane-{n}", daemon=True)
@@ -184,6 +188,20 @@ class Worker:
         signals.send(signals.worker_started, sender=self.name, worker_id=str(self.id))
         return lanes
 
+    def ensure_topics(self) -> None:
+        """Create missing topics; a broker that is away is asked again with the next heartbeat.
+
+        :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off.
+        """
+        if self._has_topics:
+            return
+        try:
+            for line in topics.ensure([queue.name for queue in self.queues]):
+                logger.info(line)
+            self._has_topics = True
+        except PublishError as error:
+            self._note_error("topics", f"Topics could not be checked yet: {error}")
+
     def _run_lane(self) -> None:
         try:
             while (group := self.lanes.take()) is not None:
@@ -200,12 +218,11 @@ class Worker:
 
     def _listen(self) -> None:
         """Wake the pollers of transports that share the database when something was published."""
-        topics = [topic for poller in self.pollers for topic in poller.topics]
-        coordination = get_coordination()
-        if not topics:
+        channels = [topic_channel(topic) for poller in self.pollers for topic in poller.topics]
+        if not channels:
             return
         try:
-            listener = coordination.listen([topic_channel(topic) for topic in topics])
+            listener = get_coordination().listen(channels)
         except Exception as error:
             logger.warning("Nobody can wake this worker, it polls: %s", error)
             return

@@ -46,7 +46,6 @@ class Command(BaseCommand):
             sys.exit(code)
 
     def _work(self, **options: Any) -> int:
-        from kjo_django.operations.topics import ensure_topics
         from kjo_django.worker import Worker
 
         worker = Worker(
@@ -57,7 +56,6 @@ class Command(BaseCommand):
             max_messages=options["max_messages"],
             heartbeat_file=options["heartbeat_file"],
         )
-        ensure_topics(worker.queues)
         reporter = StatusReporter(worker, self.stdout, options["status_interval"], options["json"])
         reporter.announce()
 
