@@ -46,11 +46,12 @@ from kjo_django.transports.base import (
 from kjo_django.transports.database_rows import (
     OUTAGES,
     choose_alias,
+    count_lag,
     key_hash,
     mend_connection,
     take_write_lock,
 )
-from kjo_django.transports.database_subscription import DatabaseSubscription, count_lag
+from kjo_django.transports.database_subscription import DatabaseSubscription
 
 _GROUPS_KEPT = 3.0
 _MAX_TOPIC = 249

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
 
 from django.db import connections, transaction
-from django.db.models import Count
 from django.utils import timezone
 
 from kjo_django.models import TransportMessage, TransportSubscription
@@ -32,6 +31,8 @@ from kjo_django.transports.database_rows import (
     OUTAGES,
     Backoff,
     batches,
+    commit_lazily,
+    count_lag,
     delete_held,
     due_rows,
     group_rows,
@@ -204,7 +205,10 @@ class DatabaseSubscription(Subscription):
         if not due:
             self._more = False
             return []
+        is_nested = connections[self._alias].in_atomic_block
         with transaction.atomic(using=self._alias):
+            if not is_nested:
+                commit_lazily(self._alias)
             topics = self._lock_topics(due)
             # Not before the locks: waiting for them takes time.
             now = timezone.now()
@@ -237,8 +241,8 @@ class DatabaseSubscription(Subscription):
             ]
         else:
             topics = []
-        # Walking past a long backlog of delayed or busy rows costs time: then look less often.
-        self._wait = max(self._wait, 4 * (time.monotonic() - started))
+        # Walking past a backlog of delayed or busy rows takes time: no more than a tenth of it.
+        self._wait = max(self._wait, 9 * (time.monotonic() - started))
         return topics
 
     def _lock_topics(self, topics: list[str]) -> list[str]:
@@ -392,12 +396,3 @@ class DatabaseSubscription(Subscription):
 
     def _hand_back(self) -> None:
         held_rows(self._alias, self._token).update(lease_token="", lease_expires_at=None)
-
-
-def count_lag(alias: str, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
-    """Count a group's rows by topic, with those it would adopt by subscribing."""
-    rows = TransportMessage.objects.using(alias).filter(
-        topic__in=topics, consumer_group__in=(group, "")
-    )
-    counts = dict(rows.values_list("topic").annotate(count=Count("id")).order_by())
-    return {TopicPartition(topic, 0): counts.get(topic, 0) for topic in topics}

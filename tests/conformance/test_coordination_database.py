@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
-from django.db import connections
+from django.db import connections, transaction
+from django.utils import timezone
 
 from kjo_django.coordination.database import DatabaseCoordination
-from kjo_django.testing.coordination_conformance import CoordinationConformance
+from kjo_django.models import Lease, Mark
+from kjo_django.testing.coordination_conformance import MINUTE, CoordinationConformance
 from tests.conformance.databases import POSTGRES, SQLITE
 
 
@@ -18,6 +22,53 @@ class DatabaseCoordinationConformance(CoordinationConformance):
 
     def end_thread(self) -> None:
         connections.close_all()
+
+    def test_a_claim_inside_a_transaction_is_refused(
+        self, coordination: DatabaseCoordination, name: str
+    ) -> None:
+        with transaction.atomic(using=self.alias), pytest.raises(RuntimeError, match=r"claim\(\)"):
+            coordination.claim([name], "me", MINUTE)
+        assert coordination.holders([name]) == {}
+
+    def test_a_call_is_heard_when_its_transaction_commits(
+        self, coordination: DatabaseCoordination, name: str
+    ) -> None:
+        listener = coordination.listen([name])
+        with transaction.atomic(using=self.alias):
+            coordination.notify(name)
+            assert listener.wait(0.2) == set()
+        self.call_until(listener, name, {name})
+        listener.close()
+
+    def test_pruning_deletes_what_expired_and_keeps_fresh_counts(
+        self, coordination: DatabaseCoordination, name: str
+    ) -> None:
+        coordination.claim([f"{name}:{n}" for n in ("old", "ended", "live")], "me", MINUTE)
+        coordination.set_marks({f"{name}:old": "x", f"{name}:live": "y"}, MINUTE)
+        now = timezone.now()
+        for age, which in ((timedelta(days=2), "old"), (timedelta(hours=1), "ended")):
+            Lease.objects.using(self.alias).filter(name=f"{name}:{which}").update(
+                expires_at=now - age
+            )
+        Mark.objects.using(self.alias).filter(name=f"{name}:old").update(expires_at=now)
+
+        assert coordination.prune() == 2
+
+        left = Lease.objects.using(self.alias).order_by("name").values_list("name", flat=True)
+        assert list(left) == [f"{name}:ended", f"{name}:live"]
+        assert Mark.objects.using(self.alias).get().name == f"{name}:live"
+
+    def test_a_released_lease_leaves_no_row(
+        self, coordination: DatabaseCoordination, name: str
+    ) -> None:
+        coordination.claim([name], "me", MINUTE)
+        coordination.release([name], "me")
+        assert not Lease.objects.using(self.alias).exists()
+
+    def test_wake_ups_reach_other_processes_on_postgresql_only(
+        self, coordination: DatabaseCoordination
+    ) -> None:
+        assert coordination.supports_wake_ups is (self.alias == POSTGRES)
 
 
 @pytest.mark.usefixtures("sqlite_alias")

@@ -1,0 +1,399 @@
+"""Who gets which row, and when: the database transport's own promises."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from kjo_django.models import TransportMessage, TransportSubscription
+from kjo_django.testing.conformance import eventually
+from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
+from kjo_django.transports.database import DatabaseTransport, forget_groups
+from kjo_django.transports.database_rows import key_hash
+from kjo_django.transports.database_subscription import DatabaseSubscription
+
+
+@pytest.fixture(
+    params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)],
+)
+def alias(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue(f"{request.param}_alias")
+
+
+@pytest.fixture
+def transport(alias: str) -> DatabaseTransport:
+    return DatabaseTransport("test", {"DATABASE": alias})
+
+
+Subscribe = Callable[..., DatabaseSubscription]
+
+
+@pytest.fixture
+def subscribe(transport: DatabaseTransport) -> Iterator[Subscribe]:
+    opened: list[DatabaseSubscription] = []
+
+    def subscribe(topics: str = "t", group: str = "g", **options: Any) -> DatabaseSubscription:
+        opened.append(transport.subscribe(topics.split(), group, **options))
+        return opened[-1]
+
+    yield subscribe
+    for subscription in opened:
+        subscription.close()
+
+
+def publish(transport: DatabaseTransport, *values: str, topic: str = "t", **more: Any) -> None:
+    """Publish values such as "a1": their first letter is the key."""
+    transport.publish(
+        [OutgoingRecord(topic, value.encode(), value[0].encode(), **more) for value in values]
+    )
+
+
+def texts(records: list[Record]) -> list[str]:
+    return [(record.value or b"").decode() for record in records]
+
+
+# --- Keys -----------------------------------------------------------------------------------------
+
+
+def test_a_key_in_flight_elsewhere_waits_and_others_pass(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    first, second = subscribe(), subscribe()
+    publish(transport, "a1", "a2", "b1", "a3", "b2")
+    (taken,) = first.poll(1, 1)
+
+    assert texts(second.poll(10, 0.2)) == ["b1", "b2"], "a2 would overtake a1, or run beside it"
+    first.acknowledge([taken])
+    first.flush()
+    assert texts(second.poll(10, 1)) == ["a2", "a3"]
+
+
+def test_the_holder_of_a_key_gets_its_next_records(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    first = subscribe()
+    publish(transport, "a1", "a2", "a3")
+    assert [texts(first.poll(1, 1)) for _ in range(3)] == [["a1"], ["a2"], ["a3"]]
+
+
+def test_records_without_a_key_are_never_held_up(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    first, second = subscribe(), subscribe()
+    transport.publish([OutgoingRecord("t", b"%d" % number) for number in range(4)])
+    assert texts(first.poll(2, 1)) == ["0", "1"]
+    assert texts(second.poll(2, 1)) == ["2", "3"]
+
+
+def test_one_key_on_two_topics_is_two_keys(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    first, second = subscribe("t"), subscribe("u")
+    publish(transport, "a1")
+    publish(transport, "a2", topic="u")
+    assert texts(first.poll(1, 1)) == ["a1"]
+    assert texts(second.poll(1, 1)) == ["a2"]
+
+
+def test_a_delayed_record_does_not_hold_up_its_key(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, "a1", available_at=timezone.now() + timedelta(seconds=1))
+    publish(transport, "a2")
+    subscription = subscribe()
+    assert texts(subscription.poll(10, 0.2)) == ["a2"]
+    assert texts(subscription.poll(10, 3)) == ["a1"]
+
+
+def test_equal_hashes_are_all_that_keys_are_compared_by() -> None:
+    assert key_hash(None) is None
+    assert key_hash(b"a") == key_hash(b"a") != key_hash(b"b")
+    assert all(-(2**63) <= (key_hash(b"%d" % n) or 0) < 2**63 for n in range(1000))
+
+
+# --- Leases ---------------------------------------------------------------------------------------
+
+
+def test_polling_renews_leases(transport: DatabaseTransport, subscribe: Subscribe) -> None:
+    """KJO-F11 for records: slow work stays with who does it, as long as it polls."""
+    first = subscribe(lease=timedelta(seconds=0.9))
+    publish(transport, "a1")
+    (taken,) = first.poll(10, 1)
+    second = subscribe()
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        assert first.poll(0, 0.1) == []
+        assert second.poll(10, 0) == []
+    first.acknowledge([taken])
+
+
+def test_a_frozen_owner_loses_its_rows_and_its_late_acknowledgement(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+) -> None:
+    frozen = subscribe(lease=timedelta(seconds=0.3))
+    publish(transport, "a1", "a2")
+    stale = frozen.poll(10, 1)
+    time.sleep(0.4)
+    second = subscribe()
+    assert texts(second.poll(10, 1)) == ["a1", "a2"]
+
+    with transaction.atomic(using=alias):
+        frozen.acknowledge_in_transaction(stale[:1])
+    frozen.acknowledge(stale)
+    frozen.close()
+
+    assert TransportMessage.objects.using(alias).count() == 2
+    assert second.poll(10, 0.1) == []
+
+
+def test_a_frozen_owner_that_nobody_replaced_goes_on(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    frozen = subscribe(lease=timedelta(seconds=0.3))
+    publish(transport, "a1")
+    (record,) = frozen.poll(10, 1)
+    time.sleep(0.4)
+    assert frozen.poll(10, 0.1) == [], "its own record twice, while it works on it"
+    frozen.acknowledge([record])
+    frozen.flush()
+    assert sum(frozen.lag().values()) == 0
+
+
+def test_rows_renewed_during_a_claim_are_left_alone(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str, monkeypatch: Any
+) -> None:
+    """The claim sees an expired lease, its owner renews it, the claim takes nothing at all: a2
+    alone would overtake a1."""
+    first, second = subscribe(lease=timedelta(seconds=0.2)), subscribe()
+    publish(transport, "a1")
+    first.poll(10, 1)
+    publish(transport, "a2")
+    time.sleep(0.3)
+    rows = TransportMessage.objects.using(alias)
+    choose = DatabaseSubscription._choose
+
+    def renewed_meanwhile(self: Any, *arguments: Any) -> Any:
+        rows_chosen = choose(self, *arguments)
+        rows.filter(value=b"a1").update(lease_expires_at=timezone.now() + timedelta(minutes=1))
+        return rows_chosen
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DatabaseSubscription, "_choose", renewed_meanwhile)
+        assert second.poll(10, 0) == []
+    assert list(rows.values_list("lease_token", flat=True).order_by("id"))[1] == ""
+
+
+def test_closing_hands_back_at_once_and_tells(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    told: list[Any] = []
+    first = subscribe(
+        on_assigned=lambda partitions: told.append(list(partitions)),
+        on_revoked=lambda partitions, lost: told.append((list(partitions), lost)),
+    )
+    publish(transport, "a1", "a2")
+    records = first.poll(10, 1)
+    first.poll(0, 0)
+    first.acknowledge(records[:1])
+    assert first.assignment() == [TopicPartition("t", 0)]
+    first.close()
+
+    assert told == [[TopicPartition("t", 0)], ([TopicPartition("t", 0)], False)]
+    assert first.assignment() == []
+    assert texts(subscribe().poll(10, 1)) == ["a2"]
+
+
+# --- Acknowledging in a transaction ---------------------------------------------------------------
+
+
+def test_an_acknowledgement_commits_with_the_outcome(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+) -> None:
+    """Promise 2: state, effects and acknowledgement are one commit."""
+    subscription = subscribe()
+    publish(transport, "a1", "a2")
+    records = subscription.poll(10, 1)
+    with pytest.raises(ZeroDivisionError), transaction.atomic(using=alias):
+        subscription.acknowledge_in_transaction(records)
+        raise ZeroDivisionError
+    assert subscription.lag() == {TopicPartition("t", 0): 2}
+    with transaction.atomic(using=alias):
+        subscription.acknowledge_in_transaction(records)
+    assert subscription.lag() == {TopicPartition("t", 0): 0}
+
+
+def test_a_lane_settles_on_its_own_connection(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+) -> None:
+    subscription = subscribe()
+    publish(transport, "a1")
+    records = subscription.poll(10, 1)
+
+    def settle() -> None:
+        with transaction.atomic(using=alias):
+            subscription.acknowledge_in_transaction(records)
+        connections.close_all()
+
+    thread = threading.Thread(target=settle)
+    thread.start()
+    thread.join(10)
+    assert subscription.lag() == {TopicPartition("t", 0): 0}
+
+
+# --- Groups ---------------------------------------------------------------------------------------
+
+
+def test_each_known_group_gets_a_row(alias: str, subscribe: Subscribe) -> None:
+    transport = DatabaseTransport("test", {"DATABASE": alias, "GROUPS": {"t": ["x", "y"]}})
+    (outcome,) = transport.publish([OutgoingRecord("t", b"1")])
+    rows = list(TransportMessage.objects.using(alias).values_list("consumer_group", "id"))
+    assert [group for group, _ in rows] == ["x", "y"]
+    assert outcome.offset == rows[0][1]
+    assert texts(subscribe(group="y").poll(10, 1)) == ["1"]
+    assert texts(subscribe(group="x").poll(10, 1)) == ["1"]
+
+
+def test_a_new_group_of_this_process_misses_nothing(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    subscribe(group="old")
+    publish(transport, "a1")  # the groups are remembered now
+    second = subscribe(group="new")
+    publish(transport, "a2")
+    assert texts(second.poll(10, 1)) == ["a2"]
+
+
+def test_what_a_publisher_wrote_for_nobody_is_adopted_later(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+) -> None:
+    """Its transaction began before the group came and committed after: nothing gets stuck."""
+    subscription = subscribe()
+    assert subscription.poll(10, 0) == []
+    TransportMessage.objects.using(alias).create(topic="t", value=b"late")
+    assert texts(subscription.poll(10, 5)) == ["late"]
+
+
+def test_a_group_forgotten_under_its_worker_is_registered_again(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+) -> None:
+    subscription = subscribe()
+    TransportSubscription.objects.using(alias).all().delete()
+    forget_groups()
+    publish(transport, "a1")
+    assert texts(subscription.poll(10, 5)) == ["a1"]
+    assert TransportSubscription.objects.using(alias).count() == 1
+
+
+# --- Topics, waiting, refusals --------------------------------------------------------------------
+
+
+def test_a_busy_topic_does_not_starve_the_others(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, *(f"a{number}" for number in range(100)))
+    for topic in ("u", "v"):
+        publish(transport, f"{topic}1", topic=topic)
+    records = subscribe("t u v").poll(9, 1)
+    assert len(records) == 9
+    assert {record.topic for record in records} == {"t", "u", "v"}
+
+
+def test_an_idle_poll_only_reads(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+) -> None:
+    """Neither locks nor writes while nothing is due, be it delayed, or busy elsewhere."""
+    first, second = subscribe(), subscribe()
+    publish(transport, "a1", "a2", "a3")
+    publish(
+        transport, "b1", available_at=datetime(2999, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
+    )
+    first.poll(1, 1)
+    second.poll(10, 0)
+    with CaptureQueriesContext(
+        connections[alias],
+    ) as captured:
+        assert second.poll(10, 0.7) == []
+    statements = [query["sql"] for query in captured.captured_queries]
+    assert statements
+    assert len(statements) < 40
+    assert [s for s in statements if not s.startswith("SELECT") or "FOR UPDATE" in s] == []
+
+
+def test_a_paused_topic_is_not_claimed(transport: DatabaseTransport, subscribe: Subscribe) -> None:
+    subscription = subscribe("t u")
+    subscription.pause([TopicPartition("t", 0)])
+    publish(transport, "a1")
+    publish(transport, "b1", topic="u")
+    assert texts(subscription.poll(10, 1)) == ["b1"]
+    subscription.resume([TopicPartition("t", 0)])
+    assert texts(subscription.poll(10, 1)) == ["a1"]
+
+
+def test_an_impossible_topic_is_refused_alone(transport: DatabaseTransport) -> None:
+    long, good = transport.publish([OutgoingRecord("x" * 250, b""), OutgoingRecord("t", b"")])
+    assert long.error
+    assert good.error is None
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ImproperlyConfigured, match=r"'jobs'.*'LEASE'.*positive"):
+        DatabaseTransport("jobs", {"LEASE": "soon"})
+
+
+def test_one_publish_is_one_insert(
+    transport: DatabaseTransport, subscribe: Subscribe, alias: str
+) -> None:
+    subscribe()
+    publish(transport, "a0")
+    with CaptureQueriesContext(connections[alias]) as captured:
+        publish(transport, *(f"a{number}" for number in range(50)))
+    inserts = [q["sql"] for q in captured.captured_queries if q["sql"].startswith("INSERT")]
+    assert len(inserts) == 1
+
+
+def test_a_claim_on_sqlite_starts_with_a_write(sqlite_alias: str) -> None:
+    """Started with a read it would fail at once whenever somebody wrote in between."""
+    transport = DatabaseTransport("test", {"DATABASE": sqlite_alias})
+    subscription = transport.subscribe(["t"], "g")
+    publish(transport, "a1")
+    with CaptureQueriesContext(connections[sqlite_alias]) as captured:
+        assert texts(subscription.poll(1, 1)) == ["a1"]
+    statements = [query["sql"].split()[0] for query in captured.captured_queries]
+    begin = statements.index("BEGIN")
+    assert statements[begin : begin + 3] == ["BEGIN", "UPDATE", "SELECT"]
+    subscription.close()
+
+
+def test_another_writer_makes_sqlite_wait_and_nothing_worse(
+    sqlite_alias: str, django_db_blocker: Any
+) -> None:
+    """Somebody holds SQLite's write lock for longer than the busy timeout."""
+    transport = DatabaseTransport("test", {"DATABASE": sqlite_alias})
+    subscription = transport.subscribe(["t"], "g")
+    publish(transport, "a1", "a2")
+    connections[sqlite_alias].cursor().execute("PRAGMA busy_timeout = 50")
+    (first,) = subscription.poll(1, 1)
+    subscription.acknowledge([first])
+    path = connections[sqlite_alias].settings_dict["NAME"]
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        assert subscription.poll(10, 0.5) == []
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+
+    assert eventually(lambda: texts(subscription.poll(10, 1))) == ["a2"]
+    assert subscription.last_error is None
+    assert transport.lag(["t"], "g") == {TopicPartition("t", 0): 1}
+    subscription.close()
