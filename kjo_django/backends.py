@@ -41,7 +41,8 @@ def transport_class(alias: str, conf: Settings | None = None) -> type[Transport]
         raise ImproperlyConfigured(
             f"KJO['TRANSPORTS'] has no {alias!r}. Declared: {', '.join(conf.transports) or 'none'}."
         ) from None
-    return _import(declared, f"KJO['TRANSPORTS'][{alias!r}]", Transport)
+    found: type[Transport] = _import(declared, f"KJO['TRANSPORTS'][{alias!r}]", Transport)
+    return found
 
 
 def _import(declared: Any, where: str, kind: type[Any]) -> Any:

@@ -23,7 +23,7 @@ DEFAULT_TRANSPORT = "kjo_django.transports.database.DatabaseTransport"
 DEFAULT_COORDINATION = "kjo_django.coordination.database.DatabaseCoordination"
 
 
-# --- Types of values: each returns the converted value or raises ValueError saying what it wants ----
+# --- Types of values: each converts, or raises ValueError saying what it wants --------------------
 
 
 def duration(value: Any) -> timedelta:
@@ -108,7 +108,7 @@ def option(convert: Callable[[Any], Any], default: Any, help: str) -> Any:
     return field(**kwargs)
 
 
-# --- The settings -------------------------------------------------------------------------------
+# --- The settings ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ class Settings:
         text, "django", "Names this project in consumer groups and processed_events."
     )
     database: str | None = option(
-        optional_text, None, "Database alias of this app's tables; the router's choice if not given."
+        optional_text,
+        None,
+        "Database alias of this app's tables; the router's choice if not given.",
     )
     transports: dict[str, Any] = option(
         mapping, {"default": {"BACKEND": DEFAULT_TRANSPORT}}, "Transports by alias."
@@ -187,8 +189,9 @@ class Settings:
         "How long a lease lasts without renewal; a crashed worker's jobs wait no longer.",
     )
     sent_ttl: timedelta | None = option(
-        optional_duration, None, "How long a sent mark lasts; 20 s, or 2 x a customised "
-        "PROCESSING_TTL, if not given.",
+        optional_duration,
+        None,
+        "How long a sent mark lasts; 20 s, or 2 x a customised PROCESSING_TTL, if not given.",
     )
     record_lease: timedelta = option(
         duration,
@@ -233,7 +236,9 @@ class Settings:
         duration, timedelta(days=30), "kjo_prune: failed jobs and closed dead letters."
     )
     retention_processed_events: timedelta = option(
-        duration, timedelta(days=30), "kjo_prune: processed_events; longer than topics keep records."
+        duration,
+        timedelta(days=30),
+        "kjo_prune: processed_events; longer than topics keep records.",
     )
     retention_metrics: timedelta = option(
         duration, timedelta(days=30), "kjo_prune: metric buckets and dead workers."
@@ -298,7 +303,7 @@ def _queue_conf(conf: Settings, name: str) -> QueueConf:
 _queue_cache: dict[str, tuple[Settings, QueueConf]] = {}
 
 
-# --- Reading ------------------------------------------------------------------------------------
+# --- Reading --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class PermanentError(KjoError):
     """Raise it in a handler when trying again cannot help: dead letter at once (RST-25)."""
 
 
-class Retry(KjoError):  # noqa: N818 - a request of the handler, not a fault
+class Retry(KjoError):
     """Raise it in a handler to ask for another attempt.
 
     :param delay: time until the next attempt; without it the job's back-off decides.

@@ -1,6 +1,7 @@
 """Settings of the tests: the embedded default, unless the environment names real servers."""
 
 import os
+from typing import Any
 from urllib.parse import urlsplit
 
 SECRET_KEY = "tests"
@@ -43,7 +44,7 @@ TEMPLATES = [
 ]
 
 
-def database(url: str) -> dict:
+def database(url: str) -> dict[str, Any]:
     """Turn ``postgresql://user:password@host:port/name`` or ``sqlite:///path`` into settings."""
     parts = urlsplit(url)
     if parts.scheme == "sqlite":
@@ -70,7 +71,7 @@ EMAIL_BACKEND = "django.core.mail.backends.locmem.EmailBackend"
 LOGGING_CONFIG = None
 
 # The real engine, when the environment names it (as `python -m tests.services run` does).
-KJO: dict = {
+KJO: dict[str, Any] = {
     "SERVICE_NAME": "tests",
     "QUEUES": {"ledger": {}},
     "BACKOFF_BASE": 0.2,

@@ -8,6 +8,7 @@ from typing import Any
 
 from kjo_django import states
 from kjo_django.conf import get_settings
+from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import KjoError, StalledError
 from kjo_django.models import DeadLetterReason
@@ -41,13 +42,18 @@ class Start:
 
 
 def judge(
-    delivery: Delivery, row: dict[str, Any] | None, *, is_fresh: bool, token: str, now: datetime
+    delivery: Delivery,
+    row: dict[str, Any] | None,
+    *,
+    is_fresh: bool,
+    leases: LeaseBook,
+    now: datetime,
 ) -> Start | Outcome:
     """Return how the delivery starts, or what it ends with instead.
 
     :param row: its job's columns, None when there is no row.
     :param is_fresh: whether its effects are not committed yet.
-    :param token: this worker's.
+    :param leases: this worker's.
     """
     message, handler = delivery.message, delivery.handler
     assert message is not None
@@ -64,7 +70,7 @@ def judge(
         skipped = why_skip(delivery, row)
         if skipped:
             return Outcome(delivery, Result.SKIPPED, job=row, reason=skipped)
-        if _is_held_by_another(row, token, now):
+        if _is_held_by_another(row, leases, now):
             return Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
         attempts, limit = row["attempts"], row["max_attempts"]
     attempt = attempts + delivery.deliveries
@@ -93,13 +99,11 @@ def why_skip(delivery: Delivery, row: dict[str, Any]) -> str:
     return "attempt" if message.attempt <= row["attempts"] else ""
 
 
-def _is_held_by_another(row: dict[str, Any], token: str, now: datetime) -> bool:
-    return bool(
-        row["lease_token"]
-        and row["lease_token"] != token
-        and row["lease_expires_at"] is not None
-        and row["lease_expires_at"] > now
-    )
+def _is_held_by_another(row: dict[str, Any], leases: LeaseBook, now: datetime) -> bool:
+    holder, expires_at = row["lease_token"], row["lease_expires_at"]
+    if not holder or holder == leases.token or expires_at is None or expires_at <= now:
+        return False
+    return not leases.is_vanished(holder)
 
 
 def _dead(

@@ -6,6 +6,7 @@ import hashlib
 import traceback as tracebacks
 from collections.abc import Iterable
 from datetime import datetime
+from uuid import UUID
 
 from django.utils import timezone
 
@@ -45,7 +46,7 @@ def fingerprint(handler: str, error: BaseException | None) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-def source_id(delivery: Delivery, job_id: object | None, generation: int) -> str:
+def source_id(delivery: Delivery, job_id: UUID | None, generation: int) -> str:
     """Return the digest that makes recording this death twice impossible.
 
     Of a job: its generation. Of a foreign record: its place and time in its topic; the time tells
@@ -60,7 +61,7 @@ def source_id(delivery: Delivery, job_id: object | None, generation: int) -> str
     return hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()
 
 
-def dead_letter_of(outcome: Outcome, job_id: object | None, now: datetime) -> DeadLetter:
+def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> DeadLetter:
     """Return the unsaved row of a delivery that died."""
     delivery, record = outcome.delivery, outcome.delivery.record
     message = delivery.message
@@ -82,7 +83,7 @@ def dead_letter_of(outcome: Outcome, job_id: object | None, now: datetime) -> De
         topic=record.topic,
         partition=record.partition,
         offset=record.offset,
-        error_type=import_path(type(outcome.error)) if outcome.error else "",
+        error_type=storable_text(import_path(type(outcome.error)), 255) if outcome.error else "",
         error=error_text(outcome.error),
         traceback=traceback_text(outcome.error),
         fingerprint=fingerprint(handler, outcome.error),

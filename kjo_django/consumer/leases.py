@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterable
 from datetime import timedelta
+from uuid import UUID
 
 from django.db import transaction
 from django.utils import timezone
@@ -48,7 +49,7 @@ class LeaseBook:
         self.ttl = ttl
         self.alive_ttl = alive_ttl
         self._held: set[str] = set()
-        self._rows: set[object] = set()
+        self._rows: set[UUID] = set()
         self._lock = threading.Lock()
 
     def claim(self, names: list[str]) -> list[Claim]:
@@ -85,6 +86,17 @@ class LeaseBook:
             is_voided = True
         return is_voided or len(owners) < len(names)
 
+    def is_vanished(self, token: str) -> bool:
+        """Return whether the worker with this token shows no sign of life any more.
+
+        False when coordination cannot be reached: then its row leases have to expire.
+        """
+        name = alive_name(token)
+        try:
+            return name not in get_coordination().holders([name])
+        except CoordinationError:
+            return False
+
     def release(self, names: list[str]) -> None:
         """Give the leases back; the outcomes are durable, or nothing was begun."""
         with self._lock:
@@ -96,12 +108,12 @@ class LeaseBook:
         except CoordinationError as error:
             logger.warning("Leases not released, they expire by themselves: %s", error)
 
-    def hold_rows(self, ids: Iterable[object]) -> None:
+    def hold_rows(self, ids: Iterable[UUID]) -> None:
         """Renew the row leases of these jobs too (``atomic=False``)."""
         with self._lock:
             self._rows.update(ids)
 
-    def let_rows_go(self, ids: Iterable[object]) -> None:
+    def let_rows_go(self, ids: Iterable[UUID]) -> None:
         """Stop renewing."""
         with self._lock:
             self._rows.difference_update(ids)

@@ -38,7 +38,19 @@ logger = logging.getLogger("kjo_django")
 
 HELD_ELSEWHERE_DELAY = 1.0
 """Seconds until a delivery somebody else holds is looked at again."""
+OUTAGE_DELAY_MIN = 0.2
 OUTAGE_DELAY_MAX = 30.0
+
+
+class ConnectionLost(DatabaseError):
+    """The database connection broke while a handler ran.
+
+    :param outcome: of that handler, had it been alone.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(f"The connection broke during {outcome.delivery.kind}: {outcome.error}")
+        self.outcome = outcome
 
 
 class Pipeline:
@@ -72,13 +84,13 @@ class Pipeline:
 
         Outages of the database are waited out here: nothing is acknowledged, no attempt is spent.
         """
-        delay = 1.0
+        delay = OUTAGE_DELAY_MIN
         while True:
             try:
                 return self._run(list(deliveries), mode)
             except (DatabaseError, InterfaceError, OSError, PublishError) as error:
                 logger.error(
-                    "The group cannot be settled, trying again in %.0f s: %s", delay, error
+                    "The group cannot be settled, trying again in %.1f s: %s", delay, error
                 )
                 drop_broken_connections()
                 if self._stopping.wait(delay):
@@ -126,7 +138,7 @@ class Pipeline:
             deferred += self._settle(self._run_one_atomic(delivery))
         return deferred
 
-    # --- The group's transaction --------------------------------------------------------------------
+    # --- The group's transaction ------------------------------------------------------------------
 
     def _run_one_atomic(self, delivery: Delivery) -> list[Outcome]:
         """Run a delivery in its own transaction; what its commit raises is its own failure."""
@@ -134,13 +146,14 @@ class Pipeline:
         try:
             return self._run_atomic([delivery], attempted)
         except DatabaseError as error:
-            connection = connections[jobs_database()]
-            if not attempted or attempted[0].result is not Result.COMPLETED:
+            outcome = error.outcome if isinstance(error, ConnectionLost) else None
+            if outcome is None and attempted and attempted[0].result is Result.COMPLETED:
+                outcome = attempted[0]
+            # A database that answers again at once was not down: the job broke its connection or
+            # its commit, and would do so for ever if that did not count as an attempt.
+            if outcome is None or not _answers(jobs_database()):
                 raise
-            if not connection.is_usable():
-                raise
-            outcome = attempted[0]
-            outcome.error, outcome.value = error, None
+            outcome.error, outcome.value = outcome.error or error, None
             settlement.judge_failure(outcome, outcome.notes["max_attempts"])
             return [outcome]
 
@@ -161,7 +174,7 @@ class Pipeline:
                     delivery,
                     rows.get(row_id(delivery)),
                     is_fresh=key in fresh,
-                    token=self._leases.token,
+                    leases=self._leases,
                     now=timezone.now(),
                 )
                 # Two records of one message in a group: the second finds the first's marker.
@@ -192,14 +205,16 @@ class Pipeline:
             with LazySavepoint(connection):
                 ran.value = call(delivery, context, self._watch)
         except Exception as error:
-            if isinstance(error, DatabaseError | InterfaceError) and not connection.is_usable():
-                raise  # the connection is gone, and with it the group's transaction
             ran.error = error
         ran.seconds = time.perf_counter() - clock
+        if ran.error is not None and _is_broken(connection):
+            # Gone, and with it the group's transaction; the error is the job's only if it was
+            # alone in it, see above.
+            raise ConnectionLost(outcome_of(delivery, ran, start, row)) from ran.error
         self._on_measure(delivery.kind, ran.seconds)
         return outcome_of(delivery, ran, start, row)
 
-    # --- Afterwards ---------------------------------------------------------------------------------
+    # --- Afterwards -------------------------------------------------------------------------------
 
     def _settle(self, outcomes: list[Outcome]) -> list[Delivery]:
         """Write failures, then acknowledge, release and tell; returns what is deferred."""
@@ -236,9 +251,8 @@ def _take_markers_back(
 
 def _make_callbacks_robust(connection: BaseDatabaseWrapper) -> None:
     """A handler's ``on_commit`` callback that raises is logged: the commit stands (KJO-F12)."""
-    connection.run_on_commit = [
-        (sids, function, True) for sids, function, _robust in connection.run_on_commit
-    ]
+    callbacks: list[Any] = connection.run_on_commit
+    callbacks[:] = [(savepoints, function, True) for savepoints, function, _robust in callbacks]
 
 
 def _poison_outcome(delivery: Delivery) -> Outcome:
@@ -258,3 +272,22 @@ def _poison_outcome(delivery: Delivery) -> Outcome:
     return Outcome(
         delivery, Result.DEAD, attempt=attempt, job=row, error=problem, reason=problem.reason
     )
+
+
+def _is_broken(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the connection can no longer carry its transaction."""
+    return connection.connection is None or (
+        connection.errors_occurred and not connection.is_usable()
+    )
+
+
+def _answers(using: str) -> bool:
+    """Return whether the database can be used now, on a new connection where the old one broke."""
+    connection = connections[using]
+    try:
+        if connection.connection is not None and not connection.is_usable():
+            connection.close()
+        connection.ensure_connection()
+        return connection.is_usable()
+    except (DatabaseError, InterfaceError, OSError):
+        return False

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from django.db.models import Q
 from django.utils import timezone
 
 from kjo_django import states
@@ -72,7 +71,7 @@ class PlainRunner:
                     delivery,
                     row,
                     is_fresh=wanted[delivery] not in known,
-                    token=self._leases.token,
+                    leases=self._leases,
                     now=now,
                 )
                 if isinstance(start, Outcome):
@@ -84,11 +83,15 @@ class PlainRunner:
         return started, ended
 
     def _take_lease(self, using: str, row: dict[str, Any], now: Any) -> bool:
-        free = Q(lease_expires_at=None) | Q(lease_expires_at__lte=now)
+        # Conditional on the lease that was judged: whoever else takes it first, wins.
         changed = (
             Job.objects.using(using)
             .at(row["id"], row["generation"])
-            .filter(free | Q(lease_token=self._leases.token), state__in=states.OPEN)
+            .filter(
+                lease_token=row["lease_token"],
+                lease_expires_at=row["lease_expires_at"],
+                state__in=states.OPEN,
+            )
             .update(
                 lease_token=self._leases.token,
                 lease_expires_at=now + self._leases.ttl,

@@ -104,7 +104,7 @@ class Poller:
         with self._lock:
             self._resume_at[partition] = time.monotonic() + seconds
 
-    # --- The thread ---------------------------------------------------------------------------------
+    # --- The thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         delay = 1.0
@@ -177,7 +177,7 @@ class Poller:
         if not lost and not self._lanes.wait_for(partitions, REVOKE_WAIT):
             logger.warning("A rebalance did not wait for long jobs of %s", partitions)
 
-    # --- Pauses -------------------------------------------------------------------------------------
+    # --- Pauses -----------------------------------------------------------------------------------
 
     def _apply_pauses(self, subscription: Subscription) -> None:
         wanted = frozenset(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from django.db import transaction
+from django.db import Error, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 
@@ -38,10 +38,11 @@ class LazySavepoint:
     ) -> Any:
         if self._sid is None and not self._is_opening:
             self._is_opening = True
-            self._sid = self._connection.savepoint()
+            sid = self._connection.savepoint()
             self._is_opening = False
             # Below what the handler's own atomic blocks have pushed meanwhile.
-            self._connection.savepoint_ids.insert(self._depth, self._sid)
+            self._connection.savepoint_ids.insert(self._depth, sid)  # type: ignore[arg-type]
+            self._sid = sid
         return execute(sql, params, many, context)
 
     def __exit__(
@@ -59,7 +60,12 @@ class LazySavepoint:
                 "writes were undone."
             )
         if error is not None:
-            self._undo()
+            try:
+                self._undo()
+            except Error:
+                # The connection is broken: the original error says why, and the transaction is
+                # lost as a whole.
+                connection.errors_occurred = True
         elif self._sid is not None:
             try:
                 connection.savepoint_commit(self._sid)

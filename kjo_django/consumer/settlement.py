@@ -175,7 +175,9 @@ def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> Non
         if job_id is not None and outcome.result in (Result.RETRIED, Result.DEAD):
             failures.append(_failure(outcome, job_id, now, worker))
         if outcome.result is Result.DEAD:
-            letters.append(dead_letter_of(outcome, job_id, now))
+            letter = dead_letter_of(outcome, job_id, now)
+            outcome.notes["dead_letter_id"] = str(letter.pk)
+            letters.append(letter)
     JobFailure.objects.using(using).bulk_create(failures)
     DeadLetter.objects.using(using).bulk_create(letters, ignore_conflicts=True)
     dead = [outcome for outcome in outcomes if outcome.result is Result.DEAD]
@@ -270,7 +272,7 @@ def _failure(outcome: Outcome, job_id: Any, now: datetime, worker: str) -> JobFa
         generation=message.generation if message else 1,
         attempt=outcome.attempt,
         worker=worker[:255],
-        error_type=import_path(type(error)) if error else "",
+        error_type=storable_text(import_path(type(error)), 255) if error else "",
         error=error_text(error),
         traceback=traceback_text(error),
         started_at=outcome.started_at,

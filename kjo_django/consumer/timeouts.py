@@ -20,7 +20,7 @@ from kjo_django.exceptions import JobTimeoutError
 
 
 class HandlerTimeout(JobTimeoutError):
-    """Raised inside a handler; must be constructible without arguments to be raised from outside."""
+    """Raised inside a handler; takes no arguments, since it is raised from outside."""
 
     def __init__(self, message: str = "The handler exceeded its timeout") -> None:
         super().__init__(message)

@@ -1,1 +1,1 @@
-"""Leases, marks and wake-ups that may vanish without harm: the contract in `base`, one module per implementation."""
+"""Leases, marks and wake-ups that may vanish: the contract in `base`, one module each."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 
+from kjo_django.messages.serializers import storable_text
+
 # A job's message.
 ID = "kjo-id"
 TYPE = "kjo-type"
@@ -76,7 +78,7 @@ def encode(values: Mapping[str, object]) -> dict[str, bytes]:
 def to_json(headers: Mapping[str, bytes]) -> dict[str, str]:
     """Make headers storable in a JSON column without losing a byte."""
     return {
-        name.replace("\x00", ""): base64.b64encode(value or b"").decode()
+        storable_text(name): base64.b64encode(value or b"").decode()
         for name, value in headers.items()
     }
 

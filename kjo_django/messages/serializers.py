@@ -87,7 +87,7 @@ def serializer_for(content_type: str) -> Serializer:
         ) from None
 
 
-# --- Results are wrapped, so that None is a result and no result is not None (PJQ-F16) -------------
+# --- Results are wrapped, so that None is a result and no result is not None (PJQ-F16) ------------
 
 
 def dump_result(value: Any, serializer: Serializer = JSON) -> bytes:
@@ -100,7 +100,7 @@ def load_result(data: bytes, serializer: Serializer = JSON) -> Any:
     return serializer.loads(data)["v"]
 
 
-# --- Text that must fit and must be storable --------------------------------------------------------
+# --- Text that must fit and must be storable ------------------------------------------------------
 
 
 def storable_text(text: str, limit: int | None = None) -> str:

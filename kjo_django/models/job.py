@@ -15,6 +15,9 @@ from kjo_django.ids import uuid7
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, loads_for_display
 from kjo_django.states import JobState, JobStatus
 
+ORIGIN_ID = "kjo-origin-id"
+"""Header of a job that was born of a message nobody enqueued here: that message's id."""
+
 
 class JobQuerySet(models.QuerySet["Job"]):
     """Querysets speak states."""
@@ -52,7 +55,7 @@ class Job(models.Model):
     unique_id = models.CharField(
         _("unique id"),
         max_length=255,
-        null=True,  # noqa: DJ001 - NULL keeps the jobs without one out of the constraint
+        null=True,  # noqa: DJ001 - NULL keeps jobs without one out of the constraint
         blank=True,
         help_text=_("Given by the caller: one job per queue and unique id."),
     )
@@ -128,8 +131,13 @@ class Job(models.Model):
 
     @property
     def message_id(self) -> str:
-        """Identity of this generation's effects: the idempotency key a handler is given."""
-        return message_id(str(self.id), self.generation)
+        """Identity of this generation's effects: the idempotency key a handler is given.
+
+        A job born of a foreign message keeps that message's identity, so that a second copy of the
+        message is recognised.
+        """
+        origin = (self.headers or {}).get(ORIGIN_ID)
+        return message_id(origin or str(self.id), self.generation)
 
     @property
     def arguments(self) -> Any:
@@ -172,5 +180,3 @@ def transition(action: str, jobs: models.QuerySet[Job], **changes: Any) -> int:
     if action == "requeue":
         changes.setdefault("generation", F("generation") + 1)
     return jobs.filter(state__in=states.expected(action)).update(**changes)
-
-

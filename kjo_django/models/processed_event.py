@@ -76,11 +76,17 @@ class ProcessedEventQuerySet(models.QuerySet["ProcessedEvent"]):
             ).delete()
 
 
+_ON_CONFLICT = "ON CONFLICT DO NOTHING RETURNING event_id, service_name, event_type"
+
+
 def _insert_returning(connection: Any, rows: Sequence[ProcessedEvent]) -> set[EventKey]:
     """The fast path of ``mark`` where the database has ON CONFLICT … RETURNING."""
     names = ("id", *EventKey._fields, "processed_at", "created_at", "updated_at")
-    fields = [ProcessedEvent._meta.get_field(name) for name in names]
+    fields: list[models.Field[Any, Any]] = [
+        field for field in ProcessedEvent._meta.concrete_fields if field.name in names
+    ]
     quote = connection.ops.quote_name
+    table = quote(ProcessedEvent._meta.db_table)
     columns = ", ".join(quote(field.column) for field in fields)
     fresh: set[EventKey] = set()
     # SQLite limits the number of parameters of one statement.
@@ -94,11 +100,9 @@ def _insert_returning(connection: Any, rows: Sequence[ProcessedEvent]) -> set[Ev
             for field in fields
         ]
         with connection.cursor() as cursor:
-            cursor.execute(
-                f"INSERT INTO {quote(ProcessedEvent._meta.db_table)} ({columns}) VALUES {values} "
-                f"ON CONFLICT DO NOTHING RETURNING event_id, service_name, event_type",
-                parameters,
-            )
+            # Only names of our own columns are pasted in; every value is a parameter.
+            sql = f"INSERT INTO {table} ({columns}) VALUES {values} {_ON_CONFLICT}"  # noqa: S608
+            cursor.execute(sql, parameters)
             fresh.update(EventKey(*row) for row in cursor.fetchall())
     return fresh
 

@@ -53,6 +53,4 @@ class Worker(models.Model):
 
     def is_alive(self, within: timedelta) -> bool:
         """Return whether it showed a sign of life within this time and has not said goodbye."""
-        return (
-            self.state != self.State.STOPPED and self.heartbeat_at >= timezone.now() - within
-        )
+        return self.state != self.State.STOPPED and self.heartbeat_at >= timezone.now() - within

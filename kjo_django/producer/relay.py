@@ -61,7 +61,7 @@ class Relay:
         self._listener: Listener | None = None
         self.published_count = 0
 
-    # --- One batch ----------------------------------------------------------------------------------
+    # --- One batch --------------------------------------------------------------------------------
 
     def publish_due(self) -> int:
         """Publish one batch of due rows and record it; return how many rows were due."""
@@ -132,7 +132,7 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
         with connections[using].cursor() as cursor:
             cursor.execute(self._RECORD, [topic, *columns, states.expected("publish")])
 
-    # --- The loop -----------------------------------------------------------------------------------
+    # --- The loop ---------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Publish until ``stop``; outages are waited out."""
@@ -145,11 +145,14 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
             while not self._stopping.is_set():
                 try:
                     # A read first: an idle relay, or one on standby, writes nothing.
-                    if self._is_due() and self._may_work():
-                        if self.publish_due() >= get_settings().relay_batch_size:
-                            continue
+                    is_full = (
+                        self._is_due()
+                        and self._may_work()
+                        and self.publish_due() >= get_settings().relay_batch_size
+                    )
                     delay = 1.0
-                    self._wait()
+                    if not is_full:
+                        self._wait()
                 except (PublishError, CoordinationError, DatabaseError, InterfaceError) as error:
                     logger.error("The relay cannot work, trying again in %.0f s: %s", delay, error)
                     self._on_error(str(error))

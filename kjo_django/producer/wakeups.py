@@ -19,7 +19,7 @@ RELAY_CHANNEL = "kjo:relay"
 
 
 def topic_channel(topic: str) -> str:
-    """Return the channel that tells of records published to a topic of a transactional transport."""
+    """Return the channel that tells of records a transactional transport got."""
     return f"kjo:topic:{topic}"
 
 

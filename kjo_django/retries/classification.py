@@ -85,7 +85,7 @@ def classify(error: BaseException, pausable: Collection[str] = ()) -> Verdict:
     if not PAUSABLE_NAMES.isdisjoint(names):
         return Verdict.PAUSE
     if pausable:
-        paths = {import_path(kind) for kind in type(error).__mro__}  # type: ignore[arg-type]
+        paths = {import_path(kind) for kind in type(error).__mro__}
         if not paths.isdisjoint(pausable) or not names.isdisjoint(pausable):
             return Verdict.PAUSE
     return Verdict.RETRY

@@ -50,7 +50,7 @@ class RetryPolicy:
         return Decision(True, max(self.backoff.delay(attempt), floor), pause, "retry")
 
 
-# --- What "3 retries" means elsewhere, as executions ------------------------------------------------
+# --- What "3 retries" means elsewhere, as executions ----------------------------------------------
 
 
 def max_attempts_from_queue_retries(max_retries: int) -> int:

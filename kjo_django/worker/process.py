@@ -12,6 +12,7 @@ the membership, hand back what was not started without spending its attempt, com
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -36,6 +37,7 @@ from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Outcome, Result
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
+from kjo_django.messages.serializers import load_result
 from kjo_django.models import Job
 from kjo_django.operations import topics
 from kjo_django.producer.dispatch import jobs_database
@@ -44,12 +46,12 @@ from kjo_django.producer.wakeups import topic_channel
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker.heartbeat import Heartbeat
 from kjo_django.worker.statistics import Statistics
+from kjo_django.worker.supervisor import STOP_SIGNALS
 
 logger = logging.getLogger("kjo_django")
 
 TICK = 0.2
 """Seconds between looks of the main thread at signals and ``until``."""
-STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
 
 
 class Worker:
@@ -114,7 +116,7 @@ class Worker:
         self.pollers = self._make_pollers()
         self._relay = Relay(
             [queue.name for queue in self.queues] if queues else None,
-            on_error=lambda error: self._note_error("relay", error),
+            on_error=functools.partial(self._note_error, "relay"),
         )
         self.is_relaying = relay and bool(self._relay.queues)
         self._heartbeat = Heartbeat(self)
@@ -131,7 +133,7 @@ class Worker:
                 queues,
                 self.lanes,
                 max_outstanding=conf.max_outstanding,
-                on_error=lambda error, group=group: self._note_error(group, error),
+                on_error=functools.partial(self._note_error, group),
             )
             for (alias, group), queues in groups.items()
         ]
@@ -142,7 +144,7 @@ class Worker:
             limit = self.queue_limits[queue] = get_settings().queue(queue).concurrency
         return limit
 
-    # --- Life ---------------------------------------------------------------------------------------
+    # --- Life -------------------------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Work until ``until()`` is true or somebody stops it; return the exit code.
@@ -196,7 +198,7 @@ class Worker:
         if self._has_topics:
             return
         try:
-            for line in topics.ensure([queue.name for queue in self.queues]):
+            for line in topics.ensure_topics(self.queues):
                 logger.info(line)
             self._has_topics = True
         except PublishError as error:
@@ -279,7 +281,7 @@ class Worker:
 
         return restore
 
-    # --- What lanes and pollers tell ------------------------------------------------------------------
+    # --- What lanes and pollers tell --------------------------------------------------------------
 
     def _on_outcomes(self, outcomes: Sequence[Outcome]) -> None:
         self.statistics.add(outcomes)
@@ -319,7 +321,7 @@ class Worker:
             poller.set_paused(paused)
         self.queue_limits = dict(limits)
 
-    # --- Draining -----------------------------------------------------------------------------------
+    # --- Draining ---------------------------------------------------------------------------------
 
     def is_drained(self) -> bool:
         """Return whether nothing is left that could start now: no record waits, no job is due.
@@ -360,6 +362,14 @@ def tell(outcomes: Sequence[Outcome]) -> None:
         _tell_one(outcome)
 
 
+def value_of(outcome: Outcome) -> Any:
+    """Return what the handler returned, as a waiter would get it."""
+    handler = outcome.delivery.handler
+    if outcome.value is None or handler is None:
+        return None
+    return load_result(outcome.value, handler.options.serializer)
+
+
 def _tell_one(outcome: Outcome) -> None:
     delivery, message = outcome.delivery, outcome.delivery.message
     facts: dict[str, Any] = {
@@ -374,7 +384,7 @@ def _tell_one(outcome: Outcome) -> None:
         signals.send(
             signals.job_completed,
             sender=sender,
-            result=outcome.value,
+            result=value_of(outcome),
             attempt=outcome.attempt,
             seconds=outcome.seconds,
             **facts,

@@ -14,6 +14,7 @@ from django.db import connections
 
 logger = logging.getLogger("kjo_django")
 
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
 QUICK_DEATH = 5.0
 """A child that lived shorter than this many seconds is started again with growing delay."""
 
@@ -28,7 +29,7 @@ def supervise(count: int, work: Callable[[], int]) -> int:
     """
     connections.close_all()
     supervisor = _Supervisor(work)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR2"):
+    for name in STOP_SIGNALS:
         signal.signal(getattr(signal, name), supervisor.pass_on)
     for _ in range(count):
         supervisor.fork()
@@ -49,6 +50,11 @@ class _Supervisor:
         pid = os.fork()
         if pid == 0:
             code = 70
+            # A terminal's Ctrl-C reaches the parent only, which passes it on: a child that got it
+            # twice would take it for the second, forcing signal.
+            os.setpgid(0, 0)
+            for name in STOP_SIGNALS:
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
             try:
                 code = self._work()
             except SystemExit as exit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -59,8 +60,12 @@ class Command(BaseCommand):
         reporter = StatusReporter(worker, self.stdout, options["status_interval"], options["json"])
         reporter.announce()
 
+        parent = os.getppid()
+
         def until() -> bool:
             reporter.report_if_due()
+            if options["processes"] > 1 and os.getppid() != parent:
+                return True  # the supervisor was killed; nobody would stop this process any more
             return bool(options["drain"]) and worker.is_drained()
 
         code = worker.run(until)
