@@ -26,6 +26,7 @@ from kjo_django.backends import get_coordination
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.consumer.leases import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
+from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, transition
 from kjo_django.operations.rows import (
     Progress,
@@ -162,9 +163,9 @@ def requeue_chunk(
     done = taken.free
     if not done:
         return []
+    letters = _close_dead_letters(using, done, actor)
     for name in sorted({job.queue for job in done}):
         _requeue_in_queue(using, name, [job.pk for job in done if job.queue == name])
-    letters = _close_dead_letters(using, done, actor)
     if on_changed is not None:
         on_changed(done)
     outcomes.add(RequeueResult.REQUEUED, len(done))
@@ -201,7 +202,7 @@ def take(keys: Sequence[Any]) -> Taken:
     )
 
 
-# --- Details ------------------------------------------------------------------------------------
+# --- Details --------------------------------------------------------------------------------------
 
 
 def _as_uuid(value: Any) -> uuid.UUID | None:
@@ -228,21 +229,21 @@ def _being_processed(jobs: Sequence[Job]) -> set[Any]:
     unfinished = [job for job in jobs if job.state in states.OPEN]
     busy = {job.pk for job in unfinished if job.lease_expires_at and job.lease_expires_at > now}
     conf = get_settings()
-    names = {
+    leases = {
         lease_name(conf.queue(job.queue), job.message_id): job.pk
         for job in unfinished
         if job.pk not in busy
     }
-    return busy | {names[name] for name in live_leases(list(names))}
+    return busy | {leases[name] for name in live_leases(list(leases))}
 
 
-def live_leases(names: Sequence[str]) -> set[str]:
+def live_leases(leases: Sequence[str]) -> set[str]:
     """Return those of the lease names that a living worker holds; none without coordination."""
-    if not names:
+    if not leases:
         return set()
     coordination = get_coordination()
     try:
-        owners = coordination.holders(names)
+        owners = coordination.holders(leases)
         living = coordination.holders(sorted({alive_name(token) for token in owners.values()}))
     except CoordinationError as error:
         logger.warning("Leases cannot be asked for, the rows decide: %s", error)
@@ -291,10 +292,22 @@ def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[Dea
     rows = DeadLetter.objects.using(using).filter(
         job_id__in=[job.pk for job in jobs], state=DeadLetterState.OPEN
     )
-    letters = list(rows.only("pk", "queue", "handler"))
+    letters = list(rows.only("pk", "queue", "handler", "job_id", "replay_count"))
     if letters:
         close_as_replayed(rows.filter(pk__in=[letter.pk for letter in letters]), actor)
+        _carry_replay_counts(using, jobs, letters)
     return letters
+
+
+def _carry_replay_counts(using: str, jobs: Sequence[Job], letters: Sequence[DeadLetter]) -> None:
+    """Send the count along: should the job die again, its next dead letter knows its past."""
+    counts: dict[Any, int] = {}
+    for letter in letters:
+        counts[letter.job_id] = max(counts.get(letter.job_id, 0), letter.replay_count + 1)
+    replayed = [job for job in jobs if job.pk in counts]
+    for job in replayed:
+        job.headers = {**(job.headers or {}), names.REPLAY_COUNT: str(counts[job.pk])}
+    Job.objects.using(using).bulk_update(replayed, ["headers"])
 
 
 def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:

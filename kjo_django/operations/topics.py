@@ -17,6 +17,9 @@ from kjo_django.transports.base import TopicDescription, TopicSpec, Transport
 
 COMPACTED = "cleanup.policy"
 
+Queues = Iterable[str | QueueConf] | None
+"""Names or options of queues; None means all that are declared or used by a handler."""
+
 
 @dataclass(frozen=True, slots=True)
 class WantedTopic:
@@ -50,7 +53,7 @@ class TopicReport:
         return asdict(self)
 
 
-def wanted(queues: Iterable[str] | None = None) -> list[WantedTopic]:
+def wanted(queues: Queues = None) -> list[WantedTopic]:
     """Return the topics of the queues (all known ones if not given), each once.
 
     Dead-letter topics are wanted where the transport keeps what was read; elsewhere the table is
@@ -60,7 +63,8 @@ def wanted(queues: Iterable[str] | None = None) -> list[WantedTopic]:
     """
     found: dict[tuple[str, str], WantedTopic] = {}
     conf = get_settings()
-    for name in registry.queue_names() if queues is None else sorted(set(queues)):
+    names = registry.queue_names() if queues is None else map(_name, queues)
+    for name in sorted(set(names)):
         queue = conf.queue(name)
         options = _options(queue)
         _add(found, queue, _spec(queue.topic, options), options, is_dead_letter_topic=False)
@@ -70,7 +74,7 @@ def wanted(queues: Iterable[str] | None = None) -> list[WantedTopic]:
     return list(found.values())
 
 
-def specs(queues: Iterable[str] | None = None) -> dict[str, list[TopicSpec]]:
+def specs(queues: Queues = None) -> dict[str, list[TopicSpec]]:
     """Return the specs of ``wanted`` by transport alias."""
     result: dict[str, list[TopicSpec]] = {}
     for topic in wanted(queues):
@@ -78,7 +82,7 @@ def specs(queues: Iterable[str] | None = None) -> dict[str, list[TopicSpec]]:
     return result
 
 
-def plan(queues: Iterable[str] | None = None) -> list[TopicReport]:
+def plan(queues: Queues = None) -> list[TopicReport]:
     """Compare what is wanted with what is there; changes nothing."""
     reports = []
     for alias, topics in _by_transport(wanted(queues)).items():
@@ -91,7 +95,7 @@ def plan(queues: Iterable[str] | None = None) -> list[TopicReport]:
     return reports
 
 
-def create(queues: Iterable[str] | None = None) -> list[str]:
+def create(queues: Queues = None) -> list[str]:
     """Create what is missing and grow what is too small; returns a line for each change."""
     lines: list[str] = []
     for alias, topics in _by_transport(wanted(queues)).items():
@@ -99,7 +103,7 @@ def create(queues: Iterable[str] | None = None) -> list[str]:
     return lines
 
 
-def ensure(queues: Iterable[str] | None = None) -> list[str]:
+def ensure_topics(queues: Queues = None) -> list[str]:
     """What a worker does before it subscribes: create topics that may be created by themselves.
 
     :raises ImproperlyConfigured: when a topic is missing whose ``auto_create`` is off (KJO-90).
@@ -115,7 +119,11 @@ def ensure(queues: Iterable[str] | None = None) -> list[str]:
     return lines
 
 
-# --- Details ------------------------------------------------------------------------------------
+# --- Details --------------------------------------------------------------------------------------
+
+
+def _name(queue: str | QueueConf) -> str:
+    return queue if isinstance(queue, str) else queue.name
 
 
 def _options(queue: QueueConf) -> TopicOptions:
@@ -221,10 +229,11 @@ def _unchangeable(spec: TopicSpec, there: TopicDescription) -> list[str]:
         lines.append(
             f"has replication factor {there.replication_factor}, not {spec.replication_factor}"
         )
+    # Without the right to read it the configuration is empty, which says nothing.
     lines += [
-        f"has {name}={there.config[name]}, not {value}"
-        for name, value in sorted(spec.config.items())
-        if name in there.config and there.config[name] != value
+        f"has {name}={there.config.get(name, '(default)')}, not {value}"
+        for name, value in sorted(spec.config.items() if there.config else ())
+        if there.config.get(name) != value
     ]
     lines += _too_few_replicas(there)
     return lines

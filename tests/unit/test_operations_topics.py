@@ -186,10 +186,10 @@ def test_a_worker_refuses_to_start_without_a_topic_it_may_not_create(settings):
     configure(settings, emails={"topic_options": {"auto_create": False}})
     # When, then
     with pytest.raises(ImproperlyConfigured, match="kjo_topics create"):
-        topics.ensure(["emails"])
+        topics.ensure_topics(["emails"])
     # And an operator's command creates it all the same
     topics.create(["emails"])
-    assert topics.ensure(["emails"]) == []
+    assert topics.ensure_topics(["emails"]) == []
 
 
 def test_wrong_options_are_refused_before_anything_is_created(settings):
@@ -205,4 +205,4 @@ def test_a_transport_without_topics_of_its_own_needs_none(settings):
     # When, then
     assert [report.name for report in topics.plan(["emails"])] == ["emails"]
     assert all(report.is_ok for report in topics.plan(["emails"]))
-    assert topics.ensure(["emails"]) == topics.create(["emails"]) == []
+    assert topics.ensure_topics(["emails"]) == topics.create(["emails"]) == []

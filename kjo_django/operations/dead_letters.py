@@ -1,0 +1,338 @@
+"""Replay and discard: what operators do to open dead letters.
+
+A dead letter of a job is replayed by requeueing the job; that of a message nobody enqueued here by
+publishing it again, byte for byte. Each letter changes in a transaction of its own, so a run that
+is interrupted is simply run again: it goes on with what is still open.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import connections, transaction
+from django.db.models import Q, QuerySet
+from django.utils import timezone
+
+from kjo_django import signals
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.exceptions import PublishError
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, DeadLetterState, Job
+from kjo_django.operations import republishing
+from kjo_django.operations.jobs import (
+    Observer,
+    Outcomes,
+    close_as_replayed,
+    requeue_chunk,
+    tell_replayed,
+)
+from kjo_django.operations.reports import (
+    REFUSED_LOOP,
+    REFUSED_NO_SOURCE,
+    REFUSED_PROCESSED,
+    Pace,
+    ReplayReport,
+)
+from kjo_django.operations.rows import Progress, chunks, lock, no_progress, tell_after_commit
+from kjo_django.producer import dispatch
+from kjo_django.producer.wakeups import after_commit
+from kjo_django.states import JobState
+from kjo_django.transports.base import OutgoingRecord
+
+FAILURES_IN_A_ROW = 3
+"""After so many refusals of the transport a run stops: it is down, not picky."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterFilter:
+    """Which open dead letters; what is not given does not restrict."""
+
+    ids: Collection[UUID | str] | None = None
+    queue: str | None = None
+    handler: str | None = None
+    reason: str | None = None
+    error: str | None = None
+    """Part of the error's text or type, in any case."""
+    fingerprint: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it takes everything."""
+        return self == DeadLetterFilter()
+
+
+Selection = DeadLetterFilter | QuerySet[DeadLetter]
+
+
+def select(selection: Selection) -> QuerySet[DeadLetter]:
+    """Return the open dead letters of a selection, oldest first."""
+    using = dispatch.jobs_database()
+    if isinstance(selection, QuerySet):
+        return selection.using(using).filter(state=DeadLetterState.OPEN).order_by("pk")
+    rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
+    exact = {"queue": selection.queue, "handler": selection.handler, "reason": selection.reason}
+    exact["fingerprint"] = selection.fingerprint
+    rows = rows.filter(**{name: value for name, value in exact.items() if value is not None})
+    if selection.ids is not None:
+        rows = rows.filter(pk__in=selection.ids)
+    if selection.error:
+        rows = rows.filter(
+            Q(error__icontains=selection.error) | Q(error_type__icontains=selection.error)
+        )
+    if selection.since is not None:
+        rows = rows.filter(failed_at__gte=selection.since)
+    if selection.until is not None:
+        rows = rows.filter(failed_at__lt=selection.until)
+    return rows.order_by("pk")
+
+
+def replay(
+    selection: Selection,
+    *,
+    limit: int | None = None,
+    rate: float | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
+) -> ReplayReport:
+    """Replay open dead letters, oldest first, up to those there are now.
+
+    :param limit: replay at most so many.
+    :param rate: at most so many a second.
+    :param dry_run: change nothing; report what would be replayed and what would be refused.
+    :param force: replay also what has been replayed too often or has taken effect before; a message
+        of the latter kind gets a new id, or it would be dropped as a duplicate.
+    :param actor: who asked, for the log and the letters' notes.
+    :param on_changed: told of each letter inside its transaction.
+    """
+    rows = select(selection)
+    if dry_run:
+        return preview(rows, limit=limit, force=force, progress=progress)
+    report = ReplayReport("table")
+    total = rows.order_by().count() if limit is None else min(limit, rows.order_by().count())
+    replayer = _Replayer(report, force=force, actor=actor, on_changed=on_changed)
+    pace, failures = Pace(rate), 0
+    for key in _keys(rows):
+        if limit is not None and report.replayed >= limit:
+            break
+        pace.wait()
+        failed_before = report.failed
+        replayer.replay(key)
+        failures = failures + 1 if report.failed > failed_before else 0
+        progress(report.matched, total)
+        if failures == FAILURES_IN_A_ROW:
+            report.stopped = f"{failures} in a row were not accepted; run it again later"
+            break
+    return report
+
+
+def preview(
+    rows: QuerySet[DeadLetter],
+    *,
+    limit: int | None = None,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> ReplayReport:
+    """Report what a replay would do; changes nothing."""
+    report = ReplayReport("table", is_dry_run=True)
+    columns = ("pk", "reason", "handler", "error_type", "replay_count", "message_id", "job__state")
+    for keys in chunks(rows):
+        found = list(rows.filter(pk__in=keys).values(*columns))
+        done = republishing.processed({row["message_id"]: row["handler"] for row in found})
+        for row in found:
+            if limit is not None and report.matched >= limit:
+                return report
+            report.count(row["reason"], row["handler"], row["error_type"])
+            report.already_processed += row["message_id"] in done
+            refusal = None if force else _foreseen_refusal(row, is_done=row["message_id"] in done)
+            if refusal is not None:
+                report.refuse(str(row["pk"]), refusal)
+        progress(report.matched, None)
+    return report
+
+
+def _foreseen_refusal(row: dict[str, Any], *, is_done: bool) -> str | None:
+    if row["replay_count"] >= get_settings().max_replays:
+        return REFUSED_LOOP
+    if row["job__state"] is not None:
+        return None if row["job__state"] == JobState.FAILED else f"the job is {row['job__state']}"
+    return REFUSED_PROCESSED if is_done else None
+
+
+def discard(
+    selection: Selection,
+    *,
+    note: str,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
+) -> int:
+    """Close open dead letters without replay; returns how many.
+
+    :param note: why, for whoever finds them.
+    """
+    if not note.strip():
+        raise ValueError("A note is needed that says why these dead letters are discarded")
+    using = dispatch.jobs_database()
+    text = f"{note.strip()} ({actor})" if actor else note.strip()
+    count = 0
+    for keys in chunks(select(selection)):
+        with transaction.atomic(using=using):
+            open_rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
+            letters = lock(open_rows.only("pk", "queue", "handler", "topic", "message_id"), keys)
+            count += open_rows.filter(pk__in=[letter.pk for letter in letters]).update(
+                state=DeadLetterState.DISCARDED, closed_at=timezone.now(), note=text[:500]
+            )
+            if on_changed is not None and letters:
+                on_changed(letters)
+            tell_after_commit(using, functools.partial(_tell_discarded, letters, note.strip()))
+        progress(count, None)
+    return count
+
+
+# --- Details --------------------------------------------------------------------------------------
+
+
+def _keys(rows: QuerySet[DeadLetter]) -> Iterator[Any]:
+    for keys in chunks(rows):
+        yield from keys
+
+
+def _tell_discarded(letters: Sequence[DeadLetter], note: str) -> None:
+    for letter in letters:
+        signals.send(
+            signals.message_discarded,
+            sender=letter.handler,
+            dead_letter_id=str(letter.pk),
+            queue=letter.queue,
+            handler=letter.handler,
+            note=note,
+        )
+
+
+class _Replayer:
+    """Replays one letter at a time into a report."""
+
+    def __init__(
+        self, report: ReplayReport, *, force: bool, actor: str, on_changed: Observer | None
+    ) -> None:
+        self._report = report
+        self._force = force
+        self._actor = actor
+        self._on_changed = on_changed
+        self._using = dispatch.jobs_database()
+        self._max_replays = get_settings().max_replays
+
+    @property
+    def _open(self) -> QuerySet[DeadLetter]:
+        rows = DeadLetter.objects.using(self._using).filter(state=DeadLetterState.OPEN)
+        return rows.defer("traceback")
+
+    def replay(self, key: Any) -> None:
+        """Replay the letter, or say in the report why not."""
+        letter = self._open.filter(pk=key).first()
+        if letter is None:
+            self._report.skipped += 1
+            return
+        self._report.count(letter.reason, letter.handler, letter.error_type)
+        if letter.replay_count >= self._max_replays and not self._force:
+            self._refuse(letter, REFUSED_LOOP, f"{letter.replay_count} times; --force replays it")
+        elif letter.job_id is not None:
+            self._replay_job(letter)
+        else:
+            self._replay_message(letter)
+
+    def _refuse(self, letter: DeadLetter, reason: str, detail: str = "") -> None:
+        self._report.refuse(str(letter.pk), reason, detail)
+
+    # --- Of a job ---------------------------------------------------------------------------------
+
+    def _replay_job(self, letter: DeadLetter) -> None:
+        assert letter.job_id is not None
+        with transaction.atomic(using=self._using):
+            held = lock(self._open, [letter.pk])
+            if not held:
+                self._report.skipped += 1
+                return
+            states = Job.objects.using(self._using).filter(pk=letter.job_id)
+            state = states.values_list("state", flat=True).first()
+            if state != JobState.FAILED and not self._force:
+                # It was enqueued again meanwhile and has moved on without this letter.
+                self._refuse(letter, f"the job is {state}", "--force runs it again")
+                return
+            outcomes = Outcomes()
+            requeue_chunk([letter.job_id], outcomes, actor=self._actor)
+            if outcomes.changed_count:
+                self._changed(letter)
+            else:
+                self._refuse(letter, f"the job is {next(iter(outcomes.counts))}")
+
+    # --- Of a message nobody enqueued here --------------------------------------------------------
+
+    def _replay_message(self, letter: DeadLetter) -> None:
+        queue = republishing.queue_of(letter.queue, letter.topic)
+        topic = letter.topic or (queue.topic if queue else "")
+        if queue is None or not topic:
+            self._refuse(letter, REFUSED_NO_SOURCE)
+            return
+        known = republishing.processed({letter.message_id: letter.handler})
+        if known:
+            self._report.already_processed += 1
+            if not self._force:
+                self._refuse(letter, REFUSED_PROCESSED, "--force runs it again under a new id")
+                return
+        record = _record_of(letter, topic, new_id=bool(known))
+        try:
+            self._publish_and_close(letter, record, queue)
+        except PublishError as error:
+            self._report.fail(str(letter.pk), error)
+
+    def _publish_and_close(
+        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf
+    ) -> None:
+        """Publish, then mark; one transaction keeps other replayers away meanwhile.
+
+        Not on a database that would lock everybody else out while a broker is waited for (SQLite):
+        there two replayers at once may publish a message twice, which its consumer absorbs.
+        """
+        is_transactional = dispatch.is_transactional(queue)
+        features = connections[self._using].features
+        if not is_transactional and not features.has_select_for_update_skip_locked:
+            republishing.publish_one(record, queue.transport)
+        with transaction.atomic(using=self._using):
+            held = lock(self._open, [letter.pk])
+            if not held:
+                self._report.skipped += 1
+                return
+            if is_transactional or features.has_select_for_update_skip_locked:
+                republishing.publish_one(record, queue.transport)
+            if is_transactional:
+                after_commit(self._using, dispatch.channel_of(queue))
+            close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
+            tell_after_commit(self._using, functools.partial(tell_replayed, [letter]))
+            self._changed(letter)
+
+    def _changed(self, letter: DeadLetter) -> None:
+        self._report.replayed += 1
+        if self._on_changed is not None:
+            self._on_changed([letter])
+
+
+def _record_of(letter: DeadLetter, topic: str, *, new_id: bool) -> OutgoingRecord:
+    headers = names.from_json(letter.headers)
+    count = max(letter.replay_count, names.number(headers, names.REPLAY_COUNT, 0)) + 1
+    return OutgoingRecord(
+        topic=topic,
+        key=None if letter.key is None else bytes(letter.key),
+        value=None if letter.value is None else bytes(letter.value),
+        headers=republishing.replay_headers(headers, count, new_id=new_id),
+    )

@@ -1,0 +1,384 @@
+"""Replaying a dead-letter topic that others filled.
+
+A consumer group of its own reads what was there when the run began and publishes each record to its
+source topic; a record is acknowledged after its delivery report, so a run that is interrupted goes
+on where it was. A record of one of our own jobs requeues the job instead: its consumer would drop
+the message, since the job has failed.
+
+What a filter leaves out is passed over by the group, which is why the group's default name contains
+the filter: a run with another one begins at the beginning. Where acknowledging deletes (transports
+without replay) such records stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+import uuid
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from django.utils import timezone
+from django.utils.dateparse import parse_datetime
+
+from kjo_django import registry
+from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
+from kjo_django.exceptions import PublishError
+from kjo_django.messages import headers as names
+from kjo_django.models import Job
+from kjo_django.operations import jobs, republishing
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.reports import REFUSED_LOOP, REFUSED_PROCESSED, Pace, ReplayReport
+from kjo_django.operations.rows import Progress, no_progress
+from kjo_django.states import JobState
+from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
+
+SUFFIX = "-dlq"
+ORIGINAL_TOPIC_HEADERS = (
+    names.DLQ_ORIGINAL_TOPIC,
+    "kafka_dlt-original-topic",  # Spring
+    "dlq-original-topic",  # seed 5
+    "__dlq.errors.topic",  # Kafka 4.4
+    "KDLQ_OrigTopic",  # seed 3
+)
+BATCH = 100
+JOIN_PATIENCE = 60.0
+"""Seconds to wait for the group to be given partitions."""
+IDLE_PATIENCE = 5.0
+"""Seconds of silence after which a topic with gaps at its end counts as read."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopicReplay:
+    """What to replay, and how."""
+
+    topic: str
+    transport: str = "default"
+    group: str | None = None
+    """Consumer group; ``<service>-replay-<topic>`` (and the filter's digest) if not given."""
+    target: str | None = None
+    """Topic to publish to; each record's origin if not given."""
+    selection: DeadLetterFilter = field(default_factory=DeadLetterFilter)
+    limit: int | None = None
+    rate: float | None = None
+    dry_run: bool = False
+    force: bool = False
+    actor: str = ""
+
+    def __post_init__(self) -> None:
+        if self.target == self.topic:
+            raise ValueError(f"The target is the source itself: {self.topic!r}")
+        if self.selection.fingerprint is not None:
+            raise ValueError("Records of a topic have no fingerprint; filter by error or type")
+
+    @property
+    def group_name(self) -> str:
+        """The consumer group that remembers how far it got."""
+        if self.group:
+            return self.group
+        name = f"{get_settings().service_name}-replay-{self.topic}"
+        keeps = get_transport(self.transport).capabilities.replay
+        if self.selection.is_empty or not keeps:
+            return name
+        return f"{name}-{hashlib.sha256(repr(self.selection).encode()).hexdigest()[:8]}"
+
+
+def replay_topic(request: TopicReplay, *, progress: Progress = no_progress) -> ReplayReport:
+    """Replay what the topic holds for the group now, see the module.
+
+    :raises PublishError: when the transport cannot be reached or the topic does not exist.
+    """
+    return _TopicReplayer(request, progress).run()
+
+
+class _TopicReplayer:
+    def __init__(self, request: TopicReplay, progress: Progress) -> None:
+        self._request = request
+        self._progress = progress
+        self._transport = get_transport(request.transport)
+        self._keeps = self._transport.capabilities.replay
+        self._report = ReplayReport(request.topic, is_dry_run=request.dry_run)
+        self._pace = Pace(request.rate)
+        self._allowed = _allowed_targets(request)
+        self._max_replays = get_settings().max_replays
+
+    def run(self) -> ReplayReport:
+        """Read to the end as it was at the start."""
+        request = self._request
+        if self._transport.describe_topics([request.topic])[0].partitions is None:
+            raise PublishError(f"The topic {request.topic!r} does not exist")
+        backlog = self._transport.lag([request.topic], request.group_name)
+        if backlog and not any(backlog.values()):
+            return self._report
+        # A dry run must not move the group, nor take part in it where the topic can be read twice.
+        group, done_before = request.group_name, dict.fromkeys(backlog, 0)
+        if request.dry_run and self._keeps:
+            group = f"{request.group_name}-dry-run-{uuid.uuid4().hex[:8]}"
+            everything = self._transport.lag([request.topic], group)
+            done_before = {tp: everything.get(tp, lag) - lag for tp, lag in backlog.items()}
+            backlog = everything
+        subscription = self._transport.subscribe([request.topic], group)
+        try:
+            self._read(subscription, _Bounds(backlog, done_before, is_log=self._keeps))
+        finally:
+            subscription.close()
+        return self._report
+
+    def _read(self, subscription: Subscription, bounds: _Bounds) -> None:
+        patience = time.monotonic() + JOIN_PATIENCE
+        while not self._is_done(bounds):
+            records = subscription.poll(self._batch_size, 0.5)
+            if not records:
+                if time.monotonic() > patience:
+                    if subscription.last_error or not subscription.assignment():
+                        reason = subscription.last_error or "no partition was assigned"
+                        self._report.stopped = f"{reason}; run it again later"
+                    return
+                if subscription.assignment():
+                    patience = min(patience, time.monotonic() + IDLE_PATIENCE)
+                continue
+            patience = time.monotonic() + IDLE_PATIENCE
+            for record in records:
+                if self._is_stopped:
+                    return
+                if not bounds.admits(record):
+                    continue
+                if self._handle(record):
+                    subscription.acknowledge([record])
+            self._progress(self._report.matched, bounds.total)
+        subscription.flush()
+
+    @property
+    def _batch_size(self) -> int:
+        left = self._limit_left
+        size = BATCH if left is None else max(1, min(BATCH, left))
+        return size if self._request.rate is None else max(1, min(size, int(self._request.rate)))
+
+    @property
+    def _limit_left(self) -> int | None:
+        if self._request.limit is None:
+            return None
+        taken = self._report.matched if self._request.dry_run else self._report.replayed
+        return self._request.limit - taken
+
+    @property
+    def _is_stopped(self) -> bool:
+        left = self._limit_left
+        return bool(self._report.stopped) or (left is not None and left <= 0)
+
+    def _is_done(self, bounds: _Bounds) -> bool:
+        return self._is_stopped or bounds.are_reached
+
+    # --- One record -------------------------------------------------------------------------------
+
+    def _handle(self, record: Record) -> bool:
+        """Replay or refuse a record; returns whether the group is done with it."""
+        request, report = self._request, self._report
+        if not matches(record, request.selection):
+            report.skipped += 1
+            return self._keeps and not request.dry_run
+        case = _Case.of(record, self._target_of(record))
+        report.count(
+            names.text(record.headers, names.DLQ_REASON),
+            case.handler,
+            names.text(record.headers, names.DLQ_EXCEPTION_TYPE),
+        )
+        report.already_processed += case.is_processed
+        refusal = self._refusal(case)
+        if refusal is not None:
+            report.refuse(case.id, *refusal)
+            return self._keeps and not request.dry_run
+        if request.dry_run:
+            return False
+        self._pace.wait()
+        return self._requeue(case) if case.job is not None else self._publish(case)
+
+    def _target_of(self, record: Record) -> str | None:
+        """Return where it goes; only to topics of ours, since others wrote the header."""
+        if self._request.target:
+            return self._request.target
+        origins = [names.text(record.headers, name) for name in ORIGINAL_TOPIC_HEADERS]
+        topic = next(filter(None, origins), self._request.topic.removesuffix(SUFFIX))
+        return topic if topic in self._allowed else None
+
+    def _refusal(self, case: _Case) -> tuple[str, str] | None:
+        """Return why a record is not replayed, and what could be done."""
+        if case.target is None and case.job is None:
+            return "no allowed target", "name it with --target"
+        if self._request.force:
+            return None
+        if case.replay_count >= self._max_replays:
+            return REFUSED_LOOP, f"{case.replay_count} times; --force replays it"
+        if case.job is not None and not case.is_jobs_death:
+            return "its job has moved on", f"the job is {case.job.state}"
+        if case.is_processed:
+            return REFUSED_PROCESSED, "--force runs it again under a new id"
+        return None
+
+    def _publish(self, case: _Case) -> bool:
+        assert case.target is not None
+        headers = republishing.replay_headers(
+            case.record.headers, case.replay_count + 1, new_id=case.is_processed
+        )
+        outgoing = OutgoingRecord(
+            topic=case.target, key=case.record.key, value=case.record.value, headers=headers
+        )
+        try:
+            republishing.publish_one(outgoing, self._request.transport)
+        except PublishError as error:
+            # Nothing behind it may be acknowledged before it, so the next run begins here.
+            self._report.fail(case.id, error)
+            self._report.stopped = "a record was not accepted; run it again later"
+            return False
+        self._report.replayed += 1
+        return True
+
+    def _requeue(self, case: _Case) -> bool:
+        assert case.job is not None
+        outcomes = jobs.requeue([case.job.pk], actor=self._request.actor)
+        if not outcomes.changed_count:
+            self._report.refuse(case.id, f"its job is {next(iter(outcomes.counts))}")
+            return self._keeps
+        self._report.replayed += 1
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A record and all that decides about it."""
+
+    record: Record
+    id: str
+    handler: str
+    target: str | None
+    job: Job | None
+    replay_count: int
+    is_processed: bool
+
+    @classmethod
+    def of(cls, record: Record, target: str | None) -> _Case:
+        id, handler = message_id_of(record), handler_of(record)
+        return cls(
+            record=record,
+            id=id or "{}[{}]@{}".format(*record.position),
+            handler=handler,
+            target=target,
+            job=republishing.find_job(record.headers),
+            replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
+            is_processed=bool(republishing.processed({id: handler})),
+        )
+
+    @property
+    def is_jobs_death(self) -> bool:
+        """Whether its job still is as this record left it."""
+        generation = names.number(self.record.headers, names.GENERATION, 1)
+        return (
+            self.job is not None
+            and self.job.state == JobState.FAILED
+            and self.job.generation == generation
+        )
+
+
+class _Bounds:
+    """Where the topic ended when the run began; what comes later is left to the next run.
+
+    In a log the lag is a difference of offsets, and a partition's end the first offset seen plus
+    the lag: never too early. Elsewhere it is a number of records.
+    """
+
+    def __init__(
+        self,
+        lag: dict[TopicPartition, int],
+        done_before: dict[TopicPartition, int],
+        *,
+        is_log: bool,
+    ) -> None:
+        self._lag = lag
+        self._is_log = is_log
+        self._done_before = done_before
+        self._first: dict[TopicPartition, int] = {}
+        self._open = {tp for tp, count in lag.items() if count}
+        self._counts: dict[TopicPartition, int] = {}
+        self.total = sum(lag.values()) - sum(done_before.values()) if lag else None
+
+    @property
+    def are_reached(self) -> bool:
+        """Whether every partition has been read; never where the lag is unknown."""
+        return bool(self._lag) and not self._open
+
+    def admits(self, record: Record) -> bool:
+        """Whether the record was there at the start, and is not behind the group already."""
+        if not self._lag:
+            return True
+        where = TopicPartition(record.topic, record.partition)
+        if where not in self._open:
+            return False
+        first = self._first.setdefault(where, record.offset)
+        self._counts[where] = self._counts.get(where, 0) + 1
+        lag = self._lag[where]
+        position = record.offset - first
+        if self._counts[where] >= lag or (self._is_log and position >= lag - 1):
+            self._open.discard(where)
+        return position >= self._done_before.get(where, 0)
+
+
+def _allowed_targets(request: TopicReplay) -> set[str]:
+    """Return the topics of this project's queues, and the one the source is named after."""
+    conf = get_settings()
+    queues = [conf.queue(name) for name in registry.queue_names()]
+    topics = {queue.topic for queue in queues if queue.transport == request.transport}
+    topics.add(request.topic.removesuffix(SUFFIX))
+    return topics - {request.topic}
+
+
+def message_id_of(record: Record) -> str:
+    """Return the id of the message, "" where it has none."""
+    found = names.text(record.headers, names.DLQ_MESSAGE_ID)
+    return found or names.text(record.headers, names.ID)
+
+
+def handler_of(record: Record) -> str:
+    """Return the name of the handler it was for, "" where it is not said."""
+    found = names.text(record.headers, names.DLQ_HANDLER)
+    return found or names.text(record.headers, names.TYPE)
+
+
+def matches(record: Record, selection: DeadLetterFilter) -> bool:
+    """Whether a record's headers pass the filter; what they do not say does not match."""
+    text = functools.partial(names.text, record.headers)
+    if selection.ids is not None and message_id_of(record) not in map(str, selection.ids):
+        return False
+    if selection.queue is not None:
+        topic = get_settings().queue(selection.queue).topic
+        if topic not in (text(name) for name in ORIGINAL_TOPIC_HEADERS):
+            return False
+    if selection.handler is not None and handler_of(record) != selection.handler:
+        return False
+    if selection.reason is not None and text(names.DLQ_REASON) != selection.reason:
+        return False
+    if selection.error:
+        told = text(names.DLQ_EXCEPTION_TYPE) + "\n" + text(names.DLQ_EXCEPTION_MESSAGE)
+        if selection.error.lower() not in told.lower():
+            return False
+    return _is_in_time(record, selection)
+
+
+def _is_in_time(record: Record, selection: DeadLetterFilter) -> bool:
+    if selection.since is None and selection.until is None:
+        return True
+    failed_at = _moment(names.text(record.headers, names.DLQ_LAST_FAILED_AT)) or record.timestamp
+    if failed_at is None:
+        return False
+    if selection.since is not None and failed_at < selection.since:
+        return False
+    return selection.until is None or failed_at < selection.until
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        found = parse_datetime(text)
+    except ValueError:
+        return None
+    return found if found is not None and timezone.is_aware(found) else None

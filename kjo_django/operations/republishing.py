@@ -1,0 +1,93 @@
+"""Sending a dead message on its way again: what its headers become, and where it goes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+
+from kjo_django.backends import get_transport
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.exceptions import PublishError
+from kjo_django.ids import uuid7
+from kjo_django.messages import headers as names
+from kjo_django.models import Job, ProcessedEvent
+from kjo_django.producer.dispatch import jobs_database
+from kjo_django.transports.base import OutgoingRecord
+
+REPLAY_OF = "kjo-replay-of"
+"""The id a message had before a forced replay gave it a new one."""
+
+_BUDGET = frozenset({"KDLQ_Redelivered"})
+"""Counters of redeliveries start anew; those of deaths stay (KDLQ-F6)."""
+_OF_A_JOB = frozenset({names.JOB_ID, names.GENERATION, names.ATTEMPT})
+
+
+class NotPublishedError(PublishError):
+    """The transport refused the record; its dead letter stays as it was."""
+
+
+def replay_headers(
+    headers: Mapping[str, bytes], replay_count: int, *, new_id: bool = False
+) -> dict[str, bytes]:
+    """Return the headers of a replayed message: all of its own, without what the dead-letter queue
+    added, and with the number of replays."""
+    kept = {
+        name: value
+        for name, value in headers.items()
+        if not name.startswith(names.DLQ_PREFIX) and name not in _BUDGET
+    }
+    if names.JOB_ID in kept and find_job(kept) is None and is_ours(kept):
+        # The row was deleted; a consumer drops a message that claims to have one.
+        kept = {name: value for name, value in kept.items() if name not in _OF_A_JOB}
+    if new_id and names.ID in kept:
+        kept[REPLAY_OF] = kept[names.ID]
+        kept[names.ID] = str(uuid7()).encode()
+    kept[names.REPLAY_COUNT] = b"%d" % replay_count
+    return kept
+
+
+def is_ours(headers: Mapping[str, bytes]) -> bool:
+    """Whether this service's database holds, or held, the message's job."""
+    return names.text(headers, names.SERVICE) == get_settings().service_name
+
+
+def find_job(headers: Mapping[str, bytes]) -> Job | None:
+    """Return the job a message belongs to, if this service's database has it."""
+    if not is_ours(headers):
+        return None
+    try:
+        id = uuid.UUID(names.text(headers, names.JOB_ID))
+    except ValueError:
+        return None
+    rows = Job.objects.using(jobs_database()).only("id", "state", "generation", "queue", "handler")
+    return rows.filter(pk=id).first()
+
+
+def processed(message_ids: Mapping[str, str]) -> set[str]:
+    """Return those of the messages (id → type) whose effects are committed here."""
+    wanted = [id for id in message_ids if id]
+    rows = ProcessedEvent.objects.using(jobs_database()).filter(
+        event_id__in=wanted, service_name=get_settings().service_name
+    )
+    return {
+        id for id, kind in rows.values_list("event_id", "event_type") if message_ids[id] == kind
+    }
+
+
+def publish_one(record: OutgoingRecord, transport: str) -> None:
+    """Publish and wait for the delivery report.
+
+    :raises PublishError: when it was not accepted.
+    """
+    outcome = get_transport(transport).publish([record])[0]
+    if outcome.error is not None:
+        raise NotPublishedError(outcome.error)
+
+
+def queue_of(queue: str, topic: str) -> QueueConf | None:
+    """Return the queue a dead letter came from: by name, else the one that reads its topic."""
+    conf = get_settings()
+    if queue:
+        return conf.queue(queue)
+    declared = [conf.queue(name) for name in conf.queues]
+    return next((found for found in declared if found.topic == topic), None)

@@ -1,0 +1,351 @@
+"""Replaying and discarding dead letters of the table."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from kjo_django import signals
+from kjo_django.backends import get_transport
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, DeadLetterState, Job, TransportMessage
+from kjo_django.operations import dead_letters, reports
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.states import JobState
+from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
+
+pytestmark = pytest.mark.django_db
+
+EVERYTHING = DeadLetterFilter()
+
+
+@pytest.fixture
+def memory(settings):
+    """The memory transport; its topics can be read."""
+    settings.KJO = {
+        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
+        "MAX_REPLAYS": 2,
+    }
+    get_transport().clear()
+    transport = get_transport()
+    yield transport
+    transport.clear()
+
+
+def test_a_jobs_dead_letter_requeues_the_job(memory):
+    # Given
+    letter = DeadLetterFactory(of_job=True)
+    # When
+    report = dead_letters.replay(EVERYTHING, actor="ann")
+    # Then
+    assert (report.replayed, report.is_ok) == (1, True)
+    job = Job.objects.get()
+    assert (job.state, job.generation, job.attempts) == (JobState.PENDING, 2, 0)
+    letter.refresh_from_db()
+    assert (letter.state, letter.replay_count) == (DeadLetterState.REPLAYED, 1)
+    assert letter.closed_at is not None
+    # And the count travels with the job, to its next dead letter
+    assert job.headers == {names.REPLAY_COUNT: "1"}
+    # And nothing was published past the relay
+    assert memory.records("default") == []
+
+
+def test_a_foreign_message_is_published_as_it_was(memory):
+    """KDLQ-18, X-5: raw key, value and all headers; our own additions removed, the count grown."""
+    # Given bytes that are no text
+    headers = {
+        names.ID: b"m-1",
+        names.TYPE: b"tests.add",
+        names.TRACEPARENT: b"00-abc-def-01",
+        "x-binary": b"\xff\x00\xfe",
+        names.DLQ_REASON: b"fatal",
+        names.DLQ_ORIGINAL_TOPIC: b"events",
+        names.REPLAY_COUNT: b"1",
+    }
+    DeadLetterFactory(
+        topic="events", key=b"\xff\x01", value=b"\x80\x00raw", headers=names.to_json(headers)
+    )
+    # When
+    report = dead_letters.replay(EVERYTHING)
+    # Then
+    assert report.replayed == 1
+    (record,) = memory.records("events")
+    assert (record.key, record.value) == (b"\xff\x01", b"\x80\x00raw")
+    assert record.headers == {
+        names.ID: b"m-1",
+        names.TYPE: b"tests.add",
+        names.TRACEPARENT: b"00-abc-def-01",
+        "x-binary": b"\xff\x00\xfe",
+        names.REPLAY_COUNT: b"2",
+    }
+    letter = DeadLetter.objects.get()
+    assert (letter.state, letter.replay_count) == (DeadLetterState.REPLAYED, 1)
+
+
+def test_a_tombstone_without_key_is_published_as_one(memory):
+    DeadLetterFactory(topic="events", key=None, value=None)
+    dead_letters.replay(EVERYTHING)
+    (record,) = memory.records("events")
+    assert (record.key, record.value) == (None, None)
+
+
+def test_counters_of_redeliveries_start_anew_and_those_of_deaths_stay(memory):
+    """KDLQ-F6."""
+    # Given
+    headers = {"KDLQ_Redelivered": b"\0\0\0\5", "KDLQ_Kills": b"\0\0\0\1"}
+    DeadLetterFactory(topic="events", headers=names.to_json(headers))
+    # When
+    dead_letters.replay(EVERYTHING)
+    # Then
+    (record,) = memory.records("events")
+    assert "KDLQ_Redelivered" not in record.headers
+    assert record.headers["KDLQ_Kills"] == b"\0\0\0\1"
+
+
+def test_a_message_whose_job_was_deleted_no_longer_claims_to_have_one(memory):
+    """Its consumer would drop it: nothing is silent."""
+    # Given
+    headers = {
+        names.ID: b"m-1",
+        names.JOB_ID: b"01980000-0000-7000-8000-000000000000",
+        names.SERVICE: b"django",
+        names.GENERATION: b"1",
+        names.ATTEMPT: b"3",
+    }
+    DeadLetterFactory(topic="events", headers=names.to_json(headers))
+    # When
+    dead_letters.replay(EVERYTHING)
+    # Then
+    (record,) = memory.records("events")
+    assert set(record.headers) == {names.ID, names.SERVICE, names.REPLAY_COUNT}
+
+
+def test_on_a_transactional_transport_publish_and_mark_are_one_transaction():
+    """A letter is replayed if and only if its message is in the table."""
+    # Given
+    DeadLetterFactory()
+
+    def refuse(letters):
+        raise RuntimeError("the audit failed")
+
+    # When
+    with pytest.raises(RuntimeError):
+        dead_letters.replay(EVERYTHING, on_changed=refuse)
+    # Then
+    assert not TransportMessage.objects.exists()
+    assert DeadLetter.objects.get().state == DeadLetterState.OPEN
+    # When nothing fails
+    dead_letters.replay(EVERYTHING)
+    # Then
+    assert TransportMessage.objects.count() == 1
+
+
+def test_what_the_transport_refuses_stays_open_and_the_next_run_goes_on(memory):
+    # Given
+    DeadLetterFactory.create_batch(2)
+    memory.fail("the broker is away")
+    # When
+    report = dead_letters.replay(EVERYTHING)
+    # Then
+    assert (report.replayed, report.failed, report.is_ok) == (0, 2, False)
+    assert report.samples[0]["detail"] == "the broker is away"
+    assert set(DeadLetter.objects.values_list("state", "replay_count")) == {("open", 0)}
+    # When it is back
+    memory.fail(None)
+    assert dead_letters.replay(EVERYTHING).replayed == 2
+
+
+def test_a_run_stops_when_the_transport_is_down(memory):
+    # Given
+    DeadLetterFactory.create_batch(10)
+    memory.fail("the broker is away")
+    # When
+    report = dead_letters.replay(EVERYTHING)
+    # Then
+    assert report.failed == dead_letters.FAILURES_IN_A_ROW
+    assert "run it again later" in report.stopped
+
+
+def test_letters_replayed_too_often_are_refused_counted_and_shown(memory):
+    """The loop guard."""
+    # Given
+    DeadLetterFactory(of_job=True, replay_count=2)
+    DeadLetterFactory(replay_count=1)
+    # When
+    report = dead_letters.replay(EVERYTHING)
+    # Then
+    assert report.replayed == 1
+    assert dict(report.refused) == {reports.REFUSED_LOOP: 1}
+    assert "2 times" in report.samples[0]["detail"]
+    # When forced
+    assert dead_letters.replay(EVERYTHING, force=True).replayed == 1
+
+
+def test_a_job_that_has_moved_on_is_left_alone_unless_forced(memory):
+    # Given a failed job that was enqueued again and has completed
+    letter = DeadLetterFactory(job=JobFactory(completed=True))
+    # When, then
+    report = dead_letters.replay(EVERYTHING)
+    assert dict(report.refused) == {"the job is completed": 1}
+    letter.refresh_from_db()
+    assert letter.state == DeadLetterState.OPEN
+    # When forced
+    assert dead_letters.replay(EVERYTHING, force=True).replayed == 1
+
+
+def test_a_message_that_took_effect_is_refused_and_forced_under_a_new_id(memory):
+    # Given
+    DeadLetterFactory(message_id="m-1", topic="events")
+    ProcessedEventFactory(event_id="m-1")
+    # When, then
+    report = dead_letters.replay(EVERYTHING)
+    assert (report.replayed, report.already_processed) == (0, 1)
+    # When forced
+    assert dead_letters.replay(EVERYTHING, force=True).replayed == 1
+    (record,) = memory.records("events")
+    assert record.headers[names.ID] != b"m-1"
+    assert record.headers["kjo-replay-of"] == b"m-1"
+
+
+def test_a_letter_without_any_source_is_refused(memory):
+    DeadLetterFactory(queue="", topic="")
+    assert dict(dead_letters.replay(EVERYTHING).refused) == {reports.REFUSED_NO_SOURCE: 1}
+
+
+def test_a_dry_run_changes_nothing_and_shows_what_is_there(memory):
+    # Given
+    DeadLetterFactory.create_batch(2, error_type="A")
+    DeadLetterFactory(error_type="B", replay_count=9)
+    DeadLetterFactory(error_type="B", message_id="done")
+    ProcessedEventFactory(event_id="done")
+    # When
+    report = dead_letters.replay(EVERYTHING, dry_run=True)
+    # Then
+    assert report.matched == 4
+    assert report.replayed == 0
+    assert report.already_processed == 1
+    assert dict(report.histogram) == {
+        ("exhausted", "tests.add", "A"): 2,
+        ("exhausted", "tests.add", "B"): 2,
+    }
+    assert dict(report.refused) == {reports.REFUSED_LOOP: 1, reports.REFUSED_PROCESSED: 1}
+    assert DeadLetter.objects.filter(state="open").count() == 4
+    assert memory.records("default") == []
+    assert report.as_dict()["dry_run"] is True
+
+
+def test_the_limit_counts_what_is_replayed_oldest_first(memory):
+    # Given
+    letters = DeadLetterFactory.create_batch(5)
+    # When
+    report = dead_letters.replay(EVERYTHING, limit=2)
+    # Then
+    assert report.replayed == 2
+    closed = DeadLetter.objects.filter(state="replayed").order_by("id")
+    assert list(closed) == letters[:2]
+    # And a second run continues
+    assert dead_letters.replay(EVERYTHING, limit=2).replayed == 2
+
+
+def test_letters_that_die_again_meanwhile_wait_for_the_next_run(memory):
+    """The run ends even if every replay fails at once."""
+    # Given
+    DeadLetterFactory.create_batch(3)
+
+    def die_again(letters):
+        DeadLetterFactory()
+
+    # When
+    report = dead_letters.replay(EVERYTHING, on_changed=die_again)
+    # Then
+    assert report.replayed == 3
+    assert DeadLetter.objects.filter(state="open").count() == 3
+
+
+def test_the_rate_spreads_replays_evenly(memory, monkeypatch):
+    # Given
+    clock = itertools.count(0, 0)
+    slept = []
+    monkeypatch.setattr(reports.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(reports.time, "sleep", slept.append)
+    DeadLetterFactory.create_batch(3)
+    # When
+    dead_letters.replay(EVERYTHING, rate=2)
+    # Then
+    assert slept == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("rate", [0, -1, float("nan")])
+def test_an_impossible_rate_is_refused(rate):
+    with pytest.raises(ValueError, match="rate"):
+        dead_letters.replay(EVERYTHING, rate=rate)
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {"queue": "emails"},
+        {"handler": "tests.mail"},
+        {"reason": "fatal"},
+        {"error": "REFUSED"},
+        {"error": "connectionerror"},
+        {"fingerprint": "f00"},
+        {"since": timezone.now() - timedelta(hours=2)},
+    ],
+)
+def test_filters_select_by_what_letters_say(selection):
+    # Given
+    wanted = DeadLetterFactory(
+        queue="emails",
+        handler="tests.mail",
+        reason="fatal",
+        error="connection refused",
+        error_type="ConnectionError",
+        fingerprint="f00",
+    )
+    DeadLetterFactory(failed_at=timezone.now() - timedelta(days=1))
+    DeadLetterFactory(discarded=True, queue="emails", handler="tests.mail", reason="fatal")
+    # When, then
+    assert list(dead_letters.select(DeadLetterFilter(**selection))) == [wanted]
+
+
+def test_filters_select_by_id_and_until():
+    old = DeadLetterFactory(failed_at=timezone.now() - timedelta(days=1))
+    new = DeadLetterFactory()
+    until = timezone.now() - timedelta(hours=1)
+    assert list(dead_letters.select(DeadLetterFilter(until=until))) == [old]
+    assert list(dead_letters.select(DeadLetterFilter(ids=[str(new.pk)]))) == [new]
+
+
+def test_discarding_closes_with_a_note_and_tells_once_committed(
+    django_capture_on_commit_callbacks,
+):
+    # Given
+    seen = []
+
+    def receiver(signal, sender, dead_letter_id, note, **kwargs):
+        seen.append((dead_letter_id, note))
+
+    signals.message_discarded.connect(receiver)
+    letter = DeadLetterFactory()
+    DeadLetterFactory(discarded=True)
+    # When
+    with django_capture_on_commit_callbacks(execute=True):
+        count = dead_letters.discard(DeadLetter.objects.all(), note="a test order", actor="ann")
+    signals.message_discarded.disconnect(receiver)
+    # Then
+    assert count == 1
+    assert seen == [(str(letter.pk), "a test order")]
+    letter.refresh_from_db()
+    assert letter.state == DeadLetterState.DISCARDED
+    assert letter.note == "a test order (ann)"
+    # And a discarded letter is not replayed
+    assert dead_letters.replay(EVERYTHING).matched == 0
+
+
+def test_discarding_needs_a_note():
+    with pytest.raises(ValueError, match="note"):
+        dead_letters.discard(EVERYTHING, note=" ")
