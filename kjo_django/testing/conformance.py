@@ -252,7 +252,9 @@ class TransportConformance:
 
     def test_a_chosen_partition_is_used(self, transport: Transport, group: str) -> None:
         topic = self.make_topic(transport, partitions=3)
-        if transport.describe_topics([topic])[0].partitions != 3:
+        subscription = self.subscribe(transport, topic, group)
+        self.join(subscription)
+        if len(subscription.assignment()) != 3:
             pytest.skip("topics have no partitions here")
 
         outcomes = transport.publish(
@@ -260,7 +262,7 @@ class TransportConformance:
         )
 
         assert [outcome.partition for outcome in outcomes] == [0, 1, 2]
-        records = self.read(self.subscribe(transport, topic, group), 3)
+        records = self.read(subscription, 3)
         assert {(record.partition, record.value) for record in records} == {
             (0, b"0"),
             (1, b"1"),
@@ -768,7 +770,7 @@ class TransportConformance:
         topic = self.make_topic(transport, partitions=2)
         subscription = self.subscribe(transport, topic, group)
         self.join(subscription)
-        if len(subscription.assignment()) < 2:
+        if len(subscription.assignment()) != 2:
             pytest.skip("topics have no partitions here")
         subscription.pause([TopicPartition(topic, 0)])
 

@@ -1,0 +1,135 @@
+"""Publishing: produce everything, then wait for every delivery report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from kjo_django.transports.base import OutgoingRecord, Published
+from kjo_django.transports.kafka.clients import PerProcess, describe, error_of, logger, make, quiet
+from kjo_django.transports.kafka.options import KafkaOptions, guarded
+
+SLICE = 0.01
+"""Seconds of one wait. Another thread's poll may take our delivery report, and wake nobody."""
+
+GRACE = 5.0
+"""Seconds beyond the delivery timeout: librdkafka looks for expired records once a second."""
+
+FULL_QUEUE_WAIT = 0.1
+
+
+class Publisher:
+    """The one producer of a process. Thread-safe."""
+
+    def __init__(self, options: KafkaOptions) -> None:
+        self._options = options
+        self._producer = PerProcess(self._make)
+        self._last_error: str | None = None
+
+    def publish(self, records: Sequence[OutgoingRecord]) -> list[Published]:
+        """Return the outcome of each record, when all are known."""
+        if not records:
+            return []
+        producer = self._producer.get()
+        deadline = time.monotonic() + self._options.delivery_timeout + GRACE
+        outcomes = [Published(error="no delivery report arrived in time") for _ in records]
+        reports: list[KafkaError | None] = []
+        refusals = 0
+        for record, outcome in zip(records, outcomes, strict=True):
+            error = self._produce(producer, record, partial(report, outcome, reports), deadline)
+            if error is not None:
+                refusals += 1
+                outcome.error = error
+        while len(reports) + refusals < len(records) and time.monotonic() < deadline:
+            producer.poll(SLICE)
+        self._learn(producer, outcomes, reports)
+        return outcomes
+
+    def close(self) -> None:
+        """Wait for what other threads published, and forget the producer. It is made anew when
+        needed."""
+        producer = self._producer.take()
+        if producer is not None:
+            left = producer.flush(self._options.delivery_timeout + GRACE)
+            if left:
+                logger.error("%d records were not delivered before the producer closed", left)
+
+    def _make(self) -> Producer:
+        config = guarded(self._options.producer(), quiet)
+        theirs = config.get("error_cb")
+
+        def on_error(error: KafkaError) -> None:
+            self._last_error = describe(error)
+            if theirs is not None:
+                theirs(error)
+
+        return make(Producer, {**config, "error_cb": quiet(on_error)}, self._options)
+
+    def _produce(
+        self,
+        producer: Producer,
+        record: OutgoingRecord,
+        on_delivery: Callable[..., None],
+        deadline: float,
+    ) -> str | None:
+        """Hand one record to librdkafka; return why it was refused."""
+        arguments: dict[str, Any] = {"value": record.value, "key": record.key}
+        if record.headers:
+            arguments["headers"] = dict(record.headers)
+        if record.partition is not None:
+            arguments["partition"] = record.partition
+        while True:
+            try:
+                producer.produce(record.topic, on_delivery=on_delivery, **arguments)
+                return None
+            except BufferError:
+                if time.monotonic() > deadline:
+                    return "the local queue stayed full"
+                producer.poll(FULL_QUEUE_WAIT)
+            except KafkaException as error:
+                self._discard_if_fatal(producer, error_of(error))
+                return describe(error)
+
+    def _learn(
+        self,
+        producer: Producer,
+        outcomes: Sequence[Published],
+        reports: Sequence[KafkaError | None],
+    ) -> None:
+        """Say why records timed out, and give up a producer that cannot recover."""
+        errors = [error for error in reports if error is not None]
+        if not errors:
+            self._last_error = None
+            return
+        for error in errors:
+            self._discard_if_fatal(producer, error)
+        if self._last_error and any(error.code() == KafkaError._MSG_TIMED_OUT for error in errors):
+            timed_out = describe(
+                next(error for error in errors if error.code() == KafkaError._MSG_TIMED_OUT)
+            )
+            for outcome in outcomes:
+                if outcome.error == timed_out:
+                    outcome.error = f"{timed_out} (last broker error: {self._last_error})"
+
+    def _discard_if_fatal(self, producer: Producer, error: KafkaError | None) -> None:
+        # After a fatal error an idempotent producer refuses everything for ever.
+        if error is not None and (error.fatal() or error.code() == KafkaError._FATAL):
+            logger.error("The Kafka producer failed for good and is replaced: %s", describe(error))
+            self._producer.discard(producer)
+
+
+def report(
+    outcome: Published, reports: list[KafkaError | None], error: KafkaError | None, message: Any
+) -> None:
+    """Note one delivery report. Runs in whichever thread polls; a list's append is atomic."""
+    if error is None:
+        outcome.error = None
+        outcome.partition = message.partition()
+        outcome.offset = message.offset()
+    else:
+        outcome.error = describe(error)
+    reports.append(error)

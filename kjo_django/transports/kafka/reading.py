@@ -1,0 +1,266 @@
+"""Where each assigned partition continues: positions, pauses, and the stash.
+
+Two facts of the client shape this module:
+
+- ``pause`` throws away what is prefetched; a pause between an assignment and its first fetch can
+  lose the start; a resume followed by another operation can be dropped as outdated. So a partition
+  is paused only at a known position; resuming seeks there first and resumes last; and a partition
+  that stays silent afterwards is looked at again.
+- There is no way to serve callbacks without taking a message. So a poll for nothing keeps what it
+  takes in a stash, and holds all partitions back while that is full.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+
+from kjo_django.transports.base import TopicPartition
+from kjo_django.transports.kafka.clients import describe, logger
+from kjo_django.transports.kafka.queries import QUERY_TIMEOUT, edges_of, starts_of
+from kjo_django.transports.watermark import Assignment
+
+UNKNOWN = -1
+"""The position of a partition from which nothing came yet."""
+
+STASH_RECORDS = 1_000
+STASH_BYTES = 8 * 1024 * 1024
+
+VERIFY_AFTER = 5.0
+"""Seconds after a resume until silence is suspicious."""
+
+
+class Reader:
+    """How far one assigned partition is read, under one epoch."""
+
+    __slots__ = (
+        "alive",
+        "assignment",
+        "batch",
+        "client_paused",
+        "confirmed",
+        "muted",
+        "partition",
+        "position",
+        "restart",
+    )
+
+    def __init__(self, assignment: Assignment, muted: bool) -> None:
+        self.assignment = assignment
+        self.partition = assignment.partition
+        self.alive = True
+        self.position = UNKNOWN
+        """The next offset to hand out."""
+        self.confirmed = UNKNOWN
+        """The same as of the last poll that returned; where a torn one goes back to."""
+        self.muted = muted
+        """What arrives is dropped, and the client is sent back to ``position`` before it ends."""
+        self.restart = False
+        """What was dropped may not have been the beginning: ask where that is."""
+        self.client_paused = False
+        self.batch: list[int] = []
+
+    def at_position(self) -> KafkaPartition:
+        return KafkaPartition(*self.partition, self.position)
+
+    def meet(self, offset: int) -> None:
+        """Note that a message arrived which is not handed out now."""
+        if self.position == UNKNOWN and not self.restart:
+            self.position = self.confirmed = offset
+
+    def hand_out(self) -> list[int]:
+        """Return the offsets of the batch; they are on their way."""
+        self.confirmed = self.position
+        batch, self.batch = self.batch, []
+        return batch
+
+    def go_back(self) -> None:
+        """Read again what was not handed out."""
+        self.batch = []
+        self.position = self.confirmed
+        self.muted = True
+        self.restart = self.restart or self.position == UNKNOWN
+
+    def start_over(self) -> None:
+        """Read again from the committed offset."""
+        self.confirmed = UNKNOWN
+        self.go_back()
+
+
+class Reading:
+    """All readers of a subscription. Belongs to the thread that polls.
+
+    :param starts_at_the_end: where a group without a committed offset begins.
+    """
+
+    def __init__(self, *, starts_at_the_end: bool) -> None:
+        self.readers: dict[tuple[str, int], Reader] = {}
+        self.fresh: set[Reader] = set()
+        """Assigned since somebody emptied this."""
+        self.unsteady = False
+        """Whether ``steady`` has something to do."""
+        self._starts_at_the_end = starts_at_the_end
+        self._paused: set[TopicPartition] = set()
+        self._stash: deque[Any] = deque()
+        self._stash_bytes = 0
+        self._held = False
+        self._resumed: list[tuple[float, Reader, int]] = []
+
+    # --- Assignments ------------------------------------------------------------------------------
+
+    def assign(self, assignment: Assignment) -> None:
+        reader = Reader(assignment, muted=assignment.partition in self._paused)
+        self.readers[assignment.partition] = reader
+        self.fresh.add(reader)
+
+    def find(self, partitions: Iterable[KafkaPartition]) -> list[Reader]:
+        found = (self.readers.get((each.topic, each.partition)) for each in partitions)
+        return [reader for reader in found if reader is not None]
+
+    def of(self, message: Any) -> Reader | None:
+        return self.readers.get((message.topic(), message.partition()))
+
+    def retire(self, readers: Iterable[Reader]) -> None:
+        for reader in readers:
+            reader.alive = False
+            self.readers.pop(reader.partition, None)
+            self.fresh.discard(reader)
+        self._unstash(lambda reader: False)
+
+    # --- Stash ------------------------------------------------------------------------------------
+
+    def keep(self, messages: Iterable[Any]) -> None:
+        """Put away messages for a later ``take``."""
+        for message in messages:
+            reader = self.of(message)
+            if reader is None:
+                continue
+            reader.meet(message.offset())
+            if reader.muted:
+                self.unsteady = True
+                continue
+            self._stash.append(message)
+            self._stash_bytes += len(message)
+        if len(self._stash) >= STASH_RECORDS or self._stash_bytes >= STASH_BYTES:
+            self._held = self.unsteady = True
+
+    def take(self, max_records: int) -> list[Any]:
+        """Return the oldest messages put away."""
+        if not self._stash or max_records <= 0:
+            return []
+        taken = [self._stash.popleft() for _ in range(min(max_records, len(self._stash)))]
+        self._stash_bytes -= sum(map(len, taken))
+        self._release_if_empty()
+        return taken
+
+    def _unstash(self, unwanted: Callable[[Reader], bool]) -> None:
+        """Forget messages put away; the positions of their readers still stand before them."""
+        kept = []
+        for message in self._stash:
+            reader = self.of(message)
+            if reader is not None and not unwanted(reader):
+                kept.append(message)
+        self._stash = deque(kept)
+        self._stash_bytes = sum(map(len, kept))
+        self._release_if_empty()
+
+    def _release_if_empty(self) -> None:
+        if self._held and not self._stash:
+            self._held = False
+            self.unsteady = True
+
+    # --- Pausing and going back -------------------------------------------------------------------
+
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        self._paused.update(partitions)
+        for reader in self.readers.values():
+            if reader.partition in self._paused:
+                reader.muted = True
+        self._unstash(lambda reader: reader.muted)
+        self.unsteady = True
+
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        self._paused.difference_update(partitions)
+        self.unsteady = True
+
+    def rewind(self) -> None:
+        """Go back, everywhere, to what was not handed out."""
+        self._stash.clear()
+        self._stash_bytes = 0
+        self._held = False
+        for reader in self.readers.values():
+            reader.go_back()
+        self.unsteady = True
+
+    def distrust(self, readers: Iterable[Reader]) -> None:
+        """Drop what arrived for these, and read them from their committed offset."""
+        for reader in readers:
+            reader.start_over()
+        self.unsteady = True
+
+    def steady(self, consumer: Consumer) -> None:
+        """Bring the client's pauses and positions to what they should be, as far as it allows."""
+        self.unsteady = False
+        for reader in list(self.readers.values()):
+            try:
+                if reader.partition in self._paused:
+                    self._pause_client(consumer, reader)
+                elif reader.muted or (reader.client_paused and not self._held):
+                    self._resume_client(consumer, reader)
+                elif self._held:
+                    self._pause_client(consumer, reader)
+            except KafkaException as error:
+                # Not fetching yet, or on its way out: the next round tries again.
+                logger.debug("Could not pause or resume %s: %s", reader.partition, describe(error))
+                self.unsteady = True
+
+    def _pause_client(self, consumer: Consumer, reader: Reader) -> None:
+        # At an unknown position the first message is awaited first.
+        if not reader.client_paused and reader.position != UNKNOWN:
+            consumer.pause([reader.at_position()])
+            reader.client_paused = True
+
+    def _resume_client(self, consumer: Consumer, reader: Reader) -> None:
+        if reader.restart and reader.position == UNKNOWN:
+            self._find_start(consumer, reader)
+            if reader.position == UNKNOWN:
+                self.unsteady = True
+                return
+        if reader.position != UNKNOWN:
+            consumer.seek(reader.at_position())
+        # Last: an operation after it would outdate a resume not yet carried out.
+        if reader.client_paused:
+            consumer.resume([reader.at_position()])
+        reader.muted = reader.client_paused = reader.restart = False
+        self._resumed.append((time.monotonic() + VERIFY_AFTER, reader, reader.position))
+
+    def _find_start(self, consumer: Consumer, reader: Reader) -> None:
+        starts = starts_of(consumer, [reader.partition], at_the_end=self._starts_at_the_end)
+        reader.position = reader.confirmed = starts.get(reader.partition, UNKNOWN)
+
+    def verify(self, consumer: Consumer) -> None:
+        """Read again a partition that stays silent after a resume though it holds more."""
+        now = time.monotonic()
+        due = [entry for entry in self._resumed if entry[0] <= now]
+        if not due:
+            return
+        self._resumed = [entry for entry in self._resumed if entry[0] > now]
+        for _, reader, position in due:
+            silent = reader.alive and not reader.muted and reader.position == position
+            if silent and not reader.client_paused and self._has_more(consumer, reader):
+                logger.warning("%s is silent after a resume; reading it again", reader.partition)
+                # Paused again first: the client ignores a resume of what it believes is running.
+                consumer.pause([reader.at_position()])
+                reader.muted = reader.client_paused = True
+                self.unsteady = True
+
+    def _has_more(self, consumer: Consumer, reader: Reader) -> bool:
+        if self._stash:
+            return False
+        edges = edges_of(consumer, reader.partition, timeout=QUERY_TIMEOUT)
+        return edges is not None and edges[1] > max(reader.position, edges[0])
