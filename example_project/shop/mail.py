@@ -42,7 +42,7 @@ class SimulatedGateway(BaseEmailBackend):
             cls._seen += 1
             if every and cls._seen % every == 0:
                 cls._refused.add(key)
-                raise smtplib.SMTPDataError(451, b"4.7.1 Too many messages, try again later")
+                raise smtplib.SMTPDataError(451, "4.7.1 Too many messages, try again later")
 
     @staticmethod
     def _write(message: EmailMessage) -> None:

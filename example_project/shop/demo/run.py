@@ -1,0 +1,71 @@
+"""The demo from file to outcome."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from django.conf import settings
+from django.core.management import call_command
+from django.db import connection
+
+from example_project.shop.demo.batches import QUEUES, Outcome, Settling, import_orders, outcome_of
+from example_project.shop.demo.orders_file import OrdersFile
+from example_project.shop.demo.progress import Progress
+from example_project.shop.demo.text import FileError
+from example_project.shop.models import CELL, Batch
+from kjo_django.conf import get_settings
+from kjo_django.worker import Worker
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A run of the demo that came to its end."""
+
+    source: str
+    batch: Batch
+    outcome: Outcome
+    seconds: float
+    """From the first row saved to the last job settled."""
+
+    def mails(self) -> int:
+        """Return how many mails of this batch were written."""
+        return len(list((Path(settings.EMAIL_FILE_PATH) / self.batch.code).glob("*.eml")))
+
+
+def run(path: Path, encoding: str | None, orders: int | None, stderr: TextIO) -> Demo:
+    """Check the file, then save its orders, then work until all of them are settled.
+
+    :raises FileError: nothing was saved.
+    """
+    with OrdersFile(path, encoding, max_cell=CELL) as file:
+        with Progress(f"Checking {path.name}, bytes", file.size, stderr) as progress:
+            rows = file.check(progress.update)
+            progress.update(file.size)
+        if orders is not None and orders > rows:
+            raise FileError(f"it has {rows:,} rows, --orders {orders} asks for more")
+        call_command("migrate", verbosity=0, interactive=False)
+        began = time.monotonic()
+        with Progress("Saving orders", orders or rows, stderr) as progress:
+            batch = import_orders(path.name, itertools.islice(file.rows(), orders), progress.update)
+    with Progress("Running jobs", 3 * (orders or rows), stderr) as progress:
+        Worker(QUEUES, install_signal_handlers=True).run(until=Settling(batch, progress))
+    seconds = time.monotonic() - began
+    return Demo(path.name, batch, outcome_of(batch), seconds)
+
+
+def engine() -> dict[str, str]:
+    """Name what the demo ran on: the module of each backend."""
+    conf = get_settings()
+    return {
+        "database": connection.vendor,
+        "transport": _module(conf.transports["default"]),
+        "coordination": _module(conf.coordination),
+    }
+
+
+def _module(declared: dict[str, Any]) -> str:
+    return str(declared["BACKEND"]).split(".")[-2]
