@@ -279,7 +279,8 @@ def _queue_conf(conf: Settings, name: str) -> QueueConf:
     cached = _queue_cache.get(name)
     if cached is not None and cached[0] is conf:
         return cached[1]
-    given, problems = convert(QueueOptions, conf.queues.get(name, {}), f"KJO['QUEUES'][{name!r}]")
+    merged = {**_declared.get(name, {}), **conf.queues.get(name, {})}
+    given, problems = convert(QueueOptions, merged, f"KJO['QUEUES'][{name!r}]")
     if problems:
         raise ImproperlyConfigured(problems[0].message)
     topic = given.topic or name
@@ -301,6 +302,21 @@ def _queue_conf(conf: Settings, name: str) -> QueueConf:
 
 
 _queue_cache: dict[str, tuple[Settings, QueueConf]] = {}
+_declared: dict[str, dict[str, Any]] = {}
+
+
+def declare_queue(name: str, **options: Any) -> None:
+    """Declare a queue in code, as template consumers do; ``KJO["QUEUES"]`` wins key by key.
+
+    :param options: those of ``QueueOptions``.
+    """
+    _declared[name] = options
+    _queue_cache.pop(name, None)
+
+
+def declared_queues() -> list[str]:
+    """Return the names of queues declared in code."""
+    return list(_declared)
 
 
 # --- Reading --------------------------------------------------------------------------------------

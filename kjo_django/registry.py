@@ -12,8 +12,12 @@ from typing import Any
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.messages.envelope import MAX_TYPE_LENGTH
+from kjo_django.conf import declared_queues, get_settings
+from kjo_django.exceptions import MessageError, PermanentError
+from kjo_django.messages import envelope
+from kjo_django.messages.envelope import MAX_TYPE_LENGTH, Message
 from kjo_django.messages.serializers import JSON, Serializer
+from kjo_django.transports.base import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,21 @@ class Handler:
         """Its registered name, ``<app>.<function>`` by default."""
         return self.options.name
 
+    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn a decoded payload into the call's arguments, the context apart.
+
+        :raises MessageError: it is no object.
+        :raises PermanentError: the function does not take its keys.
+        """
+        if not isinstance(value, dict):
+            raise MessageError(
+                "invalid", f"The payload must be an object, not {type(value).__name__}"
+            )
+        problem = self.check_arguments(value)
+        if problem is not None:
+            raise PermanentError(f"The handler {self.name} does not take this payload: {problem}")
+        return (), value
+
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
         """Return why the handler cannot take this payload as keyword arguments, or None."""
         try:
@@ -61,6 +80,17 @@ class Handler:
             return str(error)
         return None
 
+    observes: bool = False
+    """Whether the two hooks below do anything; the hot path asks no more of handlers that do not
+    care."""
+
+    def on_failure(self, outcome: Any) -> None:
+        """Called inside the transaction that records a failed attempt or the job's death
+        (``consumer.work.Outcome``). What it raises is logged and undone, the record stands."""
+
+    def on_settled(self, outcome: Any) -> None:
+        """Called once the outcome is durable. What it raises is logged."""
+
     def key_of(self, payload: dict[str, Any]) -> str:
         """Return the ordering key of a payload, or "" for none."""
         declared = self.options.key
@@ -70,8 +100,43 @@ class Handler:
         return "" if value is None else str(value)
 
 
-_handlers: dict[str, Handler] = {}
+class Route:
+    """How the records of a queue's topic become messages for handlers.
+
+    This one is for jobs: our envelope in the headers, the handler by its name. Queues whose topics
+    carry something else (items of a template producer, events of other services) bind their own.
+    """
+
+    def read(self, record: Record, *, max_bytes: int) -> tuple[Message, Handler | None] | None:
+        """Read a record; None skips it: it was meant for others.
+
+        Returns no handler for a message of ours that nobody here can handle: it is dead-lettered.
+
+        :raises MessageError: it can never be read; it is dead-lettered with its bytes as they are.
+        """
+        message = envelope.read(
+            record.value, record.headers, max_bytes=max_bytes, timestamp=record.timestamp
+        )
+        return message, find(message.type)
+
+
+JOBS = Route()
 _lock = threading.Lock()
+_routes: dict[str, Route] = {}
+
+
+def bind(queue: str, route: Route) -> None:
+    """Read the records of a queue's topic with ``route``."""
+    with _lock:
+        _routes[queue] = route
+
+
+def route_of(queue: str) -> Route:
+    """Return how the records of this queue's topic are read."""
+    return _routes.get(queue, JOBS)
+
+
+_handlers: dict[str, Handler] = {}
 
 
 def register(handler: Handler) -> None:
@@ -116,9 +181,8 @@ def handlers() -> list[Handler]:
 
 def queue_names() -> list[str]:
     """Return every queue that is declared in the settings or used by a handler, sorted."""
-    from kjo_django.conf import get_settings
-
-    return sorted({handler.options.queue for handler in handlers()} | set(get_settings().queues))
+    used = {handler.options.queue for handler in handlers()}
+    return sorted(used | set(get_settings().queues) | set(declared_queues()))
 
 
 def default_name(function: Callable[..., Any]) -> str:

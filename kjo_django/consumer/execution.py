@@ -15,7 +15,7 @@ from django.utils import timezone
 from kjo_django.consumer.context import JobContext
 from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
 from kjo_django.consumer.work import Delivery
-from kjo_django.exceptions import JobTimeoutError, MessageError, PayloadError, PermanentError
+from kjo_django.exceptions import JobTimeoutError, PayloadError, PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import dump_result, serializer_for
 
@@ -48,24 +48,20 @@ def make_context(delivery: Delivery, attempt: int, max_attempts: int) -> JobCont
     )
 
 
-def arguments_of(delivery: Delivery) -> dict[str, Any]:
-    """Decode the payload into keyword arguments.
+def arguments_of(delivery: Delivery, context: JobContext) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Decode the payload into the handler's arguments.
 
-    :raises MessageError: it cannot be decoded or is no object.
-    :raises PermanentError: the handler does not take these arguments.
+    :raises MessageError: it cannot be decoded.
+    :raises PermanentError: the handler does not take it.
     """
     message, handler = delivery.message, delivery.handler
     assert message is not None
     assert handler is not None
-    payload = serializer_for(message.content_type).loads(message.payload)
-    if not isinstance(payload, dict):
-        raise MessageError(
-            "invalid", f"The payload must be an object, not {type(payload).__name__}"
-        )
-    problem = handler.check_arguments(payload)
-    if problem is not None:
-        raise PermanentError(f"The handler {handler.name} does not take this payload: {problem}")
-    return payload
+    value = serializer_for(message.content_type).loads(message.payload)
+    positional, named = handler.arguments(value)
+    if handler.options.takes_context:
+        positional = (context, *positional)
+    return positional, named
 
 
 def time_limit(delivery: Delivery) -> float | None:
@@ -83,14 +79,13 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
     """
     handler = delivery.handler
     assert handler is not None
-    payload = arguments_of(delivery)
-    arguments = (context,) if handler.options.takes_context else ()
+    positional, named = arguments_of(delivery, context)
     limit = time_limit(delivery)
     if handler.is_async:
-        value = async_to_sync(_with_limit)(handler.function(*arguments, **payload), context, limit)
+        value = async_to_sync(_with_limit)(handler.function(*positional, **named), context, limit)
     else:
         with watch.limit(context, limit):
-            value = handler.function(*arguments, **payload)
+            value = handler.function(*positional, **named)
     return _wrap(delivery, value)
 
 
@@ -133,9 +128,8 @@ async def _run_one(delivery: Delivery, context: JobContext) -> Ran:
     handler = delivery.handler
     assert handler is not None
     try:
-        payload = arguments_of(delivery)
-        arguments = (context,) if handler.options.takes_context else ()
-        coroutine = handler.function(*arguments, **payload)
+        positional, named = arguments_of(delivery, context)
+        coroutine = handler.function(*positional, **named)
         value = _wrap(delivery, await _with_limit(coroutine, context, time_limit(delivery)))
     except Exception as error:
         return Ran(started_at, time.perf_counter() - start, error=error)

@@ -231,8 +231,19 @@ class Pipeline:
         acknowledge(settled, in_transaction=False)
         deferred = [o.delivery for o in outcomes if o.result is Result.DEFERRED or id(o) in stuck]
         self._leases.release([o.delivery.lease for o in outcomes if o.delivery.message is not None])
+        self._tell_handlers(settled)
         self._on_outcomes(settled)
         return deferred
+
+    def _tell_handlers(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            handler = outcome.delivery.handler
+            if handler is not None and handler.observes:
+                try:
+                    handler.on_settled(outcome)
+                except Exception:
+                    # The state is committed; a hook cannot take it back (KJO-F12).
+                    logger.exception("The hook of %s failed", handler.name)
 
     def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Release what an outage kept from settling; the attempt is not spent."""

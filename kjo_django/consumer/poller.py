@@ -15,7 +15,6 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.consumer.lanes import Lanes
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import MessageError
-from kjo_django.messages.envelope import read
 from kjo_django.transports.base import Record, Subscription, TopicPartition, Transport
 
 logger = logging.getLogger("kjo_django")
@@ -149,22 +148,21 @@ class Poller:
         self._on_error(subscription.last_error)
         if records:
             self.polled_count += len(records)
-            self._lanes.put([self.read(record, subscription) for record in records])
+            read = [self.read(record, subscription) for record in records]
+            self._lanes.put([delivery for delivery in read if delivery is not None])
 
-    def read(self, record: Record, subscription: Subscription) -> Delivery:
-        """Read the envelope and find the handler; what cannot be read becomes poison, not an
-        error: the loop goes on."""
+    def read(self, record: Record, subscription: Subscription) -> Delivery | None:
+        """Read the message and find its handler; what cannot be read becomes poison, not an error:
+        the loop goes on. None: the record was meant for others, and is settled."""
         queue = self._queue_of[record.topic]
         try:
-            message = read(
-                record.value,
-                record.headers,
-                max_bytes=self._max_bytes,
-                timestamp=record.timestamp,
-            )
+            found = registry.route_of(queue.name).read(record, max_bytes=self._max_bytes)
         except MessageError as problem:
             return Delivery(record, subscription, queue, None, None, problem)
-        handler = registry.find(message.type)
+        if found is None:
+            subscription.acknowledge([record])
+            return None
+        message, handler = found
         if handler is not None and handler.options.queue in self._queues:
             # Queues that share a topic: the handler tells them apart.
             candidate = self._queues[handler.options.queue]

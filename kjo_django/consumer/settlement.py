@@ -24,6 +24,7 @@ from kjo_django.consumer.deadletters import (
 from kjo_django.consumer.work import Outcome, Result
 from kjo_django.exceptions import MessageError, PublishError
 from kjo_django.ids import uuid7
+from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
@@ -174,6 +175,7 @@ def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> Non
             continue
         if job_id is not None and outcome.result in (Result.RETRIED, Result.DEAD):
             failures.append(_failure(outcome, job_id, now, worker))
+        _tell_handler(using, outcome)
         if outcome.result is Result.DEAD:
             letter = dead_letter_of(outcome, job_id, now)
             outcome.notes["dead_letter_id"] = str(letter.pk)
@@ -183,6 +185,17 @@ def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> Non
     dead = [outcome for outcome in outcomes if outcome.result is Result.DEAD]
     if dead:
         logger.error("Dead-lettered %s", "; ".join(reasons(dead)))
+
+
+def _tell_handler(using: str, outcome: Outcome) -> None:
+    handler = outcome.delivery.handler
+    if handler is None or not handler.observes:
+        return
+    try:
+        with transaction.atomic(using=using):
+            handler.on_failure(outcome)
+    except Exception:
+        logger.exception("The failure hook of %s failed", handler.name)
 
 
 def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]:
@@ -232,14 +245,18 @@ def _send_retry(using: str, job: Job) -> None:
 
 def _birth(outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | None:
     """Return the row of a foreign message's first failure; None where a dead letter says it all."""
-    delivery, message = outcome.delivery, outcome.delivery.message
+    delivery, message, record = outcome.delivery, outcome.delivery.message, outcome.delivery.record
     assert message is not None
     if outcome.result is not Result.RETRIED:
         return None
+    # Its headers travel on with the retry, whoever set them.
+    headers = {name: names.text(record.headers, name) for name in record.headers}
     try:
-        id, headers = uuid.UUID(message.id), None
+        id = uuid.UUID(message.id)
     except ValueError:
-        id, headers = uuid7(), {ORIGIN_ID: message.id}
+        id = uuid7()
+    if str(id) != message.id:
+        headers[ORIGIN_ID] = message.id
     handler = delivery.handler
     limit = (handler and handler.options.max_attempts) or delivery.queue.max_attempts
     ttl = delivery.queue.result_ttl // timedelta(milliseconds=1)
@@ -254,7 +271,7 @@ def _birth(outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | No
         max_attempts=limit,
         payload=message.payload,
         content_type=storable_text(message.content_type, 50),
-        headers=headers,
+        headers={storable_text(k): storable_text(v) for k, v in headers.items()} or None,
         created_at=message.timestamp or now,
         result_ttl=ttl,
         topic=delivery.record.topic,

@@ -55,7 +55,7 @@ class Delivery:
     def lease(self) -> str:
         """Its lease's name."""
         assert self.message is not None
-        return lease_name(self.queue, self.message.id)
+        return lease_name(self.queue, self.message.lease_id or self.message.id)
 
     @property
     def kind(self) -> str:

@@ -37,6 +37,8 @@ class Message:
     """The attempt this message asks for, from 1. A row that has seen it makes the message stale."""
     replay_count: int
     timestamp: datetime | None
+    lease_id: str = ""
+    """What is leased while it runs; its id unless several messages concern one item."""
 
 
 def job_headers(
