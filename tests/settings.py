@@ -1,5 +1,7 @@
 """Settings of the tests: the embedded default, unless the environment names real servers."""
 
+import json
+import logging
 import os
 from typing import Any
 from urllib.parse import urlsplit
@@ -103,3 +105,11 @@ if os.environ.get("REDIS_URL"):
         "BACKEND": "kjo_django.coordination.redis.RedisCoordination",
         "OPTIONS": {"CACHE": "default"},
     }
+
+# What one test asks for in the processes it starts: keys of KJO, and what they log.
+KJO.update(json.loads(os.environ.get("KJO_TEST_SETTINGS", "{}")))
+if os.environ.get("KJO_TEST_LOG_LEVEL"):
+    logging.basicConfig(
+        level=os.environ["KJO_TEST_LOG_LEVEL"],
+        format="%(asctime)s %(process)d %(threadName)s %(levelname)s %(message)s",
+    )
