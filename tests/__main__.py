@@ -1,0 +1,27 @@
+"""Every test there is, with the servers they need: `python -m tests [PYTEST ARGUMENTS]`.
+
+Installs Kafka, Redis and PostgreSQL where they are missing, then runs pytest. ruff, the import
+contracts and mypy are tests too (`tests/checks`), so pytest's last line tells of everything.
+Without the servers the rest is run all the same, and the exit code says that something is missing.
+"""
+
+import sys
+
+import pytest
+
+from tests.services.errors import ServiceError
+from tests.services.provisioning import provision
+
+
+def main(arguments: list[str]) -> int:
+    # Not left to the fixtures: installing may take longer than a test is given.
+    try:
+        provision()
+    except ServiceError as error:
+        print(f"error: {error}\n", file=sys.stderr)
+        return int(pytest.main(arguments)) or 1
+    return int(pytest.main(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
