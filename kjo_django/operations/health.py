@@ -1,0 +1,244 @@
+"""Is it well? Ordered checks, each with what to do; the whole answers within its timeout.
+
+Every probe runs in a thread of its own with a deadline: connecting to a server that is away may
+hang for minutes. What depends on something broken is not checked and says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from django.db import connections
+from django.db.migrations.executor import MigrationExecutor
+from django.db.models import Sum
+from django.utils import timezone
+
+from kjo_django import conf as configuration
+from kjo_django import registry
+from kjo_django.backends import get_coordination, get_transport, transport_class
+from kjo_django.conf import get_settings
+from kjo_django.models import MetricBucket
+from kjo_django.operations import status, topics
+from kjo_django.operations.queues import paused_queues
+from kjo_django.producer.dispatch import jobs_database
+
+SETTINGS, DATABASE, COORDINATION, TRANSPORTS = "settings", "database", "coordination", "transports"
+TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
+FAILURES, PROGRESS = "failures", "progress"
+
+LEAST_EXECUTIONS = 10
+"""Below this many in the window a failure rate says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What is still well (RST-31)."""
+
+    lag: int = 100
+    """Messages a queue's group may be behind (RST-F3: lag, not the length of the stream)."""
+    failure_rate: float = 0.10
+    """Share of the finished jobs of the window that may have failed."""
+    idle: timedelta = timedelta(seconds=300)
+    """How long due work may wait; also the window of the failure rate."""
+    relay_age: timedelta = timedelta(seconds=60)
+    """How long a due job may wait for the relay."""
+
+
+@dataclass(slots=True)
+class Check:
+    """One answer. ``ok`` is None where it was not checked."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    fix: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    name: str
+    ask: Callable[[Thresholds, float], tuple[bool, str, str]]
+    """Gets the thresholds and the seconds left; what it raises is the detail of a failure."""
+    fix: str
+    needs: tuple[str, ...] = field(default=(SETTINGS,))
+
+
+def health(timeout: float = 5.0, thresholds: Thresholds | None = None) -> list[Check]:
+    """Check everything in order, in at most about ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    checks: dict[str, Check] = {}
+    for probe in PROBES:
+        broken = [name for name in probe.needs if not checks[name].ok]
+        if broken:
+            checks[probe.name] = Check(probe.name, None, f"not checked: {broken[0]} is not well")
+        else:
+            left = deadline - time.monotonic()
+            checks[probe.name] = _answer(probe, thresholds or Thresholds(), left)
+    return list(checks.values())
+
+
+def is_healthy(checks: Iterable[Check]) -> bool:
+    """Return whether every check passed."""
+    return all(check.ok for check in checks)
+
+
+def _answer(probe: _Probe, thresholds: Thresholds, seconds: float) -> Check:
+    """Ask in a thread; a daemon, so that one that hangs keeps nobody from exiting."""
+    answers: list[Check] = []
+
+    def ask() -> None:
+        try:
+            ok, detail, fix = probe.ask(thresholds, max(0.1, seconds))
+            answers.append(Check(probe.name, ok, detail, "" if ok else fix or probe.fix))
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}"
+            answers.append(Check(probe.name, False, detail, probe.fix))
+        finally:
+            connections.close_all()
+
+    if seconds <= 0:
+        return Check(probe.name, False, "not checked: the time was up", "Raise --timeout.")
+    thread = threading.Thread(target=ask, name=f"kjo-health-{probe.name}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if answers:
+        return answers[0]
+    return Check(probe.name, False, f"no answer within {seconds:.1f} s", probe.fix)
+
+
+# --- The probes, in the order of their dependencies ---------------------------------------------
+
+
+def _settings(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    problems = configuration.problems()
+    if problems:
+        return False, problems[0].message, problems[0].hint
+    conf = get_settings()
+    for name in registry.queue_names():
+        transport_class(conf.queue(name).transport)
+    topics.wanted()
+    return True, f"service {conf.service_name!r}, {len(registry.queue_names())} queues", ""
+
+
+def _database(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    connection = connections[jobs_database()]
+    connection.ensure_connection()
+    executor = MigrationExecutor(connection)
+    targets = [key for key in executor.loader.graph.leaf_nodes() if key[0] == "kjo_django"]
+    pending = executor.migration_plan(targets)
+    name = f"{connection.display_name} {connection.alias!r}"
+    if pending:
+        return False, f"{name}: {len(pending)} migrations are not applied", "Run manage.py migrate."
+    return True, f"{name}, migrations applied", ""
+
+
+def _coordination(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    return True, get_coordination().probe(timeout), ""
+
+
+def _transports(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    aliases = list(get_settings().transports)
+    share = timeout / max(1, len(aliases))
+    found = [f"{alias}: {get_transport(alias).probe(share)}" for alias in aliases]
+    return True, "; ".join(found), ""
+
+
+def _topics(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    reports = topics.plan()
+    wrong = [
+        f"{report.name} {', '.join(report.differences)}" for report in reports if not report.is_ok
+    ]
+    if wrong:
+        by_hand = all(report.action == "by hand" for report in reports if not report.is_ok)
+        fix = "Change the topics or topic_options." if by_hand else ""
+        return False, "; ".join(wrong), fix
+    return True, f"{len(reports)} as configured", ""
+
+
+def _relay(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    found = status.relay()
+    age = found["oldest_seconds"] or 0.0
+    if not found["is_needed"]:
+        return True, "not needed: messages are written with their jobs", ""
+    detail = f"{found['backlog']} due jobs wait, the oldest for {age:.0f} s"
+    return age <= thresholds.relay_age.total_seconds(), detail, ""
+
+
+def _workers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    alive = [worker for worker in status.workers() if worker["is_alive"]]
+    served = {queue for worker in alive for queue in worker["queues"]}
+    serves_all = any(not worker["queues"] for worker in alive)
+    missing = [] if serves_all else sorted(set(registry.queue_names()) - served)
+    if missing:
+        return False, f"{len(alive)} alive; none for {', '.join(missing)}", ""
+    return bool(alive), f"{len(alive)} alive", ""
+
+
+def _lag(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    queues = status.status()["queues"]
+    errors = [f"{row['queue']}: {row['lag_error']}" for row in queues if row["lag_error"]]
+    if errors:
+        return False, "; ".join(errors), "See the transports."
+    behind = [row for row in queues if row["lag"] > thresholds.lag]
+    if behind:
+        told = ", ".join(f"{row['queue']} {row['lag']}" for row in behind)
+        return False, f"over {thresholds.lag}: {told}", ""
+    return True, f"at most {max((row['lag'] for row in queues), default=0)} messages", ""
+
+
+def _failures(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    done, failed = _recent(thresholds.idle)
+    if done + failed < LEAST_EXECUTIONS:
+        return True, f"{failed} of {done + failed} jobs lately, too few to judge", ""
+    rate = failed / (done + failed)
+    detail = f"{rate:.1%} of {done + failed} jobs of the last {thresholds.idle} failed"
+    return rate <= thresholds.failure_rate, detail, ""
+
+
+def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    paused = paused_queues()
+    waiting = status.oldest_waiting(timezone.now())
+    limit = timezone.now() - thresholds.idle
+    late = sorted(name for name, since in waiting.items() if since < limit and name not in paused)
+    if not late:
+        return True, "no due work waits long", ""
+    if sum(_recent(thresholds.idle)):
+        return True, f"busy; work waits in {', '.join(late)}", ""
+    return (
+        False,
+        f"nothing was processed for {thresholds.idle}; work waits in {', '.join(late)}",
+        "",
+    )
+
+
+def _recent(window: timedelta) -> tuple[int, int]:
+    """Return how many jobs completed and failed lately, from the minute aggregates."""
+    rows = MetricBucket.objects.using(jobs_database()).filter(minute__gte=timezone.now() - window)
+    sums = rows.aggregate(done=Sum("completed_count"), failed=Sum("failed_count"))
+    return sums["done"] or 0, sums["failed"] or 0
+
+
+_STORED = (SETTINGS, DATABASE)
+PROBES = (
+    _Probe(SETTINGS, _settings, "Correct the KJO setting; see manage.py check.", ()),
+    _Probe(DATABASE, _database, "Start the database, or correct DATABASES.", (SETTINGS,)),
+    _Probe(COORDINATION, _coordination, "Start it, or correct KJO['COORDINATION']."),
+    _Probe(TRANSPORTS, _transports, "Start it, or correct KJO['TRANSPORTS']."),
+    _Probe(TOPICS, _topics, "Run manage.py kjo_topics create.", (SETTINGS, TRANSPORTS)),
+    _Probe(
+        RELAY, _relay, "Start manage.py kjo_produce, or kjo_consume without --no-relay.", _STORED
+    ),
+    _Probe(WORKERS, _workers, "Start manage.py kjo_consume.", _STORED),
+    _Probe(LAG, _lag, "Start more workers, or raise CONCURRENCY.", (*_STORED, TRANSPORTS)),
+    _Probe(FAILURES, _failures, "Look at the open dead letters.", _STORED),
+    _Probe(PROGRESS, _progress, "Start manage.py kjo_consume, or restart it.", _STORED),
+)

@@ -1,0 +1,128 @@
+"""Rescuing queued jobs whose message is gone.
+
+It should not happen: a message is acknowledged after its job's outcome is durable. But topics are
+deleted, retentions end, offsets are reset by hand and groups renamed. A job that has been queued
+for ``RESCUE_AFTER``, that no worker holds and whose message its group has passed is handed over
+again, with the same generation and attempt; a message that was not gone after all is absorbed as a
+duplicate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from django.db import transaction
+from django.db.models import Q
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.backends import get_transport
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.exceptions import PublishError
+from kjo_django.ids import uuid7_floor
+from kjo_django.models import Job, transition
+from kjo_django.operations.jobs import send, take
+from kjo_django.operations.queues import paused_queues
+from kjo_django.operations.rows import chunks
+from kjo_django.producer import dispatch
+from kjo_django.states import JobState
+from kjo_django.transports.base import TopicPartition, Transport
+
+logger = logging.getLogger("kjo_django")
+
+PATIENCE = 10
+"""Where nobody knows whether a message still waits behind others, a job is published again after
+this many times ``RESCUE_AFTER``: late, but not never, and without doubling a backlog in between."""
+
+
+@dataclass(slots=True)
+class RescueReport:
+    """What a rescue found."""
+
+    republished: int = 0
+    busy: int = 0
+    """Being processed after all."""
+    unreachable: dict[str, str] = field(default_factory=dict)
+    """Queues whose transport could not be asked, and why."""
+
+
+def rescue(queues: Iterable[str] | None = None, *, limit: int = 10_000) -> RescueReport:
+    """Hand over again the queued jobs whose message is gone; paused queues are left alone.
+
+    :param limit: republish at most so many in one call.
+    """
+    report = RescueReport()
+    names = registry.queue_names() if queues is None else queues
+    for name in sorted(set(names) - paused_queues()):
+        queue = get_settings().queue(name)
+        try:
+            _rescue_queue(queue, limit, report)
+        except PublishError as error:
+            report.unreachable[name] = str(error)
+    if report.republished:
+        logger.warning("Rescued %d queued jobs whose message was gone", report.republished)
+    return report
+
+
+def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
+    conf, using, now = get_settings(), dispatch.jobs_database(), timezone.now()
+    cutoff = now - conf.rescue_after
+    stale = Job.objects.using(using).filter(
+        Q(queued_at__lt=cutoff) | Q(queued_at=None),
+        queue=queue.name,
+        state=JobState.QUEUED,
+        pk__lt=uuid7_floor(cutoff),
+        available_at__lt=cutoff,
+    )
+    if not stale.exists():
+        return  # the usual case; the transport is not bothered
+    gone = _gone(queue, now)
+    for keys in chunks(stale.filter(gone)):
+        if report.republished >= limit:
+            return
+        with transaction.atomic(using=using):
+            taken = take(keys[: limit - report.republished])
+            ids = [job.pk for job in taken.free]
+            rows = stale.filter(pk__in=ids)
+            # Only what is still stale: another worker may have rescued it this moment.
+            ids = list(rows.values_list("pk", flat=True))
+            count = transition(
+                "republish",
+                rows,
+                state=dispatch.initial_state(queue),
+                queued_at=now if dispatch.is_transactional(queue) else None,
+                topic="",
+                partition=None,
+                offset=None,
+            )
+            if count:
+                send(using, ids, queue)
+        report.republished += count
+        report.busy += taken.busy_count
+
+
+def _gone(queue: QueueConf, now: datetime) -> Q:
+    """Return the condition on stale jobs whose message no longer waits for the queue's group."""
+    transport = get_transport(queue.transport)
+    lag = transport.lag([queue.topic], queue.consumer_group)
+    # Waiting long beyond reason; also true of jobs whose place nobody recorded.
+    lost = Q(queued_at__lt=now - PATIENCE * get_settings().rescue_after)
+    if not lag or not any(lag.values()):
+        return Q(pk__isnull=False)  # nothing waits, or nobody knows: duplicates are absorbed
+    committed = _committed(transport, queue)
+    for partition, waiting in lag.items():
+        place = Q(topic=partition.topic, partition=partition.partition)
+        if not waiting:
+            lost |= place
+        elif partition in committed:
+            lost |= place & Q(offset__lt=committed[partition])
+    return lost
+
+
+def _committed(transport: Transport, queue: QueueConf) -> dict[TopicPartition, int]:
+    """Return the next offset of the group by partition, where the transport can tell."""
+    ask = getattr(transport, "committed", None)
+    return dict(ask([queue.topic], queue.consumer_group)) if ask is not None else {}

@@ -1,0 +1,180 @@
+"""Health: ordered checks, each with its fix, within a timeout (RST-31, KII-35)."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from kjo_django.backends import get_transport
+from kjo_django.exceptions import CoordinationError, PublishError
+from kjo_django.operations import health as module
+from kjo_django.operations import topics
+from kjo_django.operations.health import PROBES, Thresholds, health, is_healthy
+from kjo_django.transports.base import OutgoingRecord
+from kjo_django.transports.memory import MemoryTransport
+from tests.factories import JobFactory, MetricBucketFactory, QueueControlFactory, WorkerFactory
+
+# The probes run in threads of their own, which see committed rows only.
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture(autouse=True)
+def memory(settings):
+    settings.KJO = {
+        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
+        "QUEUES": {"emails": {}},
+    }
+    transport = get_transport()
+    transport.clear()
+    topics.create()
+    yield transport
+    transport.clear()
+
+
+@pytest.fixture
+def worker():
+    from kjo_django import registry
+
+    return WorkerFactory(queues=registry.queue_names())
+
+
+def check(name, **kwargs):
+    return next(found for found in health(**kwargs) if found.name == name)
+
+
+def test_all_is_well_with_a_worker_and_nothing_waiting(worker):
+    checks = health()
+    assert is_healthy(checks), [found for found in checks if not found.ok]
+    assert [found.name for found in checks] == [probe.name for probe in PROBES]
+    assert all(found.fix == "" and found.detail for found in checks)
+
+
+def test_wrong_settings_are_named_and_nothing_else_is_asked(settings):
+    settings.KJO = {"QUEUESS": {}}
+    first, *rest = health()
+    assert (first.name, first.ok) == ("settings", False)
+    assert "QUEUESS" in first.detail
+    assert "QUEUES" in first.fix
+    assert {found.ok for found in rest} == {None}
+    assert not is_healthy([first, *rest])
+
+
+def test_the_embedded_default_is_well_without_relay_or_topics(settings, worker):
+    settings.KJO = {}
+    worker.queues = []
+    worker.save()
+    checks = health()
+    assert is_healthy(checks), [found for found in checks if not found.ok]
+    assert "not needed" in next(c for c in checks if c.name == "relay").detail
+
+
+def test_a_transport_out_of_reach_takes_its_dependants_with_it(memory, worker):
+    memory.fail("the broker is away")
+    by_name = {found.name: found for found in health()}
+    assert by_name["transports"].ok is False
+    assert "the broker is away" in by_name["transports"].detail
+    assert by_name["topics"].ok is by_name["lag"].ok is None
+    assert by_name["workers"].ok is True
+
+
+def test_coordination_out_of_reach_is_told(monkeypatch):
+    from kjo_django.coordination.database import DatabaseCoordination
+
+    def probe(self, timeout):
+        raise CoordinationError("redis is away")
+
+    monkeypatch.setattr(DatabaseCoordination, "probe", probe)
+    assert "redis is away" in check("coordination").detail
+
+
+def test_a_probe_that_hangs_is_given_up_in_time(monkeypatch):
+    # Given a server behind a firewall
+    monkeypatch.setattr(MemoryTransport, "probe", lambda self, timeout: time.sleep(30))
+    # When
+    started = time.monotonic()
+    found = check("transports", timeout=0.5)
+    # Then
+    assert time.monotonic() - started < 3
+    assert found.ok is False
+    assert "no answer" in found.detail
+
+
+def test_missing_topics_are_named_with_the_command_that_makes_them(memory):
+    memory.clear()
+    found = check("topics")
+    assert found.ok is False
+    assert "emails" in found.detail
+    assert "kjo_topics create" in found.fix
+
+
+def test_a_relay_that_is_late_is_told():
+    JobFactory(queue="emails", available_at=timezone.now() - timedelta(seconds=61))
+    found = check("relay")
+    assert (found.ok, "1 due jobs" in found.detail) == (False, True)
+
+
+def test_a_queue_without_a_living_worker_is_told():
+    WorkerFactory(queues=["emails"], stale=True)
+    found = check("workers")
+    assert found.ok is False
+    assert "emails" in found.detail
+    assert "kjo_consume" in found.fix
+
+
+@pytest.mark.parametrize(("count", "ok"), [(100, True), (101, False)])
+def test_the_lag_may_be_a_hundred_messages(memory, count, ok):
+    """RST-31, RST-F3: lag, not the length of the stream."""
+    memory.publish([OutgoingRecord("emails", b"x")] * count)
+    assert check("lag").ok is ok
+    assert check("lag", thresholds=Thresholds(lag=1000)).ok is True
+
+
+@pytest.mark.parametrize(("failed", "ok"), [(10, True), (11, False)])
+def test_a_tenth_of_the_jobs_may_fail(worker, failed, ok):
+    """RST-31."""
+    MetricBucketFactory(completed_count=100 - failed, failed_count=failed, worker_id=worker.pk)
+    old = timezone.now() - timedelta(hours=1)
+    MetricBucketFactory(minute=old, completed_count=0, failed_count=999, worker_id=worker.pk)
+    assert check("failures").ok is ok
+
+
+def test_a_few_failures_of_few_jobs_say_nothing(worker):
+    MetricBucketFactory(completed_count=1, failed_count=1, worker_id=worker.pk)
+    assert check("failures").ok is True
+
+
+def test_work_that_waits_while_nothing_is_processed_is_told(worker):
+    """RST-31: nothing processed in five minutes."""
+    # Given
+    JobFactory(queue="emails", queued=True, available_at=timezone.now() - timedelta(seconds=301))
+    # When, then
+    assert check("progress").ok is False
+    # When something is processed, it is merely busy
+    MetricBucketFactory(completed_count=1, worker_id=worker.pk)
+    assert check("progress").ok is True
+
+
+def test_work_of_a_paused_queue_may_wait():
+    JobFactory(queue="emails", queued=True, available_at=timezone.now() - timedelta(hours=1))
+    QueueControlFactory(queue="emails", is_paused=True)
+    assert check("progress").ok is True
+
+
+def test_unapplied_migrations_are_told(monkeypatch):
+    monkeypatch.setattr(
+        module.MigrationExecutor, "migration_plan", lambda self, targets: [("kjo_django", "0002")]
+    )
+    found = check("database")
+    assert "not applied" in found.detail
+    assert "migrate" in found.fix
+
+
+def test_a_probe_that_raises_is_a_failed_check(monkeypatch):
+    def lag(self, topics, group):
+        raise PublishError("no")
+
+    monkeypatch.setattr(MemoryTransport, "lag", lag)
+    assert check("lag").ok is False

@@ -1,0 +1,195 @@
+"""Deleting what has been kept long enough (KII-37, KII-F10)."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from kjo_django.ids import uuid7_floor
+from kjo_django.models import (
+    DeadLetter,
+    Job,
+    JobFailure,
+    Lease,
+    Mark,
+    MetricBucket,
+    ProcessedEvent,
+    Worker,
+)
+from kjo_django.operations import prune as module
+from kjo_django.operations.prune import Retention, prune
+from tests.factories import (
+    DeadLetterFactory,
+    JobFactory,
+    JobFailureFactory,
+    MetricBucketFactory,
+    ProcessedEventFactory,
+    WorkerFactory,
+)
+
+pytestmark = pytest.mark.django_db
+
+
+def ago(**time):
+    return timezone.now() - timedelta(**time)
+
+
+def id_of(moment):
+    """A UUIDv7 minted at this moment."""
+    return uuid.UUID(int=uuid7_floor(moment).int + uuid.uuid4().int % 2**60)
+
+
+def old_job(days, **kwargs):
+    moment = ago(days=days)
+    return JobFactory(id=id_of(moment), created_at=moment, finished_at=moment, **kwargs)
+
+
+def test_finished_jobs_go_after_their_retention_and_open_ones_stay():
+    # Given
+    old_job(8, state="completed")
+    old_job(8, state="cancelled")
+    kept = {
+        old_job(6, state="completed").pk,
+        old_job(8, state="pending").pk,
+        old_job(8, state="queued").pk,
+        old_job(8, state="failing").pk,
+        old_job(8, state="failed").pk,
+    }
+    # When
+    counts = prune()
+    # Then
+    assert counts["jobs"] == 2
+    assert set(Job.objects.values_list("pk", flat=True)) == kept
+
+
+def test_a_job_created_long_ago_that_ended_today_stays():
+    job = old_job(90, state="completed")
+    Job.objects.update(finished_at=timezone.now())
+    assert prune()["jobs"] == 0
+    assert Job.objects.get() == job
+
+
+def test_a_job_whose_result_still_lives_stays():
+    old_job(90, state="completed", result_expires_at=timezone.now() + timedelta(days=1))
+    assert prune()["jobs"] == 0
+
+
+def test_a_failed_job_stays_as_long_as_its_dead_letter_is_open():
+    # Given
+    waiting = old_job(40, state="failed")
+    DeadLetterFactory(job=waiting)
+    done = old_job(40, state="failed")
+    letter = DeadLetterFactory(job=done, discarded=True)
+    JobFailureFactory(job=done)
+    # When
+    counts = prune()
+    # Then
+    assert counts["failed_jobs"] == 1
+    assert Job.objects.get() == waiting
+    assert not JobFailure.objects.exists()
+    letter.refresh_from_db()
+    assert letter.job is None
+
+
+def test_only_closed_dead_letters_go():
+    # Given
+    long_ago = ago(days=40)
+    DeadLetterFactory(id=id_of(long_ago), state="discarded", closed_at=long_ago)
+    DeadLetterFactory(id=id_of(long_ago), state="replayed", closed_at=long_ago)
+    stay = [
+        DeadLetterFactory(id=id_of(long_ago), state="open"),
+        DeadLetterFactory(id=id_of(long_ago), state="discarded", closed_at=timezone.now()),
+    ]
+    # When, then
+    assert prune()["dead_letters"] == 2
+    assert set(DeadLetter.objects.all()) == set(stay)
+
+
+def test_processed_events_go_by_their_time_whoever_minted_their_ids():
+    """KII-17: other services that share the table use random ids."""
+    # Given a random id that sorts before every UUIDv7
+    recent = ProcessedEventFactory(id=uuid.UUID(int=7))
+    ProcessedEventFactory(id=uuid.UUID(int=2**128 - 1), processed_at=ago(days=31))
+    ProcessedEventFactory(processed_at=ago(days=31))
+    # When, then
+    assert prune()["processed_events"] == 2
+    assert ProcessedEvent.objects.get() == recent
+
+
+def test_metrics_dead_workers_and_expired_marks_go():
+    # Given
+    alive = WorkerFactory()
+    WorkerFactory(heartbeat_at=ago(days=31))
+    MetricBucketFactory(minute=ago(days=31), worker_id=alive.pk)
+    MetricBucketFactory(worker_id=alive.pk)
+    Mark.objects.create(name="old", value="x", expires_at=ago(seconds=1))
+    Mark.objects.create(name="new", value="x", expires_at=ago(seconds=-60))
+    # When
+    counts = prune()
+    # Then
+    assert (counts["metric_buckets"], counts["workers"], counts["marks"]) == (1, 1, 1)
+    assert Worker.objects.get() == alive
+    assert MetricBucket.objects.count() == 1
+    assert Mark.objects.get().name == "new"
+
+
+def test_an_expired_lease_keeps_its_deliveries_for_a_day():
+    """Its message may come again, and the crash must count."""
+    Lease.objects.create(name="fresh", expires_at=ago(hours=1), deliveries=2)
+    Lease.objects.create(name="stale", expires_at=ago(days=2), deliveries=1)
+    assert prune()["leases"] == 1
+    assert Lease.objects.get().name == "fresh"
+
+
+def test_a_dry_run_counts_the_same_and_deletes_nothing():
+    # Given
+    old_job(8, state="completed")
+    DeadLetterFactory(id=id_of(ago(days=40)), state="discarded", closed_at=ago(days=40))
+    ProcessedEventFactory(processed_at=ago(days=31))
+    # When
+    dry = prune(dry_run=True)
+    # Then
+    assert Job.objects.count() == DeadLetter.objects.count() == 1
+    assert prune() == dry
+    assert set(prune().values()) == {0}
+
+
+def test_overrides_replace_single_retentions():
+    retention = Retention.of_settings(completed=timedelta(days=1), failed=None)
+    assert retention.completed == timedelta(days=1)
+    assert retention.failed == timedelta(days=30)
+    old_job(2, state="completed")
+    assert prune(retention)["jobs"] == 1
+
+
+def test_many_chunks_are_walked_and_told(monkeypatch):
+    # Given
+    monkeypatch.setattr(module, "CHUNK", 3)
+    for _ in range(7):
+        old_job(8, state="completed")
+    ProcessedEventFactory.create_batch(7, processed_at=ago(days=31))
+    told = []
+    # When
+    counts = prune(progress=lambda kind, count: told.append((kind, count)))
+    # Then
+    assert counts["jobs"] == counts["processed_events"] == 7
+    assert [count for kind, count in told if kind == "jobs"] == [3, 6, 7]
+
+
+def test_a_job_enqueued_anew_while_it_was_being_pruned_stays(monkeypatch):
+    """Found as completed, revived before it was locked."""
+    # Given
+    job = old_job(8, state="completed")
+    lock = module.lock
+
+    def revive_first(rows, keys):
+        Job.objects.update(state="pending", generation=2)
+        return lock(rows, keys)
+
+    monkeypatch.setattr(module, "lock", revive_first)
+    # When, then
+    assert prune()["jobs"] == 0
+    assert Job.objects.get() == job

@@ -1,0 +1,164 @@
+"""Rescuing queued jobs whose message is gone: no state waits for a human."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.backends import get_transport
+from kjo_django.ids import uuid7_floor
+from kjo_django.models import TransportMessage
+from kjo_django.operations import queues
+from kjo_django.operations.rescue import rescue
+from kjo_django.transports.base import OutgoingRecord, TopicPartition
+from kjo_django.transports.memory import MemoryTransport
+from tests.factories import JobFactory
+
+pytestmark = pytest.mark.django_db
+
+MEMORY = {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}}
+
+
+@pytest.fixture
+def memory(settings):
+    settings.KJO = MEMORY
+    transport = get_transport()
+    transport.clear()
+    yield transport
+    transport.clear()
+
+
+def queued_job(minutes=30, **kwargs):
+    moment = timezone.now() - timedelta(minutes=minutes)
+    defaults = {
+        "id": uuid.UUID(int=uuid7_floor(moment).int + uuid.uuid4().int % 2**60),
+        "state": "queued",
+        "queued_at": moment,
+        "available_at": moment,
+        "attempts": 1,
+        "topic": "default",
+        "partition": 0,
+        "offset": 0,
+    }
+    return JobFactory(**{**defaults, **kwargs})
+
+
+def test_a_job_nothing_waits_for_goes_back_to_the_relay_as_it_was(memory):
+    # Given
+    job = queued_job(generation=3)
+    # When
+    report = rescue(["default"])
+    # Then
+    assert report.republished == 1
+    job.refresh_from_db()
+    assert (job.state, job.generation, job.attempts) == ("pending", 3, 1)
+    assert job.offset is None
+    # And it is left alone afterwards
+    assert rescue(["default"]).republished == 0
+
+
+def test_on_a_transactional_transport_its_message_is_written_again():
+    # Given
+    job = queued_job()
+    # When
+    assert rescue(["default"]).republished == 1
+    # Then
+    job.refresh_from_db()
+    assert job.state == "queued"
+    assert job.queued_at > timezone.now() - timedelta(minutes=1)
+    assert TransportMessage.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"minutes": 5},
+        {"state": "failing"},
+        {"state": "completed"},
+        {"available_at": timezone.now() + timedelta(hours=1)},
+        {"queued_at": timezone.now()},
+    ],
+)
+def test_a_job_that_is_not_queued_for_long_is_left_alone(memory, change):
+    queued_job(**change)
+    assert rescue(["default"]).republished == 0
+
+
+def test_a_job_in_the_hands_of_a_worker_is_left_alone(memory):
+    queued_job(lease_token="t", lease_expires_at=timezone.now() + timedelta(minutes=1))
+    report = rescue(["default"])
+    assert (report.republished, report.busy) == (0, 1)
+
+
+def test_the_jobs_of_a_paused_queue_wait_as_they_should(memory):
+    queued_job()
+    queues.pause("default")
+    assert rescue(["default"]).republished == 0
+
+
+def test_a_job_whose_message_still_waits_in_a_backlog_is_left_alone(memory):
+    """Publishing it again would double the backlog every time."""
+    # Given
+    memory.publish([OutgoingRecord("default", b"x")])
+    queued_job()
+    # When, then
+    assert rescue(["default"]).republished == 0
+    # But beyond all reason it is published again: late, never not at all
+    queued_job(minutes=60 * 24)
+    assert rescue(["default"]).republished == 1
+
+
+def test_where_the_transport_tells_positions_what_the_group_has_passed_is_rescued(
+    memory, monkeypatch
+):
+    # Given
+    memory.publish([OutgoingRecord("default", b"x") for _ in range(20)])
+    passed, ahead = queued_job(offset=9), queued_job(offset=10)
+    committed = {TopicPartition("default", 0): 10}
+    monkeypatch.setattr(
+        MemoryTransport, "committed", lambda self, topics, group: committed, raising=False
+    )
+    # When
+    assert rescue(["default"]).republished == 1
+    # Then
+    passed.refresh_from_db()
+    ahead.refresh_from_db()
+    assert (passed.state, ahead.state) == ("pending", "queued")
+
+
+def test_a_transport_out_of_reach_is_reported_and_keeps_no_other_queue_waiting(memory, monkeypatch):
+    # Given
+    from kjo_django.exceptions import PublishError
+
+    queued_job()
+    queued_job(queue="emails")
+
+    def lag(self, topics, group):
+        if topics == ["default"]:
+            raise PublishError("away")
+        return {}
+
+    monkeypatch.setattr(MemoryTransport, "lag", lag)
+    # When
+    report = rescue(["default", "emails"])
+    # Then
+    assert report.unreachable == {"default": "away"}
+    assert report.republished == 1
+
+
+def test_the_limit_bounds_one_call(memory):
+    for _ in range(3):
+        queued_job()
+    assert rescue(["default"], limit=2).republished == 2
+    assert rescue(["default"], limit=2).republished == 1
+
+
+def test_without_names_every_known_queue_is_looked_at(settings, memory):
+    settings.KJO = {**MEMORY, "QUEUES": {"emails": {}}}
+    queued_job(queue="emails")
+    assert "emails" in registry.queue_names()
+    assert rescue().republished == 1

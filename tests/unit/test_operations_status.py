@@ -1,0 +1,150 @@
+"""Status and its bounded counts."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from kjo_django.backends import get_transport
+from kjo_django.exceptions import PublishError
+from kjo_django.models import Job
+from kjo_django.operations import counting, status
+from kjo_django.transports.base import OutgoingRecord
+from kjo_django.transports.memory import MemoryTransport
+from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture(autouse=True)
+def memory(settings):
+    settings.KJO = {
+        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
+        "QUEUES": {"emails": {}, "images": {"topic": "image-queue"}},
+    }
+    transport = get_transport()
+    transport.clear()
+    yield transport
+    transport.clear()
+
+
+def queue(name, **kwargs):
+    return next(row for row in status.status(**kwargs)["queues"] if row["queue"] == name)
+
+
+def test_jobs_are_counted_by_queue_and_state():
+    # Given
+    JobFactory.create_batch(2, queue="emails")
+    JobFactory(queue="emails", queued=True)
+    JobFactory.create_batch(3, queue="emails", completed=True)
+    JobFactory(queue="images", failed=True)
+    # When, then
+    assert queue("emails")["states"] == {
+        "pending": 2,
+        "queued": 1,
+        "failing": 0,
+        "completed": 3,
+        "failed": 0,
+        "cancelled": 0,
+    }
+    assert queue("images")["states"]["failed"] == 1
+
+
+def test_counts_look_at_no_more_rows_than_the_limit_and_say_so(monkeypatch):
+    """DASHBOARD.md §3."""
+    # Given
+    JobFactory.create_batch(5, queue="emails")
+    rows = Job.objects.filter(state="pending").order_by("pk")
+    # When
+    groups, is_capped = counting.grouped_counts(rows, ("queue",), limit=3)
+    # Then
+    assert groups == {("emails",): (3, None)}
+    assert is_capped
+    assert counting.bounded_count(rows, limit=3) == 3
+
+
+def test_the_age_is_that_of_the_longest_waiting_due_job():
+    # Given
+    now = timezone.now()
+    JobFactory(queue="emails", available_at=now - timedelta(seconds=90))
+    JobFactory(queue="emails", available_at=now + timedelta(hours=1))
+    JobFactory(queue="images", queued=True, available_at=now - timedelta(seconds=30))
+    # When, then
+    assert 90 <= queue("emails")["oldest_waiting_seconds"] < 100
+    assert 30 <= queue("images")["oldest_waiting_seconds"] < 40
+
+
+def test_an_empty_queue_has_no_age():
+    assert queue("emails")["oldest_waiting_seconds"] is None
+
+
+def test_lag_is_told_by_partition(memory):
+    memory.publish([OutgoingRecord("image-queue", b"x")] * 3)
+    row = queue("images")
+    assert (row["lag"], row["lag_by_partition"], row["lag_error"]) == (3, {"0": 3}, None)
+
+
+def test_a_transport_that_is_away_is_asked_once_and_the_rest_is_shown(monkeypatch):
+    # Given
+    asked = []
+
+    def lag(self, topics, group):
+        asked.append(topics)
+        raise PublishError("away")
+
+    monkeypatch.setattr(MemoryTransport, "lag", lag)
+    # When
+    found = status.status()
+    # Then
+    assert [row["lag"] for row in found["queues"]] == [None] * len(found["queues"])
+    assert found["queues"][0]["lag_error"] == "away"
+    assert len(asked) == 1
+
+
+def test_the_relays_backlog_is_what_is_due(settings):
+    # Given
+    now = timezone.now()
+    JobFactory(available_at=now - timedelta(seconds=60))
+    JobFactory(state="failing", available_at=now - timedelta(seconds=10))
+    JobFactory(available_at=now + timedelta(hours=1))
+    # When, then
+    found = status.relay()
+    assert found["backlog"] == 2
+    assert 60 <= found["oldest_seconds"] < 70
+    assert found["is_needed"]
+    # And a transactional transport needs no relay
+    settings.KJO = {}
+    assert not status.relay()["is_needed"]
+
+
+def test_pauses_dead_letters_and_workers_are_shown_and_it_is_json():
+    # Given
+    QueueControlFactory(queue="emails", is_paused=True, changed_by="ann")
+    DeadLetterFactory.create_batch(2, queue="emails")
+    DeadLetterFactory(queue="emails", discarded=True)
+    WorkerFactory(name="gone", stale=True)
+    WorkerFactory(name="here")
+    WorkerFactory(name="bye", state="stopped")
+    # When
+    found = json.loads(json.dumps(status.status()))
+    # Then
+    row = next(row for row in found["queues"] if row["queue"] == "emails")
+    assert (row["is_paused"], row["changed_by"], row["open_dead_letters"]) == (True, "ann", 2)
+    assert [(w["name"], w["is_alive"]) for w in found["workers"]] == [
+        ("here", True),
+        ("gone", False),
+    ]
+
+
+def test_one_queue_can_be_asked_for():
+    assert [row["queue"] for row in status.status(["emails"])["queues"]] == ["emails"]
+
+
+def test_the_number_of_queries_does_not_grow_with_queues_or_jobs(django_assert_max_num_queries):
+    JobFactory.create_batch(20, queue="emails")
+    WorkerFactory.create_batch(5)
+    with django_assert_max_num_queries(15):
+        status.status()
