@@ -2,7 +2,8 @@
 
 On PostgreSQL wake-up calls reach other processes (NOTIFY); elsewhere only this one, and the others
 find out by polling. LISTEN needs a session of its own: a pooler in transaction mode swallows it,
-which costs the wake-ups and nothing else.
+which costs the wake-ups and nothing else. Where the database compares text without regard to case,
+as MySQL and MariaDB do by default, names that differ only in case exclude each other.
 
 ``OPTIONS``:
 
@@ -16,9 +17,10 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from django.db import InterfaceError, OperationalError, connections, router, transaction
@@ -38,6 +40,7 @@ _BATCH = 900
 """Names in one statement, within what SQLite binds."""
 _DELIVERIES_KEPT = timedelta(days=1)
 _PRUNE_EVERY = 600.0
+_TRIES = 10
 _NEVER = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
 
 
@@ -68,7 +71,7 @@ class DatabaseCoordination(Coordination):
         answers: dict[str, Claim] = {}
         with self._reached():
             for batch in _batches(sorted(set(stored.values()))):
-                answers.update(self._claim(batch, token, ttl))
+                answers.update(self._again(partial(self._claim, batch, token, ttl)))
         self._prune_sometimes()
         return [answers[stored[name]] for name in names]
 
@@ -118,24 +121,29 @@ class DatabaseCoordination(Coordination):
         held: set[str] = set()
         with self._reached():
             for batch in _batches(stored):
-                now = timezone.now()
-                live = self._leases(batch).filter(token=token, expires_at__gt=now)
-                extended = live.update(expires_at=now + ttl)
-                if extended == len(set(batch)):
-                    held.update(batch)
-                elif extended:
-                    held.update(live.values_list("name", flat=True))
+                held.update(self._again(partial(self._renew, batch, token, ttl)))
         return [name in held for name in stored]
+
+    def _renew(self, names: list[str], token: str, ttl: timedelta) -> set[str]:
+        now = timezone.now()
+        live = self._leases(names).filter(token=token, expires_at__gt=now)
+        extended = live.update(expires_at=now + ttl)
+        if extended == len(set(names)):
+            return set(names)
+        return set(live.values_list("name", flat=True)) if extended else set()
 
     def release(self, names: Sequence[str], token: str, *, count_delivery: bool = False) -> None:
         """Give up in one statement what ``token`` still holds (KJO-F10)."""
         with self._reached():
             for batch in _batches([_stored(name) for name in names]):
-                held = self._leases(batch).filter(token=token)
-                if count_delivery:
-                    held.update(token="", expires_at=timezone.now())
-                else:
-                    held._raw_delete(self.database)
+                self._again(partial(self._release, batch, token, count_delivery))
+
+    def _release(self, names: list[str], token: str, count_delivery: bool) -> None:
+        held = self._leases(names).filter(token=token)
+        if count_delivery:
+            held.update(token="", expires_at=timezone.now())
+        else:
+            held._raw_delete(self.database)
 
     def holders(self, names: Sequence[str]) -> dict[str, str]:
         """Return the token of each name that has a live lease."""
@@ -257,6 +265,19 @@ class DatabaseCoordination(Coordination):
             return
         self._prune_at = time.monotonic() + _PRUNE_EVERY
         self.prune()
+
+    def _again(self, action: Callable[[], T]) -> T:
+        """Repeat a transaction the database broke off: InnoDB also locks the gaps between names, in
+        which others insert, and so finds deadlocks where no two want the same name."""
+        for remaining in reversed(range(_TRIES)):
+            try:
+                return action()
+            except OperationalError as error:
+                is_over = not remaining or connections[self.database].in_atomic_block
+                if is_over or "deadlock" not in str(error).lower():
+                    raise
+                time.sleep(random.uniform(0, 0.02))  # noqa: S311
+        raise AssertionError("unreachable")
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
