@@ -1,1 +1,329 @@
+"""System checks: every fault of the settings with what to do about it.
 
+Nothing here opens a connection, but for ``check --deploy``, which asks the servers too.
+
+======  ============================================================================================
+E001    a value of a wrong type
+E002    an unknown key
+E003    a queue or handler on a transport that is not declared
+E004    a transport that cannot be made: its BACKEND or OPTIONS
+E005    the coordination that cannot be made
+E006    a fault in topic_options
+E007    an unknown database alias
+E008    PAUSABLE_ERRORS or ERROR_RECOVERY_DELAYS that mean nothing
+W001    SENT_TTL shorter than PROCESSING_TTL
+W002    topic_options that contradict themselves or stop producers
+W003    PROCESSING_TTL shorter than three heartbeats
+W004    a database in memory, which no worker process can share
+W005    processed_events kept shorter than a topic keeps its messages
+W006    a handler's queue that looks like a misspelt one
+W007    back-off that starts above its cap
+W008    (deploy) a transport out of reach
+W009    (deploy) coordination out of reach
+W010    (deploy) topics that are missing or different
+======  ============================================================================================
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from django.conf import settings as django_settings
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.module_loading import import_string
+
+from kjo_django import backends, conf, registry
+from kjo_django.conf import Settings, get_settings
+
+TAG = "kjo"
+PROBE_TIMEOUT = 5.0
+Messages = Iterator[checks.CheckMessage]
+
+
+@checks.register(TAG)
+def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
+    """Check the ``KJO`` setting; what builds on a wrong one is not checked."""
+    problems = conf.problems()
+    if problems:
+        return [_error_of(problem) for problem in problems]
+    settings = get_settings()
+    for group in (_BASIC_CHECKS, _CHECKS, _WARNINGS):
+        found = [message for check in group for message in check(settings)]
+        if found:
+            return found
+    return []
+
+
+@checks.register(TAG, deploy=True)
+def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
+    """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
+    if any(message.is_serious() for message in check_settings()):
+        return []
+    return [message for check in (_reach_transports, _reach_coordination) for message in check()]
+
+
+# --- Errors -------------------------------------------------------------------------------------
+
+
+def _check_queues(settings: Settings) -> Messages:
+    for name in registry.queue_names():
+        where = f"KJO['QUEUES'][{name!r}]"
+        queue, problems = conf.convert(conf.QueueOptions, settings.queues.get(name, {}), where)
+        yield from map(_error_of, problems)
+        if queue.transport not in settings.transports:
+            yield checks.Error(
+                f"{where} uses the transport {queue.transport!r}, which "
+                "KJO['TRANSPORTS'] does not declare.",
+                hint=_suggest(queue.transport, settings.transports),
+                id="kjo.E003",
+            )
+
+
+def _check_transports(settings: Settings) -> Messages:
+    for alias in settings.transports:
+        fault = _fault_of(functools.partial(backends.get_transport, alias))
+        if fault:
+            yield checks.Error(fault, hint=_extra_of(settings.transports[alias]), id="kjo.E004")
+
+
+def _check_coordination(settings: Settings) -> Messages:
+    fault = _fault_of(backends.get_coordination)
+    if fault:
+        yield checks.Error(fault, hint=_extra_of(settings.coordination), id="kjo.E005")
+
+
+def _check_topics(settings: Settings) -> Messages:
+    for findings in _topic_findings(settings):
+        for message, hint in findings.errors:
+            yield checks.Error(message, hint=hint or None, id="kjo.E006")
+
+
+def _check_database(settings: Settings) -> Messages:
+    alias = settings.database
+    if alias is not None and alias not in django_settings.DATABASES:
+        yield checks.Error(
+            f"KJO['DATABASE'] is {alias!r}, which DATABASES does not declare.",
+            hint=_suggest(alias, django_settings.DATABASES),
+            id="kjo.E007",
+        )
+
+
+def _check_errors(settings: Settings) -> Messages:
+    known = ("rate_limit", "network", "database", "default")
+    for name, value in settings.error_recovery_delays.items():
+        if name not in known:
+            yield checks.Error(
+                f"KJO['ERROR_RECOVERY_DELAYS'] has an unknown class of errors {name!r}.",
+                hint=_suggest(name, known),
+                id="kjo.E008",
+            )
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            yield checks.Error(
+                f"KJO['ERROR_RECOVERY_DELAYS'][{name!r}] must be a number of seconds, at least 0, "
+                f"not {value!r:.80}.",
+                id="kjo.E008",
+            )
+    for path in settings.pausable_errors:
+        if "." in path and not _is_exception(path):
+            yield checks.Error(
+                f"KJO['PAUSABLE_ERRORS'] names {path!r}, which is no exception that can be "
+                "imported.",
+                id="kjo.E008",
+            )
+
+
+# --- Warnings -----------------------------------------------------------------------------------
+
+
+def _warn_ttls(settings: Settings) -> Messages:
+    if settings.sent_ttl is not None and settings.sent_ttl < settings.processing_ttl:
+        # As printed in seed 1 (20 s and 300 s) it is the default, and nobody's decision (KJO-F4).
+        yield checks.Warning(
+            f"KJO['SENT_TTL'] ({settings.sent_ttl}) is shorter than PROCESSING_TTL "
+            f"({settings.processing_ttl}): a template producer sends items again that are still "
+            "being processed.",
+            hint="Remove SENT_TTL; twice PROCESSING_TTL is used then.",
+            id="kjo.W001",
+        )
+    if settings.processing_ttl < 3 * settings.heartbeat_interval:
+        yield checks.Warning(
+            f"KJO['PROCESSING_TTL'] ({settings.processing_ttl}) is shorter than three times "
+            f"HEARTBEAT_INTERVAL ({settings.heartbeat_interval}): a busy worker may lose its jobs "
+            "to another one.",
+            hint="Raise the one or lower the other.",
+            id="kjo.W003",
+        )
+    if settings.backoff_base > settings.backoff_max:
+        yield checks.Warning(
+            f"KJO['BACKOFF_BASE'] ({settings.backoff_base}) is above BACKOFF_MAX "
+            f"({settings.backoff_max}): every retry waits the same.",
+            hint="Raise BACKOFF_MAX.",
+            id="kjo.W007",
+        )
+
+
+def _warn_topics(settings: Settings) -> Messages:
+    for findings in _topic_findings(settings):
+        for message, hint in findings.warnings:
+            yield checks.Warning(message, hint=hint or None, id="kjo.W002")
+
+
+def _warn_memory_database(settings: Settings) -> Messages:
+    alias = settings.database or "default"
+    database = django_settings.DATABASES.get(alias, {})
+    name = str(database.get("NAME", ""))
+    if "sqlite3" in database.get("ENGINE", "") and (name == ":memory:" or "mode=memory" in name):
+        yield checks.Warning(
+            f"The database {alias!r} lives in the memory of one process: jobs stored here are "
+            "invisible to workers.",
+            hint="Give DATABASES a file name, unless all of it runs in one process (tests).",
+            id="kjo.W004",
+        )
+
+
+def _warn_retention(settings: Settings) -> Messages:
+    """KII-F10: a message that comes again after its marker is gone takes effect twice."""
+    for name in registry.queue_names():
+        queue = settings.queue(name)
+        if not backends.transport_class(queue.transport).capabilities.replay:
+            continue
+        kept = _topic_retention(settings, name)
+        if kept is not None and settings.retention_processed_events < kept:
+            yield checks.Warning(
+                f"KJO['RETENTION_PROCESSED_EVENTS'] ({settings.retention_processed_events}) is "
+                f"shorter than the topic {queue.topic!r} keeps its messages ({kept}): one that is "
+                "read again could take effect twice.",
+                hint="Raise RETENTION_PROCESSED_EVENTS.",
+                id="kjo.W005",
+            )
+
+
+def _warn_misspelt_queues(settings: Settings) -> Messages:
+    """An undeclared queue is legal and has the defaults; one letter off, it is a mistake."""
+    for handler in registry.handlers():
+        name = handler.options.queue
+        if name in settings.queues or name == "default":
+            continue
+        close = difflib.get_close_matches(name, settings.queues, n=1, cutoff=0.75)
+        if close:
+            yield checks.Warning(
+                f"The job {handler.name!r} uses the queue {name!r}, which KJO['QUEUES'] does not "
+                "declare.",
+                hint=f"Did you mean {close[0]!r}? Otherwise declare it: {{{name!r}: {{}}}}.",
+                id="kjo.W006",
+            )
+
+
+# --- Servers ------------------------------------------------------------------------------------
+
+
+def _reach_transports() -> Messages:
+    from kjo_django.exceptions import KjoError
+    from kjo_django.operations import topics
+
+    for alias in get_settings().transports:
+        try:
+            backends.get_transport(alias).probe(PROBE_TIMEOUT)
+        except KjoError as error:
+            yield checks.Warning(f"Transport {alias!r}: {error}", id="kjo.W008")
+            return
+    try:
+        reports = topics.plan()
+    except KjoError as error:
+        yield checks.Warning(f"Topics cannot be asked for: {error}", id="kjo.W010")
+        return
+    for report in reports:
+        if not report.is_ok:
+            yield checks.Warning(
+                f"Topic {report.name!r} {', '.join(report.differences)}.",
+                hint="Run manage.py kjo_topics plan.",
+                id="kjo.W010",
+            )
+
+
+def _reach_coordination() -> Messages:
+    from kjo_django.exceptions import KjoError
+
+    try:
+        backends.get_coordination().probe(PROBE_TIMEOUT)
+    except KjoError as error:
+        yield checks.Warning(f"Coordination: {error}", id="kjo.W009")
+
+
+# --- Details ------------------------------------------------------------------------------------
+
+
+def _error_of(problem: conf.Problem) -> checks.Error:
+    return checks.Error(
+        problem.message,
+        hint=problem.hint or None,
+        id="kjo.E002" if problem.is_unknown_key else "kjo.E001",
+    )
+
+
+def _topic_findings(settings: Settings) -> list[Any]:
+    from kjo_django.operations import topics
+
+    return list(topics.findings().values())
+
+
+def _topic_retention(settings: Settings, queue: str) -> timedelta | None:
+    """Return how long a queue's topic keeps messages; None where it is not said."""
+    from kjo_django.operations import topic_options
+
+    options, _ = topic_options.read(settings.queue(queue).topic_options, "")
+    retention = options.config.get("retention.ms", "")
+    if retention == "-1":
+        return timedelta.max
+    return timedelta(milliseconds=int(retention)) if retention.isdigit() else None
+
+
+def _fault_of(make: Callable[[], object]) -> str:
+    """Return why a backend cannot be made, "" if it can; making one connects to nothing."""
+    try:
+        make()
+    except (ImproperlyConfigured, ImportError) as error:
+        return str(error)
+    return ""
+
+
+def _extra_of(declared: Any) -> str | None:
+    """Name the extra that brings what a backend of ours imports."""
+    path = str(declared.get("BACKEND", "")) if isinstance(declared, dict) else ""
+    if path.startswith("kjo_django.") and "redis" in path:
+        return "Is the extra installed? pip install 'kjo-django[redis]'"
+    return None
+
+
+def _suggest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"Declared: {', '.join(known) or 'none'}."
+
+
+def _is_exception(path: str) -> bool:
+    try:
+        found = import_string(path)
+    except ImportError:
+        return False
+    return isinstance(found, type) and issubclass(found, BaseException)
+
+
+_BASIC_CHECKS = (_check_queues, _check_database)
+_CHECKS = (
+    _check_transports,
+    _check_coordination,
+    _check_topics,
+    _check_errors,
+)
+_WARNINGS = (
+    _warn_ttls,
+    _warn_topics,
+    _warn_memory_database,
+    _warn_retention,
+    _warn_misspelt_queues,
+)

@@ -1,0 +1,228 @@
+"""System checks: each fault found, with what to do; silence where all is well."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from django.core.checks import Error, Tags, run_checks
+from django.core.checks import Warning as CheckWarning
+
+from kjo_django import registry
+from kjo_django.backends import get_transport
+from kjo_django.checks import check_servers, check_settings
+
+MEMORY = {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}
+
+
+@pytest.fixture(autouse=True)
+def database(settings, monkeypatch):
+    """Tests live in memory, which is worth a warning anywhere else."""
+    declared = {"ENGINE": "django.db.backends.sqlite3", "NAME": "never-opened.sqlite3"}
+    seen = SimpleNamespace(DATABASES={"default": declared})
+    monkeypatch.setattr("kjo_django.checks.django_settings", seen)
+    settings.KJO = {}
+    return declared
+
+
+@pytest.fixture
+def handler():
+    """Register a handler of a queue, and forget it."""
+    names = []
+
+    def register(queue, name="tests.checked"):
+        registry.register(
+            registry.Handler(lambda: None, registry.HandlerOptions(name=name, queue=queue))
+        )
+        names.append(name)
+
+    yield register
+    for name in names:
+        registry.unregister(name)
+
+
+def found(settings, kjo=None, kind=Error):
+    if kjo is not None:
+        settings.KJO = kjo
+    messages = check_settings()
+    assert all(type(message) is kind for message in messages), messages
+    return [(message.id.removeprefix("kjo."), message.msg, message.hint) for message in messages]
+
+
+def test_the_default_is_silent():
+    """DESIGN §2.5: installed with no settings at all."""
+    assert check_settings() == []
+
+
+def test_the_checks_are_registered_under_their_tag(settings):
+    settings.KJO = {"QUEUESS": {}}
+    assert [message.id for message in run_checks(tags=["kjo"])] == ["kjo.E002"]
+    assert "kjo" not in vars(Tags)
+
+
+@pytest.mark.parametrize(
+    ("kjo", "id", "words", "hint"),
+    [
+        ({"CONCURRENCY": "4"}, "E001", "CONCURRENCY", "Lanes"),
+        ({"PROCESSING_TTL": -1}, "E001", "positive", "lease"),
+        ([], "E001", "must be a dict", None),
+        ({"QUEUE": {}}, "E002", "QUEUE", "Did you mean 'QUEUES'?"),
+        ({"queues": {}}, "E002", "queues", "Did you mean 'QUEUES'?"),
+        ({"QUEUES": {"a": {"topics": "x"}}}, "E002", "topics", "Did you mean 'topic"),
+        ({"QUEUES": {"a": {"topic": 5}}}, "E001", "'topic'", None),
+        (
+            {"QUEUES": {"a": {"transport": "defualt"}}},
+            "E003",
+            "defualt",
+            "Did you mean 'default'?",
+        ),
+        ({"TRANSPORTS": {}}, "E003", "'default'", "Declared: none."),
+        ({"TRANSPORTS": {"default": {}}}, "E004", "'BACKEND'", None),
+        (
+            {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.kafkaa.Kafka"}}},
+            "E004",
+            "cannot be imported",
+            None,
+        ),
+        ({"TRANSPORTS": {"default": {"BACKEND": "datetime.date"}}}, "E004", "no Transport", None),
+        (
+            {"TRANSPORTS": {"default": {**MEMORY["default"], "OPTIONS": {"partition": 2}}}},
+            "E004",
+            "partition",
+            None,
+        ),
+        ({"COORDINATION": {"BACKEND": "no.such"}}, "E005", "COORDINATION", None),
+        (
+            {"QUEUES": {"a": {"topic_options": {"partition": 4}}}},
+            "E006",
+            "'a'",
+            "Did you mean 'partitions'?",
+        ),
+        ({"TOPIC_OPTIONS": {"partitions": 0}}, "E006", "at least 1", None),
+        (
+            {"QUEUES": {"a": {"topic_options": {"config_entries": {"min.insync.replicas": 2}}}}},
+            "E006",
+            "nothing could be published",
+            "Lower",
+        ),
+        ({"DATABASE": "defalt"}, "E007", "defalt", "Did you mean 'default'?"),
+        ({"ERROR_RECOVERY_DELAYS": {"netwrk": 1}}, "E008", "netwrk", "Did you mean 'network'?"),
+        ({"ERROR_RECOVERY_DELAYS": {"network": "10"}}, "E008", "number of seconds", None),
+        ({"PAUSABLE_ERRORS": ["shop.errors.Away"]}, "E008", "shop.errors.Away", None),
+    ],
+)
+def test_a_fault_is_an_error_that_says_what_to_do(settings, kjo, id, words, hint):
+    ((first_id, message, first_hint), *_) = found(settings, kjo)
+    assert first_id == id
+    assert words in message
+    assert (hint or "") in (first_hint or "")
+
+
+@pytest.mark.parametrize(
+    ("kjo", "id", "words"),
+    [
+        ({"SENT_TTL": 20}, "W001", "SENT_TTL"),
+        (
+            {"TOPIC_OPTIONS": {"retention_ms": 1, "config_entries": {"retention.ms": 2}}},
+            "W002",
+            "the latter wins",
+        ),
+        (
+            {
+                "TOPIC_OPTIONS": {
+                    "replication_factor": 2,
+                    "config_entries": {"min.insync.replicas": 2},
+                }
+            },
+            "W002",
+            "one broker",
+        ),
+        ({"PROCESSING_TTL": 10, "HEARTBEAT_INTERVAL": 5}, "W003", "HEARTBEAT_INTERVAL"),
+        ({"BACKOFF_BASE": 60, "BACKOFF_MAX": 10}, "W007", "BACKOFF_MAX"),
+    ],
+)
+def test_a_doubtful_setting_is_a_warning(settings, kjo, id, words):
+    """KJO-F4, KJO-F16, KJO-F17."""
+    ((first_id, message, hint), *_) = found(settings, kjo, CheckWarning)
+    assert first_id == id
+    assert words in message
+    assert hint
+
+
+@pytest.mark.parametrize(
+    "kjo",
+    [
+        {"PROCESSING_TTL": 600},
+        {"SENT_TTL": 600},
+        {"PROCESSING_TTL": 15, "HEARTBEAT_INTERVAL": 5},
+        {"TIMEOUT": 7200},  # longer than the lease, which is renewed
+        {"TIMEOUT": None},
+        {"PAUSABLE_ERRORS": ["ShopAway", "django.db.OperationalError"]},
+        {"QUEUES": {"a": {"transport": "default"}}},
+    ],
+)
+def test_what_is_right_raises_no_warning(settings, kjo):
+    """Only true warnings."""
+    settings.KJO = kjo
+    assert check_settings() == []
+
+
+def test_a_database_in_memory_is_a_warning(settings, database):
+    database["NAME"] = ":memory:"
+    assert [id for id, *_ in found(settings, {}, CheckWarning)] == ["W004"]
+
+
+@pytest.mark.parametrize(
+    ("retention_ms", "ids"),
+    [(86_400_000, []), (60 * 86_400_000, ["W005"]), (-1, ["W005"]), (None, [])],
+)
+def test_markers_must_outlive_the_messages_of_their_topic(settings, retention_ms, ids):
+    """KII-F10."""
+    options = {} if retention_ms is None else {"retention_ms": retention_ms}
+    kjo = {"TRANSPORTS": MEMORY, "QUEUES": {"a": {"topic_options": options}}}
+    assert [id for id, *_ in found(settings, kjo, CheckWarning)] == ids
+
+
+def test_a_handlers_queue_one_letter_off_is_a_warning(settings, handler):
+    handler("emials")
+    ((id, message, hint),) = found(settings, {"QUEUES": {"emails": {}}}, CheckWarning)
+    assert id == "W006"
+    assert "tests.checked" in message
+    assert "Did you mean 'emails'?" in hint
+
+
+def test_a_handlers_own_undeclared_queue_is_legal(settings, handler):
+    handler("thumbnails")
+    settings.KJO = {"QUEUES": {"emails": {}}}
+    assert check_settings() == []
+
+
+def test_servers_are_asked_only_for_deployment(settings):
+    """DASHBOARD.md §3: offline by default."""
+    settings.KJO = {"TRANSPORTS": MEMORY, "QUEUES": {"emails": {}}}
+    get_transport().clear()
+    get_transport().fail("the broker is away")
+    assert run_checks(tags=["kjo"]) == []
+    get_transport().fail(None)
+    get_transport().clear()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_for_deployment_what_cannot_be_reached_is_a_warning(settings):
+    settings.KJO = {"TRANSPORTS": MEMORY, "QUEUES": {"emails": {}}}
+    transport = get_transport()
+    transport.clear()
+    transport.fail("the broker is away")
+    messages = check_servers()
+    assert [message.id for message in messages] == ["kjo.W008"]
+    assert "the broker is away" in messages[0].msg
+    # And once it answers, its topics
+    transport.fail(None)
+    transport.clear()
+    assert {message.id for message in check_servers()} == {"kjo.W010"}
+    transport.clear()
+
+
+def test_servers_are_not_asked_with_wrong_settings(settings):
+    settings.KJO = {"QUEUESS": {}}
+    assert check_servers() == []
