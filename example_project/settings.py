@@ -47,7 +47,11 @@ def sqlite(path: str) -> dict[str, Any]:
 def postgresql(url: str) -> dict[str, Any]:
     """Read ``postgresql://user:password@host:port/name?sslmode=require``."""
     parts = urlsplit(url)
-    if parts.scheme not in {"postgresql", "postgres"} or not parts.path.strip("/"):
+    try:
+        port = str(parts.port or "")
+    except ValueError:
+        port = None
+    if parts.scheme not in {"postgresql", "postgres"} or not parts.path.strip("/") or port is None:
         raise ImproperlyConfigured(
             "DATABASE_URL must look like postgresql://user:password@host:port/name; "
             "leave it out for SQLite."
@@ -58,7 +62,7 @@ def postgresql(url: str) -> dict[str, Any]:
         "USER": unquote(parts.username or ""),
         "PASSWORD": unquote(parts.password or ""),
         "HOST": unquote(parts.hostname or ""),
-        "PORT": str(parts.port or ""),
+        "PORT": port,
         "OPTIONS": dict(parse_qsl(parts.query)),
         "CONN_MAX_AGE": 60,
         "CONN_HEALTH_CHECKS": True,

@@ -2,11 +2,12 @@
 
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class Shop:
     def database(self) -> Path:
         return self.folder / "db.sqlite3"
 
+    servers: Mapping[str, str] = field(default_factory=dict)
+
     def run(
         self, *arguments: str, before: Sequence[str] = (), **options: Any
     ) -> subprocess.CompletedProcess[str]:
@@ -57,6 +60,7 @@ class Shop:
         inherited = {name: value for name, value in os.environ.items() if name not in SERVERS}
         return {
             **inherited,
+            **self.servers,
             "DJANGO_SETTINGS_MODULE": "example_project.settings",
             "KJO_EXAMPLE_DB": str(self.database),
             "KJO_EXAMPLE_MAIL": str(self.folder / "mail"),
@@ -68,6 +72,10 @@ class Shop:
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
         return result
+
+    def shell(self, code: str) -> None:
+        command = [sys.executable, "manage.py", "shell", "-c", code]
+        subprocess.run(command, cwd=ROOT, env=self.environment(), check=True, timeout=60)
 
     def mails(self, batch: str) -> list[str]:
         """The order each mail of a batch was about."""
@@ -206,6 +214,37 @@ def test_cells_no_job_can_use_are_saved_as_they_are_and_end_as_readable_dead_let
     ]
 
 
+CORRECT_AND_REPLAY = """
+from example_project.shop.models import Order
+from kjo_django.operations import dead_letters
+
+Order.objects.filter(customer_id="").update(customer_id="17593.0")
+dead_letters.replay(dead_letters.DeadLetterFilter(queue="emails"))
+"""
+WORK_ON = """
+from kjo_django.models import Job
+from kjo_django.worker import Worker
+
+Worker().run(until=lambda: not Job.objects.open().exists())
+"""
+
+
+def test_a_corrected_order_is_worked_off_when_its_dead_letter_is_replayed(shop: Shop) -> None:
+    # Given 70 orders, three of them without a customer
+    result = shop.result("--orders", "70")
+    assert result["reasons"] == {NO_CUSTOMER: 3}
+
+    # When the cells are filled in and the dead letters replayed
+    shop.shell(CORRECT_AND_REPLAY + WORK_ON)
+
+    # Then all orders were confirmed, moved stock and were invoiced, each once
+    assert len(shop.mails(result["batch"])) == len(set(shop.mails(result["batch"]))) == 70
+    assert shop.query("SELECT count(*) FROM shop_stockmovement") == [(70,)]
+    assert shop.query("SELECT count(*) FROM shop_invoiceline") == [(70,)]
+    assert shop.query("SELECT count(*) FROM kjo_job WHERE state <> 'completed'") == [(0,)]
+    assert shop.query("SELECT state, count(*) FROM kjo_dead_letter GROUP BY 1") == [("replayed", 3)]
+
+
 UNUSABLE = {
     "a column is missing": (b"InvoiceNo,StockCode\n1,2\n", ", line 1: no column Description"),
     "empty": (b"", ": the file is empty"),
@@ -251,6 +290,54 @@ def test_an_option_of_no_use_is_refused_and_leaves_nothing(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not shop.database.exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "url", "message"),
+    [
+        ("KAFKA_BOOTSTRAP_SERVERS", "127.0.0.1:1", "Kafka does not answer"),
+        ("REDIS_URL", "redis://127.0.0.1:1/0", "Redis at CACHES['default']"),
+        ("DATABASE_URL", "postgresql://me@127.0.0.1:1/shop", "The database cannot be used"),
+    ],
+)
+def test_a_server_that_does_not_answer_is_named_before_anything_is_saved(
+    tmp_path: Path, variable: str, url: str, message: str
+) -> None:
+    shop = Shop(tmp_path, {variable: url})
+
+    done = shop.run("--json", timeout=60)
+
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    if shop.database.exists():
+        assert shop.query("SELECT count(*) FROM shop_order") == [(0,)]
+
+
+def test_what_an_interrupted_run_left_is_not_counted_and_not_lost(shop: Shop) -> None:
+    # Given a run that is interrupted when its jobs begin
+    command = [sys.executable, "manage.py", "demo"]
+    first = subprocess.Popen(
+        command, cwd=ROOT, env=shop.environment(), stderr=subprocess.PIPE, text=True
+    )
+    assert first.stderr is not None
+    while "Saving orders 648" not in first.stderr.readline():
+        assert first.poll() is None
+    first.send_signal(signal.SIGINT)
+    _out, errors = first.communicate(timeout=60)
+    assert first.returncode in {1, 130}
+    assert "CommandError: Not all orders are settled." in errors
+
+    # When the demo runs again
+    second = shop.result("--orders", "50")
+
+    # Then only its own orders are counted, and those of the first are settled sooner or later
+    assert (second["orders"], second["completed"]) == (50, 50)
+    shop.shell(WORK_ON)
+    assert shop.query(
+        "SELECT state, count(*) FROM kjo_job WHERE queue = 'emails' GROUP BY 1 ORDER BY 1"
+    ) == [("completed", 501 + 50), ("failed", 147)]
+    assert shop.query("SELECT count(*) FROM shop_invoiceline") == [(475 + 50,)]
 
 
 @pytest.mark.kafka

@@ -17,8 +17,13 @@ from example_project.shop.demo.orders_file import OrdersFile
 from example_project.shop.demo.progress import Progress
 from example_project.shop.demo.text import FileError
 from example_project.shop.models import CELL, Batch
+from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
+from kjo_django.models import Job
 from kjo_django.worker import Worker
+
+PROBE_TIMEOUT = 5.0
+"""Seconds a server gets to answer."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,15 @@ class Demo:
 
     def mails(self) -> int:
         """Return how many mails of this batch were written."""
-        return len(list((Path(settings.EMAIL_FILE_PATH) / self.batch.code).glob("*.eml")))
+        folder = Path(settings.EMAIL_FILE_PATH) / self.batch.code
+        return sum(1 for _file in folder.glob("*.eml"))
 
 
 def run(path: Path, encoding: str | None, orders: int | None, stderr: TextIO) -> Demo:
     """Check the file, then save its orders, then work until all of them are settled.
 
-    :raises FileError: nothing was saved.
+    :raises FileError: the file is of no use; nothing was saved.
+    :raises KjoError: a server does not answer; nothing was saved.
     """
     with OrdersFile(path, encoding, max_cell=CELL) as file:
         with Progress(f"Checking {path.name}, bytes", file.size, stderr) as progress:
@@ -48,6 +55,11 @@ def run(path: Path, encoding: str | None, orders: int | None, stderr: TextIO) ->
         if orders is not None and orders > rows:
             raise FileError(f"it has {rows:,} rows, --orders {orders} asks for more")
         call_command("migrate", verbosity=0, interactive=False)
+        probe()
+        if is_work_left():
+            stderr.write(
+                "An earlier run was interrupted; its jobs run first and are not counted.\n"
+            )
         began = time.monotonic()
         with Progress("Saving orders", orders or rows, stderr) as progress:
             batch = import_orders(path.name, itertools.islice(file.rows(), orders), progress.update)
@@ -55,6 +67,17 @@ def run(path: Path, encoding: str | None, orders: int | None, stderr: TextIO) ->
         Worker(QUEUES, install_signal_handlers=True).run(until=Settling(batch, progress))
     seconds = time.monotonic() - began
     return Demo(path.name, batch, outcome_of(batch), seconds)
+
+
+def probe() -> None:
+    """Ask the servers for a sign of life. Without it, orders would be saved and wait for them."""
+    get_transport().probe(PROBE_TIMEOUT)
+    get_coordination().probe(PROBE_TIMEOUT)
+
+
+def is_work_left() -> bool:
+    """Return whether jobs of earlier runs are open."""
+    return Job.objects.open().filter(queue__in=QUEUES).exists()
 
 
 def engine() -> dict[str, str]:

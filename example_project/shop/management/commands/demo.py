@@ -16,6 +16,7 @@ from django.db import OperationalError
 from example_project.shop.demo import report
 from example_project.shop.demo.run import run
 from example_project.shop.demo.text import FileError
+from kjo_django.exceptions import KjoError
 
 LEFT_TO_DO = (
     "Not all orders are settled. `python manage.py kjo_consume` works off what is left: every "
@@ -67,6 +68,8 @@ class Command(BaseCommand):
             raise CommandError(f"{place}: {error}", returncode=2) from None
         except OperationalError as error:
             raise CommandError(f"The database cannot be used: {error}") from None
+        except KjoError as error:
+            raise CommandError(f"{error}. Nothing was saved.") from None
         except KeyboardInterrupt:
             raise CommandError(LEFT_TO_DO, returncode=130) from None
         if options["json"]:
