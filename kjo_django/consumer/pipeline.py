@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections
@@ -168,23 +168,30 @@ class Pipeline:
             # A write first: SQLite takes its write lock at once instead of failing half-way.
             fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
             rows = load_rows(using, deliveries, lock=True)
+            ended: dict[EventKey, Outcome] = {}
             for delivery in deliveries:
-                key = keys[delivery]
+                key, row = keys[delivery], rows.get(row_id(delivery))
+                earlier = ended.get(key)
+                if earlier is not None:
+                    # Two records of one message in a group, as a crashed relay leaves them: the
+                    # row read above tells nothing of what the first just ended with.
+                    outcomes.append(_repeated(delivery, row, earlier))
+                    continue
                 start = attempts.judge(
                     delivery,
-                    rows.get(row_id(delivery)),
+                    row,
                     is_fresh=key in fresh,
                     leases=self._leases,
                     now=timezone.now(),
                 )
-                # Two records of one message in a group: the second finds the first's marker.
-                fresh.discard(key)
                 if isinstance(start, Outcome):
-                    outcomes.append(start)
+                    outcome = start
                 else:
-                    row = rows.get(row_id(delivery))
-                    outcomes.append(self._attempt(connection, delivery, start, row))
-            _take_markers_back(using, outcomes, keys)
+                    outcome = self._attempt(connection, delivery, start, row)
+                outcomes.append(outcome)
+                if outcome.result in (Result.COMPLETED, Result.RETRIED, Result.DEAD):
+                    ended[key] = outcome
+            _take_markers_back(using, outcomes, keys, fresh)
             settlement.complete(using, [o for o in outcomes if o.result is Result.COMPLETED])
             acknowledge([o for o in outcomes if is_settled_by_group(o)], in_transaction=True)
             _make_callbacks_robust(connection)
@@ -250,12 +257,25 @@ class Pipeline:
         self._leases.release([d.lease for d in deliveries if d.message is not None])
 
 
+def _repeated(delivery: Delivery, row: dict[str, Any] | None, earlier: Outcome) -> Outcome:
+    """Judge another record of a message that has just been run."""
+    if earlier.result is Result.COMPLETED:
+        return Outcome(delivery, Result.DUPLICATE, job=row)
+    return Outcome(delivery, Result.SKIPPED, job=row, reason="attempt")
+
+
 def _take_markers_back(
-    using: str, outcomes: Sequence[Outcome], keys: dict[Delivery, EventKey]
+    using: str,
+    outcomes: Sequence[Outcome],
+    keys: dict[Delivery, EventKey],
+    fresh: Collection[EventKey],
 ) -> None:
-    """Remove the markers of what did not take effect."""
-    kept = {keys[o.delivery] for o in outcomes if o.result in (Result.COMPLETED, Result.DUPLICATE)}
-    unused = {keys[o.delivery] for o in outcomes} - kept
+    """Remove those markers of this transaction whose messages did not take effect.
+
+    One that is left behind would make every later attempt look like a duplicate.
+    """
+    effective = {keys[o.delivery] for o in outcomes if o.result is Result.COMPLETED}
+    unused = set(fresh) - effective
     if unused:
         ProcessedEvent.objects.using(using).unmark(unused)
 
