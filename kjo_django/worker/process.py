@@ -24,11 +24,12 @@ from types import FrameType
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 
 from kjo_django import registry, signals
 from kjo_django.backends import close_backends, get_coordination, get_transport
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
+from kjo_django.consumer.connections import drop_broken_connections
 from kjo_django.consumer.lanes import Lanes
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.pipeline import HELD_ELSEWHERE_DELAY, Pipeline
@@ -326,15 +327,23 @@ class Worker:
     def is_drained(self) -> bool:
         """Return whether nothing is left that could start now: no record waits, no job is due.
 
-        Retries and delayed jobs that are due later do not count.
+        Retries and delayed jobs that are due later do not count. During an outage nobody knows, and
+        the answer is no.
         """
         if self.lanes.outstanding:
             return False
-        using = jobs_database()
-        names = [queue.name for queue in self.queues]
-        if Job.objects.using(using).unfinished_due().filter(queue__in=names).exists():
+        try:
+            using = jobs_database()
+            names = [queue.name for queue in self.queues]
+            if Job.objects.using(using).unfinished_due().filter(queue__in=names).exists():
+                return False
+            is_drained = not any(self._lag())
+        except (PublishError, DatabaseError, InterfaceError) as error:
+            self._note_error("drain", f"Whether all is done cannot be seen yet: {error}")
+            drop_broken_connections()
             return False
-        return not any(self._lag())
+        self._note_error("drain", None)
+        return is_drained
 
     def _lag(self) -> list[int]:
         """Return the records of topics waiting for us, foreign ones included."""
