@@ -1,0 +1,139 @@
+"""Engines as fixtures, each test with an empty one."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import psycopg
+import pytest
+from django.core.management import call_command
+from django.db import connections
+from psycopg import sql
+
+from tests.acceptance.engine import ALIAS, Engine, Servers
+from tests.settings import database as database_settings
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
+    """Show the logs of the processes of a test that failed."""
+    report = (yield).get_result()
+    if report.failed and call.when == "call":
+        for value in getattr(item, "funcargs", {}).values():
+            if isinstance(value, Engine):
+                report.sections.append(("processes of the test", value.report()))
+
+
+# --- Empty databases, quickly: migrated once, then copied -------------------------------------------
+
+
+def migrate(url: str) -> None:
+    """Create every table of the test settings in the database at ``url``."""
+    alias = f"{ALIAS}_template"
+    connections.settings[alias] = connections.configure_settings(
+        {"default": {}, alias: database_settings(url)}
+    )[alias]
+    try:
+        call_command("migrate", database=alias, verbosity=0)
+    finally:
+        connections[alias].close()
+        del connections[alias]
+        del connections.settings[alias]
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(
+    django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    path = tmp_path_factory.mktemp("acceptance") / "template.sqlite3"
+    with django_db_blocker.unblock():
+        migrate(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def postgres_template(
+    django_db_setup: None, django_db_blocker: Any, postgres_server: Any
+) -> Iterator[str]:
+    name = f"kjo_template_{uuid.uuid4().hex[:12]}"
+    with django_db_blocker.unblock():
+        migrate(postgres_server.createdb(name))
+    yield name
+    postgres_server.dropdb(name)
+
+
+@contextmanager
+def copied_database(server: Any, template: str) -> Iterator[str]:
+    name = f"kjo_{uuid.uuid4().hex[:12]}"
+    statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}")
+    with psycopg.connect(server.url, autocommit=True) as connection:
+        connection.execute(statement.format(sql.Identifier(name), sql.Identifier(template)))
+    try:
+        yield urlunsplit(urlsplit(server.url)._replace(path=f"/{name}"))
+    finally:
+        server.dropdb(name)
+
+
+# --- Engines ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def embedded(sqlite_template: Path, tmp_path: Path, django_db_blocker: Any) -> Iterator[Engine]:
+    """The default: no server, everything in a SQLite file."""
+    path = tmp_path / "kjo.sqlite3"
+    shutil.copyfile(sqlite_template, path)
+    with django_db_blocker.unblock(), Engine(Servers(f"sqlite:///{path}"), tmp_path) as engine:
+        yield engine
+
+
+@pytest.fixture
+def postgres(
+    postgres_server: Any, postgres_template: str, tmp_path: Path, django_db_blocker: Any
+) -> Iterator[Engine]:
+    """No server but the database: transport and coordination in PostgreSQL."""
+    with (
+        django_db_blocker.unblock(),
+        copied_database(postgres_server, postgres_template) as url,
+        Engine(Servers(url), tmp_path) as engine,
+    ):
+        yield engine
+
+
+@pytest.fixture
+def real(
+    kafka_server: Any,
+    redis_server: Any,
+    postgres_server: Any,
+    postgres_template: str,
+    tmp_path: Path,
+    django_db_blocker: Any,
+) -> Iterator[Engine]:
+    """The full engine: Kafka, Redis and PostgreSQL."""
+    with (
+        django_db_blocker.unblock(),
+        copied_database(postgres_server, postgres_template) as url,
+        Engine(Servers(url, kafka_server.bootstrap_servers, redis_server.url), tmp_path) as engine,
+    ):
+        yield engine
+
+
+REAL = pytest.param("real", marks=[pytest.mark.kafka, pytest.mark.redis, pytest.mark.postgres])
+POSTGRES = pytest.param("postgres", marks=pytest.mark.postgres)
+
+
+@pytest.fixture(params=["embedded", REAL])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Both ends of the range, one after the other."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["embedded", POSTGRES, REAL])
+def any_engine(request: pytest.FixtureRequest) -> Engine:
+    """Every combination the settings offer."""
+    return request.getfixturevalue(request.param)

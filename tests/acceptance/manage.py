@@ -1,0 +1,26 @@
+"""`manage.py` for processes of a test: they do not outlive it, kill -9 included.
+
+python -m tests.acceptance.manage kjo_consume ledger
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+from django.core.management import execute_from_command_line
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask for SIGKILL when the thread that started this process ends, where Linux offers it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ["KJO_TEST_PARENT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    execute_from_command_line(sys.argv)
