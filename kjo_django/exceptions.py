@@ -138,6 +138,8 @@ class Retry(KjoError):
     """
 
     def __init__(self, message: str = "retry requested", *, delay: timedelta | None = None) -> None:
+        if delay is not None and not isinstance(delay, timedelta):
+            raise TypeError(f"Retry: delay must be a timedelta, not {delay!r}")
         super().__init__(message)
         self.delay = delay
 

@@ -10,7 +10,9 @@ import os
 import threading
 import time
 import uuid
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 _lock = threading.Lock()
 _last_tick = 0
@@ -37,5 +39,6 @@ def uuid7() -> uuid.UUID:
 
 def uuid7_floor(moment: datetime) -> uuid.UUID:
     """Return the smallest UUIDv7 of ``moment`` (aware): ``id__lt`` it means created before it."""
-    milliseconds = int(moment.timestamp() * 1000)
+    # Whole numbers: a float of this size may round up, past ids of the same millisecond.
+    milliseconds = (moment - _EPOCH) // timedelta(milliseconds=1)
     return uuid.UUID(int=milliseconds << 80 | 0x7 << 76 | 0b10 << 62)

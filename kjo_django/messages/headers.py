@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from kjo_django.messages.serializers import storable_text
 
+MAX_NUMBER = 2**31 - 1
+
 # A job's message.
 ID = "kjo-id"
 TYPE = "kjo-type"
@@ -59,11 +61,14 @@ def text(headers: Mapping[str, bytes], name: str, default: str = "") -> str:
 
 
 def number(headers: Mapping[str, bytes], name: str, default: int) -> int:
-    """Return a header as a non-negative number, or ``default`` when it is missing or is not one."""
+    """Return a header as a non-negative number, or ``default`` when it is missing or is not one.
+
+    A number that no integer column holds is none: its dead letter could not be stored either.
+    """
     value = headers.get(name)
-    if value is None or len(value) > 18 or not value.isdigit():
+    if value is None or len(value) > 10 or not value.isdigit():
         return default
-    return int(value)
+    return int(value) if int(value) <= MAX_NUMBER else default
 
 
 def encode(values: Mapping[str, object]) -> dict[str, bytes]:

@@ -11,6 +11,10 @@ from kjo_django.retries.backoff import Backoff
 from kjo_django.retries.classification import Verdict, classify, error_class
 
 
+LONGEST_DELAY = timedelta(days=3650)
+"""What somebody asks for beyond this would overflow the calendar sooner or later."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What happens after a failed attempt."""
@@ -46,8 +50,10 @@ class RetryPolicy:
         if attempt >= max_attempts:
             return Decision(False, timedelta(0), pause, "exhausted")
         if isinstance(error, Retry) and error.delay is not None:
-            return Decision(True, max(error.delay, timedelta(0)), None, "retry")
-        return Decision(True, max(self.backoff.delay(attempt), floor), pause, "retry")
+            delay = min(max(error.delay, timedelta(0)), LONGEST_DELAY)
+            return Decision(True, delay, None, "retry")
+        delay = min(max(self.backoff.delay(attempt), floor), LONGEST_DELAY)
+        return Decision(True, delay, pause, "retry")
 
 
 # --- What "3 retries" means elsewhere, as executions ----------------------------------------------
