@@ -1,0 +1,335 @@
+"""What travels: serializers, headers and the envelope."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from datetime import UTC, datetime
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kjo_django.exceptions import MessageError, PayloadError
+from kjo_django.messages import headers as names
+from kjo_django.messages import serializers
+from kjo_django.messages.envelope import MAX_ID_LENGTH, MAX_TYPE_LENGTH, job_headers, read
+from kjo_django.messages.serializers import (
+    JSON,
+    canonical_json,
+    content_id,
+    dump_result,
+    load_result,
+    loads_for_display,
+    serializer_for,
+    storable_text,
+)
+
+texts = st.text(st.characters(codec="utf-8"))
+any_text = st.text(st.characters())  # lone surrogates and NUL included
+numbers = st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=5),
+    max_leaves=20,
+)
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+@given(values)
+def test_what_is_written_is_read_again(value):
+    assert JSON.loads(JSON.dumps(value)) == value
+
+
+def test_dates_decimals_and_uuids_become_text():
+    id = uuid.uuid4()
+    moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    written = JSON.dumps({"id": id, "price": Decimal("1.10"), "at": moment})
+    assert json.loads(written) == {"id": str(id), "price": "1.10", "at": "2026-01-02T03:04:05Z"}
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(math.nan, id="NaN"),
+        pytest.param([-math.inf], id="infinity"),
+        pytest.param({"a": "\ud800"}, id="lone surrogate"),
+        pytest.param(nested(100_000), id="100 000 deep"),
+        pytest.param(object(), id="object"),
+        pytest.param({1, 2}, id="set"),
+        pytest.param(b"bytes", id="bytes"),
+        pytest.param(10**5000, id="huge integer"),
+        pytest.param({("a", "b"): 1}, id="tuple as key"),
+    ],
+)
+@pytest.mark.parametrize("write", [JSON.dumps, canonical_json], ids=["payload", "canonical"])
+def test_what_is_no_json_is_refused_before_it_travels(write, value):
+    with pytest.raises(PayloadError, match="cannot be written as JSON"):
+        write(value)
+
+
+def test_a_value_that_contains_itself_is_refused():
+    value: list = []
+    value.append(value)
+    with pytest.raises(PayloadError):
+        JSON.dumps(value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"{not json", id="broken"),
+        pytest.param(b"", id="empty"),
+        pytest.param(b'{"a": 1} trailing', id="trailing"),
+        pytest.param(b'{"a": NaN}', id="NaN"),
+        pytest.param(b"[Infinity]", id="infinity"),
+        pytest.param(b"[-Infinity]", id="minus infinity"),
+        pytest.param(b"\xff\xfe", id="no UTF-8"),
+        pytest.param(b'"\xed\xa0\x80"', id="encoded surrogate"),
+        pytest.param(b"[" * 100_000 + b"]" * 100_000, id="100 000 deep"),
+        pytest.param(b"9" * 10_000, id="huge integer"),
+    ],
+)
+def test_what_cannot_be_read_is_poison_with_a_reason(data):
+    with pytest.raises(MessageError) as raised:
+        JSON.loads(data)
+    assert raised.value.reason == "deserialization"
+
+
+def test_ten_thousand_levels_are_refused_or_read_never_fatal():
+    """Promise: no message takes the process down."""
+    data = b'{"a":' * 10_000 + b"1" + b"}" * 10_000
+    with pytest.raises(MessageError, match="too deeply"):
+        JSON.loads(data)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_of_any_kind_are_read_or_refused_with_a_message_error(data):
+    try:
+        JSON.loads(data)
+    except MessageError as error:
+        assert error.reason == "deserialization"
+
+
+def test_a_serializer_is_found_by_content_type_whatever_its_parameters_and_case():
+    assert serializer_for("application/json; charset=utf-8") is JSON
+    assert serializer_for(" Application/JSON ") is JSON
+
+
+def test_an_unknown_content_type_is_poison():
+    with pytest.raises(MessageError, match="application/x-pickle") as raised:
+        serializer_for("application/x-pickle")
+    assert raised.value.reason == "deserialization"
+
+
+def test_a_registered_serializer_is_found(monkeypatch):
+    # Given
+    class Shouting:
+        content_type = "text/shouting"
+
+        def dumps(self, value):
+            return str(value).upper().encode()
+
+        def loads(self, data):
+            return data.decode()
+
+    monkeypatch.setattr(serializers, "_serializers", dict(serializers._serializers))
+    shouting = Shouting()
+    # When
+    serializers.register_serializer(shouting)
+    # Then
+    assert isinstance(shouting, serializers.Serializer)
+    assert serializer_for("text/shouting") is shouting
+
+
+# --- Results --------------------------------------------------------------------------------------
+
+
+@given(values)
+def test_every_value_survives_as_a_result(value):
+    """PJQ-F16."""
+    assert load_result(dump_result(value)) == value
+
+
+@pytest.mark.parametrize("value", [None, 0, "", [], {}, False])
+def test_an_empty_result_is_told_from_no_result(value):
+    assert dump_result(value)
+    found = load_result(dump_result(value))
+    assert found == value
+    assert type(found) is type(value)
+
+
+# --- Identity -------------------------------------------------------------------------------------
+
+
+def reordered(value):
+    """The same value with every dict's keys the other way round."""
+    if isinstance(value, dict):
+        return {key: reordered(inner) for key, inner in reversed(value.items())}
+    return [reordered(inner) for inner in value] if isinstance(value, list) else value
+
+
+@given(values)
+def test_canonical_json_does_not_depend_on_the_order_of_keys(value):
+    """PJQ-F11."""
+    assert canonical_json(value) == canonical_json(reordered(value))
+    assert JSON.loads(canonical_json(value)) == value
+
+
+def test_the_content_id_is_the_beginning_of_a_sha_256():
+    """PJQ-69."""
+    assert content_id({"b": 1, "a": 2}) == content_id({"a": 2, "b": 1})
+    assert len(content_id({})) == 16
+    assert content_id({}, 64).startswith(content_id({}))
+    assert content_id({"a": 1}) != content_id({"a": 2})
+
+
+# --- Text -----------------------------------------------------------------------------------------
+
+
+@given(any_text, st.none() | st.integers(0, 50))
+def test_storable_text_has_no_nul_no_surrogate_and_keeps_the_limit(text, limit):
+    """RST-27, RST-F14."""
+    stored = storable_text(text, limit)
+    assert "\x00" not in stored
+    stored.encode()
+    assert len(stored) == min(len(text), limit if limit is not None else len(text))
+
+
+@given(texts.filter(lambda text: "\x00" not in text))
+def test_what_is_storable_is_stored_as_it_is(text):
+    assert storable_text(text) == text
+
+
+def test_the_limit_counts_code_points_and_cuts_none_in_two():
+    assert storable_text("😀" * 501, 500) == "😀" * 500
+
+
+def test_bytes_nobody_can_read_are_shown_as_text_that_says_so():
+    assert loads_for_display(b'{"a":1}', "application/json") == {"a": 1}
+    assert "Not valid UTF-8" in loads_for_display(b"\xff", "application/json")
+    assert "text/odd" in loads_for_display(b"x", "text/odd")
+
+
+# --- Headers --------------------------------------------------------------------------------------
+
+
+@given(st.dictionaries(texts.filter(lambda name: "\x00" not in name), st.binary()))
+def test_headers_survive_a_json_column_byte_for_byte(headers):
+    stored = names.to_json(headers)
+    assert names.from_json(json.loads(json.dumps(stored))) == headers
+
+
+@given(st.dictionaries(texts, texts))
+def test_text_headers_are_read_as_they_were_written(values):
+    encoded = names.encode(values)
+    assert {name: names.text(encoded, name) for name in values} == values
+
+
+def test_what_is_none_has_no_header():
+    assert names.encode({"a": None, "b": 0}) == {"b": b"0"}
+
+
+@given(st.binary())
+def test_a_header_of_any_bytes_is_read_as_text(value):
+    assert isinstance(names.text({"a": value}, "a"), str)
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_numbers_are_read_as_they_were_written(number):
+    assert names.number({"a": b"%d" % number}, "a", -1) == number
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, b"", b"-1", b"+1", b"1.5", b" 1", b"1e3", b"0x10", "²".encode(), "١".encode(), b"\xff"],
+)
+def test_what_is_no_number_is_the_default(value):
+    headers = {} if value is None else {"a": value}
+    assert names.number(headers, "a", 7) == 7
+
+
+@pytest.mark.parametrize("value", [b"2147483648", b"9" * 18, b"9" * 5000])
+def test_a_number_no_column_can_hold_is_the_default(value):
+    """A poison message must not make its own dead letter impossible to store."""
+    assert names.number({"a": value}, "a", 7) == 7
+
+
+# --- Envelope -------------------------------------------------------------------------------------
+
+identifiers = texts.filter(lambda text: text and "\x00" not in text)
+
+
+@given(
+    id=identifiers.filter(lambda text: len(text) <= MAX_ID_LENGTH),
+    type=identifiers.filter(lambda text: len(text) <= MAX_TYPE_LENGTH),
+    job_id=identifiers,
+    service=texts,
+    generation=st.integers(1, 2**31 - 1),
+    attempt=st.integers(1, 2**31 - 1),
+    extra=st.dictionaries(texts, texts),
+)
+def test_a_jobs_envelope_is_read_as_it_was_written(extra, **facts):
+    # Given
+    headers = job_headers(**facts, content_type="application/json", extra=extra)
+    # When
+    message = read(b"{}", headers, max_bytes=10)
+    # Then
+    for name, value in facts.items():
+        assert getattr(message, name) == value
+    assert message.content_type == "application/json"
+
+
+def test_our_headers_win_over_extra_ones():
+    extra = {names.ID: "forged", "traceparent": "00-1-2-01"}
+    headers = job_headers(
+        id="a", type="t", job_id="j", service="s", generation=1, attempt=1,
+        content_type="application/json", extra=extra,
+    )  # fmt: skip
+    assert headers[names.ID] == b"a"
+    assert headers["traceparent"] == b"00-1-2-01"
+
+
+def test_a_foreign_message_needs_only_an_id_and_a_type():
+    message = read(b"{}", {names.ID: b"a", names.TYPE: b"t"}, max_bytes=10)
+    assert (message.job_id, message.service) == (None, "")
+    assert (message.generation, message.attempt, message.replay_count) == (1, 1, 0)
+    assert message.content_type == "application/json"
+
+
+GOOD = {names.ID: b"a", names.TYPE: b"t"}
+
+
+@pytest.mark.parametrize(
+    ("value", "headers", "reason", "says"),
+    [
+        (None, GOOD, "invalid", "tombstone"),
+        (b"", GOOD, "invalid", "empty"),
+        (b"x" * 11, GOOD, "too_large", "11 bytes; the limit is 10"),
+        (b"{}", {names.TYPE: b"t"}, "invalid", "no 'kjo-id'"),
+        (b"{}", {names.ID: b"a"}, "invalid", "no 'kjo-type'"),
+        (b"{}", GOOD | {names.ID: b""}, "invalid", "no 'kjo-id'"),
+        (b"{}", GOOD | {names.ID: b"\xff"}, "invalid", "not valid UTF-8"),
+        (b"{}", GOOD | {names.ID: b"a\x00b"}, "invalid", "no usable"),
+        (b"{}", GOOD | {names.ID: b"a" * 201}, "invalid", "no usable"),
+        (b"{}", GOOD | {names.TYPE: b"t" * 101}, "invalid", "no usable"),
+    ],
+)
+def test_what_no_retry_could_make_readable_is_poison(value, headers, reason, says):
+    with pytest.raises(MessageError, match=says) as raised:
+        read(value, headers, max_bytes=10)
+    assert raised.value.reason == reason
+
+
+def test_a_value_of_exactly_the_limit_is_accepted():
+    assert read(b"x" * 10, GOOD, max_bytes=10).payload == b"x" * 10
