@@ -81,7 +81,7 @@ def select(selection: Selection) -> QuerySet[DeadLetter]:
     exact["fingerprint"] = selection.fingerprint
     rows = rows.filter(**{name: value for name, value in exact.items() if value is not None})
     if selection.ids is not None:
-        rows = rows.filter(pk__in=selection.ids)
+        rows = rows.filter(pk__in=[_id(each) for each in selection.ids])
     if selection.error:
         rows = rows.filter(
             Q(error__icontains=selection.error) | Q(error_type__icontains=selection.error)
@@ -200,6 +200,13 @@ def discard(
 
 
 # --- Details --------------------------------------------------------------------------------------
+
+
+def _id(given: UUID | str) -> UUID:
+    try:
+        return given if isinstance(given, UUID) else UUID(given)
+    except ValueError:
+        raise ValueError(f"{given!r:.80} is no id of a dead letter") from None
 
 
 def _keys(rows: QuerySet[DeadLetter]) -> Iterator[Any]:

@@ -1,0 +1,139 @@
+"""What the commands share: reading durations and instants, JSON or text, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError
+from django.db import DatabaseError
+from django.utils import timezone
+from django.utils.dateparse import parse_datetime
+
+from kjo_django.exceptions import KjoError
+
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+PROGRESS_INTERVAL = 0.5
+
+
+def duration(text: str) -> timedelta:
+    """Read ``90s``, ``15m``, ``2h``, ``7d``, ``1w``; a bare number counts seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw]?)", text.strip().lower())
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is no duration; write 90s, 15m, 2h, 7d or 1w")
+    try:
+        return timedelta(**{_UNITS[match[2] or "s"]: float(match[1])})
+    except OverflowError:
+        raise ArgumentTypeError(f"{text!r} is too long a time") from None
+
+
+def instant(text: str) -> datetime:
+    """Read an ISO date or time, or a duration before now; without a zone it is local time."""
+    try:
+        found = parse_datetime(text) or parse_datetime(f"{text}T00:00:00")
+    except ValueError:
+        found = None
+    if found is not None:
+        return timezone.make_aware(found) if timezone.is_naive(found) else found
+    try:
+        return timezone.now() - duration(text)
+    except (ArgumentTypeError, OverflowError):
+        raise ArgumentTypeError(
+            f"{text!r} is no time; write 2026-01-31T12:00, 2026-01-31 or 2h (that long ago)"
+        ) from None
+
+
+def positive(text: str) -> int:
+    """Read a whole number above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Read a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def plain(text: object) -> str:
+    """Make text from messages safe for a terminal: no control sequences, no line breaks."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+
+
+class KjoCommand(BaseCommand):
+    """A command that delegates: ``run`` answers, ``show`` prints it, ``--json`` prints it raw.
+
+    Exit codes: 0 done, 1 something is not well or was refused by a server, 2 wrong usage.
+    """
+
+    # The settings are checked by what is called; a broken database must not hide the answer.
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add ``--json``."""
+        parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Run, print, and exit with 1 when it is not well."""
+        self._has_open_line = False
+        try:
+            answer, is_ok = self.run(options)
+        except (KjoError, ImproperlyConfigured, DatabaseError) as error:
+            raise CommandError(f"{type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise CommandError(str(error), returncode=2) from error
+        finally:
+            if self._has_open_line:
+                self.stderr.write("\n", ending="")
+        if options["json"]:
+            self.stdout.write(json.dumps(answer, ensure_ascii=False, default=str))
+        else:
+            self.show(answer)
+        if not is_ok:
+            sys.exit(1)
+
+    def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
+        """Do it; return what is shown, ready for JSON, and whether all is well."""
+        raise NotImplementedError
+
+    def show(self, answer: Any) -> None:
+        """Print the answer for people."""
+        raise NotImplementedError
+
+    def table(self, rows: Iterable[Sequence[object]]) -> None:
+        """Print rows in columns; the first is the heading."""
+        texts = [[plain(cell) for cell in row] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        for row in texts:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            self.stdout.write("  ".join(cells).rstrip())
+
+    def progress(self, what: str) -> Callable[[int, int | None], None]:
+        """Return a callback that shows progress on stderr, a few times a second at most."""
+        last = [time.monotonic()]
+
+        def show(done: int, total: int | None) -> None:
+            if time.monotonic() - last[0] < PROGRESS_INTERVAL and done != total:
+                return
+            last[0] = time.monotonic()
+            is_terminal = self.stderr.isatty()
+            of = f" of {total:,}" if total is not None else ""
+            start = "\r" if is_terminal else ""
+            text = f"{start}{what}: {done:,}{of}"
+            self.stderr.write(text, self.style.NOTICE, ending="" if is_terminal else "\n")
+            self._has_open_line = is_terminal
+
+        return show

@@ -1,0 +1,45 @@
+"""``kjo_health``: is it well? Exit code 1 when it is not."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any
+
+from kjo_django.management.commands._shared import KjoCommand, duration, positive_number
+from kjo_django.operations.health import Thresholds, health, is_healthy
+
+
+class Command(KjoCommand):
+    """Check settings, database, coordination, transports, topics, relay, workers and lag."""
+
+    help = "Check that everything is well; exits with 1 when it is not."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare timeout and thresholds."""
+        super().add_arguments(parser)
+        usual, add = Thresholds(), parser.add_argument
+        add("--timeout", type=positive_number, default=5.0, help="Seconds to answer in.")
+        add("--max-lag", type=int, default=usual.lag, help="Messages a queue may be behind.")
+        add("--max-failure-rate", type=float, default=usual.failure_rate, help="Share, 0 to 1.")
+        add("--max-idle", type=duration, default=usual.idle, help="How long due work may wait.")
+
+    def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
+        """Check."""
+        thresholds = Thresholds(
+            lag=options["max_lag"],
+            failure_rate=options["max_failure_rate"],
+            idle=options["max_idle"],
+        )
+        checks = health(options["timeout"], thresholds)
+        is_ok = is_healthy(checks)
+        return {"healthy": is_ok, "checks": [check.as_dict() for check in checks]}, is_ok
+
+    def show(self, answer: Any) -> None:
+        """Print a line for each check, and what to do."""
+        styles = {True: self.style.SUCCESS, False: self.style.ERROR, None: self.style.WARNING}
+        words = {True: "ok", False: "FAILED", None: "skipped"}
+        for check in answer["checks"]:
+            word = styles[check["ok"]](words[check["ok"]].ljust(7))
+            self.stdout.write(f"{word}  {check['name'].ljust(12)}  {check['detail']}")
+            if check["fix"]:
+                self.stdout.write(f"{'':23}{check['fix']}")

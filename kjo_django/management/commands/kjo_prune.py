@@ -1,0 +1,46 @@
+"""``kjo_prune``: delete what has been kept long enough."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any
+
+from kjo_django.management.commands._shared import KjoCommand, duration
+from kjo_django.operations.prune import Retention, prune
+
+RETENTIONS = ("completed", "failed", "processed_events", "metrics")
+
+
+class Command(KjoCommand):
+    """Delete finished jobs, closed dead letters, old markers and metrics by their retention."""
+
+    help = "Delete what has been kept longer than the KJO['RETENTION_…'] settings say."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare an override for each retention."""
+        super().add_arguments(parser)
+        parser.add_argument("--dry-run", action="store_true", help="Only count.")
+        for name in RETENTIONS:
+            parser.add_argument(
+                f"--{name.replace('_', '-')}",
+                type=duration,
+                metavar="AGE",
+                help=f"Instead of KJO['RETENTION_{name.upper()}'], such as 12h or 7d.",
+            )
+
+    def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
+        """Prune."""
+        retention = Retention.of_settings(**{name: options[name] for name in RETENTIONS})
+        shows: dict[str, Any] = {}
+
+        def progress(kind: str, count: int) -> None:
+            shows.setdefault(kind, self.progress(kind))(count, None)
+
+        counts = prune(retention, dry_run=options["dry_run"], progress=progress)
+        return {"dry_run": options["dry_run"], "deleted": counts}, True
+
+    def show(self, answer: Any) -> None:
+        """Print the counts."""
+        verb = "would be deleted" if answer["dry_run"] else "deleted"
+        for kind, count in answer["deleted"].items():
+            self.stdout.write(f"{kind}: {count:,} {verb}")

@@ -1,0 +1,76 @@
+"""``kjo_replay_dlq``: run dead letters again."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any
+
+from kjo_django.management.commands._replay_report import show_replay
+from kjo_django.management.commands._shared import (
+    KjoCommand,
+    instant,
+    positive,
+    positive_number,
+)
+from kjo_django.operations import dead_letters
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.replay_topic import TopicReplay, replay_topic
+
+SHARED = ("limit", "rate", "dry_run", "force")
+FILTERS = ("queue", "reason", "error", "fingerprint", "since", "until")
+
+
+class Command(KjoCommand):
+    """Replay open dead letters, from the table or from a topic others filled."""
+
+    help = "Run open dead letters again, from the table or from a topic others filled."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare filters, source and limits."""
+        super().add_arguments(parser)
+        add = parser.add_argument
+        add("--source", choices=("table", "topic"), default="table")
+        add("--queue", help="Only dead letters of this queue.")
+        add("--type", dest="handler", help="Only those of this handler.")
+        add("--reason", help="Only those that died for this reason, such as exhausted.")
+        add("--error", help="Only those whose error contains this text.")
+        add("--fingerprint", help="Only those of this group of equal errors (table).")
+        add("--since", type=instant, help="Died at or after: 2026-01-31T12:00, or 2h ago as 2h.")
+        add("--until", type=instant, help="Died before.")
+        add("--id", dest="ids", action="append", help="This dead letter (table) or message id.")
+        add("--topic", help="With --source topic: the dead-letter topic to read.")
+        add("--transport", default="default", help="With --source topic: its transport's alias.")
+        add("--target", help="With --source topic: publish here, not to each record's origin.")
+        add("--group", help="With --source topic: consumer group that remembers how far it got.")
+        add("--limit", type=positive, help="Replay at most so many.")
+        add("--rate", type=positive_number, help="At most so many a second.")
+        add("--dry-run", action="store_true", help="Change nothing; show what would happen.")
+        add("--force", action="store_true", help="Also what was replayed too often or took effect.")
+
+    def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
+        """Replay from the source asked for."""
+        self._check_usage(options)
+        shared = {name: options[name] for name in SHARED}
+        named = {name: options[name] for name in FILTERS}
+        chosen = DeadLetterFilter(ids=options["ids"], handler=options["handler"], **named)
+        progress = self.progress("Looked at")
+        if options["source"] == "table":
+            report = dead_letters.replay(
+                chosen, actor="kjo_replay_dlq", progress=progress, **shared
+            )
+        else:
+            places = {name: options[name] for name in ("topic", "transport", "target", "group")}
+            request = TopicReplay(**places, selection=chosen, actor="kjo_replay_dlq", **shared)
+            report = replay_topic(request, progress=progress)
+        return report.as_dict(), report.is_ok
+
+    def _check_usage(self, options: dict[str, Any]) -> None:
+        if options["source"] == "topic" and not options["topic"]:
+            raise ValueError("--source topic needs --topic NAME, such as --topic orders-dlq")
+        for name in ("topic", "target", "group"):
+            if options["source"] == "table" and options[name]:
+                raise ValueError(f"--{name} goes with --source topic")
+
+    def show(self, answer: Any) -> None:
+        """Print the report."""
+        show_replay(self, answer)

@@ -1,0 +1,70 @@
+"""``kjo_status``: what is going on."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any
+
+from kjo_django.management.commands._shared import KjoCommand
+from kjo_django.operations.status import status
+from kjo_django.states import JobState
+
+
+class Command(KjoCommand):
+    """Show queues, workers and the relay's backlog."""
+
+    help = "Show queues, workers and the relay's backlog."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the filter."""
+        super().add_arguments(parser)
+        parser.add_argument("queues", nargs="*", help="Only these queues.")
+
+    def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
+        """Ask."""
+        return status(options["queues"] or None), True
+
+    def show(self, answer: Any) -> None:
+        """Print one line for each queue and worker."""
+        self.table(
+            [("queue", *JobState.values, "dead", "lag", "oldest", ""), *self._queues(answer)]
+        )
+        if answer["is_capped"]:
+            self.stdout.write(f"Counts of {answer['count_limit']:,} and more are lower bounds.")
+        relay = answer["relay"]
+        if relay["is_needed"]:
+            age = _age(relay["oldest_seconds"])
+            self.stdout.write(f"Relay: {relay['backlog']:,} due jobs to publish, oldest {age}")
+        workers = [worker for worker in answer["workers"] if worker["is_alive"]]
+        if not workers:
+            self.stdout.write("No worker is alive; start one with manage.py kjo_consume")
+            return
+        rows = [
+            (
+                worker["name"],
+                ", ".join(worker["queues"]) or "all",
+                f"{worker['in_flight']}/{worker['concurrency']}",
+                f"{worker['processed']:,}",
+                f"{worker['failed']:,}",
+                _age(worker["heartbeat_age_seconds"]),
+            )
+            for worker in workers
+        ]
+        self.table([("worker", "queues", "running", "processed", "failed", "heartbeat"), *rows])
+
+    def _queues(self, answer: Any) -> list[tuple[object, ...]]:
+        return [
+            (
+                row["queue"],
+                *(f"{row['states'][state]:,}" for state in JobState.values),
+                f"{row['open_dead_letters']:,}",
+                "?" if row["lag"] is None else f"{row['lag']:,}",
+                _age(row["oldest_waiting_seconds"]),
+                "paused" if row["is_paused"] else row["lag_error"] or "",
+            )
+            for row in answer["queues"]
+        ]
+
+
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.0f} s"

@@ -1,0 +1,49 @@
+"""``kjo_topics``: plan, check or create the topics the settings ask for."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any
+
+from kjo_django.management.commands._shared import KjoCommand
+from kjo_django.operations import topics
+
+
+class Command(KjoCommand):
+    """Compare the topics with the settings, and create what is missing.
+
+    ``plan`` shows what there is to do; ``check`` exits with 1 when there is anything; ``create``
+    creates and grows. Nothing is ever deleted or shrunk.
+    """
+
+    help = "Plan, check or create the topics of all queues and their dead letters."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the action."""
+        super().add_arguments(parser)
+        parser.add_argument("action", choices=("create", "check", "plan"))
+        parser.add_argument("--queue", dest="queues", action="append", help="Only this queue.")
+
+    def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
+        """Do what was asked, then look at what is there."""
+        changes = topics.create(options["queues"]) if options["action"] == "create" else []
+        reports = topics.plan(options["queues"])
+        is_ok = options["action"] == "plan" or all(report.is_ok for report in reports)
+        shown = [report.as_dict() for report in reports]
+        return {"action": options["action"], "changes": changes, "topics": shown}, is_ok
+
+    def show(self, answer: Any) -> None:
+        """Print the changes and the topics."""
+        for line in answer["changes"]:
+            self.stdout.write(line)
+        rows = [
+            (
+                topic["name"],
+                topic["transport"],
+                topic["wanted_partitions"] if topic["partitions"] is None else topic["partitions"],
+                topic["action"],
+                "; ".join(topic["differences"]) or "as configured",
+            )
+            for topic in answer["topics"]
+        ]
+        self.table([("topic", "transport", "partitions", "to do", ""), *rows])

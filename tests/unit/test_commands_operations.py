@@ -1,0 +1,280 @@
+"""Commands parse, delegate and show: exit codes, JSON, and errors that say what to do."""
+
+from __future__ import annotations
+
+import io
+import json
+from argparse import ArgumentTypeError
+from datetime import timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.utils import timezone
+
+from kjo_django.backends import get_transport
+from kjo_django.management.commands import _shared
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, Job
+from kjo_django.transports.base import OutgoingRecord
+from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture(autouse=True)
+def memory(settings):
+    settings.KJO = {
+        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
+        "QUEUES": {"emails": {"topic": "email-queue", "topic_options": {"partitions": 2}}},
+    }
+    transport = get_transport()
+    transport.clear()
+    yield transport
+    transport.clear()
+
+
+def run(*args):
+    """Return what was printed; SystemExit and CommandError pass through."""
+    out = io.StringIO()
+    call_command(*args, stdout=out, stderr=io.StringIO())
+    return out.getvalue()
+
+
+def run_json(*args):
+    return json.loads(run(*args, "--json"))
+
+
+# --- kjo_replay_dlq -----------------------------------------------------------------------------
+
+
+def test_replay_replays_the_table_by_default():
+    DeadLetterFactory(of_job=True)
+    answer = run_json("kjo_replay_dlq")
+    assert (answer["replayed"], answer["ok"], answer["source"]) == (1, True, "table")
+    assert Job.objects.get().generation == 2
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        ["--queue", "emails"],
+        ["--type", "tests.mail"],
+        ["--reason", "fatal"],
+        ["--error", "refused"],
+        ["--fingerprint", "f00"],
+        ["--since", "2h"],
+    ],
+)
+def test_replay_filters(filter):
+    """KII-30."""
+    wanted = DeadLetterFactory(
+        queue="emails",
+        handler="tests.mail",
+        reason="fatal",
+        error="connection refused",
+        fingerprint="f00",
+    )
+    DeadLetterFactory(failed_at=timezone.now() - timedelta(days=1))
+    assert run_json("kjo_replay_dlq", *filter)["replayed"] == 1
+    assert DeadLetter.objects.get(state="replayed") == wanted
+
+
+def test_replay_takes_ids_a_limit_and_a_dry_run():
+    letters = DeadLetterFactory.create_batch(3)
+    ids = ["--id", str(letters[0].pk), "--id", str(letters[1].pk)]
+    dry = run_json("kjo_replay_dlq", *ids, "--dry-run")
+    assert (dry["matched"], dry["replayed"], dry["dry_run"]) == (2, 0, True)
+    assert run_json("kjo_replay_dlq", *ids, "--limit", "1")["replayed"] == 1
+    assert "2 dead letters would be looked at" in run("kjo_replay_dlq", "--dry-run")
+
+
+def test_replay_shows_refusals_and_exits_with_zero():
+    DeadLetterFactory(of_job=True, replay_count=5)
+    text = run("kjo_replay_dlq")
+    assert "1 refused" in text
+    assert "replayed too often" in text
+
+
+def test_replay_exits_with_one_when_the_transport_refuses(memory):
+    DeadLetterFactory()
+    memory.fail("the broker is away")
+    with pytest.raises(SystemExit) as exit:
+        run("kjo_replay_dlq")
+    assert exit.value.code == 1
+
+
+def test_replay_reads_a_topic(memory):
+    memory.publish([OutgoingRecord("email-queue-dlq", b"x", headers={names.ID: b"m-1"})])
+    answer = run_json("kjo_replay_dlq", "--source", "topic", "--topic", "email-queue-dlq")
+    assert answer["replayed"] == 1
+    assert [record.value for record in memory.records("email-queue")] == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--source", "topic"], "--topic NAME"),
+        (["--topic", "x"], "--source topic"),
+        (["--target", "x"], "--source topic"),
+        (["--source", "topic", "--topic", "a", "--target", "a"], "source itself"),
+        (["--source", "topic", "--topic", "gone"], "does not exist"),
+        (["--id", "nonsense"], "no id of a dead letter"),
+        (["--since", "yesterday"], "is no time"),
+        (["--limit", "0"], "above 0"),
+        (["--rate", "fast"], "above 0"),
+    ],
+)
+def test_replay_says_what_is_wrong(arguments, words):
+    with pytest.raises(CommandError, match=words):
+        run("kjo_replay_dlq", *arguments)
+
+
+def test_replay_prints_no_control_sequences_of_hostile_messages():
+    DeadLetterFactory(of_job=True, replay_count=9, error_type="\x1b[2J\nroot:")
+    text = run("kjo_replay_dlq")
+    assert "\x1b" not in text
+    assert not any(line.startswith("root:") for line in text.splitlines())
+
+
+# --- kjo_topics ---------------------------------------------------------------------------------
+
+
+def test_topics_are_planned_checked_and_created(memory):
+    """KII-06: creation is idempotent."""
+    # Given nothing is there: check fails, plan tells
+    plan = run_json("kjo_topics", "plan", "--queue", "emails")
+    assert {topic["name"]: topic["action"] for topic in plan["topics"]} == {
+        "email-queue": "create",
+        "email-queue-dlq": "create",
+    }
+    with pytest.raises(SystemExit) as exit:
+        run("kjo_topics", "check", "--queue", "emails")
+    assert exit.value.code == 1
+    # When
+    created = run("kjo_topics", "create", "--queue", "emails")
+    # Then
+    assert "created email-queue with 2 partitions" in created
+    assert "as configured" in run("kjo_topics", "check", "--queue", "emails")
+    assert run_json("kjo_topics", "create", "--queue", "emails")["changes"] == []
+
+
+def test_topics_refuse_wrong_options(settings):
+    settings.KJO = {"QUEUES": {"emails": {"topic_options": {"partition": 3}}}}
+    with pytest.raises(CommandError, match="Did you mean 'partitions'"):
+        run("kjo_topics", "plan")
+
+
+# --- kjo_status ---------------------------------------------------------------------------------
+
+
+def test_status_shows_queues_and_workers():
+    # Given
+    JobFactory.create_batch(3, queue="emails")
+    QueueControlFactory(queue="images", is_paused=True)
+    WorkerFactory(name="host-7", queues=["emails"])
+    # When
+    text = run("kjo_status")
+    # Then
+    line = next(line for line in text.splitlines() if line.startswith("emails"))
+    assert line.split()[1] == "3"
+    assert "paused" in next(line for line in text.splitlines() if line.startswith("images"))
+    assert "host-7" in text
+    assert run_json("kjo_status", "emails")["queues"][0]["states"]["pending"] == 3
+
+
+def test_status_says_how_to_start_a_worker():
+    assert "kjo_consume" in run("kjo_status")
+
+
+# --- kjo_health ---------------------------------------------------------------------------------
+
+
+@pytest.mark.django_db(transaction=True)
+def test_health_exits_with_one_when_something_is_not_well():
+    out = io.StringIO()
+    with pytest.raises(SystemExit) as exit:
+        call_command("kjo_health", "--json", stdout=out)
+    assert exit.value.code == 1
+    answer = json.loads(out.getvalue())
+    assert answer["healthy"] is False
+    assert next(c for c in answer["checks"] if c["name"] == "workers")["fix"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_health_is_silent_about_fixes_when_all_is_well():
+    from kjo_django import registry
+
+    call_command("kjo_topics", "create", stdout=io.StringIO())
+    WorkerFactory(queues=registry.queue_names())
+    text = run("kjo_health", "--timeout", "30")
+    assert "FAILED" not in text
+    assert text.count("ok") >= 10
+
+
+def test_health_names_wrong_settings_instead_of_crashing(settings):
+    settings.KJO = {"QUEUESS": {}}
+    out = io.StringIO()
+    with pytest.raises(SystemExit):
+        call_command("kjo_health", stdout=out)
+    assert "QUEUESS" in out.getvalue()
+
+
+# --- kjo_prune ----------------------------------------------------------------------------------
+
+
+def test_prune_takes_overrides_and_a_dry_run():
+    # Given a job that ended an hour ago
+    moment = timezone.now() - timedelta(hours=1)
+    job = JobFactory(completed=True, finished_at=moment)
+    from kjo_django.ids import uuid7_floor
+
+    Job.objects.filter(pk=job.pk).update(id=uuid7_floor(moment))
+    # When, then
+    assert run_json("kjo_prune")["deleted"]["jobs"] == 0
+    assert run_json("kjo_prune", "--completed", "30m", "--dry-run")["deleted"]["jobs"] == 1
+    assert "jobs: 1 deleted" in run("kjo_prune", "--completed", "30m")
+    assert not Job.objects.exists()
+
+
+# --- Shared -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", timedelta(seconds=90)),
+        ("90s", timedelta(seconds=90)),
+        ("1.5h", timedelta(minutes=90)),
+        ("7d", timedelta(days=7)),
+        ("2W", timedelta(weeks=2)),
+    ],
+)
+def test_durations(text, expected):
+    assert _shared.duration(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "h", "-1h", "1y", "1h30m", "9" * 20 + "w"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(ArgumentTypeError):
+        _shared.duration(text)
+
+
+def test_instants_are_iso_or_a_time_ago():
+    assert _shared.instant("2026-01-31T12:00:00+02:00").isoformat() == "2026-01-31T12:00:00+02:00"
+    assert timezone.is_aware(_shared.instant("2026-01-31T12:00"))
+    assert timezone.is_aware(_shared.instant("2026-01-31"))
+    ago = timezone.now() - _shared.instant("2h")
+    assert abs(ago - timedelta(hours=2)) < timedelta(seconds=5)
+
+
+@pytest.mark.parametrize("text", ["2026-13-01", "soon", "99999999w"])
+def test_what_is_no_instant_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match="is no time"):
+        _shared.instant(text)
+
+
+def test_a_setting_at_fault_is_an_error_without_a_traceback(settings):
+    settings.KJO = {"CONCURRENCY": "four"}
+    for command in (["kjo_status"], ["kjo_prune"], ["kjo_topics", "plan"], ["kjo_replay_dlq"]):
+        with pytest.raises(CommandError, match="CONCURRENCY"):
+            run(*command)
