@@ -1,0 +1,1 @@
+"""What a loop written by hand for just one purpose does with the same writes: the limit."""

@@ -1,0 +1,104 @@
+"""confluent-kafka and psycopg by hand: a batch, a transaction, an asynchronous offset commit.
+
+It makes the writes the pipeline makes (the marker of every effect, the outcome in every job's row,
+the handler's own), keeps the promise that each takes effect once, and nothing else: no retries, no
+leases, no order of keys, no limits, no statistics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+from confluent_kafka import Consumer, Message
+
+from kjo_django.ids import uuid7
+from tests.benchmarks import completions
+from tests.benchmarks.counters import Clock
+from tests.benchmarks.errors import BenchmarkError
+
+MARK = """
+INSERT INTO processed_events
+    (id, event_id, event_type, service_name, processed_at, created_at, updated_at)
+SELECT v.id, v.event_id, v.event_type, 'benchmarks', %(now)s, %(now)s, %(now)s
+FROM unnest(%(ids)s::uuid[], %(events)s::text[], %(types)s::text[]) AS v (id, event_id, event_type)
+ON CONFLICT DO NOTHING RETURNING event_id
+"""
+COMPLETE = """
+UPDATE kjo_job SET state = 'completed', attempts = 1, started_at = %(started)s,
+    finished_at = %(now)s, result = NULL, error = '', lease_token = '', lease_expires_at = NULL,
+    result_expires_at = %(now)s::timestamptz + kjo_job.result_ttl * interval '1 millisecond'
+FROM unnest(%(ids)s::uuid[], %(generations)s::int[]) AS v (id, generation)
+WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
+    AND kjo_job.state IN ('pending', 'queued', 'failing')
+"""
+WRITE = "INSERT INTO ledger_entry (job, note, created_at) VALUES (%s, '', %s) RETURNING id"
+
+
+def no_op(cursor: psycopg.Cursor[Any]) -> None:
+    """Do nothing."""
+
+
+def write(cursor: psycopg.Cursor[Any], job: str) -> None:
+    """Add an entry, with a query of its own as a handler would."""
+    cursor.execute(WRITE, [job, datetime.now(UTC)])
+
+
+HANDLERS: dict[str, Any] = {"ledger.no_op": no_op, "ledger.write": write}
+
+
+def run(handler: str, count: int, batch: int) -> dict[str, float]:
+    """Drain the topic; the figures of `measures.drain`."""
+    topic = os.environ["KJO_BENCHMARK_TOPIC"]
+    clock = Clock()
+    consumer = Consumer(
+        {
+            "bootstrap.servers": os.environ["KAFKA_BOOTSTRAP_SERVERS"],
+            "group.id": f"{topic}-group",
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+        }
+    )
+    consumer.subscribe([topic])
+    done = 0
+    with psycopg.connect(os.environ["DATABASE_URL"]) as connection:
+        while done < count:
+            messages = consumer.consume(min(batch, count - done), 30.0)
+            if not messages:
+                raise BenchmarkError(f"The topic gave {done} of {count} messages")
+            done += settle(connection, messages)
+            consumer.commit(asynchronous=True)
+    consumer.close()
+    return completions.figures(count, handler, clock)
+
+
+def settle(connection: psycopg.Connection[Any], messages: list[Message]) -> int:
+    """Run the handlers of a batch and commit their effects."""
+    received: dict[str, tuple[dict[str, bytes], bytes]] = {}
+    for message in messages:
+        if message.error() is not None:
+            raise BenchmarkError(str(message.error()))
+        headers = dict(message.headers())
+        received[headers["kjo-id"].decode()] = (headers, message.value())
+    now = datetime.now(UTC)
+    with connection.cursor() as cursor:
+        types = [headers["kjo-type"].decode() for headers, _ in received.values()]
+        ids = [uuid7() for _ in received]
+        marks = {"now": now, "ids": ids, "events": list(received), "types": types}
+        cursor.execute(MARK, marks)
+        fresh = [received[row[0]] for row in cursor.fetchall()]
+        started = datetime.now(UTC)
+        for headers, value in fresh:
+            HANDLERS[headers["kjo-type"].decode()](cursor, **json.loads(value))
+        outcome = {
+            "now": datetime.now(UTC),
+            "started": started,
+            "ids": [headers["kjo-job-id"].decode() for headers, _ in fresh],
+            "generations": [int(headers["kjo-generation"]) for headers, _ in fresh],
+        }
+        cursor.execute(COMPLETE, outcome)
+    connection.commit()
+    return len(messages)

@@ -1,0 +1,143 @@
+"""How long a job takes from the call that saves it to its durable end, at a low rate."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+import psutil
+
+from kjo_django import signals
+from kjo_django.worker.process import Worker
+from tests.benchmarks import child
+from tests.benchmarks.errors import BenchmarkError
+from tests.ledger.jobs import write
+
+WARM_UP = 30
+PATIENCE = 30.0
+
+
+def run(
+    rate: float, seconds: float, idle_seconds: float, concurrency: int | None = None
+) -> dict[str, float]:
+    """Save ``rate`` jobs a second here while a worker process runs them.
+
+    Both sides read the same monotonic clock of the system.
+    """
+    command = child.command("latency.work", {"concurrency": concurrency})
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            answers = _Answers(process.stdout)
+            answers.expect("ready")
+            _save(WARM_UP, rate)
+            answers.wait_for(WARM_UP)
+            idle = _cpu_percent(psutil.Process(process.pid), idle_seconds)
+            saved, saving = _save(int(rate * seconds), rate)
+            done = answers.wait_for(WARM_UP + len(saved))
+            process.stdin.close()
+            process.wait(PATIENCE)
+        finally:
+            process.kill()
+    delays = [(done[id] - moment) * 1000 for id, moment in saved.items()]
+    return {**_percentiles(delays), **saving, "idle_cpu_percent": idle}
+
+
+def work(concurrency: int | None = None) -> None:
+    """The worker process: reports each job's end on stdout, stops when stdin is closed."""
+    is_over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
+
+    def tell(job_id: str, **kwargs: Any) -> None:
+        # Sent after the commit of the outcome.
+        _say({"id": job_id, "at": time.monotonic()})
+
+    signals.job_completed.connect(tell, weak=False)
+    worker = Worker(["ledger"], concurrency=concurrency)
+    is_told = False
+
+    def may_stop() -> bool:
+        nonlocal is_told
+        if not is_told and any(poller.partitions for poller in worker.pollers):
+            _say({"ready": True})
+            is_told = True
+        return is_over.is_set()
+
+    worker.run(until=may_stop)
+
+
+def _say(answer: dict[str, Any]) -> None:
+    # One write: lanes tell at the same time.
+    sys.stdout.write(f"{json.dumps(answer)}\n")
+    sys.stdout.flush()
+
+
+class _Answers:
+    """What the worker process tells."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._done: dict[str, float] = {}
+        self._seen: set[str] = set()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            answer = json.loads(line) or {}
+            with self._changed:
+                if "id" in answer:
+                    self._done[answer["id"]] = answer["at"]
+                self._seen.update(answer)
+                self._changed.notify_all()
+
+    def expect(self, word: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: word in self._seen, PATIENCE):
+                raise BenchmarkError(f"The worker was not {word} within {PATIENCE:g} s")
+
+    def wait_for(self, count: int) -> dict[str, float]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._done) >= count, PATIENCE):
+                raise BenchmarkError(f"{len(self._done)} of {count} jobs ended")
+            return dict(self._done)
+
+
+def _save(count: int, rate: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Enqueue at an even rate; return the moment before each call, and how long calls took."""
+    saved: dict[str, float] = {}
+    took: list[float] = []
+    start = time.monotonic()
+    for number in range(count):
+        time.sleep(max(0.0, start + number / rate - time.monotonic()))
+        before = time.monotonic()
+        answer = write.enqueue(job=f"job-{number}")
+        took.append((time.monotonic() - before) * 1000)
+        saved[str(answer.job_id)] = before
+    return saved, {"enqueue_p50_ms": statistics.median(took)}
+
+
+def _cpu_percent(process: psutil.Process, seconds: float) -> float:
+    process.cpu_percent()
+    time.sleep(seconds)
+    return float(process.cpu_percent())
+
+
+def _percentiles(delays: Sequence[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(delays, n=100, method="inclusive")
+    return {
+        "p50_ms": cuts[49],
+        "p95_ms": cuts[94],
+        "p99_ms": cuts[98],
+        "max_ms": max(delays),
+        "jobs": float(len(delays)),
+    }

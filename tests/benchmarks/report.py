@@ -1,0 +1,117 @@
+"""Results for programs and for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.benchmarks.rounds import Measured
+
+METHOD = (
+    "Every measurement is a process of its own on a fresh copy of one database and, on Kafka, a "
+    "fresh topic with the same messages. Ours and the hand-written limit run one after the other "
+    "in every round, in alternating order; 'ratio' is the median of the rounds' ratios, other "
+    "figures are medians. A drain is timed by the rows' finished_at, from the first commit to the "
+    "last: starting and joining the group is 'seconds_to_first'. The limit of a drain makes the "
+    "same writes (markers, job rows, the handler's) in batches of 500 with one commit and one "
+    "asynchronous offset commit each. CPU is that of the measured process alone. PostgreSQL is "
+    "durable (fsync, synchronous_commit)."
+)
+COLUMNS = ("", "jobs/s", "limit/s", "ratio", "CPU µs", "limit µs", "queries", "Redis", "rounds")
+NOTES = {
+    "seconds_to_first": "s to the first completion",
+    "p50_ms": "ms p50",
+    "p95_ms": "ms p95",
+    "p99_ms": "ms p99",
+    "idle_cpu_percent": "% of a core while idle",
+    "rss_before_mb": "MB before",
+    "rss_at_a_fifth_mb": "MB at a fifth",
+    "rss_after_mb": "MB after",
+    "rss_peak_mb": "MB at most",
+}
+SHOWN = {
+    "latency": ("p50_ms", "p95_ms", "p99_ms", "idle_cpu_percent"),
+    "memory": ("rss_before_mb", "rss_at_a_fifth_mb", "rss_after_mb", "rss_peak_mb"),
+    "drain": ("seconds_to_first",),
+}
+
+
+def as_dict(
+    everything: Sequence[Measured],
+    *,
+    versions: Mapping[str, str],
+    machine: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    """Return all there is to know, ready for JSON."""
+    results: dict[str, dict[str, Any]] = {}
+    for measured in everything:
+        results.setdefault(measured.case.engine, {})[measured.case.name] = measured.as_dict()
+    return {
+        "method": METHOD,
+        "versions": dict(versions),
+        "machine": dict(machine),
+        "parameters": dict(parameters),
+        "seconds": round(seconds, 1),
+        "ratios": {
+            engine: {name: case["ratio"] for name, case in cases.items() if "ratio" in case}
+            for engine, cases in results.items()
+        },
+        "results": results,
+    }
+
+
+def as_text(result: Mapping[str, Any]) -> str:
+    """Return a table for people."""
+    lines = [
+        ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
+        "{cpu_count} × {cpu_model}, {memory_gb} GB".format(**result["machine"]),
+    ]
+    for engine, cases in result["results"].items():
+        rows = [(f"{engine}:", *COLUMNS[1:])]
+        rows += [_row(name, case) for name, case in cases.items()]
+        lines += ["", *_aligned(rows), *_notes(cases)]
+    return "\n".join([*lines, "", "Per job unless said otherwise; CPU of the process alone."])
+
+
+def _row(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
+    ours, limit = case["ours"], case.get("limit", {})
+    return (
+        f"  {name}",
+        _number(ours.get("jobs_per_second"), 0),
+        _number(limit.get("jobs_per_second"), 0),
+        _number(case.get("ratio"), 3),
+        _number(ours.get("cpu_us_per_job"), 0),
+        _number(limit.get("cpu_us_per_job"), 0),
+        _number(ours.get("queries_per_job"), 3),
+        _number(ours.get("redis_round_trips_per_job"), 3),
+        str(case["rounds"]),
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
+    ]
+
+
+def _notes(cases: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, case in cases.items():
+        shown = SHOWN.get(name.partition(".")[0], ())
+        parts = [f"{case['ours'][key]:,.1f} {NOTES[key]}" for key in shown if key in case["ours"]]
+        if parts:
+            lines.append(f"  {name}: {', '.join(parts)}")
+    return lines

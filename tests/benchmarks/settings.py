@@ -1,0 +1,28 @@
+"""Django settings of a measured process: what a project would have, on a topic of its own."""
+
+import os
+
+from tests.settings import *  # noqa: F403
+from tests.settings import KJO as _TESTED
+
+TOPIC = os.environ["KJO_BENCHMARK_TOPIC"]
+
+# All that is not named here has its default: lanes, group sizes and intervals are what users get.
+KJO = {
+    "SERVICE_NAME": "benchmarks",
+    "QUEUES": {"ledger": {"topic": TOPIC, "consumer_group": f"{TOPIC}-group"}},
+    "TOPIC_OPTIONS": {"partitions": 4, "replication_factor": 1},
+}
+if "TRANSPORTS" in _TESTED:
+    KJO["TRANSPORTS"] = {
+        "default": {
+            "BACKEND": _TESTED["TRANSPORTS"]["default"]["BACKEND"],
+            "OPTIONS": {"bootstrap.servers": os.environ["KAFKA_BOOTSTRAP_SERVERS"]},
+        }
+    }
+if "COORDINATION" in _TESTED:
+    KJO["COORDINATION"] = {
+        "BACKEND": _TESTED["COORDINATION"]["BACKEND"],
+        # A given Redis may serve others too.
+        "OPTIONS": {"CACHE": "default", "KEY_PREFIX": f"{TOPIC}:"},
+    }
