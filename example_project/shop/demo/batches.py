@@ -81,7 +81,7 @@ class Settling:
         self._next_look = time.monotonic() + 10 * (time.monotonic() - began)
         # Each confirmation still open may be followed by two jobs more.
         self.progress.update(counts["settled"], counts["total"] + 2 * counts["confirming"])
-        return counts["settled"] == counts["total"]
+        return bool(counts["settled"] == counts["total"])
 
 
 @dataclass(frozen=True)
@@ -175,4 +175,4 @@ def _reasons(failures: QuerySet[DeadLetter] | QuerySet[JobFailure]) -> list[Reas
 def _first_rows(failures: QuerySet[DeadLetter] | QuerySet[JobFailure], error: str) -> list[int]:
     named = failures.filter(error=error).order_by("job__unique_id")
     references = named.values_list("job__unique_id", flat=True).distinct()[:3]
-    return [int(reference.partition("-")[2]) for reference in references]
+    return [int(str(reference).partition("-")[2]) for reference in references]
