@@ -11,6 +11,8 @@ def freshen_connections() -> None:
     """Close this thread's connections that are broken or past their CONN_MAX_AGE, as Django does
     between requests; a CONN_MAX_AGE of 0 is not taken as a wish to reconnect for every group."""
     for connection in connections.all(initialized_only=True):
+        # With DEBUG on, Django keeps the latest queries; a worker's are large, and nobody asks.
+        connection.queries_log.clear()
         if connection.connection is None or connection.in_atomic_block:
             continue
         if connection.errors_occurred and not connection.is_usable():

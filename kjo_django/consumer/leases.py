@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from uuid import UUID
@@ -19,6 +20,8 @@ from kjo_django.models import Job
 from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
+
+COMPLAINT_INTERVAL = 10.0
 
 
 def lease_name(queue: QueueConf, message_id: str) -> str:
@@ -51,6 +54,14 @@ class LeaseBook:
         self._held: set[str] = set()
         self._rows: set[UUID] = set()
         self._lock = threading.Lock()
+        self._complain_at = 0.0
+
+    def _complain(self, consequence: str, error: Exception) -> None:
+        """Log an outage once in a while, not for every group it touches."""
+        now = time.monotonic()
+        if now >= self._complain_at:
+            self._complain_at = now + COMPLAINT_INTERVAL
+            logger.warning("%s: %s", consequence, error)
 
     def claim(self, names: list[str]) -> list[Claim]:
         """Claim all names, taking over those whose owner has vanished."""
@@ -66,7 +77,7 @@ class LeaseBook:
                 )
                 claims = [again.get(n, c) for n, c in zip(names, claims, strict=True)]
         except CoordinationError as error:
-            logger.warning("Going on without leases, the database decides: %s", error)
+            self._complain("Going on without leases, the database decides", error)
             return [Claim(True, 1)] * len(names)
         with self._lock:
             self._held.update(n for n, c in zip(names, claims, strict=True) if c.acquired)
@@ -106,7 +117,7 @@ class LeaseBook:
         try:
             get_coordination().release(names, self.token)
         except CoordinationError as error:
-            logger.warning("Leases not released, they expire by themselves: %s", error)
+            self._complain("Leases not released, they expire by themselves", error)
 
     def hold_rows(self, ids: Iterable[UUID]) -> None:
         """Renew the row leases of these jobs too (``atomic=False``)."""
@@ -124,7 +135,7 @@ class LeaseBook:
             get_coordination().claim([alive_name(self.token)], self.token, self.alive_ttl)
             get_coordination().renew([alive_name(self.token)], self.token, self.alive_ttl)
         except CoordinationError as error:
-            logger.warning("No sign of life given: %s", error)
+            self._complain("No sign of life given", error)
 
     def say_goodbye(self) -> None:
         """Let others take over at once whatever is still held."""
@@ -140,7 +151,7 @@ class LeaseBook:
             if held:
                 get_coordination().renew(held, self.token, self.ttl)
         except CoordinationError as error:
-            logger.warning("Leases not renewed: %s", error)
+            self._complain("Leases not renewed", error)
         if rows:
             using = jobs_database()
             with transaction.atomic(using=using):

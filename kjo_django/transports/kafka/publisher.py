@@ -21,6 +21,8 @@ GRACE = 5.0
 
 FULL_QUEUE_WAIT = 0.1
 
+CLOSE_WAIT = 1.0
+
 
 class Publisher:
     """The one producer of a process. Thread-safe."""
@@ -50,11 +52,15 @@ class Publisher:
         return outcomes
 
     def close(self) -> None:
-        """Wait for what other threads published, and forget the producer. It is made anew when
-        needed."""
+        """Forget the producer; it is made anew when needed.
+
+        ``publish`` waits for its own reports, so what is still on its way belongs to callers that
+        have been given up: the rows of their jobs stay pending. A broker that is away must not keep
+        the process from ending.
+        """
         producer = self._producer.take()
         if producer is not None:
-            left = producer.flush(self._options.delivery_timeout + GRACE)
+            left = producer.flush(CLOSE_WAIT)
             if left:
                 logger.error("%d records were not delivered before the producer closed", left)
 
