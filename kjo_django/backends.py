@@ -64,8 +64,8 @@ def get_transport(alias: str = "default") -> Transport:
         _forget_the_parents()
         if alias not in _transports:
             conf = get_settings()
-            options = dict(conf.transports.get(alias, {}).get("OPTIONS", {}))
             found = transport_class(alias, conf)
+            options = dict(conf.transports[alias].get("OPTIONS", {}))
             if found.capabilities.transactional:
                 options.setdefault("GROUPS", _declared_groups(conf, alias))
                 if conf.database:

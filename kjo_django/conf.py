@@ -54,12 +54,13 @@ def whole(minimum: int) -> Callable[[Any], int]:
     return convert
 
 
-def number(minimum: float) -> Callable[[Any], float]:
-    """A number, at least ``minimum``."""
+def number(minimum: float, maximum: float) -> Callable[[Any], float]:
+    """A number from ``minimum`` to ``maximum``."""
 
     def convert(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= minimum:
-            raise ValueError(f"a number, at least {minimum}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not minimum <= value <= maximum:
+            raise ValueError(f"a number from {minimum} to {maximum}")
         return float(value)
 
     return convert
@@ -167,7 +168,7 @@ class Settings:
     )
     backoff_max: timedelta = option(duration, timedelta(minutes=10), "Longest back-off.")
     backoff_jitter: float = option(
-        number(0), 0.2, "Share of the delay that is drawn at random, 0 to 1."
+        number(0, 1), 0.2, "Share of the delay that is drawn at random, 0 to 1."
     )
     error_recovery_delays: dict[str, Any] = option(
         mapping,
@@ -282,7 +283,7 @@ def _queue_conf(conf: Settings, name: str) -> QueueConf:
     merged = {**_declared.get(name, {}), **conf.queues.get(name, {})}
     given, problems = convert(QueueOptions, merged, f"KJO['QUEUES'][{name!r}]")
     if problems:
-        raise ImproperlyConfigured(problems[0].message)
+        raise ImproperlyConfigured(f"{problems[0].message} {problems[0].hint}".strip())
     topic = given.topic or name
     result = QueueConf(
         name=name,

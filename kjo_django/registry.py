@@ -16,7 +16,7 @@ from kjo_django.conf import declared_queues, get_settings
 from kjo_django.exceptions import MessageError, PermanentError
 from kjo_django.messages import envelope
 from kjo_django.messages.envelope import MAX_TYPE_LENGTH, Message
-from kjo_django.messages.serializers import JSON, Serializer
+from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.transports.base import Record
 
 
@@ -157,6 +157,8 @@ def register(handler: Handler) -> None:
                 f"{_place(handler.function)}. Give one of them a name=…"
             )
         _handlers[name] = handler
+        # Whoever declares a job can read its messages.
+        register_serializer(handler.options.serializer)
 
 
 def _place(function: Callable[..., Any]) -> str:

@@ -13,7 +13,7 @@ from asgiref.sync import sync_to_async
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.conf import duration, get_settings
+from kjo_django.conf import duration, get_settings, text, whole
 from kjo_django.ids import uuid7
 from kjo_django.messages.serializers import JSON, Serializer
 from kjo_django.models import Job
@@ -154,6 +154,27 @@ def _known_queue(name: str) -> str:
     return name
 
 
+def _queue_name(value: Any) -> str:
+    if len(text(value)) > MAX_QUEUE_LENGTH:
+        raise ValueError(f"text of at most {MAX_QUEUE_LENGTH} characters")
+    return str(value)
+
+
+def _lifetime(value: Any) -> timedelta:
+    if not isinstance(value, timedelta) or value < timedelta(milliseconds=1):
+        raise ValueError("a timedelta of at least a millisecond")
+    return value
+
+
+MAX_QUEUE_LENGTH = 100
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "queue": _queue_name,
+    "max_attempts": whole(1),
+    "timeout": duration,
+    "result_ttl": _lifetime,
+}
+
+
 @overload
 def job(function: F, /) -> JobDefinition: ...
 @overload
@@ -186,8 +207,13 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     :param takes_context: pass a ``JobContext`` as the first argument.
     :param serializer: how its payloads and results become bytes.
     """
-    if options.get("timeout") is not None:
-        options["timeout"] = duration(options["timeout"])
+    for option, check in _CHECKS.items():
+        if options.get(option) is not None:
+            try:
+                options[option] = check(options[option])
+            except (TypeError, ValueError) as error:
+                message = f"job({option}={options[option]!r}): {option} must be {error}"
+                raise ValueError(message) from None
 
     def declare(function: Callable[..., Any]) -> JobDefinition:
         handler = registry.Handler(
