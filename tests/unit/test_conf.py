@@ -1,0 +1,305 @@
+"""The ``KJO`` setting: typed, with defaults, refusing what nobody meant."""
+
+from __future__ import annotations
+
+import math
+import socket
+from dataclasses import fields
+from datetime import timedelta
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.test import override_settings
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kjo_django import conf
+from kjo_django.backends import get_coordination, get_transport, transport_class
+from kjo_django.conf import QueueOptions, Settings, get_settings
+from kjo_django.coordination.database import DatabaseCoordination
+from kjo_django.transports.database import DatabaseTransport
+from kjo_django.transports.memory import MemoryTransport
+
+MEMORY = "kjo_django.transports.memory.MemoryTransport"
+
+
+def only(kind: type, given: object, where: str = "KJO") -> conf.Problem:
+    """Read settings with one fault and return it."""
+    _, problems = conf.convert(kind, given, where)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+# --- Defaults -------------------------------------------------------------------------------------
+
+
+@override_settings(KJO={})
+def test_with_no_settings_at_all_everything_has_a_default():
+    """Promise 5."""
+    settings = get_settings()
+    assert settings == Settings()
+    assert transport_class("default") is DatabaseTransport
+    assert isinstance(get_coordination(), DatabaseCoordination)
+
+
+def test_a_project_without_the_setting_runs_on_defaults(settings):
+    del settings.KJO
+    assert get_settings() == Settings()
+
+
+def test_every_setting_says_what_it_is():
+    for field in (*fields(Settings), *fields(QueueOptions)):
+        assert field.metadata["help"].endswith("."), field.name
+
+
+@override_settings(KJO={"SERVICE_NAME": "shop", "MAX_ATTEMPTS": 7, "TIMEOUT": 60})
+def test_an_undeclared_queue_has_the_defaults_of_the_settings():
+    queue = get_settings().queue("emails")
+    assert (queue.topic, queue.dead_letter_topic) == ("emails", "emails-dlq")
+    assert queue.consumer_group == "shop-group"
+    assert queue.key_prefix == "EMAILS"
+    assert (queue.max_attempts, queue.timeout) == (7, timedelta(minutes=1))
+
+
+@override_settings(
+    KJO={
+        "TOPIC_OPTIONS": {"partitions": 4, "retention_ms": 1},
+        "QUEUES": {
+            "emails": {
+                "topic": "email-queue",
+                "consumer_group": "email-processors",
+                "concurrency": 3,
+                "timeout": 5,
+                "topic_options": {"partitions": 2},
+            }
+        },
+    }
+)
+def test_a_declared_queue_overrides_key_by_key():
+    queue = get_settings().queue("emails")
+    assert (queue.topic, queue.consumer_group) == ("email-queue", "email-processors")
+    assert queue.dead_letter_topic == "email-queue-dlq"
+    assert (queue.concurrency, queue.timeout) == (3, timedelta(seconds=5))
+    assert queue.topic_options == {"partitions": 2, "retention_ms": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ({}, 20),
+        ({"PROCESSING_TTL": 60}, 120),
+        ({"PROCESSING_TTL": 60, "SENT_TTL": 7}, 7),
+        ({"SENT_TTL": 7}, 7),
+    ],
+)
+def test_the_sent_mark_follows_a_customised_processing_ttl(given, seconds):
+    """KJO-F4."""
+    settings, _ = conf.convert(Settings, given, "KJO")
+    assert settings.effective_sent_ttl == timedelta(seconds=seconds)
+
+
+def test_a_worker_is_named_after_its_host_and_process():
+    """PJQ-31."""
+    host, _, pid = conf.default_worker_name().rpartition("-")
+    assert host == socket.gethostname()
+    assert pid.isdigit()
+
+
+# --- Faults ---------------------------------------------------------------------------------------
+
+RIGHT = {
+    conf.duration: 5,
+    conf.optional_duration: None,
+    conf.flag: True,
+    conf.text: "x",
+    conf.optional_text: None,
+    conf.mapping: {},
+    conf.texts: [],
+}
+WRONG = {
+    "SERVICE_NAME": ["", "  ", None, 5, b"x"],
+    "DATABASE": ["", 5],
+    "TRANSPORTS": [None, [], "x", {1: {}}],
+    "COORDINATION": [None, [], "x"],
+    "QUEUES": [None, [], "emails", {None: {}}],
+    "CONCURRENCY": [0, -1, 1.5, "4", None, True],
+    "MAX_ATTEMPTS": [0, "5", None, True, math.inf],
+    "BACKOFF_BASE": [0, -1, "2", None, True, math.nan, math.inf, timedelta(0), 1e30],
+    "BACKOFF_MAX": [timedelta(-1), []],
+    "BACKOFF_JITTER": [-0.1, 1.1, math.inf, math.nan, "0.2", None, True],
+    "ERROR_RECOVERY_DELAYS": [None, [30], 30],
+    "PAUSABLE_ERRORS": ["shop.errors.Down", {"shop.errors.Down"}, [""], [5], None],
+    "TIMEOUT": [0, -5, "30", math.nan],
+    "RESULT_TTL": [0, None, "1h"],
+    "PROCESSING_TTL": [0, None],
+    "SENT_TTL": [0, "x"],
+    "RECORD_LEASE": [0, None],
+    "MAX_PAYLOAD_BYTES": [0, 1e6, "1MB"],
+    "GROUP_SIZE": [0],
+    "GROUP_BUDGET": [0, "fast"],
+    "MAX_OUTSTANDING": [0],
+    "RELAY_BATCH_SIZE": [0],
+    "POLL_INTERVAL": [0],
+    "HEARTBEAT_INTERVAL": [0],
+    "SHUTDOWN_GRACE": [0],
+    "STATUS_REPORT_INTERVAL": [0],
+    "RESCUE_AFTER": [0],
+    "MAX_REPLAYS": [0],
+    "TOPIC_OPTIONS": [None, []],
+    "RETENTION_COMPLETED": [0],
+    "RETENTION_FAILED": [0],
+    "RETENTION_PROCESSED_EVENTS": [0],
+    "RETENTION_METRICS": [0],
+}
+
+
+def test_the_table_of_wrong_values_knows_every_key():
+    assert set(WRONG) == {field.name.upper() for field in fields(Settings)}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, wrong in WRONG.items() for value in wrong], ids=repr
+)
+def test_a_value_of_a_wrong_type_is_named_with_what_it_must_be(key, value):
+    # When
+    problem = only(Settings, {key: value})
+    # Then
+    assert problem.message.startswith(f"KJO[{key!r}] must be ")
+    assert repr(value)[:80] in problem.message
+    assert problem.hint
+    with (
+        override_settings(KJO={key: value}),
+        pytest.raises(ImproperlyConfigured, match=f"KJO\\['{key}'\\]"),
+    ):
+        get_settings()
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        ("transport", ["", None, 1]),
+        ("topic", [""]),
+        ("consumer_group", [5]),
+        ("concurrency", [0, "3", True]),
+        ("key_prefix", [""]),
+        ("max_attempts", [0]),
+        ("timeout", [0]),
+        ("result_ttl", [0]),
+        ("dead_letter_topic", [""]),
+        ("topic_options", [[]]),
+    ],
+)
+def test_a_queues_value_of_a_wrong_type_is_named_too(key, wrong):
+    for value in wrong:
+        problem = only(QueueOptions, {key: value}, "KJO['QUEUES']['emails']")
+        assert problem.message.startswith(f"KJO['QUEUES']['emails'][{key!r}] must be ")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("CONCURENCY", "CONCURRENCY"),
+        ("concurrency", "CONCURRENCY"),
+        ("TRANSPORT", "TRANSPORTS"),
+        ("MAX_ATTEMPT", "MAX_ATTEMPTS"),
+    ],
+)
+def test_an_unknown_key_is_asked_whether_another_was_meant(given, meant):
+    problem = only(Settings, {given: 1})
+    assert problem.is_unknown_key
+    assert problem.message == f"KJO has an unknown key {given!r}."
+    assert problem.hint == f"Did you mean {meant!r}?"
+
+
+def test_an_unknown_key_like_no_other_gets_the_list():
+    assert "CONCURRENCY" in only(Settings, {"XYZ": 1}).hint
+    assert only(Settings, {5: 1}).is_unknown_key
+
+
+@override_settings(KJO={"QUEUES": {"emails": {"topics": "x"}}})
+def test_a_queues_unknown_key_is_refused_with_a_suggestion():
+    with pytest.raises(ImproperlyConfigured, match=r"unknown key 'topics'.*mean 'topic'"):
+        get_settings().queue("emails")
+
+
+@pytest.mark.parametrize("given", [None, [], "x", 5])
+def test_a_setting_that_is_no_dict_is_refused(given):
+    assert only(Settings, given).message.startswith("KJO must be a dict, not ")
+
+
+def test_all_faults_are_told_at_once_and_the_rest_keeps_its_value():
+    settings, problems = conf.convert(
+        Settings, {"CONCURRENCY": 0, "MAX_ATEMPTS": 1, "GROUP_SIZE": 7}, "KJO"
+    )
+    assert len(problems) == 2
+    assert (settings.group_size, settings.concurrency) == (7, 4)
+
+
+@given(
+    st.dictionaries(
+        st.text() | st.sampled_from(sorted(WRONG)) | st.integers(),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.text()),
+        max_size=5,
+    )
+)
+def test_whatever_is_given_reading_never_fails(given):
+    settings, problems = conf.convert(Settings, given, "KJO")
+    assert isinstance(settings, Settings)
+    assert len(problems) <= len(given)
+
+
+# --- Overriding -----------------------------------------------------------------------------------
+
+
+def test_an_override_takes_effect_at_once_and_ends_with_its_block():
+    # Given
+    before = get_settings().concurrency
+    queue = get_settings().queue("emails")
+    # When
+    with override_settings(KJO={"CONCURRENCY": before + 1, "QUEUES": {"emails": {"topic": "t"}}}):
+        # Then
+        assert get_settings().concurrency == before + 1
+        assert get_settings().queue("emails").topic == "t"
+    assert get_settings().concurrency == before
+    assert get_settings().queue("emails") == queue
+
+
+def test_an_override_makes_backends_anew():
+    before = get_transport()
+    with override_settings(KJO={"TRANSPORTS": {"default": {"BACKEND": MEMORY}}}):
+        assert isinstance(get_transport(), MemoryTransport)
+        assert get_transport() is get_transport()
+    assert get_transport() is not before
+    assert not isinstance(get_transport(), MemoryTransport)
+
+
+# --- Backends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transports", "says"),
+    [
+        ({}, "has no 'default'. Declared: none"),
+        ({"other": {"BACKEND": MEMORY}}, "has no 'default'. Declared: other"),
+        ({"default": "x"}, "must be a dict with a 'BACKEND'"),
+        ({"default": {}}, "must be a dict with a 'BACKEND'"),
+        ({"default": {"BACKEND": 5}}, "must be a dict with a 'BACKEND'"),
+        ({"default": {"BACKEND": "no.such.Module"}}, "cannot be imported: No module named 'no'"),
+        ({"default": {"BACKEND": "kjo_django.ids.uuid7"}}, "is no Transport"),
+        ({"default": {"BACKEND": "datetime.timedelta"}}, "is no Transport"),
+    ],
+)
+def test_a_transport_that_cannot_be_made_is_named(transports, says):
+    with (
+        override_settings(KJO={"TRANSPORTS": transports}),
+        pytest.raises(ImproperlyConfigured, match=says),
+    ):
+        get_transport()
+
+
+def test_a_coordination_that_cannot_be_made_is_named():
+    with (
+        override_settings(KJO={"COORDINATION": {"BACKEND": MEMORY}}),
+        pytest.raises(ImproperlyConfigured, match=r"KJO\['COORDINATION'\].*is no Coordination"),
+    ):
+        get_coordination()

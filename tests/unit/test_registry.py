@@ -1,0 +1,184 @@
+"""Declaring jobs: names, options, and what is refused at the declaration."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.test import override_settings
+
+from kjo_django import job, registry
+from kjo_django.messages import serializers
+from kjo_django.messages.serializers import serializer_for
+from tests.ledger import jobs as ledger
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch):
+    """What a test declares is forgotten afterwards."""
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    monkeypatch.setattr(serializers, "_serializers", dict(serializers._serializers))
+
+
+def test_jobs_of_installed_apps_are_found_and_named_after_their_app():
+    handler = registry.find("ledger.write")
+    assert handler is not None
+    assert handler is ledger.write.handler
+    assert handler.options.queue == "ledger"
+
+
+def test_a_function_outside_every_app_is_named_after_its_module():
+    @job
+    def wander(): ...
+
+    assert wander.name == f"{__name__}.wander"
+
+
+def test_a_job_is_declared_with_and_without_options():
+    @job
+    def bare(): ...
+
+    @job()
+    def called(): ...
+
+    @job(name="shop.named", queue="emails", max_attempts=2, timeout=1.5)
+    def named(): ...
+
+    assert (bare.handler.options.queue, called.handler.options.queue) == ("default", "default")
+    assert registry.find("shop.named") is named.handler
+    assert named.handler.options.timeout == timedelta(seconds=1.5)
+
+
+def test_calling_a_job_runs_its_function_here_and_now():
+    @job
+    def add(a, b=1):
+        """Add."""
+        return a + b
+
+    assert add(1, b=2) == 3
+    assert (add.__name__, add.__doc__) == ("add", "Add.")
+
+
+def test_coroutine_functions_are_told_from_others():
+    assert ledger.write_async.handler.is_async
+    assert not ledger.write.handler.is_async
+
+
+def test_two_functions_of_one_name_are_refused_naming_both():
+    def declare(scope):
+        @job(name="shop.twice")
+        def function(): ...
+
+        function.handler.function.__qualname__ = f"{scope}.function"
+        return function
+
+    @job(name="shop.twice")
+    def first(): ...
+
+    with pytest.raises(ImproperlyConfigured, match=r"'shop\.twice'.*first.*second"):
+
+        @job(name="shop.twice")
+        def second(): ...
+
+    assert registry.find("shop.twice") is first.handler
+
+
+def test_a_module_imported_twice_declares_its_jobs_twice_without_harm():
+    def declare():
+        @job(name="shop.again")
+        def again(): ...
+
+        return again
+
+    declare()
+    latest = declare()
+    assert registry.find("shop.again") is latest.handler
+
+
+@pytest.mark.parametrize("name", ["x" * 101])
+def test_a_name_that_fits_no_column_is_refused(name):
+    with pytest.raises(ImproperlyConfigured, match="1 to 100 characters"):
+        job(name=name)(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_attempts": 0}, "max_attempts"),
+        ({"max_attempts": -1}, "max_attempts"),
+        ({"max_attempts": "3"}, "max_attempts"),
+        ({"max_attempts": True}, "max_attempts"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": -1}, "timeout"),
+        ({"timeout": "5"}, "timeout"),
+        ({"timeout": math.inf}, "timeout"),
+        ({"result_ttl": timedelta(0)}, "result_ttl"),
+        ({"result_ttl": timedelta(microseconds=1)}, "result_ttl"),
+        ({"result_ttl": "1h"}, "result_ttl"),
+        ({"queue": ""}, "queue"),
+        ({"queue": "q" * 101}, "queue"),
+        ({"queue": 5}, "queue"),
+        ({"max_retries": 3}, "max_retries"),
+    ],
+)
+def test_an_option_that_could_never_work_is_refused_at_the_declaration(options, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        job(**options)(lambda: None)
+
+
+def test_arguments_are_checked_against_the_signature():
+    def function(context, a, *, b=1): ...
+
+    plain = registry.Handler(function, registry.HandlerOptions("x"))
+    with_context = registry.Handler(function, registry.HandlerOptions("x", takes_context=True))
+    assert plain.check_arguments({"context": 1, "a": 1}) is None
+    assert with_context.check_arguments({"a": 1, "b": 2}) is None
+    assert "missing a required argument: 'a'" in with_context.check_arguments({})
+    assert "unexpected keyword argument 'c'" in with_context.check_arguments({"a": 1, "c": 1})
+
+
+def test_the_key_is_a_field_or_a_function_of_the_payload():
+    def function(**payload): ...
+
+    def key_of(declared, payload):
+        return registry.Handler(function, registry.HandlerOptions("x", key=declared)).key_of(
+            payload
+        )
+
+    assert key_of(None, {"a": 1}) == ""
+    assert key_of("a", {"a": 1}) == "1"
+    assert key_of("a", {"a": None}) == ""
+    assert key_of("a", {}) == ""
+    assert key_of(lambda a, **rest: f"<{a}>", {"a": 1, "b": 2}) == "<1>"
+
+
+@override_settings(KJO={"QUEUES": {"declared": {}}})
+def test_queues_are_those_declared_and_those_used():
+    @job(queue="used")
+    def function(): ...
+
+    assert {"declared", "used", "ledger"} <= set(registry.queue_names())
+    assert registry.queue_names() == sorted(registry.queue_names())
+
+
+def test_a_jobs_own_serializer_is_known_to_whoever_receives_its_messages():
+    class Upper(serializers.JsonSerializer):
+        content_type = "application/upper"
+
+    own = Upper()
+
+    @job(serializer=own)
+    def function(): ...
+
+    assert serializer_for("application/upper") is own
+
+
+def test_using_returns_a_copy_and_refuses_unknown_options():
+    later = ledger.write.using(delay=timedelta(minutes=5))
+    assert later.name == ledger.write.name
+    assert later is not ledger.write
+    assert ledger.write.options.delay is None
+    with pytest.raises(TypeError, match=r"no option 'dealy'"):
+        ledger.write.using(dealy=1)
