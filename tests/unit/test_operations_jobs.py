@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
+from django.db import connection, transaction
 from django.utils import timezone
 
 from kjo_django import signals
@@ -234,3 +236,62 @@ def test_a_selection_of_many_chunks_is_requeued_once_each(monkeypatch, settings)
     assert outcomes.counts == {"requeued": 20}
     assert seen == [7, 7, 6]
     assert Job.objects.filter(state="pending", generation=2).count() == 20
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.skipif(
+    not connection.features.has_select_for_update_skip_locked,
+    reason="SQLite locks the whole database: there the conditional UPDATE waits",
+)
+def test_a_job_whose_row_a_running_handler_has_locked_answers_processing():
+    """PJQ-F4: an atomic handler holds its job's row until it commits."""
+    # Given
+    job = JobFactory(queued=True)
+    other = JobFactory(queued=True)
+    locked, ended = threading.Event(), threading.Event()
+
+    def handler():
+        with transaction.atomic():
+            Job.objects.select_for_update(no_key=True).get(pk=job.pk)
+            locked.set()
+            ended.wait(30)
+        connection.close()
+
+    thread = threading.Thread(target=handler)
+    thread.start()
+    locked.wait(30)
+    # When, then nobody waits for it
+    try:
+        assert jobs.cancel([job, other]).counts == {"processing": 1, "cancelled": 1}
+        assert jobs.requeue([job]).counts == {"processing": 1}
+    finally:
+        ended.set()
+        thread.join()
+    assert jobs.cancel_one(job.pk) is CancelResult.CANCELLED
+
+
+@pytest.mark.django_db(transaction=True)
+def test_of_many_who_requeue_one_job_at_once_one_generation_each_and_none_is_lost():
+    """Race-safe: every answer is true, and there are as many messages as generations."""
+    if connection.vendor == "sqlite" and connection.is_in_memory_db():
+        pytest.skip("a database in memory knows no waiting; set KJO_TEST_SQLITE to a file")
+    # Given
+    job = JobFactory(failed=True)
+    answers = []
+
+    def requeue():
+        answers.append(jobs.requeue([job.pk]).counts)
+        connection.close()
+
+    threads = [threading.Thread(target=requeue) for _ in range(4)]
+    # When
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Then
+    done = sum(counts.get("requeued", 0) for counts in answers)
+    assert done >= 1
+    job.refresh_from_db()
+    assert job.generation == 1 + done
+    assert TransportMessage.objects.count() == done

@@ -1,0 +1,17 @@
+"""The admin: lists that stay fast on ten million rows, actions with permissions and an audit trail.
+
+What actions do is in ``operations``; here is only what asks and shows.
+"""
+
+from kjo_django.admin.dead_letters import DeadLetterAdmin
+from kjo_django.admin.jobs import JobAdmin
+from kjo_django.admin.queues import QueueControlAdmin
+from kjo_django.admin.records import ProcessedEventAdmin, WorkerAdmin
+
+__all__ = [
+    "DeadLetterAdmin",
+    "JobAdmin",
+    "ProcessedEventAdmin",
+    "QueueControlAdmin",
+    "WorkerAdmin",
+]

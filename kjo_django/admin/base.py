@@ -1,0 +1,172 @@
+"""What all our admins share: bounded lists, read-only pages, audited actions and buttons."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin, messages
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.core.paginator import Paginator
+from django.db.models import QuerySet
+from django.http import (
+    HttpRequest,
+    HttpResponse,
+    HttpResponseNotAllowed,
+    HttpResponseRedirect,
+)
+from django.urls import URLPattern, path, reverse
+from django.utils.functional import cached_property
+
+from kjo_django.exceptions import KjoError
+from kjo_django.operations.counting import bounded_count
+
+if TYPE_CHECKING:
+    BaseModelAdmin = admin.ModelAdmin[Any]
+    BaseInline = admin.TabularInline[Any, Any]
+else:  # the classes are generic for type checkers only
+    BaseModelAdmin = admin.ModelAdmin
+    BaseInline = admin.TabularInline
+
+
+class BoundedPaginator(Paginator):  # type: ignore[type-arg]
+    """Counts no further than 100,000 rows (DASHBOARD.md §3)."""
+
+    @cached_property
+    def count(self) -> int:
+        """The number of rows, or the limit."""
+        return bounded_count(self.object_list)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Button:
+    """A button of one object's page; pressing it runs an action of the list on that object."""
+
+    name: str
+    label: Any
+    permission: str
+    """The ``has_<permission>_permission`` that is asked."""
+    needs_note: bool = False
+
+
+class KjoAdmin(BaseModelAdmin):
+    """Lists without a full count, facets or sorting by columns no index knows."""
+
+    paginator = BoundedPaginator
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+    sortable_by = ()
+    list_per_page = 50
+    list_max_show_all = 200
+    ordering = ("-pk",)
+    change_form_template = "admin/kjo_django/change_form.html"
+    buttons: Sequence[Button] = ()
+    never_listed: Sequence[str] = ()
+    """Large columns, loaded where a page shows them only."""
+
+    class Media:
+        css = {"all": ("kjo_django/admin.css",)}
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Leave the large columns where they are."""
+        return super().get_queryset(request).defer(*self.never_listed)
+
+    # --- Permissions ------------------------------------------------------------------------------
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Rows are made by the system."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Rows are changed by actions."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Deleting is for superusers: it leaves no trace. Pruning is what deletes."""
+        return bool(
+            request.user.is_superuser
+            and "delete" in self.opts.default_permissions
+            and super().has_delete_permission(request, obj)
+        )
+
+    def may(self, request: HttpRequest, permission: str) -> bool:
+        """Whether the user has one of our permissions, such as ``view_payload``."""
+        return bool(request.user.has_perm(f"kjo_django.{permission}"))
+
+    # --- Actions ----------------------------------------------------------------------------------
+
+    def audit(self, request: HttpRequest, message: str) -> Callable[[Sequence[Any]], None]:
+        """Return an observer that writes who did it into the log of each object."""
+
+        def write(rows: Sequence[Any]) -> None:
+            LogEntry.objects.log_actions(
+                user_id=request.user.pk,  # type: ignore[arg-type]
+                queryset=rows,
+                action_flag=CHANGE,
+                change_message=message,
+            )
+
+        return write
+
+    def attempt(self, request: HttpRequest, act: Callable[[], None]) -> None:
+        """Run an operation; what it refuses is told, not raised."""
+        try:
+            act()
+        except (KjoError, ImproperlyConfigured, ValueError) as error:
+            self.message_user(request, str(error), messages.ERROR)
+
+    # --- Buttons ----------------------------------------------------------------------------------
+
+    def get_urls(self) -> list[URLPattern]:
+        """Add a POST address for each button."""
+        own = [
+            path(
+                f"<path:object_id>/{button.name}/",
+                self.admin_site.admin_view(functools.partial(self.press, button=button)),
+                name=self._url_name(button),
+            )
+            for button in self.buttons
+        ]
+        return own + super().get_urls()
+
+    def _url_name(self, button: Button) -> str:
+        return f"{self.opts.app_label}_{self.opts.model_name}_{button.name}"
+
+    def _is_allowed(self, request: HttpRequest, button: Button) -> bool:
+        allowed = getattr(self, f"has_{button.permission}_permission")
+        return bool(self.has_view_permission(request) and allowed(request))
+
+    def press(self, request: HttpRequest, object_id: str, button: Button) -> HttpResponse:
+        """Run a button's action on one object."""
+        if request.method != "POST":
+            return HttpResponseNotAllowed(["POST"])
+        if not self._is_allowed(request, button):
+            raise PermissionDenied
+        obj = self.get_object(request, object_id)
+        if obj is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)  # type: ignore[attr-defined, no-any-return]
+        rows = self.get_queryset(request).filter(pk=obj.pk)
+        getattr(self, button.name)(request, rows)
+        place = f"admin:{self.opts.app_label}_{self.opts.model_name}_change"
+        return HttpResponseRedirect(
+            reverse(place, args=(obj.pk,), current_app=self.admin_site.name)
+        )
+
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Hand the template the buttons this user may press."""
+        obj = kwargs.get("obj")
+        context["kjo_buttons"] = [
+            {"button": button, "url": self._button_url(button, obj)}
+            for button in self.buttons
+            if obj is not None and self._is_allowed(request, button)
+        ]
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def _button_url(self, button: Button, obj: Any) -> str:
+        name = f"admin:{self._url_name(button)}"
+        return reverse(name, args=(obj.pk,), current_app=self.admin_site.name)

@@ -1,0 +1,218 @@
+"""Dead letters: what died and why, replay and discard."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ActionForm
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
+from django.utils.translation import ngettext
+
+from kjo_django.admin.base import Button, KjoAdmin
+from kjo_django.admin.display import badge, inert, show_bytes, show_headers, show_text
+from kjo_django.admin.filters import (
+    DeadLetterStateFilter,
+    HandlerFilter,
+    QueueFilter,
+    ReasonFilter,
+    newest,
+)
+from kjo_django.admin.jobs import may_see_payloads
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter
+from kjo_django.operations import dead_letters
+from kjo_django.operations.reports import ReplayReport
+
+RAW = ("shown_key", "shown_value", "shown_headers", "shown_traceback")
+
+
+class NoteActionForm(ActionForm):
+    """The list's action form with a note, which discarding needs."""
+
+    note = forms.CharField(
+        label=_("Note:"),
+        required=False,
+        max_length=300,
+        help_text=_("Why; needed to discard."),
+    )
+
+
+@admin.register(DeadLetter)
+class DeadLetterAdmin(KjoAdmin):
+    """Read-only, but for replay and discard."""
+
+    list_display = (
+        "__str__",
+        "shown_state",
+        "reason",
+        "queue",
+        "shown_short_error",
+        "attempts",
+        "replay_count",
+        "failed_at",
+    )
+    list_filter = (DeadLetterStateFilter, ReasonFilter, QueueFilter, HandlerFilter)
+    search_fields = ("=id", "=message_id", "=fingerprint")
+    search_help_text = _(
+        "An exact id, or an exact message id or fingerprint among the newest 200,000."
+    )
+    never_listed = ("key", "value", "headers", "traceback")
+    action_form = NoteActionForm
+    actions = ("replay", "discard")
+    buttons = (
+        Button("replay", _("Replay"), "replay"),
+        Button("discard", _("Discard"), "discard", needs_note=True),
+    )
+    what_it_is = ("id", "shown_state", "reason", "handler", "queue", "message_id", "shown_job")
+    why_it_died = ("error_type", "shown_error", "fingerprint", "attempts", "failed_at")
+    what_became = ("replay_count", "closed_at", "note")
+    where_it_was = ("topic", "partition", "offset", "consumer_group", "content_type")
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Leave the raw message to those who may see payloads."""
+        sections = [
+            (None, {"fields": self.what_it_is}),
+            (_("Death"), {"fields": self.why_it_died}),
+            (_("Since then"), {"fields": self.what_became}),
+            (_("Source"), {"fields": self.where_it_was}),
+        ]
+        if may_see_payloads(request):
+            sections.append((_("Raw message"), {"fields": RAW}))
+        return sections
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Everything is."""
+        fieldsets = self.get_fieldsets(request, obj)
+        return [name for _title, options in fieldsets for name in options["fields"]]
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Look up by primary key; anything else among the newest."""
+        term = search_term.strip()
+        if not term:
+            return queryset, False
+        try:
+            wanted = queryset.filter(pk=term)
+            if wanted.exists():
+                return wanted, False
+        except (ValueError, forms.ValidationError):
+            pass  # no id, so it is one of the others
+        return newest(queryset).filter(Q(message_id=term) | Q(fingerprint=term)), False
+
+    def has_replay_permission(self, request: HttpRequest) -> bool:
+        """Who may replay."""
+        return self.may(request, "replay_dlq")
+
+    def has_discard_permission(self, request: HttpRequest) -> bool:
+        """Who may discard."""
+        return self.may(request, "discard_dlq")
+
+    # --- Columns ----------------------------------------------------------------------------------
+
+    @admin.display(description=_("state"))
+    def shown_state(self, letter: DeadLetter) -> SafeString:
+        """Return its state."""
+        return badge(letter.state, letter.get_state_display())
+
+    @admin.display(description=_("error"))
+    def shown_short_error(self, letter: DeadLetter) -> str:
+        """Return the beginning of the error."""
+        text = f"{letter.error_type}: {letter.error}" if letter.error_type else letter.error
+        return inert(text[:120]) + ("…" if len(text) > 120 else "")
+
+    @admin.display(description=_("error"))
+    def shown_error(self, letter: DeadLetter) -> str:
+        """Return its text."""
+        return inert(letter.error)
+
+    @admin.display(description=_("job"))
+    def shown_job(self, letter: DeadLetter) -> SafeString | str:
+        """Return a link to its job."""
+        if letter.job_id is None:
+            return "-"
+        place = f"admin:{self.opts.app_label}_job_change"
+        url = reverse(place, args=(letter.job_id,), current_app=self.admin_site.name)
+        return format_html("<a href='{}'>{}</a>", url, letter.job_id)
+
+    @admin.display(description=_("key"))
+    def shown_key(self, letter: DeadLetter) -> SafeString:
+        """Return its raw key."""
+        return show_bytes(letter.key)
+
+    @admin.display(description=_("value"))
+    def shown_value(self, letter: DeadLetter) -> SafeString:
+        """Return its raw value."""
+        return show_bytes(letter.value)
+
+    @admin.display(description=_("headers"))
+    def shown_headers(self, letter: DeadLetter) -> SafeString:
+        """Return its raw headers."""
+        return show_headers(names.from_json(letter.headers))
+
+    @admin.display(description=_("traceback"))
+    def shown_traceback(self, letter: DeadLetter) -> SafeString:
+        """Return where the error was raised."""
+        return show_text(letter.traceback)
+
+    # --- Actions ----------------------------------------------------------------------------------
+
+    @admin.action(permissions=["replay"], description=_("Replay selected dead letters"))
+    def replay(self, request: HttpRequest, queryset: QuerySet[DeadLetter]) -> None:
+        """Run what died again."""
+
+        def act() -> None:
+            report = dead_letters.replay(
+                queryset,
+                actor=request.user.get_username(),
+                on_changed=self.audit(request, "Replayed."),
+            )
+            self._tell(request, report)
+
+        self.attempt(request, act)
+
+    @admin.action(permissions=["discard"], description=_("Discard selected dead letters"))
+    def discard(self, request: HttpRequest, queryset: QuerySet[DeadLetter]) -> None:
+        """Close what will not be replayed, with a note."""
+        note = request.POST.get("note", "").strip()
+        if not note:
+            text = _("Write a note that says why; nothing was discarded.")
+            self.message_user(request, text, messages.ERROR)
+            return
+
+        def act() -> None:
+            count = dead_letters.discard(
+                queryset,
+                note=note,
+                actor=request.user.get_username(),
+                on_changed=self.audit(request, f"Discarded: {note}"),
+            )
+            text = ngettext(
+                "%d dead letter was discarded.", "%d dead letters were discarded.", count
+            )
+            level = messages.SUCCESS if count else messages.WARNING
+            self.message_user(request, text % count, level)
+
+        self.attempt(request, act)
+
+    def _tell(self, request: HttpRequest, report: ReplayReport) -> None:
+        count = report.replayed
+        text = ngettext("%d dead letter was replayed.", "%d dead letters were replayed.", count)
+        level = messages.SUCCESS if count else messages.WARNING
+        self.message_user(request, text % count, level)
+        for reason, refused in report.refused.items():
+            what = cast(str, _("%(count)d refused: %(reason)s."))
+            said = what % {"count": refused, "reason": reason}
+            self.message_user(request, said, messages.WARNING)
+        if report.failed:
+            detail = report.samples[-1]["detail"] if report.samples else ""
+            what = cast(str, _("%(count)d could not be published and stay open: %(detail)s"))
+            said = what % {"count": report.failed, "detail": inert(detail)}
+            self.message_user(request, said, messages.ERROR)

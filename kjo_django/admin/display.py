@@ -1,0 +1,88 @@
+"""Showing what others wrote: escaped, bounded, and without characters that do things."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from typing import Any
+
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
+
+MAX_TEXT = 10_000
+MAX_BINARY = 2_048
+_KEPT = "\n\t"
+_INERT = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
+"""Categories that move cursors, turn text round or hide it."""
+
+
+def inert(text: str) -> str:
+    """Spell out control and formatting characters instead of obeying them."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c in _KEPT or unicodedata.category(c) not in _INERT else f"\\u{ord(c):04x}"
+        for c in text
+    )
+
+
+def show_text(text: str) -> SafeString:
+    """Return a block of text, cut where it gets too long."""
+    shown = inert(text[:MAX_TEXT])
+    return format_html("<pre class='kjo-raw'>{}{}</pre>", shown, _rest(len(text) - MAX_TEXT))
+
+
+def show_value(value: Any) -> SafeString:
+    """Return a decoded value as indented JSON."""
+    if isinstance(value, str):
+        return show_text(value)
+    try:
+        return show_text(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    except (ValueError, RecursionError):
+        return show_text(repr(value)[: MAX_TEXT + 1])
+
+
+def show_bytes(data: Any) -> SafeString:
+    """Return bytes as text where they are text, else as a hex dump."""
+    if data is None:
+        return format_html("<span class='kjo-none'>{}</span>", _("none"))
+    raw = bytes(data)
+    try:
+        return show_text(raw.decode())
+    except UnicodeDecodeError:
+        dump = _hex_dump(raw[:MAX_BINARY])
+        return format_html("<pre class='kjo-raw'>{}{}</pre>", dump, _rest(len(raw) - MAX_BINARY))
+
+
+def show_headers(headers: dict[str, bytes]) -> SafeString:
+    """Return the headers of a message, one per line."""
+    lines = []
+    for name, value in sorted(headers.items()):
+        try:
+            shown = value.decode()
+        except UnicodeDecodeError:
+            shown = f"0x{value.hex()}"
+        lines.append(f"{inert(name)}: {inert(shown)}".replace("\n", "\\n"))
+    return show_text("\n".join(lines))
+
+
+def badge(kind: str, label: object) -> SafeString:
+    """Return a state; its meaning is in the text, the colour only helps."""
+    return format_html("<span class='kjo-state kjo-{}'>{}</span>", kind, label)
+
+
+def _rest(count: int) -> str:
+    if count <= 0:
+        return ""
+    return "\n… " + ngettext("%d more", "%d more", count) % count
+
+
+def _hex_dump(data: bytes) -> str:
+    lines = []
+    for start in range(0, len(data), 16):
+        row = data[start : start + 16]
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        lines.append(f"{start:08x}  {row.hex(' '):<47}  {text}")
+    return "\n".join(lines)

@@ -1,0 +1,104 @@
+"""Filters with fixed choices: Django's own run DISTINCT over the whole table to find them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest
+from django.utils.translation import gettext_lazy as _
+
+from kjo_django import registry
+from kjo_django.models import DeadLetterReason, DeadLetterState
+from kjo_django.states import JobState
+
+WINDOW = 200_000
+"""Rows among which a filter without an index of its own looks, the newest of them."""
+
+
+class ChoiceFilter(admin.SimpleListFilter):
+    """Compares a column with one of the values known beforehand."""
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
+        """Return the choices."""
+        raise NotImplementedError
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Restrict the list."""
+        value = self.value()
+        return queryset if value is None else queryset.filter(**{str(self.parameter_name): value})
+
+
+class WindowedFilter(ChoiceFilter):
+    """A filter no index serves: a rare value would make the database read the whole table, so it
+    looks among the newest rows only, and its title says so."""
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Restrict the list to matches among the newest rows of what is selected so far."""
+        if self.value() is None:
+            return queryset
+        return super().queryset(request, newest(queryset))
+
+
+def newest(rows: QuerySet[Model]) -> QuerySet[Model]:
+    """Return the newest ``WINDOW`` of the rows, as a range of the primary key."""
+    keys = rows.order_by("-pk").values_list("pk", flat=True)
+    floor = next(iter(keys[WINDOW : WINDOW + 1]), None)
+    return rows if floor is None else rows.filter(pk__gt=floor)
+
+
+class JobStateFilter(ChoiceFilter):
+    """By stored state."""
+
+    title = _("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
+        """Return the states."""
+        return JobState.choices
+
+
+class DeadLetterStateFilter(ChoiceFilter):
+    """By state."""
+
+    title = _("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
+        """Return the states."""
+        return DeadLetterState.choices
+
+
+class ReasonFilter(WindowedFilter):
+    """By reason of death."""
+
+    title = _("reason (newest 200,000)")
+    parameter_name = "reason"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
+        """Return the reasons."""
+        return DeadLetterReason.choices
+
+
+class QueueFilter(WindowedFilter):
+    """By queue, as far as settings and handlers name them."""
+
+    title = _("queue (newest 200,000)")
+    parameter_name = "queue"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
+        """Return the queues known."""
+        return [(name, name) for name in registry.queue_names()]
+
+
+class HandlerFilter(WindowedFilter):
+    """By handler, as far as they are registered here."""
+
+    title = _("handler (newest 200,000)")
+    parameter_name = "handler"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
+        """Return the handlers known."""
+        return [(handler.name, handler.name) for handler in registry.handlers()]

@@ -1,0 +1,219 @@
+"""Jobs: what they are, what became of them, requeue and cancel."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, cast
+
+from django.contrib import admin, messages
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
+from django.utils.translation import ngettext
+
+from kjo_django import registry
+from kjo_django.admin.base import BaseInline, Button, KjoAdmin
+from kjo_django.admin.display import badge, inert, show_text, show_value
+from kjo_django.admin.filters import HandlerFilter, JobStateFilter, QueueFilter
+from kjo_django.exceptions import MessageError
+from kjo_django.models import Job, JobFailure
+from kjo_django.operations import jobs
+from kjo_django.operations.jobs import CancelResult, Outcomes
+from kjo_django.producer.enqueue import result_of
+
+PAYLOAD_FIELDS = ("shown_payload", "shown_result", "headers")
+
+
+class JobFailureInline(BaseInline):
+    """The failed attempts of a job."""
+
+    model = JobFailure
+    extra = max_num = 0
+    can_delete = False
+    ordering = ("id",)
+    verbose_name_plural = _("failed attempts")
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Show tracebacks only to those who may see payloads."""
+        fields = ["generation", "attempt", "error_type", "shown_error", "worker"]
+        fields += ["failed_at", "retry_at"]
+        return fields + (["shown_traceback"] if may_see_payloads(request) else [])
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Failures are history."""
+        return self.get_fields(request, obj)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[JobFailure]:
+        """Do not load what is not shown."""
+        rows = super().get_queryset(request)
+        return rows if may_see_payloads(request) else rows.defer("traceback")
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Who sees the job sees how it failed."""
+        return bool(request.user.has_perm("kjo_django.view_job"))
+
+    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Failures are recorded by workers."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Failures are history."""
+        return False
+
+    @admin.display(description=_("error"))
+    def shown_error(self, failure: JobFailure) -> str:
+        """Return its text."""
+        return inert(failure.error)
+
+    @admin.display(description=_("traceback"))
+    def shown_traceback(self, failure: JobFailure) -> SafeString:
+        """Return where it was raised."""
+        return show_text(failure.traceback)
+
+
+def may_see_payloads(request: HttpRequest) -> bool:
+    """Whether the user may see payloads, results and tracebacks."""
+    return bool(request.user.has_perm("kjo_django.view_payload"))
+
+
+@admin.register(Job)
+class JobAdmin(KjoAdmin):
+    """Read-only, but for requeue and cancel."""
+
+    list_display = ("handler", "shown_state", "queue", "unique_id", "shown_attempts", "created_at")
+    list_filter = (JobStateFilter, QueueFilter, HandlerFilter)
+    search_fields = ("=id", "=unique_id")
+    search_help_text = _("The exact id of a job, or its exact unique id.")
+    never_listed = ("payload", "result")
+    inlines = (JobFailureInline,)
+    actions = ("requeue", "cancel")
+    buttons = (
+        Button("requeue", _("Requeue"), "retry"),
+        Button("cancel", _("Cancel this job"), "cancel"),
+    )
+    what_it_is = ("id", "handler", "queue", "unique_id", "key", "shown_state", "shown_attempts")
+    what_it_became = ("generation", "created_at", "available_at", "expires_at", "queued_at")
+    how_it_ended = ("started_at", "finished_at", "shown_error", "result_expires_at")
+    where_it_is = ("topic", "partition", "offset", "content_type")
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Leave payload and result to those who may see them."""
+        times = (*self.what_it_became, *self.how_it_ended)
+        sections = [
+            (None, {"fields": self.what_it_is}),
+            (_("History"), {"fields": times}),
+            (_("Message"), {"fields": self.where_it_is}),
+        ]
+        if may_see_payloads(request):
+            sections.append((_("Payload"), {"fields": PAYLOAD_FIELDS}))
+        return sections
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Everything is."""
+        fieldsets = self.get_fieldsets(request, obj)
+        return [name for _title, options in fieldsets for name in options["fields"]]
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Look up by primary key and by the unique constraint, whose first column is the queue."""
+        term = search_term.strip()
+        if not term:
+            return queryset, False
+        wanted = Q(queue__in=registry.queue_names(), unique_id=term)
+        try:
+            wanted |= Q(pk=uuid.UUID(term))
+        except ValueError:
+            pass  # no id, so it is a unique id
+        return queryset.filter(wanted), False
+
+    def has_retry_permission(self, request: HttpRequest) -> bool:
+        """Who may requeue."""
+        return self.may(request, "retry_job")
+
+    def has_cancel_permission(self, request: HttpRequest) -> bool:
+        """Who may cancel."""
+        return self.may(request, "cancel_job")
+
+    # --- Columns ----------------------------------------------------------------------------------
+
+    @admin.display(description=_("state"))
+    def shown_state(self, job: Job) -> SafeString:
+        """Return its state with the virtual ones."""
+        status = job.status
+        return badge(status, status.label)
+
+    @admin.display(description=_("attempts"))
+    def shown_attempts(self, job: Job) -> str:
+        """Return how many of how many."""
+        return f"{job.attempts}/{job.max_attempts}"
+
+    @admin.display(description=_("error"))
+    def shown_error(self, job: Job) -> str:
+        """Return its text."""
+        return inert(job.error)
+
+    @admin.display(description=_("payload"))
+    def shown_payload(self, job: Job) -> SafeString:
+        """Return what the handler is given."""
+        return show_value(job.arguments)
+
+    @admin.display(description=_("result"))
+    def shown_result(self, job: Job) -> SafeString | str:
+        """Return what the handler returned."""
+        if job.result is None:
+            return "-"
+        try:
+            return show_value(result_of(job))
+        except (MessageError, KeyError, TypeError) as error:
+            return show_text(f"<{len(job.result)} bytes: {error}>")
+
+    # --- Actions ----------------------------------------------------------------------------------
+
+    @admin.action(permissions=["retry"], description=_("Requeue selected jobs"))
+    def requeue(self, request: HttpRequest, queryset: QuerySet[Job]) -> None:
+        """Give jobs a new run."""
+
+        def act() -> None:
+            outcomes = jobs.requeue(
+                queryset,
+                actor=request.user.get_username(),
+                on_changed=self.audit(request, "Requeued."),
+            )
+            self._tell(request, outcomes, "requeued")
+
+        self.attempt(request, act)
+
+    @admin.action(permissions=["cancel"], description=_("Cancel selected jobs"))
+    def cancel(self, request: HttpRequest, queryset: QuerySet[Job]) -> None:
+        """Cancel open jobs."""
+
+        def act() -> None:
+            outcomes = jobs.cancel(
+                queryset,
+                actor=request.user.get_username(),
+                on_changed=self.audit(request, "Cancelled."),
+            )
+            self._tell(request, outcomes, CancelResult.CANCELLED)
+
+        self.attempt(request, act)
+
+    def _tell(self, request: HttpRequest, outcomes: Outcomes, wanted: str) -> None:
+        """Tell how many were changed, and of the others why not."""
+        count = outcomes.changed_count
+        changed = {
+            "requeued": ngettext("%d job was requeued.", "%d jobs were requeued.", count),
+            "cancelled": ngettext("%d job was cancelled.", "%d jobs were cancelled.", count),
+        }[str(wanted)]
+        self.message_user(request, changed % count, messages.SUCCESS if count else messages.WARNING)
+        reasons = {
+            "processing": _("%d being processed; try again later."),
+            "completed": _("%d completed already."),
+            "failed": _("%d failed already; the record stays."),
+            "not_found": _("%d no longer there."),
+        }
+        for result, text in reasons.items():
+            left = outcomes.counts.get(result, 0)
+            if left:
+                self.message_user(request, cast(str, text) % left, messages.WARNING)

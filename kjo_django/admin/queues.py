@@ -1,0 +1,111 @@
+"""Queues: pause, resume and limit them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin, messages
+from django.contrib.auth import get_permission_codename
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
+from django.utils.translation import ngettext
+
+from kjo_django.admin.base import Button, KjoAdmin
+from kjo_django.admin.display import badge
+from kjo_django.conf import get_settings
+from kjo_django.models import QueueControl
+from kjo_django.operations import queues
+
+
+@admin.register(QueueControl)
+class QueueControlAdmin(KjoAdmin):
+    """Every known queue, and what operators asked of it."""
+
+    list_display = (
+        "queue",
+        "shown_state",
+        "concurrency",
+        "topic",
+        "consumer_group",
+        "changed_by",
+        "updated_at",
+    )
+    ordering = ("queue",)
+    fields = (
+        "queue",
+        "shown_state",
+        "concurrency",
+        "topic",
+        "consumer_group",
+        "changed_by",
+        "updated_at",
+    )
+    readonly_fields = tuple(name for name in fields if name != "concurrency")
+    actions = ("pause", "resume")
+    buttons = (Button("pause", _("Pause"), "pause"), Button("resume", _("Resume"), "pause"))
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        """List queues nobody has touched yet too."""
+        if self.has_view_permission(request):
+            queues.ensure_rows()
+        return super().changelist_view(request, extra_context)
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """The concurrency may be changed by those with the model's permission."""
+        return self.may(request, get_permission_codename("change", self.opts))
+
+    def has_pause_permission(self, request: HttpRequest) -> bool:
+        """Who may pause and resume."""
+        return self.may(request, "pause_queue")
+
+    def save_model(self, request: HttpRequest, obj: QueueControl, form: Any, change: bool) -> None:
+        """Write only what the form holds: somebody may have paused the queue meanwhile."""
+        obj.changed_by = request.user.get_username()[:150]
+        obj.save(update_fields=["concurrency", "changed_by", "updated_at"])
+
+    # --- Columns ----------------------------------------------------------------------------------
+
+    @admin.display(description=_("state"))
+    def shown_state(self, control: QueueControl) -> SafeString:
+        """Return whether it is paused."""
+        if control.is_paused:
+            return badge("paused", _("Paused"))
+        return badge("alive", _("Running"))
+
+    @admin.display(description=_("topic"))
+    def topic(self, control: QueueControl) -> str:
+        """Return the topic its messages go to."""
+        return get_settings().queue(control.queue).topic
+
+    @admin.display(description=_("consumer group"))
+    def consumer_group(self, control: QueueControl) -> str:
+        """Return the group that reads it."""
+        return get_settings().queue(control.queue).consumer_group
+
+    # --- Actions ----------------------------------------------------------------------------------
+
+    @admin.action(permissions=["pause"], description=_("Pause selected queues"))
+    def pause(self, request: HttpRequest, queryset: QuerySet[QueueControl]) -> None:
+        """Stop handing out their jobs."""
+        write = self.audit(request, "Paused.")
+        count = 0
+        for control in queryset:
+            if queues.pause(control.queue, actor=request.user.get_username()):
+                write([control])
+                count += 1
+        text = ngettext("%d queue was paused.", "%d queues were paused.", count)
+        self.message_user(request, text % count, messages.SUCCESS if count else messages.WARNING)
+
+    @admin.action(permissions=["pause"], description=_("Resume selected queues"))
+    def resume(self, request: HttpRequest, queryset: QuerySet[QueueControl]) -> None:
+        """Hand out their jobs again."""
+        write = self.audit(request, "Resumed.")
+        count = 0
+        for control in queryset:
+            if queues.resume(control.queue, actor=request.user.get_username()):
+                write([control])
+                count += 1
+        text = ngettext("%d queue was resumed.", "%d queues were resumed.", count)
+        self.message_user(request, text % count, messages.SUCCESS if count else messages.WARNING)

@@ -1,0 +1,477 @@
+"""The admin: permissions, audit, fast lists, inert payloads."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission, User
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.admin import display, filters
+from kjo_django.backends import get_transport
+from kjo_django.exceptions import PublishError
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, Job, QueueControl
+from tests.factories import (
+    DeadLetterFactory,
+    JobFactory,
+    JobFailureFactory,
+    ProcessedEventFactory,
+    QueueControlFactory,
+    WorkerFactory,
+)
+
+pytestmark = pytest.mark.django_db
+
+EVIL = "<script>alert(1)</script>"
+MODELS = ("job", "deadletter", "processedevent", "worker", "queuecontrol")
+
+
+@pytest.fixture(autouse=True)
+def memory(settings):
+    settings.KJO = {
+        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
+        "QUEUES": {"default": {}, "emails": {}},
+    }
+    transport = get_transport()
+    transport.clear()
+    yield transport
+    transport.clear()
+
+
+@pytest.fixture
+def staff(client):
+    """Log in a member of staff with these permissions, and return the client."""
+
+    def login(*codenames):
+        user = User.objects.create_user(f"staff-{len(codenames)}", is_staff=True)
+        wanted = Permission.objects.filter(
+            content_type__app_label="kjo_django", codename__in=codenames
+        )
+        assert wanted.count() == len(codenames), codenames
+        user.user_permissions.set(wanted)
+        client.force_login(user)
+        return client
+
+    return login
+
+
+def list_url(model):
+    return reverse(f"admin:kjo_django_{model}_changelist")
+
+
+def page_url(obj):
+    return reverse(f"admin:kjo_django_{obj._meta.model_name}_change", args=(obj.pk,))
+
+
+def button_url(obj, name):
+    return reverse(f"admin:kjo_django_{obj._meta.model_name}_{name}", args=(obj.pk,))
+
+
+def act(client, model, action, *rows, **data):
+    """Run an action of the list; return its messages."""
+    response = client.post(
+        list_url(model),
+        {"action": action, "_selected_action": [str(row.pk) for row in rows], **data},
+        follow=True,
+    )
+    return [str(message) for message in response.context["messages"]]
+
+
+# --- Every page ---------------------------------------------------------------------------------
+
+
+def test_every_page_renders_without_inline_scripts_or_styles(admin_client):
+    """DASHBOARD.md §4: no inline script or style."""
+    job = JobFailureFactory().job
+    rows = [
+        job,
+        DeadLetterFactory(job=job),
+        ProcessedEventFactory(event_data={"a": 1}),
+        WorkerFactory(),
+        QueueControlFactory(),
+    ]
+    for row in rows:
+        for url in (list_url(row._meta.model_name), page_url(row)):
+            response = admin_client.get(url)
+            assert response.status_code == 200, url
+            page = response.content.decode()
+            ours = page[page.index('id="content"') :]
+            assert not re.search(r"<script(?![^>]*(src=|type=\"application/json\"))", ours), url
+            assert not re.search(r"\son\w+=|\sstyle=|<style", ours), url
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_nobody_adds_rows_by_hand(admin_client, model):
+    assert admin_client.get(reverse(f"admin:kjo_django_{model}_add")).status_code == 403
+
+
+def test_lists_need_their_permission(staff):
+    client = staff("view_worker")
+    assert client.get(list_url("job")).status_code == 403
+    assert client.get(list_url("worker")).status_code == 200
+
+
+def test_only_superusers_delete(staff, admin_client):
+    job = JobFactory()
+    url = reverse("admin:kjo_django_job_delete", args=(job.pk,))
+    assert admin_client.get(url).status_code == 200
+    assert staff("view_job", "delete_job").get(url).status_code == 403
+
+
+# --- Fast on ten million rows -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["job", "deadletter"])
+def test_lists_run_few_bounded_queries_without_distinct_or_large_columns(admin_client, model):
+    """DASHBOARD.md §3."""
+    # Given
+    for _ in range(30):
+        DeadLetterFactory(of_job=True)
+    # When
+    with CaptureQueriesContext(
+        connection,
+    ) as captured:
+        admin_client.get(list_url(model), {"state": "open" if model == "deadletter" else "failed"})
+    # Then
+    ours = [query["sql"] for query in captured if "kjo_" in query["sql"]]
+    assert len(ours) <= 3
+    assert not [sql for sql in ours if "DISTINCT" in sql]
+    counts = [sql for sql in ours if "COUNT(" in sql]
+    assert all("LIMIT 100000" in sql for sql in counts)
+    assert not [sql for sql in ours if '"payload"' in sql or '"value"' in sql or '"result"' in sql]
+
+
+def test_a_filter_without_an_index_looks_among_the_newest_rows_only(admin_client, monkeypatch):
+    monkeypatch.setattr(filters, "WINDOW", 3)
+    JobFactory(queue="emails", unique_id="old")
+    JobFactory(queue="emails", unique_id="new")
+    JobFactory.create_batch(2)
+    page = admin_client.get(list_url("job"), {"queue": "emails"}).content.decode()
+    assert "new" in page
+    assert ">old<" not in page
+
+
+def test_filters_offer_what_is_known_beforehand(admin_client):
+    with CaptureQueriesContext(connection) as captured:
+        page = admin_client.get(list_url("job")).content.decode()
+    assert "?queue=emails" in page
+    assert "?state=failing" in page
+    assert len([query for query in captured if "kjo_job" in query["sql"]]) <= 2
+
+
+def test_jobs_are_found_by_exact_id_and_by_unique_id_with_an_index(admin_client):
+    # Given
+    job = JobFactory(unique_id="order-7", queue="emails")
+    JobFactory(unique_id="order-77", queue="emails")
+    # When, then
+    for term in (str(job.pk), "order-7", " order-7 "):
+        with CaptureQueriesContext(connection) as captured:
+            response = admin_client.get(list_url("job"), {"q": term})
+        assert [row.pk for row in response.context["cl"].result_list] == [job.pk], term
+        looked = [query["sql"] for query in captured if "unique_id" in query["sql"]]
+        assert all('"queue" IN' in sql for sql in looked)
+    assert admin_client.get(list_url("job"), {"q": "order"}).context["cl"].result_count == 0
+
+
+def test_dead_letters_and_events_are_found_exactly(admin_client):
+    letter = DeadLetterFactory(message_id="m-1", fingerprint="f00")
+    DeadLetterFactory(fingerprint="bar")
+    for term in (str(letter.pk), "m-1", "f00"):
+        found = admin_client.get(list_url("deadletter"), {"q": term}).context["cl"]
+        assert list(found.result_list) == [letter], term
+    event = ProcessedEventFactory(event_id="e-1")
+    ProcessedEventFactory(event_id="e-11")
+    found = admin_client.get(list_url("processedevent"), {"q": "e-1"}).context["cl"]
+    assert list(found.result_list) == [event]
+
+
+# --- What may be seen ---------------------------------------------------------------------------
+
+
+def test_payloads_results_and_tracebacks_need_their_permission(staff):
+    """DESIGN §8."""
+    # Given
+    job = JobFactory(
+        failed=True, payload=b'{"card": "4711"}', result=b'{"v":"hush"}', headers={"t": "sesame"}
+    )
+    JobFailureFactory(job=job, traceback="in the secret place")
+    letter = DeadLetterFactory(job=job, value=b"card 4711", traceback="in the secret place")
+    event = ProcessedEventFactory(event_data={"card": "4711"})
+    secrets = ("4711", "hush", "sesame", "secret place")
+    # When, then
+    client = staff("view_job", "view_deadletter", "view_processedevent")
+    for row in (job, letter, event):
+        page = client.get(page_url(row)).content.decode()
+        assert not [word for word in secrets if word in page]
+    # When permitted
+    client = staff("view_job", "view_deadletter", "view_processedevent", "view_payload")
+    page = client.get(page_url(job)).content.decode()
+    assert [word for word in secrets if word in page] == list(secrets)
+    assert "card 4711" in client.get(page_url(letter)).content.decode()
+    assert "4711" in client.get(page_url(event)).content.decode()
+
+
+def test_hostile_messages_are_shown_inert(admin_client):
+    # Given
+    job = JobFactory(
+        failed=True,
+        unique_id=EVIL,
+        error=EVIL,
+        payload=f'{{"a": "{EVIL}"}}'.encode(),
+        result=f'{{"v": "{EVIL}"}}'.encode(),
+    )
+    JobFailureFactory(job=job, error=EVIL, error_type=EVIL, traceback=EVIL, worker=EVIL)
+    letter = DeadLetterFactory(
+        job=job,
+        message_id=EVIL,
+        error=EVIL,
+        error_type=EVIL,
+        traceback=EVIL,
+        key=EVIL.encode(),
+        value=EVIL.encode(),
+        headers=names.to_json({EVIL: EVIL.encode()}),
+        note=EVIL,
+    )
+    event = ProcessedEventFactory(event_id=EVIL, event_data={EVIL: EVIL})
+    worker = WorkerFactory(name=EVIL, last_error=EVIL, queues=[EVIL])
+    # When, then
+    for row in (job, letter, event, worker):
+        for url in (page_url(row), list_url(row._meta.model_name)):
+            page = admin_client.get(url).content.decode()
+            assert EVIL not in page, url
+            assert "&lt;script&gt;" in page, url
+
+
+def test_bytes_are_text_where_they_are_text_and_hex_elsewhere():
+    assert "{&quot;a&quot;: 1}" in display.show_bytes(b'{"a": 1}')
+    assert "ff 00 41" in display.show_bytes(b"\xff\x00A")
+    assert "none" in display.show_bytes(None)
+    # Cut, and saying so
+    assert "90000 more" in display.show_bytes(b"x" * 100_000)
+    assert "97952 more" in display.show_bytes(b"\xff" * 100_000)
+
+
+def test_characters_that_turn_text_round_are_spelt_out():
+    shown = display.show_text("a\u202eb\x1b[31m\x00\u200bc\n\tü漢")
+    assert "a\\u202eb\\u001b[31m\\u0000\\u200bc\n\tü漢" in shown
+
+
+@pytest.mark.parametrize("payload", [b"\xff\xfe", b"[" * 10_000, b"", b"null", b"[[[[1]]]]"])
+def test_any_payload_can_be_shown(admin_client, payload):
+    job = JobFactory(payload=payload, completed=True, result=payload or None)
+    letter = DeadLetterFactory(value=payload, key=payload)
+    assert admin_client.get(page_url(job)).status_code == 200
+    assert admin_client.get(page_url(letter)).status_code == 200
+
+
+# --- Actions on jobs ----------------------------------------------------------------------------
+
+
+def test_requeue_needs_its_permission_and_leaves_an_audit_trail(staff):
+    # Given
+    failed, running = (
+        JobFactory(failed=True),
+        JobFactory(queued=True, lease_expires_at=timezone.now() + timedelta(hours=1)),
+    )
+    DeadLetterFactory(job=failed)
+    # When the permission is missing
+    act(staff("view_job"), "job", "requeue", failed)
+    failed.refresh_from_db()
+    assert failed.state == "failed"
+    # When it is there
+    told = act(staff("view_job", "retry_job"), "job", "requeue", failed, running)
+    # Then
+    failed.refresh_from_db()
+    assert (failed.state, failed.generation) == ("pending", 2)
+    assert DeadLetter.objects.get().state == "replayed"
+    assert told[0] == "1 job was requeued."
+    assert told[1].startswith("1 being processed")
+    (entry,) = LogEntry.objects.all()
+    assert (entry.object_id, entry.change_message) == (str(failed.pk), "Requeued.")
+    assert entry.user.username == "staff-2"
+
+
+def test_cancel_tells_of_what_could_not_be_cancelled(staff):
+    rows = [JobFactory(), JobFactory(completed=True), JobFactory(failed=True)]
+    told = act(staff("view_job", "cancel_job"), "job", "cancel", *rows)
+    assert told == [
+        "1 job was cancelled.",
+        "1 completed already.",
+        "1 failed already; the record stays.",
+    ]
+    assert LogEntry.objects.count() == 1
+
+
+def test_a_whole_selection_across_pages_is_processed(admin_client):
+    """Chunked by primary key."""
+    JobFactory.create_batch(60, failed=True)
+    JobFactory(completed=True)
+    told = act(admin_client, "job", "requeue", Job.objects.first(), select_across="1", index="0")
+    assert told == ["61 jobs were requeued."]
+    assert LogEntry.objects.count() == 61
+
+
+def test_an_action_that_is_refused_tells_why(admin_client, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PublishError("the table is full")
+
+    monkeypatch.setattr("kjo_django.operations.jobs.requeue", refuse)
+    told = act(admin_client, "job", "requeue", JobFactory(failed=True))
+    assert told == ["the table is full"]
+
+
+@pytest.mark.parametrize(
+    ("name", "codename", "before", "after"),
+    [
+        ("requeue", "retry_job", "failed", "pending"),
+        ("cancel", "cancel_job", "queued", "cancelled"),
+    ],
+)
+def test_a_jobs_buttons_post_with_csrf_and_need_their_permission(
+    staff, name, codename, before, after
+):
+    # Given
+    job = JobFactory(state=before)
+    url = button_url(job, name)
+    # Without permission: no button, no effect
+    client = staff("view_job")
+    assert url not in client.get(page_url(job)).content.decode()
+    assert client.post(url).status_code == 403
+    # With permission: a button, POST only
+    client = staff("view_job", codename)
+    assert url in client.get(page_url(job)).content.decode()
+    assert client.get(url).status_code == 405
+    job.refresh_from_db()
+    assert job.state == before
+    response = client.post(url)
+    assert response.status_code == 302
+    assert response.url == page_url(job)
+    job.refresh_from_db()
+    assert job.state == after
+    # And never without a CSRF token
+    strict = Client(enforce_csrf_checks=True)
+    strict.cookies = client.cookies
+    assert strict.post(url).status_code == 403
+
+
+def test_buttons_are_for_those_who_are_logged_in(client):
+    job = JobFactory(failed=True)
+    response = client.post(button_url(job, "requeue"))
+    assert response.status_code == 302
+    assert "login" in response.url
+
+
+def test_the_button_of_a_row_that_is_gone_leads_back(admin_client):
+    job = JobFactory()
+    url = button_url(job, "requeue")
+    job.delete()
+    assert admin_client.post(url).status_code == 302
+
+
+# --- Actions on dead letters --------------------------------------------------------------------
+
+
+def test_replay_tells_counts_and_refusals_and_is_audited(staff, memory):
+    # Given
+    job_backed, foreign = DeadLetterFactory(of_job=True), DeadLetterFactory(topic="events")
+    tired = DeadLetterFactory(replay_count=5)
+    # When
+    client = staff("view_deadletter", "replay_dlq")
+    told = act(client, "deadletter", "replay", job_backed, foreign, tired)
+    # Then
+    assert told == ["2 dead letters were replayed.", "1 refused: replayed too often."]
+    assert len(memory.records("events")) == 1
+    assert DeadLetter.objects.filter(state="replayed").count() == 2
+    assert set(LogEntry.objects.values_list("change_message", flat=True)) == {"Replayed."}
+    assert LogEntry.objects.count() == 2
+
+
+def test_replay_tells_what_the_transport_refused(admin_client, memory):
+    DeadLetterFactory()
+    memory.fail("the broker is away")
+    told = act(admin_client, "deadletter", "replay", DeadLetter.objects.get())
+    assert "the broker is away" in told[1]
+    assert DeadLetter.objects.get().state == "open"
+
+
+def test_discard_needs_its_permission_and_a_note(staff):
+    letter = DeadLetterFactory()
+    act(staff("view_deadletter"), "deadletter", "discard", letter, note="x")
+    client = staff("view_deadletter", "discard_dlq")
+    (told,) = act(client, "deadletter", "discard", letter)
+    assert "Write a note" in told
+    letter.refresh_from_db()
+    assert letter.state == "open"
+    (told,) = act(client, "deadletter", "discard", letter, note="a test order")
+    assert told == "1 dead letter was discarded."
+    letter.refresh_from_db()
+    assert (letter.state, letter.note) == ("discarded", "a test order (staff-2)")
+    assert LogEntry.objects.get().change_message == "Discarded: a test order"
+
+
+def test_a_dead_letters_buttons(admin_client, memory):
+    letter = DeadLetterFactory(topic="events")
+    page = admin_client.get(page_url(letter)).content.decode()
+    assert button_url(letter, "discard") in page
+    assert 'name="note"' in page
+    admin_client.post(button_url(letter, "discard"), {"note": "no"})
+    letter.refresh_from_db()
+    assert letter.state == "discarded"
+    other = DeadLetterFactory(topic="events")
+    admin_client.post(button_url(other, "replay"))
+    assert len(memory.records("events")) == 1
+
+
+# --- Queues and workers -------------------------------------------------------------------------
+
+
+def test_every_known_queue_is_listed_and_can_be_paused(staff):
+    # Given nobody has touched a queue
+    client = staff("view_queuecontrol", "pause_queue")
+    found = client.get(list_url("queuecontrol")).context["cl"].result_list
+    assert {control.queue for control in found} == set(registry.queue_names())
+    # When
+    emails = QueueControl.objects.get(queue="emails")
+    assert act(client, "queuecontrol", "pause", emails) == ["1 queue was paused."]
+    # Then
+    emails.refresh_from_db()
+    assert (emails.is_paused, emails.changed_by) == (True, "staff-2")
+    assert act(client, "queuecontrol", "resume", emails) == ["1 queue was resumed."]
+    assert LogEntry.objects.count() == 2
+    # And by button
+    client.post(button_url(emails, "pause"))
+    emails.refresh_from_db()
+    assert emails.is_paused
+
+
+def test_pausing_needs_its_permission(staff):
+    control = QueueControlFactory(queue="emails")
+    act(staff("view_queuecontrol"), "queuecontrol", "pause", control)
+    control.refresh_from_db()
+    assert not control.is_paused
+
+
+def test_the_concurrency_can_be_changed_without_undoing_a_pause(staff):
+    control = QueueControlFactory(queue="emails", is_paused=True)
+    client = staff("view_queuecontrol", "change_queuecontrol")
+    assert client.post(page_url(control), {"concurrency": "3"}).status_code == 302
+    control.refresh_from_db()
+    assert (control.concurrency, control.is_paused) == (3, True)
+    assert control.changed_by == "staff-2"
+
+
+def test_workers_are_shown_alive_or_gone(admin_client):
+    WorkerFactory(name="here")
+    WorkerFactory(name="away", stale=True)
+    WorkerFactory(name="bye", state="stopped")
+    page = admin_client.get(list_url("worker")).content.decode()
+    assert page.count("kjo-alive") == page.count("kjo-gone") == page.count("kjo-stopped") == 1
