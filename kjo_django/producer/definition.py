@@ -15,9 +15,10 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import duration, get_settings, text, whole
 from kjo_django.ids import uuid7
-from kjo_django.messages.serializers import JSON, Serializer
+from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.producer.enqueue import EnqueueResult, check_payload_size, milliseconds, store
+from kjo_django.retries.policy import LONGEST_DELAY
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,14 +43,23 @@ class EnqueueOptions:
     def __post_init__(self) -> None:
         if self.id is not None and not (isinstance(self.id, str) and 0 < len(self.id) <= 255):
             raise ValueError("id must be text of 1 to 255 characters")
-        if self.key is not None and len(self.key) > 255:
-            raise ValueError("key must have at most 255 characters")
+        if self.key is not None and not (isinstance(self.key, str) and len(self.key) <= 255):
+            raise ValueError("key must be text of at most 255 characters")
+        if self.delay is not None and not (
+            isinstance(self.delay, timedelta) and self.delay <= LONGEST_DELAY
+        ):
+            raise ValueError(f"delay must be a timedelta of at most {LONGEST_DELAY.days} days")
         if self.delay is not None and self.run_at is not None:
             raise ValueError("Give delay or run_at, not both")
         for name in ("run_at", "expires_at"):
             moment = getattr(self, name)
-            if moment is not None and timezone.is_naive(moment):
+            if moment is not None and not (
+                isinstance(moment, datetime) and timezone.is_aware(moment)
+            ):
                 raise ValueError(f"{name} must be an aware datetime")
+        if self.headers is not None and not _are_headers(self.headers):
+            # A header nobody can encode would stop the relay, which meets it later.
+            raise ValueError("headers must be a dict of text to text that UTF-8 can encode")
         if self.max_attempts is not None and (
             isinstance(self.max_attempts, bool)
             or not isinstance(self.max_attempts, int)
@@ -58,6 +68,14 @@ class EnqueueOptions:
             raise ValueError("max_attempts must be a whole number, at least 1")
         if self.result_ttl is not None:
             milliseconds(self.result_ttl, timedelta(1))
+
+
+def _are_headers(headers: Any) -> bool:
+    return isinstance(headers, Mapping) and all(
+        isinstance(part, str) and storable_text(part) == part
+        for item in headers.items()
+        for part in item
+    )
 
 
 class JobDefinition:
