@@ -104,23 +104,33 @@ class Pipeline:
             return self._settle([_poison_outcome(d) for d in deliveries])
         names = [delivery.lease for delivery in deliveries]
         claims = self._leases.claim(names)
+        abandoned = self._leases.abandoned(
+            {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
+        )
         mine, suspects, deferred = [], [], []
         for delivery, claim in zip(deliveries, claims, strict=True):
             delivery.deliveries = max(1, claim.deliveries)
-            if not claim.acquired:
-                deferred.append(delivery)
-            elif claim.deliveries > 1:
+            if delivery.lease in abandoned or (claim.acquired and claim.deliveries > 1):
                 suspects.append(delivery)
-            else:
+            elif claim.acquired:
                 mine.append(delivery)
+            else:
+                deferred.append(delivery)
         if mine:
             with self._alone.shared():
                 deferred += self._run_together(mine, mode)
         for delivery in suspects:
             # It was being run when a worker died. Alone, it can take nobody with it a second time.
             with self._alone.exclusive(timeout=60.0):
-                deferred += self._run_together([delivery], mode)
+                deferred += self._run_suspect(delivery, mode)
         return deferred
+
+    def _run_suspect(self, delivery: Delivery, mode: Mode) -> list[Delivery]:
+        claim = self._leases.take_over(delivery.lease)
+        if not claim.acquired:
+            return [delivery]
+        delivery.deliveries = max(1, claim.deliveries)
+        return self._run_together([delivery], mode)
 
     def _run_together(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
         if mode is not Mode.ATOMIC:
@@ -283,7 +293,18 @@ def _take_markers_back(
 def _make_callbacks_robust(connection: BaseDatabaseWrapper) -> None:
     """A handler's ``on_commit`` callback that raises is logged: the commit stands (KJO-F12)."""
     callbacks: list[Any] = connection.run_on_commit
-    callbacks[:] = [(savepoints, function, True) for savepoints, function, _robust in callbacks]
+    callbacks[:] = [(sids, _isolated(function), False) for sids, function, _robust in callbacks]
+
+
+def _isolated(function: Callable[[], Any]) -> Callable[[], None]:
+    # Django's own robust callbacks fail when it logs one without a __qualname__, such as a partial.
+    def call() -> None:
+        try:
+            function()
+        except Exception:
+            logger.exception("An on_commit callback failed: %r", function)
+
+    return call
 
 
 def _poison_outcome(delivery: Delivery) -> Outcome:

@@ -47,8 +47,16 @@ def enqueue_on_save(
         receiver,
         sender=model,
         weak=False,
-        dispatch_uid=f"kjo_django.enqueue_on_save:{job.name}:{created}",
+        # A module imported twice hooks once; two hooks of one job may differ in their functions.
+        dispatch_uid=":".join(
+            ["kjo_django", job.name, str(created), *map(_place, (payload, condition, id))]
+        ),
     )
+
+
+def _place(function: Callable[..., Any] | None) -> str:
+    code = getattr(function, "__code__", None)
+    return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _commit_save_and_signals_together(model: type[models.Model]) -> None:

@@ -29,6 +29,8 @@ class _AfterCommit:
     def __init__(self) -> None:
         self.channels: set[str] = set()
         self.enqueued: list[dict[str, Any]] = []
+        # Django logs a robust callback that failed by this name, and fails itself without it.
+        self.__qualname__ = type(self).__qualname__
 
     def __call__(self) -> None:
         for channel in self.channels:
