@@ -1,0 +1,120 @@
+"""Wake-up calls: after the commit, once per channel, never if rolled back."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import transaction
+
+from kjo_django import signals
+from kjo_django.backends import get_coordination
+from kjo_django.exceptions import CoordinationError
+from kjo_django.producer.wakeups import after_commit, topic_channel, wake
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    woken: list[str] = []
+    monkeypatch.setattr(get_coordination(), "notify", woken.append)
+    return woken
+
+
+@pytest.fixture
+def told():
+    ids: list[str] = []
+
+    def receiver(job_id, **kwargs):
+        ids.append(job_id)
+
+    signals.job_enqueued.connect(receiver)
+    yield ids
+    signals.job_enqueued.disconnect(receiver)
+
+
+def fact(job_id: str) -> dict[str, str]:
+    return {"job_id": job_id, "queue": "q", "handler": "h"}
+
+
+def test_a_channel_is_called_once_per_transaction(calls):
+    with transaction.atomic():
+        for _ in range(3):
+            after_commit("default", "a")
+            after_commit("default", "b")
+        assert calls == []
+    assert sorted(calls) == ["a", "b"]
+
+
+def test_outside_a_transaction_each_call_is_made_at_once(calls):
+    after_commit("default", "a")
+    after_commit("default", "a")
+    assert calls == ["a", "a"]
+
+
+def test_a_rolled_back_transaction_calls_nobody(calls, told):
+    with pytest.raises(RuntimeError), transaction.atomic():
+        after_commit("default", "a", [fact("1")])
+        raise RuntimeError
+    assert calls == told == []
+
+
+def test_what_an_inner_block_asked_for_shares_its_fate_and_no_other(calls, told):
+    with transaction.atomic():
+        after_commit("default", "outer", [fact("outer")])
+        with pytest.raises(RuntimeError), transaction.atomic():
+            after_commit("default", "inner", [fact("inner")])
+            raise RuntimeError
+        with transaction.atomic():
+            after_commit("default", "kept", [fact("kept")])
+        after_commit("default", "outer", [fact("last")])
+    assert set(calls) == {"outer", "kept"}
+    assert told == ["outer", "kept", "last"]
+
+
+def test_a_callback_of_somebody_else_in_between_keeps_its_place(calls):
+    order: list[str] = []
+    with transaction.atomic():
+        after_commit("default", "a")
+        transaction.on_commit(lambda: order.append(f"after {calls}"))
+        after_commit("default", "b")
+    assert order == ["after ['a']"]
+    assert calls == ["a", "b"]
+
+
+def test_signals_tell_of_each_job_in_order(calls, told):
+    with transaction.atomic():
+        for number in "123":
+            after_commit("default", "a", [fact(number)])
+        assert told == []
+    assert told == ["1", "2", "3"]
+    assert calls == ["a"]
+
+
+def test_coordination_out_of_reach_is_logged_and_the_rest_goes_on(monkeypatch, caplog, told):
+    # Given
+    def refuse(channel):
+        raise CoordinationError("gone")
+
+    monkeypatch.setattr(get_coordination(), "notify", refuse)
+    # When
+    after_commit("default", "a", [fact("1")])
+    wake("b")
+    # Then
+    assert told == ["1"]
+    assert "Could not wake a" in caplog.text
+    assert "Could not wake b" in caplog.text
+
+
+def test_a_call_that_breaks_the_process_leaves_the_commit_alone(monkeypatch):
+    # Given: a bug of a coordination backend
+    def crash(channel):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(get_coordination(), "notify", crash)
+    # When, then: robust, so the caller's commit is not turned into an error
+    with transaction.atomic():
+        after_commit("default", "a")
+
+
+def test_a_topic_has_its_channel():
+    assert topic_channel("emails") == "kjo:topic:emails"
