@@ -84,7 +84,7 @@ class DeadLetterFactory(factory.django.DjangoModelFactory):
         )
 
     reason = DeadLetterReason.EXHAUSTED
-    source_id = factory.Sequence(lambda n: f"source-{n:058d}")
+    source_id = factory.Sequence(lambda n: f"source-{n:057d}")
     message_id = factory.Sequence(lambda n: f"message-{n}")
     queue = "default"
     handler = "tests.add"
