@@ -1,0 +1,168 @@
+"""A worker's inside without its threads: relay, subscription and pipeline, step by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
+from kjo_django.consumer.lanes import Lanes
+from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.pipeline import Pipeline
+from kjo_django.consumer.poller import Poller
+from kjo_django.consumer.timeouts import TimeoutWatch
+from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
+from kjo_django.models import Job, TransportMessage
+from kjo_django.producer.definition import JobDefinition
+from kjo_django.producer.relay import Relay
+from kjo_django.registry import Handler, HandlerOptions
+from kjo_django.states import JobState
+from kjo_django.transports.base import OutgoingRecord, Record, Subscription
+
+MEMORY = {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}}
+KJO: dict[str, Any] = {
+    "SERVICE_NAME": "tests",
+    "QUEUES": {"ledger": {}},
+    "BACKOFF_BASE": 1,
+    "ERROR_RECOVERY_DELAYS": {},
+    "TOPIC_OPTIONS": {"partitions": 1, "replication_factor": 1},
+}
+
+
+class Impatience:
+    """Stands for the worker's stop flag: an outage is waited for once, then the worker stops."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self, seconds: float) -> bool:
+        self.waits += 1
+        return True
+
+    def is_set(self) -> bool:
+        return self.waits > 0
+
+
+class Bench:
+    """One worker of one queue, driven by hand.
+
+    :param alive: whether it gives a sign of life, as a worker's heartbeat does.
+    """
+
+    def __init__(self, queue: str = "ledger", worker: str = "bench", *, alive: bool = True) -> None:
+        self.queue = get_settings().queue(queue)
+        self.transport = get_transport(self.queue.transport)
+        self.subscription = self.transport.subscribe([self.queue.topic], self.queue.consumer_group)
+        self.leases = LeaseBook(worker, timedelta(minutes=5), timedelta(minutes=1))
+        if alive:
+            self.leases.show_alive()
+        self.watch = TimeoutWatch()
+        self.outcomes: list[Outcome] = []
+        self.measured: list[str] = []
+        self.stopping = Impatience()
+        self.pipeline = Pipeline(
+            self.leases,
+            self.watch,
+            worker=worker,
+            on_outcomes=self.outcomes.extend,
+            on_measure=lambda kind, seconds: self.measured.append(kind),
+            stopping=self.stopping,  # type: ignore[arg-type]
+        )
+        self._poller = Poller(
+            self.transport,
+            self.queue.consumer_group,
+            [self.queue],
+            Lanes(1, group_size=1, budget=1),
+            max_outstanding=1,
+        )
+
+    def read(self, record: Record) -> Delivery:
+        return self._poller.read(record, self.subscription)
+
+    def poll(self, count: int = 1000) -> list[Delivery]:
+        """Publish what is due and take it."""
+        Relay([self.queue.name]).publish_due()
+        return [self.read(record) for record in self.subscription.poll(count, 0.0)]
+
+    def run(self, deliveries: Sequence[Delivery] | None = None) -> list[Delivery]:
+        """Run everything due as one group per mode; return what was deferred."""
+        taken = self.poll() if deliveries is None else list(deliveries)
+        deferred: list[Delivery] = []
+        for mode, group in itertools.groupby(taken, key=lambda delivery: delivery.mode):
+            deferred += self.pipeline.run(list(group), mode)
+        return deferred
+
+    def run_until_done(self, rounds: int = 20) -> None:
+        """Run every attempt there is, back-off passing at once."""
+        for _ in range(rounds):
+            make_everything_due()
+            if not (deliveries := self.poll()):
+                return
+            self.run(deliveries)
+        raise AssertionError(f"still running after {rounds} rounds")
+
+    @property
+    def results(self) -> list[Result]:
+        """How each delivery ended, in order."""
+        return [outcome.result for outcome in self.outcomes]
+
+    def publish(self, value: bytes | None, **headers: bytes | str) -> None:
+        """Put a record on the topic as another service would."""
+        named = {
+            name.replace("_", "-"): text.encode() if isinstance(text, str) else text
+            for name, text in headers.items()
+        }
+        record = OutgoingRecord(self.queue.topic, value, key=b"foreign", headers=named)
+        assert self.transport.publish([record])[0].error is None
+
+    def lag(self) -> int:
+        """Records not acknowledged."""
+        counts = self.transport.lag([self.queue.topic], self.queue.consumer_group)
+        return sum(counts.values())
+
+    def close(self) -> None:
+        self.watch.stop()
+        self.subscription.close()
+
+
+def make_everything_due() -> None:
+    """Let all delays pass."""
+    now = timezone.now()
+    Job.objects.filter(state__in=(JobState.PENDING, JobState.FAILING)).update(available_at=now)
+    TransportMessage.objects.update(available_at=now)
+
+
+def as_job(function: Callable[..., Any], name: str | None = None, **options: Any) -> JobDefinition:
+    """Declare a function as a job of the ledger's queue, replacing one of its name."""
+    name = name or f"bench.{function.__name__}"
+    registry.unregister(name)
+    handler = Handler(function, HandlerOptions(name=name, **{"queue": "ledger", **options}))
+    registry.register(handler)
+    return JobDefinition(handler)
+
+
+class Silent(Subscription):
+    """A subscription for deliveries that come from nowhere."""
+
+    def poll(self, max_records: int, timeout: float) -> list[Record]:
+        return []
+
+    def acknowledge(self, records: Any) -> None: ...
+
+    def pause(self, partitions: Any) -> None: ...
+
+    def resume(self, partitions: Any) -> None: ...
+
+    def assignment(self) -> list[Any]:
+        return []
+
+    def close(self) -> None: ...
+
+
+__all__ = ["KJO", "MEMORY", "Bench", "Mode", "Silent", "as_job", "make_everything_due"]

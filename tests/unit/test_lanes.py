@@ -1,0 +1,485 @@
+"""Lanes: one delivery of a key at a time and in order, keys in parallel, groups that adapt."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kjo_django.conf import get_settings
+from kjo_django.consumer.lanes import CONCURRENT_GROUP, Group, Lanes
+from kjo_django.consumer.work import Delivery, Mode
+from kjo_django.exceptions import MessageError
+from kjo_django.registry import Handler, HandlerOptions
+from kjo_django.transports.base import Record, TopicPartition
+from tests.unit.deliveries import Silent
+
+_offsets = itertools.count()
+
+
+def handler(name: str = "fast", *, mode: Mode = Mode.ATOMIC) -> Handler:
+    async def coroutine() -> None: ...
+
+    def function() -> None: ...
+
+    return Handler(
+        coroutine if mode is Mode.CONCURRENT else function,
+        HandlerOptions(name=name, atomic=mode is Mode.ATOMIC),
+    )
+
+
+FAST, SLOW = handler("fast"), handler("slow")
+
+
+def delivery(
+    key: str | None = None,
+    *,
+    handler: Handler | None = FAST,
+    queue: str = "q",
+    partition: int = 0,
+    problem: MessageError | None = None,
+) -> Delivery:
+    offset = next(_offsets)
+    record = Record(queue, partition, offset, key.encode() if key else None, b"{}", {})
+    return Delivery(record, Silent(), get_settings().queue(queue), None, handler, problem)
+
+
+def lanes_of(
+    count: int = 1, *, size: int = 100, budget: float = 1.0, known: dict[str, float] | None = None,
+    **options,
+) -> Lanes:  # fmt: skip
+    """Lanes that know how long handlers take: ``slow`` twice the budget, ``fast`` a hundredth."""
+    lanes = Lanes(count, group_size=size, budget=budget, **options)
+    for name, seconds in {"fast": 0.01, "slow": 2.0, **(known or {})}.items():
+        for _ in range(200):
+            lanes.measure(name, seconds)
+    return lanes
+
+
+def take(lanes: Lanes) -> Group:
+    group = lanes.take(timeout=0)
+    assert group is not None, "nothing to take"
+    return group
+
+
+def offsets(deliveries: Iterable[Delivery]) -> list[int]:
+    return [one.record.offset for one in deliveries]
+
+
+# --- Keys -----------------------------------------------------------------------------------------
+
+
+def test_a_key_is_in_one_lane_at_a_time():
+    # Given
+    lanes = lanes_of(2, size=1)
+    first, second = delivery("a"), delivery("a")
+    lanes.put([first, second])
+    # When
+    group = take(lanes)
+    # Then
+    assert group.deliveries == [first]
+    assert lanes.take(timeout=0) is None
+    lanes.done(group)
+    assert take(lanes).deliveries == [second]
+
+
+def test_other_keys_go_on_meanwhile():
+    lanes = lanes_of(2, size=1)
+    lanes.put([delivery("a"), delivery("a"), delivery("b")])
+    assert take(lanes).deliveries[0].record.key == b"a"
+    assert take(lanes).deliveries[0].record.key == b"b"
+    assert lanes.take(timeout=0) is None
+
+
+def test_the_same_key_of_two_topics_is_two_keys():
+    lanes = lanes_of(2, size=1)
+    lanes.put([delivery("a", queue="q"), delivery("a", queue="r")])
+    assert {take(lanes).queue, take(lanes).queue} == {"q", "r"}
+
+
+def test_records_without_a_key_ask_for_no_order():
+    lanes = lanes_of(2, size=1)
+    lanes.put([delivery(None), delivery(None)])
+    assert take(lanes) and take(lanes)
+
+
+def test_a_group_keeps_the_order_of_each_key():
+    lanes = lanes_of(1)
+    deliveries = [delivery(key) for key in "abcabcaab"]
+    lanes.put(deliveries)
+    group = take(lanes)
+    for key in (b"a", b"b", b"c"):
+        of_key = [d for d in deliveries if d.record.key == key]
+        assert [d for d in group.deliveries if d.record.key == key] == of_key
+
+
+# --- Groups ---------------------------------------------------------------------------------------
+
+
+def test_fast_handlers_share_a_group_up_to_the_budget():
+    lanes = lanes_of(1, budget=1.0, known={"fast": 0.1})
+    lanes.put(delivery("a") for _ in range(50))
+    assert 9 <= len(take(lanes).deliveries) <= 11
+
+
+def test_fast_handlers_share_a_group_up_to_its_size():
+    lanes = lanes_of(1, size=7)
+    lanes.put(delivery(str(n)) for n in range(50))
+    assert len(take(lanes).deliveries) == 7
+
+
+@pytest.mark.parametrize("key", ["same", None])
+def test_a_slow_handler_runs_alone(key):
+    lanes = lanes_of(1)
+    lanes.put(delivery(key, handler=SLOW) for _ in range(3))
+    assert len(take(lanes).deliveries) == 1
+
+
+def test_a_slow_one_is_not_added_to_fast_ones():
+    lanes = lanes_of(1)
+    lanes.put([delivery("a"), delivery("a"), delivery("a", handler=SLOW), delivery("a")])
+    group = take(lanes)
+    assert len(group.deliveries) == 2
+    lanes.done(group)
+    assert [d.kind for d in take(lanes).deliveries] == ["slow"]
+
+
+def test_an_unknown_handler_runs_alone_and_what_it_took_decides_how_many_follow():
+    # Given
+    lanes = lanes_of(1)
+    unknown = handler("unknown")
+    lanes.put(delivery(str(n), handler=unknown) for n in range(20))
+    # When
+    group = take(lanes)
+    assert len(group.deliveries) == 1
+    lanes.measure("unknown", 0.001)
+    lanes.done(group)
+    # Then
+    assert len(take(lanes).deliveries) == 19
+
+
+def test_a_handler_that_turned_slow_is_believed_at_once_and_one_that_turned_fast_later():
+    lanes = lanes_of(1, known={"fast": 0.01})
+    lanes.measure("fast", 10.0)
+    lanes.put(delivery(str(n)) for n in range(20))
+    group = take(lanes)
+    assert len(group.deliveries) == 1
+    lanes.measure("fast", 0.01)
+    lanes.done(group)
+    assert len(take(lanes).deliveries) == 1
+
+
+def test_a_group_is_of_one_mode():
+    # Given
+    poison = MessageError("invalid", "x")
+    kinds = [
+        delivery("a"),
+        delivery("a", handler=handler("plain", mode=Mode.PLAIN)),
+        delivery("a", handler=handler("async", mode=Mode.CONCURRENT)),
+        delivery("a", problem=poison),
+        delivery("a", handler=None),
+    ]
+    lanes = lanes_of(1)
+    lanes.put(kinds)
+    # When
+    modes = []
+    for _ in range(4):
+        group = take(lanes)
+        assert {d.mode for d in group.deliveries} == {group.mode}
+        modes.append((group.mode, len(group.deliveries)))
+        lanes.done(group)
+    # Then: in the order of the key
+    assert modes == [(Mode.ATOMIC, 1), (Mode.PLAIN, 1), (Mode.CONCURRENT, 1), (Mode.POISON, 2)]
+
+
+def test_coroutines_run_together_whatever_the_size_but_one_of_each_key():
+    lanes = lanes_of(1, size=3)
+    concurrent = handler("async", mode=Mode.CONCURRENT)
+    lanes.put(delivery(str(n), handler=concurrent) for n in range(50))
+    lanes.put(delivery("same", handler=concurrent) for _ in range(5))
+    group = take(lanes)
+    assert len(group.deliveries) == 51
+    lanes.put(delivery(f"more {n}", handler=concurrent) for n in range(CONCURRENT_GROUP + 10))
+    assert len(take(lanes_with_the_rest(lanes, group)).deliveries) == CONCURRENT_GROUP
+
+
+def lanes_with_the_rest(lanes: Lanes, group: Group) -> Lanes:
+    lanes.done(group)
+    return lanes
+
+
+def test_idle_lanes_get_their_share_before_one_takes_more():
+    lanes = lanes_of(4)
+    lanes.put(delivery(str(n)) for n in range(40))
+    assert [len(take(lanes).deliveries) for _ in range(4)] == [10, 10, 10, 10]
+
+
+def test_a_share_counts_keys_so_one_busy_key_is_not_split():
+    lanes = lanes_of(2)
+    lanes.put(delivery("a") for _ in range(10))
+    lanes.put([delivery("b")])
+    assert sorted(len(take(lanes).deliveries) for _ in range(2)) == [1, 10]
+
+
+# --- Deferred -------------------------------------------------------------------------------------
+
+
+def test_deferred_deliveries_come_back_first_and_in_order():
+    # Given
+    lanes = lanes_of(1)
+    deliveries = [delivery("a") for _ in range(4)]
+    lanes.put(deliveries)
+    group = take(lanes)
+    late = delivery("a")
+    lanes.put([late])
+    # When
+    lanes.done(group, [deliveries[3], deliveries[1]])
+    # Then
+    assert take(lanes).deliveries == [deliveries[1], deliveries[3], late]
+
+
+def test_deferred_deliveries_wait_out_their_delay_with_their_key_behind_them():
+    # Given
+    lanes = lanes_of(2, size=1)
+    first, second, other = delivery("a"), delivery("a"), delivery("b")
+    lanes.put([first, second, other])
+    # When
+    started = time.monotonic()
+    lanes.done(take(lanes), [first], delay=0.05)
+    # Then
+    assert take(lanes).deliveries == [other]
+    assert lanes.take(timeout=5).deliveries == [first]
+    assert time.monotonic() - started >= 0.05
+
+
+def test_what_was_done_does_not_come_back():
+    lanes = lanes_of(1)
+    deliveries = [delivery("a") for _ in range(3)]
+    lanes.put(deliveries)
+    lanes.done(take(lanes), deliveries[1:2])
+    assert take(lanes).deliveries == deliveries[1:2]
+
+
+# --- Control --------------------------------------------------------------------------------------
+
+
+def test_what_waits_of_a_revoked_partition_is_forgotten():
+    # Given
+    lanes = lanes_of(1)
+    lanes.put([delivery("a", partition=0), delivery("a", partition=1), delivery("b", partition=1)])
+    # When
+    count = lanes.discard([TopicPartition("q", 1)])
+    # Then
+    assert (count, lanes.outstanding) == (2, 1)
+    group = take(lanes)
+    assert [d.record.partition for d in group.deliveries] == [0]
+    lanes.done(group)
+    assert lanes.take(timeout=0) is None
+    assert lanes.outstanding == 0
+
+
+def test_a_key_is_usable_again_after_its_partition_was_discarded():
+    lanes = lanes_of(2, size=1)
+    lanes.put([delivery("a"), delivery("a")])
+    running = take(lanes)
+    lanes.discard([TopicPartition("q", 0)])
+    again = delivery("a")
+    lanes.put([again])
+    assert lanes.take(timeout=0) is None, "the key is still running"
+    lanes.done(running)
+    assert take(lanes).deliveries == [again]
+
+
+def test_one_waits_for_what_runs_of_a_partition_and_no_other():
+    lanes = lanes_of(2, size=1)
+    lanes.put([delivery("a", partition=0)])
+    group = take(lanes)
+    assert lanes.wait_for([TopicPartition("q", 1)], timeout=0)
+    assert not lanes.wait_for([TopicPartition("q", 0)], timeout=0)
+    assert not lanes.wait_for(None, timeout=0)
+    lanes.done(group)
+    assert lanes.wait_for([TopicPartition("q", 0)], timeout=0)
+    assert lanes.wait_for(None, timeout=0)
+
+
+def test_a_held_partition_rests_and_the_others_go_on():
+    """KJO-76."""
+    lanes = lanes_of(2, size=1)
+    held, free = delivery("a", partition=0), delivery("b", partition=1)
+    lanes.put([held, free])
+    started = time.monotonic()
+    lanes.hold(TopicPartition("q", 0), 0.05)
+    assert take(lanes).deliveries == [free]
+    assert lanes.take(timeout=5).deliveries == [held]
+    assert time.monotonic() - started >= 0.05
+
+
+def test_a_paused_queue_starts_nothing_until_it_is_resumed():
+    lanes = lanes_of(2, size=1)
+    lanes.put([delivery("a", queue="q"), delivery("b", queue="r")])
+    lanes.set_paused(["q"])
+    assert take(lanes).queue == "r"
+    assert lanes.take(timeout=0) is None
+    lanes.set_paused([])
+    assert take(lanes).queue == "q"
+
+
+def test_a_resume_wakes_a_lane_that_waits():
+    lanes = lanes_of(1)
+    lanes.set_paused(["q"])
+    lanes.put([delivery("a")])
+    taken: list[Group | None] = []
+    thread = threading.Thread(target=lambda: taken.append(lanes.take(timeout=10)))
+    thread.start()
+    lanes.set_paused([])
+    thread.join(10)
+    assert taken[0] is not None
+
+
+def test_a_queue_runs_no_more_groups_than_its_limit():
+    lanes = lanes_of(4, size=1, limit_of={"q": 2, "r": 4}.__getitem__)
+    lanes.put(delivery(str(n), queue="q") for n in range(4))
+    lanes.put([delivery("x", queue="r")])
+    groups = [take(lanes) for _ in range(3)]
+    assert Counter(group.queue for group in groups) == {"q": 2, "r": 1}
+    assert lanes.take(timeout=0) is None
+    lanes.done(next(group for group in groups if group.queue == "q"))
+    assert take(lanes).queue == "q"
+
+
+def test_queues_take_turns():
+    lanes = lanes_of(1, size=1)
+    lanes.put(delivery(str(n), queue="q") for n in range(10))
+    lanes.put([delivery("x", queue="r")])
+    queues = []
+    for _ in range(2):
+        group = take(lanes)
+        queues.append(group.queue)
+        lanes.done(group)
+    assert sorted(queues) == ["q", "r"]
+
+
+def test_after_stop_every_lane_leaves_and_what_waits_stays():
+    # Given
+    lanes = lanes_of(3)
+    taken: list[Group | None] = []
+    threads = [threading.Thread(target=lambda: taken.append(lanes.take())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    # When
+    lanes.stop()
+    for thread in threads:
+        thread.join(10)
+    # Then
+    assert taken == [None] * 3
+    lanes.put([delivery("a")])
+    assert lanes.take() is None
+    assert lanes.is_stopped
+    assert (lanes.waiting, lanes.outstanding) == (1, 1)
+
+
+def test_counts_tell_what_waits_and_what_runs():
+    lanes = lanes_of(2, size=3)
+    lanes.put(delivery("a") for _ in range(5))
+    assert (lanes.waiting, lanes.running, lanes.outstanding) == (5, 0, 5)
+    group = take(lanes)
+    assert (lanes.waiting, lanes.running, lanes.outstanding) == (2, 1, 5)
+    lanes.done(group, group.deliveries[:1])
+    assert (lanes.waiting, lanes.running, lanes.outstanding) == (3, 0, 3)
+
+
+# --- Under load -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    keys=st.lists(st.sampled_from(["a", "b", "c", None]), max_size=40),
+    choices=st.lists(st.integers(0, 5), min_size=1),
+    size=st.integers(1, 5),
+)
+def test_whatever_is_taken_and_deferred_each_ends_once_and_keys_keep_their_order(
+    keys, choices, size
+):
+    # Given
+    lanes = lanes_of(3, size=size)
+    deliveries = [delivery(key) for key in keys]
+    lanes.put(deliveries)
+    chosen = itertools.cycle(choices)
+    running: list[Group] = []
+    ended: list[Delivery] = []
+    patience = 20
+    # When: a scheduler of whims
+    while len(ended) < len(deliveries) or running:
+        choice = next(chosen)
+        group = lanes.take(timeout=0) if choice < 3 or not running else None
+        if group is not None:
+            running.append(group)
+            continue
+        group = running.pop(choice % len(running))
+        # Now and then everything behind some point is put off.
+        cut = choice % (len(group.deliveries) + 1) if patience > 0 else len(group.deliveries)
+        patience -= 1
+        ended += group.deliveries[:cut]
+        lanes.done(group, group.deliveries[cut:])
+    # Then
+    assert sorted(offsets(ended)) == offsets(deliveries)
+    for key in (b"a", b"b", b"c"):
+        of_key = [d for d in ended if d.record.key == key]
+        assert offsets(of_key) == sorted(offsets(of_key))
+    assert (lanes.waiting, lanes.running, lanes.outstanding) == (0, 0, 0)
+
+
+def test_threads_hand_out_everything_once_one_of_a_key_at_a_time_and_in_order():
+    # Given
+    count, keys = 4000, 17
+    lanes = lanes_of(8, size=20)
+    deliveries = [delivery(str(n % keys) if n % 5 else None) for n in range(count)]
+    busy: set[bytes] = set()
+    seen: dict[bytes | None, list[int]] = defaultdict(list)
+    overlaps: list[bytes] = []
+    guard = threading.Lock()
+    all_done = threading.Event()
+    ended = 0
+
+    def work(number: int) -> None:
+        nonlocal ended
+        turn = 0
+        while (group := lanes.take()) is not None:
+            own = {d.record.key for d in group.deliveries if d.record.key is not None}
+            with guard:
+                overlaps.extend(own & busy)
+                busy.update(own)
+            turn += 1
+            cut = len(group.deliveries) // 2 if turn % 7 == 0 else len(group.deliveries)
+            with guard:
+                for one in group.deliveries[:cut]:
+                    seen[one.record.key].append(one.record.offset)
+                busy.difference_update(own)
+                ended += cut
+                if ended == count:
+                    all_done.set()
+            lanes.done(group, group.deliveries[cut:], 0.001 if turn % 2 else 0.0)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    # When
+    for thread in threads:
+        thread.start()
+    for start in range(0, count, 100):
+        lanes.put(deliveries[start : start + 100])
+    assert all_done.wait(30)
+    lanes.stop()
+    for thread in threads:
+        thread.join(10)
+    # Then
+    assert overlaps == []
+    for key, found in seen.items():
+        if key is not None:
+            assert found == sorted(found)
+    assert sorted(itertools.chain(*seen.values())) == offsets(deliveries)
+    assert lanes.outstanding == 0
