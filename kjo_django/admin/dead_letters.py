@@ -61,7 +61,7 @@ class DeadLetterAdmin(KjoAdmin):
     list_filter = (DeadLetterStateFilter, ReasonFilter, QueueFilter, HandlerFilter)
     search_fields = ("=id", "=message_id", "=fingerprint")
     search_help_text = _(
-        "An exact id, or an exact message id or fingerprint among the newest 200,000."
+        "An exact id, or an exact message id or fingerprint among the newest 50,000."
     )
     never_listed = ("key", "value", "headers", "traceback")
     action_form = NoteActionForm

@@ -14,7 +14,7 @@ from kjo_django import registry
 from kjo_django.models import DeadLetterReason, DeadLetterState
 from kjo_django.states import JobState
 
-WINDOW = 200_000
+WINDOW = 50_000
 """Rows among which a filter without an index of its own looks, the newest of them."""
 
 
@@ -74,7 +74,7 @@ class DeadLetterStateFilter(ChoiceFilter):
 class ReasonFilter(WindowedFilter):
     """By reason of death."""
 
-    title = _("reason (newest 200,000)")
+    title = _("reason (newest 50,000)")
     parameter_name = "reason"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
@@ -85,7 +85,7 @@ class ReasonFilter(WindowedFilter):
 class QueueFilter(WindowedFilter):
     """By queue, as far as settings and handlers name them."""
 
-    title = _("queue (newest 200,000)")
+    title = _("queue (newest 50,000)")
     parameter_name = "queue"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
@@ -96,7 +96,7 @@ class QueueFilter(WindowedFilter):
 class HandlerFilter(WindowedFilter):
     """By handler, as far as they are registered here."""
 
-    title = _("handler (newest 200,000)")
+    title = _("handler (newest 50,000)")
     parameter_name = "handler"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
