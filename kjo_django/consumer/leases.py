@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from uuid import UUID
 
@@ -51,7 +51,7 @@ class LeaseBook:
         self.token = token
         self.ttl = ttl
         self.alive_ttl = alive_ttl
-        self._held: set[str] = set()
+        self._held: dict[str, timedelta] = {}
         self._rows: set[UUID] = set()
         self._lock = threading.Lock()
         self._complain_at = 0.0
@@ -63,39 +63,60 @@ class LeaseBook:
             self._complain_at = now + COMPLAINT_INTERVAL
             logger.warning("%s: %s", consequence, error)
 
-    def claim(self, names: list[str]) -> list[Claim]:
-        """Claim all names, taking over those whose owner has vanished."""
-        coordination = get_coordination()
+    def claim(self, names: list[str], ttl: timedelta | None = None) -> list[Claim]:
+        """Claim all names that are free; see ``abandoned`` for the rest.
+
+        :param ttl: of these leases, where their queue has its own.
+        """
+        ttl = ttl or self.ttl
         try:
-            claims = coordination.claim(names, self.token, self.ttl)
-            refused = [
-                name for name, claim in zip(names, claims, strict=True) if not claim.acquired
-            ]
-            if refused and self._take_over(refused):
-                again = dict(
-                    zip(refused, coordination.claim(refused, self.token, self.ttl), strict=True)
-                )
-                claims = [again.get(n, c) for n, c in zip(names, claims, strict=True)]
+            claims = get_coordination().claim(names, self.token, ttl)
         except CoordinationError as error:
             self._complain("Going on without leases, the database decides", error)
             return [Claim(True, 1)] * len(names)
-        with self._lock:
-            self._held.update(n for n, c in zip(names, claims, strict=True) if c.acquired)
+        acquired = (name for name, claim in zip(names, claims, strict=True) if claim.acquired)
+        self._note_held(acquired, ttl)
         return claims
 
-    def _take_over(self, names: list[str]) -> bool:
-        """Void the leases of owners that show no sign of life; their deliveries stay counted."""
+    def abandoned(self, names: Collection[str]) -> set[str]:
+        """Return those of the refused names whose owner shows no sign of life, or let go since."""
+        if not names:
+            return set()
         coordination = get_coordination()
-        owners = coordination.holders(names)
-        living = coordination.holders([alive_name(token) for token in set(owners.values())])
-        is_voided = False
-        for token in set(owners.values()):
-            if alive_name(token) in living or token == self.token:
-                continue
-            mine = [name for name, owner in owners.items() if owner == token]
-            coordination.release(mine, token, count_delivery=True)
-            is_voided = True
-        return is_voided or len(owners) < len(names)
+        try:
+            owners = coordination.holders(list(names))
+            tokens = {token: alive_name(token) for token in owners.values()}
+            living = coordination.holders(list(tokens.values()))
+        except CoordinationError:
+            return set()
+        return {
+            name
+            for name in names
+            if name not in owners
+            or owners[name] == self.token
+            or tokens[owners[name]] not in living
+        }
+
+    def take_over(self, name: str, ttl: timedelta | None = None) -> Claim:
+        """Claim an abandoned name. That counts as a delivery, so do it when its run begins: what
+        waits beside a job that kills the worker must not be counted with it."""
+        coordination = get_coordination()
+        ttl = ttl or self.ttl
+        try:
+            owner = coordination.holders([name]).get(name)
+            if owner is not None and owner != self.token and name in self.abandoned([name]):
+                coordination.release([name], owner, count_delivery=True)
+            (claim,) = coordination.claim([name], self.token, ttl)
+        except CoordinationError as error:
+            self._complain("Going on without leases, the database decides", error)
+            return Claim(True, 1)
+        if claim.acquired:
+            self._note_held([name], ttl)
+        return claim
+
+    def _note_held(self, names: Iterable[str], ttl: timedelta) -> None:
+        with self._lock:
+            self._held.update(dict.fromkeys(names, ttl))
 
     def is_vanished(self, token: str) -> bool:
         """Return whether the worker with this token shows no sign of life any more.
@@ -111,7 +132,8 @@ class LeaseBook:
     def release(self, names: list[str]) -> None:
         """Give the leases back; the outcomes are durable, or nothing was begun."""
         with self._lock:
-            self._held.difference_update(names)
+            for name in names:
+                self._held.pop(name, None)
         if not names:
             return
         try:
@@ -146,10 +168,11 @@ class LeaseBook:
     def renew(self) -> None:
         """Extend everything held."""
         with self._lock:
-            held, rows = list(self._held), list(self._rows)
+            held, rows = dict(self._held), list(self._rows)
         try:
-            if held:
-                get_coordination().renew(held, self.token, self.ttl)
+            for ttl in set(held.values()):
+                names = [name for name, lasts in held.items() if lasts == ttl]
+                get_coordination().renew(names, self.token, ttl)
         except CoordinationError as error:
             self._complain("Leases not renewed", error)
         if rows:
