@@ -30,7 +30,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
                 report.sections.append(("processes of the test", value.report()))
 
 
-# --- Empty databases, quickly: migrated once, then copied -------------------------------------------
+# --- Empty databases, quickly: migrated once, then copied -----------------------------------------
 
 
 def migrate(url: str) -> None:
@@ -80,7 +80,7 @@ def copied_database(server: Any, template: str) -> Iterator[str]:
         server.dropdb(name)
 
 
-# --- Engines ----------------------------------------------------------------------------------------
+# --- Engines --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

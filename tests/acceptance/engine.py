@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
@@ -80,6 +79,10 @@ class Engine:
     @property
     def topic(self) -> str:
         return f"ledger-{self._suffix}"
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self.servers.database_url.startswith("sqlite")
 
     @property
     def group(self) -> str:
@@ -194,6 +197,11 @@ class Engine:
             for partition in row.partitions
         ]
 
+    def settled_count(self, pid: int) -> int:
+        """How many messages the worker process last said it has settled."""
+        rows = WorkerRow.objects.using(ALIAS).filter(pid=pid)
+        return sum(rows.values_list("processed_count", flat=True))
+
     def relay(self, *arguments: str) -> Program:
         """Start a relay of its own."""
         return self.manage("kjo_produce", *arguments)
@@ -293,7 +301,3 @@ class Engine:
         return "\n\n".join(
             f"--- {program}\n{program.log_tail()}" for program in self.programs[-12:]
         )
-
-
-def sqlite_path(url: str) -> Path:
-    return Path(urlsplit(url).path.removeprefix("/"))

@@ -1,6 +1,6 @@
-"""Promises 1 and 2 under SIGKILL (issue 2, item 4): nothing is lost, and each job takes effect once.
+"""Promises 1 and 2 under SIGKILL (issue 2, item 4): nothing is lost, each job takes effect once.
 
-The long versions kill as often as KJO_KILLS says: ``KJO_KILLS=500 pytest -m long tests/acceptance``.
+The long versions kill as often as KJO_KILLS says: ``KJO_KILLS=500 pytest -m long``.
 """
 
 from __future__ import annotations

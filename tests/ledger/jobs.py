@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from kjo_django import PermanentError, Retry, job
 from kjo_django.exceptions import RateLimitExceededError
@@ -128,3 +129,27 @@ def no_op() -> None:
 def give(value: object = None) -> object:
     """Return what was given."""
     return value
+
+
+@job(queue="ledger", takes_context=True)
+def wait_for(context, job: str, path: str) -> dict:
+    """Say that it runs, by a file, and wait for the file that lets it go on; then add an entry."""
+    _wait_for_file(path)
+    Entry.objects.create(job=job, note=f"attempt {context.attempt}")
+    return {"pid": os.getpid(), "attempt": context.attempt}
+
+
+@job(queue="ledger", takes_context=True, atomic=False)
+def wait_outside(context, job: str, path: str) -> dict:
+    """The same outside the pipeline's transaction."""
+    _wait_for_file(path)
+    Entry.objects.create(job=job, note=f"attempt {context.attempt}")
+    return {"pid": os.getpid(), "attempt": context.attempt}
+
+
+def _wait_for_file(path: str) -> None:
+    """Touch ``path.<pid>``, then wait for ``path.go``, or ``path.<pid>.go`` for this process."""
+    started = Path(f"{path}.{os.getpid()}")
+    started.touch()
+    while not (Path(f"{path}.go").exists() or Path(f"{started}.go").exists()):
+        time.sleep(0.01)

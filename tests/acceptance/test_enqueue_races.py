@@ -1,0 +1,156 @@
+"""Enqueue belongs to the caller's transaction, and to one id belongs one job (issue 2, item 6)."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import Group
+from django.db import connections, transaction
+from django.db.models.signals import post_save
+
+from kjo_django import enqueue_on_save
+from kjo_django.operations.jobs import cancel_one
+from tests.acceptance.engine import ALIAS, Engine
+from tests.ledger import jobs
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def group_saves_enqueue() -> Iterator[None]:
+    receivers, save_base = post_save.receivers, Group.save_base
+    post_save.receivers = list(receivers)
+    post_save.sender_receivers_cache.clear()
+    enqueue_on_save(Group, jobs.write, payload=lambda group: {"job": group.name}, created=True)
+    yield
+    post_save.receivers, Group.save_base = receivers, save_base
+    post_save.sender_receivers_cache.clear()
+
+
+@pytest.mark.usefixtures("group_saves_enqueue")
+def test_a_rolled_back_save_leaves_nothing(any_engine: Engine) -> None:
+    # Given saves that enqueue, by hook and by hand, in a transaction
+    class Undone(Exception):
+        pass
+
+    # When it is rolled back
+    with pytest.raises(Undone), transaction.atomic(using=ALIAS):
+        Group(name="by hook").save(using=ALIAS)
+        jobs.write.enqueue(job="by hand")
+        jobs.write.using(id="unique").enqueue(job="by id")
+        raise Undone
+    # And an inner one alone
+    with transaction.atomic(using=ALIAS):
+        Group(name="kept").save(using=ALIAS)
+        with pytest.raises(Undone), transaction.atomic(using=ALIAS):
+            Group(name="undone").save(using=ALIAS)
+            raise Undone
+    # Then only what was kept is there, and runs
+    assert list(Group.objects.using(ALIAS).values_list("name", flat=True)) == ["kept"]
+    assert any_engine.jobs.count() == 1
+    any_engine.drain()
+    any_engine.assert_each_ran_once(["kept"])
+
+
+@pytest.mark.usefixtures("group_saves_enqueue")
+def test_nothing_runs_before_its_transaction_commits(any_engine: Engine) -> None:
+    # Given a worker that waits for work
+    worker = any_engine.ready_worker()
+    # When a transaction stays open
+    with transaction.atomic(using=ALIAS):
+        Group(name="open").save(using=ALIAS)
+        if not any_engine.is_sqlite:  # there nobody else writes meanwhile
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(enqueue_elsewhere, "other").result()
+            any_engine.wait_until(lambda: any_engine.ledger()["other"], "The other never ran")
+        # Then the job of the open one has not run
+        assert "open" not in any_engine.ledger()
+    any_engine.settle()
+    assert worker.stop() == 0
+    assert any_engine.ledger()["open"] == 1
+
+
+def enqueue_elsewhere(name: str, **options: Any) -> Any:
+    """Enqueue on a connection of this thread's own."""
+    try:
+        return jobs.write.using(**options).enqueue(job=name)
+    finally:
+        connections.close_all()
+
+
+@pytest.mark.parametrize(("point", "expected"), [("before", 0), ("after", 0), ("never", 1)])
+def test_a_save_is_killed_on_its_way(point: str, expected: int, any_engine: Engine) -> None:
+    """An autocommitted save and its job are committed together or not at all."""
+    # When a process saves, and is killed between the row and the job, or before the commit
+    process = any_engine.run("tests.acceptance.save_and_die", point, "order")
+    assert process.wait() == (0 if point == "never" else -9), process.log_tail()
+    # Then there are both or neither
+    rows = Group.objects.using(ALIAS).filter(name="order").count()
+    assert (rows, any_engine.jobs.count()) == (expected, expected)
+    any_engine.drain()
+    any_engine.assert_each_ran_once(["order"] * expected)
+
+
+def test_fifty_threads_enqueue_one_id(any_engine: Engine) -> None:
+    # Given fifty threads that start together
+    barrier = threading.Barrier(50)
+
+    def enqueue(number: int) -> str:
+        barrier.wait()
+        return str(enqueue_elsewhere("one", id="one").status)
+
+    # When each enqueues the same id
+    with ThreadPoolExecutor(50) as pool:
+        answers = Counter(pool.map(enqueue, range(50)))
+    # Then one has stored the job and all others are told so
+    assert answers == {"queued": 1, "duplicate": 49}
+    assert any_engine.jobs.count() == 1
+    any_engine.drain()
+    any_engine.assert_each_ran_once(["one"])
+    # And a later one is given the result
+    assert enqueue_elsewhere("one", id="one").status == "completed"
+
+
+def test_fifty_threads_revive_one_id(any_engine: Engine) -> None:
+    """Of fifty who find a cancelled job, one begins its next generation."""
+    first = jobs.write.using(id="one").enqueue(job="first")
+    cancel_one(first.job_id)
+    barrier = threading.Barrier(50)
+
+    def enqueue(number: int) -> str:
+        barrier.wait()
+        return str(enqueue_elsewhere(f"thread-{number}", id="one").status)
+
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(enqueue, range(50)))
+    assert Counter(answers) == {"queued": 1, "duplicate": 49}
+    assert any_engine.jobs.get().generation == 2
+    any_engine.drain()
+    any_engine.assert_each_ran_once([f"thread-{answers.index('queued')}"])
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_enqueue_cancel_enqueue(is_published: bool, any_engine: Engine) -> None:
+    # Given a job that was cancelled, its message possibly on its way
+    results = []
+    for payload in ("first", "second", "last"):
+        results.append(jobs.write.using(id="one").enqueue(job=payload))
+        if is_published and any_engine.servers.kafka:
+            relay = any_engine.relay("--once")
+            assert relay.wait() == 0, relay.log_tail()
+        if payload != "last":
+            assert cancel_one(results[-1].job_id) == "cancelled"
+    # When it is enqueued again, and runs
+    any_engine.drain()
+    # Then it is the same job in another generation, and only the last payload has run
+    assert [result.status for result in results] == ["queued"] * 3
+    job = any_engine.jobs.get()
+    assert {result.job_id for result in results} == {job.pk}
+    assert (job.generation, job.state) == (3, "completed")
+    any_engine.settle()
+    any_engine.assert_each_ran_once(["last"])
