@@ -1,0 +1,79 @@
+"""Topics and topic replay on a real broker: what the memory transport cannot prove."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import pytest
+
+from kjo_django.backends import get_transport
+from kjo_django.messages import headers as names
+from kjo_django.operations import status, topics
+from kjo_django.operations.replay_topic import TopicReplay, replay_topic
+from kjo_django.transports.base import OutgoingRecord
+
+pytestmark = [pytest.mark.kafka, pytest.mark.django_db(transaction=True)]
+
+OPTIONS = {"partitions": 3, "retention_ms": 86_400_000, "compression_type": "gzip"}
+
+
+@pytest.fixture
+def topic(settings, kafka_server):
+    """A queue ``events`` on a topic of its own."""
+    name = f"it-events-{uuid.uuid4().hex[:8]}"
+    settings.KJO = {
+        "TRANSPORTS": {
+            "default": {
+                "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
+                "OPTIONS": {"bootstrap.servers": kafka_server.bootstrap_servers},
+            }
+        },
+        "QUEUES": {"events": {"topic": name, "topic_options": OPTIONS}},
+    }
+    return name
+
+
+def read_all(topic, count):
+    """Return the values in a topic, waiting for ``count`` of them."""
+    subscription = get_transport().subscribe([topic], f"reader-{topic}")
+    found, deadline = [], time.monotonic() + 60
+    try:
+        while len(found) < count and time.monotonic() < deadline:
+            found += subscription.poll(100, 0.5)
+        found += subscription.poll(100, 1.0)
+    finally:
+        subscription.close()
+    return sorted(record.value for record in found)
+
+
+def test_created_topics_are_as_configured_and_creating_again_changes_nothing(topic):
+    """KJO-91 … 93, KII-06."""
+    assert {report.action for report in topics.plan(["events"])} == {"create"}
+    assert len(topics.create(["events"])) == 2
+    assert all(report.is_ok for report in topics.plan(["events"])), topics.plan(["events"])
+    assert topics.create(["events"]) == []
+
+
+def test_a_topic_is_replayed_once_in_several_runs_and_dry_runs_move_nothing(topic):
+    """KAFKA.md 2.4: own group, commit after the delivery report, resumable."""
+    # Given
+    topics.create(["events"])
+    source = f"{topic}-dlq"
+    records = [
+        OutgoingRecord(source, b"value-%02d" % n, b"key-%d" % n, {names.ID: b"m-%d" % n})
+        for n in range(40)
+    ]
+    assert not [outcome for outcome in get_transport().publish(records) if outcome.error]
+    # When
+    before = replay_topic(TopicReplay(source, dry_run=True))
+    first = replay_topic(TopicReplay(source, limit=15))
+    between = replay_topic(TopicReplay(source, dry_run=True))
+    second = replay_topic(TopicReplay(source))
+    third = replay_topic(TopicReplay(source))
+    # Then
+    assert (before.matched, between.matched) == (40, 25)
+    assert (first.replayed, second.replayed, third.replayed) == (15, 25, 0)
+    assert read_all(topic, 40) == [b"value-%02d" % n for n in range(40)]
+    # And the queue's own group has it all before it
+    assert status.status(["events"])["queues"][0]["lag"] == 40
