@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
-from kjo_django.conf import DEFAULT_COORDINATION, Settings, get_settings
+from kjo_django.conf import DEFAULT_COORDINATION, Settings, declared_queues, get_settings
 from kjo_django.coordination.base import Coordination
 from kjo_django.transports.base import Transport
 
@@ -77,7 +77,7 @@ def get_transport(alias: str = "default") -> Transport:
 def _declared_groups(conf: Settings, alias: str) -> dict[str, list[str]]:
     """Topic → consumer groups as far as the settings tell."""
     groups: dict[str, list[str]] = {}
-    for name in conf.queues:
+    for name in dict.fromkeys([*conf.queues, *declared_queues()]):
         queue = conf.queue(name)
         if queue.transport == alias and queue.consumer_group not in groups.get(queue.topic, ()):
             groups.setdefault(queue.topic, []).append(queue.consumer_group)

@@ -129,6 +129,12 @@ class QueueOptions:
     key_prefix: str | None = option(
         optional_text, None, "PREFIX of its lease names; the upper-case queue name if not given."
     )
+    processing_ttl: timedelta | None = option(
+        optional_duration, None, "How long its leases last; PROCESSING_TTL if not given."
+    )
+    sent_ttl: timedelta | None = option(
+        optional_duration, None, "How long its items' sent marks last; see SENT_TTL."
+    )
     max_attempts: int | None = option(
         lambda value: None if value is None else whole(1)(value),
         None,
@@ -248,15 +254,18 @@ class Settings:
     @property
     def effective_sent_ttl(self) -> timedelta:
         """KJO-F4: 20 s as printed, unless only PROCESSING_TTL was customised: then twice that."""
-        if self.sent_ttl is not None:
-            return self.sent_ttl
-        if self.processing_ttl == timedelta(seconds=300):
-            return timedelta(seconds=20)
-        return 2 * self.processing_ttl
+        return self.sent_ttl if self.sent_ttl is not None else sent_ttl_for(self.processing_ttl)
 
     def queue(self, name: str) -> QueueConf:
         """Return the options of a queue, defaults filled in; an undeclared queue has only those."""
         return _queue_conf(self, name)
+
+
+def sent_ttl_for(processing_ttl: timedelta) -> timedelta:
+    """Return how long a sent mark lasts beside this PROCESSING_TTL, when nobody said."""
+    if processing_ttl == timedelta(seconds=300):
+        return timedelta(seconds=20)
+    return 2 * processing_ttl
 
 
 @dataclass(frozen=True)
@@ -269,6 +278,8 @@ class QueueConf:
     consumer_group: str
     concurrency: int
     key_prefix: str
+    processing_ttl: timedelta
+    sent_ttl: timedelta
     max_attempts: int
     timeout: timedelta | None
     result_ttl: timedelta
@@ -292,6 +303,8 @@ def _queue_conf(conf: Settings, name: str) -> QueueConf:
         consumer_group=given.consumer_group or f"{conf.service_name}-group",
         concurrency=given.concurrency or conf.concurrency,
         key_prefix=given.key_prefix or name.upper(),
+        processing_ttl=given.processing_ttl or conf.processing_ttl,
+        sent_ttl=given.sent_ttl or conf.sent_ttl or _sent_ttl(given, conf),
         max_attempts=given.max_attempts or conf.max_attempts,
         timeout=given.timeout or conf.timeout,
         result_ttl=given.result_ttl or conf.result_ttl,
@@ -300,6 +313,10 @@ def _queue_conf(conf: Settings, name: str) -> QueueConf:
     )
     _queue_cache[name] = (conf, result)
     return result
+
+
+def _sent_ttl(given: QueueOptions, conf: Settings) -> timedelta:
+    return sent_ttl_for(given.processing_ttl or conf.processing_ttl)
 
 
 _queue_cache: dict[str, tuple[Settings, QueueConf]] = {}

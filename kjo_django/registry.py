@@ -80,6 +80,11 @@ class Handler:
             return str(error)
         return None
 
+    judges_itself: bool = False
+    """Whether the handler finds out by itself that a message has taken effect, from the state of
+    the item it is about. Its marker then only keeps two transactions from running it at once; an
+    item that somebody set back runs again."""
+
     observes: bool = False
     """Whether the two hooks below do anything; the hot path asks no more of handlers that do not
     care."""

@@ -18,6 +18,8 @@ message_replayed       dead_letter_id, queue, handler
 message_discarded      dead_letter_id, queue, handler, note
 queue_paused           queue, actor
 queue_resumed          queue, actor
+item_sent              item_id, topic, content_hash, message_type, batch_id
+item_send_failed       item_id, topic, error, message_type, batch_id
 worker_started         worker_id, name
 worker_stopped         worker_id, name
 =====================  ===========================================================================
@@ -44,6 +46,8 @@ message_replayed = Signal()
 message_discarded = Signal()
 queue_paused = Signal()
 queue_resumed = Signal()
+item_sent = Signal()
+item_send_failed = Signal()
 worker_started = Signal()
 worker_stopped = Signal()
 

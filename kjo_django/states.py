@@ -43,6 +43,15 @@ class JobStatus(models.TextChoices):
     CANCELLED = "cancelled", _("Cancelled")
 
 
+class ItemState(models.IntegerChoices):
+    """What template producers and consumers keep in the items' own table (KJO-68); processing is
+    virtual there too."""
+
+    PENDING = 1, _("Pending")
+    COMPLETED = 2, _("Completed")
+    FAILED = 3, _("Failed")
+
+
 OPEN = (JobState.PENDING, JobState.QUEUED, JobState.FAILING)
 FINAL = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 AWAITING_PUBLISH = (JobState.PENDING, JobState.FAILING)

@@ -58,7 +58,7 @@ def judge(
     message, handler = delivery.message, delivery.handler
     assert message is not None
     assert handler is not None
-    if not is_fresh:
+    if not is_fresh and not handler.judges_itself:
         return Outcome(delivery, Result.DUPLICATE, job=row)
     if row is None:
         if message.job_id is not None and message.service == get_settings().service_name:

@@ -80,6 +80,7 @@ class Lanes:
         self._paused: frozenset[str] = frozenset()
         self._idle = lanes
         self._lanes = lanes
+        self._peak = 0
         self._waiting_count = 0
         self._running_count = 0
         self._is_stopped = False
@@ -94,9 +95,8 @@ class Lanes:
             self._changed.notify_all()
 
     def _add(self, delivery: Delivery) -> None:
-        record = delivery.record
-        # No key asks for no order: such a record is a shard of its own.
-        key: object = (record.topic, record.key) if record.key is not None else delivery
+        key = delivery.shard
+        delivery.waiting_since = time.monotonic()
         shard = self._shards.get(key)
         if shard is None:
             shard = self._shards[key] = _Shard(key, delivery.queue.name)
@@ -221,6 +221,7 @@ class Lanes:
         self._running_count += count
         self._running[group.queue] = self._running.get(group.queue, 0) + 1
         self._idle -= 1
+        self._peak = max(self._peak, self._lanes - self._idle)
         for delivery in group.deliveries:
             where = TopicPartition(delivery.record.topic, delivery.record.partition)
             self._in_flight[where] = self._in_flight.get(where, 0) + 1
@@ -244,9 +245,7 @@ class Lanes:
             held: dict[object, list[Delivery]] = {}
             for delivery in group.deliveries:
                 if delivery in back:
-                    record = delivery.record
-                    key = (record.topic, record.key) if record.key is not None else delivery
-                    held.setdefault(key, []).append(delivery)
+                    held.setdefault(delivery.shard, []).append(delivery)
             for shard in group._shards:
                 self._return(shard, held.get(shard.key, []), delay)
             self._changed.notify_all()
@@ -313,6 +312,17 @@ class Lanes:
         with self._changed:
             self._held[partition] = time.monotonic() + seconds
 
+    def add_lanes(self, count: int) -> None:
+        """Expect this many more threads to take groups."""
+        with self._changed:
+            self._lanes += count
+            self._idle += count
+
+    def look_again(self) -> None:
+        """Limits have changed: what waited for them may start."""
+        with self._changed:
+            self._changed.notify_all()
+
     def stop(self) -> None:
         """Let every ``take`` return None; what waits stays unacknowledged."""
         with self._changed:
@@ -338,3 +348,15 @@ class Lanes:
     def running(self) -> int:
         """Groups running now."""
         return self._lanes - self._idle
+
+    @property
+    def peak(self) -> int:
+        """Most groups that ever ran at once."""
+        return self._peak
+
+    @property
+    def oldest_wait(self) -> float:
+        """Seconds the longest-waiting delivery has been waiting."""
+        with self._changed:
+            since = [s.waiting[0].waiting_since for s in self._shards.values() if s.waiting]
+        return time.monotonic() - min(since) if since else 0.0

@@ -9,6 +9,7 @@ from kjo_django.consumer.attempts import Start
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.settlement import judge_failure
 from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.transports.base import TopicPartition
 
 
 def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] | None) -> Outcome:
@@ -27,6 +28,16 @@ def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] |
     if ran.error is not None:
         judge_failure(outcome, start.max_attempts)
     return outcome
+
+
+class Resting(set[TopicPartition]):
+    """Partitions that met a pausable error in this group: what else of them is in it waits too,
+    instead of running into the same wall and spending an attempt on it (KJO-76)."""
+
+    def noting(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """Return the outcomes, having noted which of them rest their partition."""
+        self.update(o.delivery.place for o in outcomes if o.pause_seconds)
+        return outcomes
 
 
 def is_dead(outcome: Outcome) -> bool:

@@ -24,7 +24,13 @@ from kjo_django.consumer.connections import drop_broken_connections, freshen_con
 from kjo_django.consumer.execution import Ran, call, make_context
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.outcomes import acknowledge, is_dead, is_settled_by_group, outcome_of
+from kjo_django.consumer.outcomes import (
+    Resting,
+    acknowledge,
+    is_dead,
+    is_settled_by_group,
+    outcome_of,
+)
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.savepoint import LazySavepoint
@@ -103,7 +109,7 @@ class Pipeline:
         if mode is Mode.POISON:
             return self._settle([_poison_outcome(d) for d in deliveries])
         names = [delivery.lease for delivery in deliveries]
-        claims = self._leases.claim(names)
+        claims = self._leases.claim(names, deliveries[0].queue.processing_ttl)
         abandoned = self._leases.abandoned(
             {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
         )
@@ -115,6 +121,7 @@ class Pipeline:
             elif claim.acquired:
                 mine.append(delivery)
             else:
+                logger.debug("Already processing %s, it waits here", delivery.lease)
                 deferred.append(delivery)
         if mine:
             with self._alone.shared():
@@ -126,7 +133,7 @@ class Pipeline:
         return deferred
 
     def _run_suspect(self, delivery: Delivery, mode: Mode) -> list[Delivery]:
-        claim = self._leases.take_over(delivery.lease)
+        claim = self._leases.take_over(delivery.lease, delivery.queue.processing_ttl)
         if not claim.acquired:
             return [delivery]
         delivery.deliveries = max(1, claim.deliveries)
@@ -179,8 +186,12 @@ class Pipeline:
             fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
             rows = load_rows(using, deliveries, lock=True)
             ended: dict[EventKey, Outcome] = {}
+            resting = Resting()
             for delivery in deliveries:
                 key, row = keys[delivery], rows.get(row_id(delivery))
+                if delivery.place in resting:
+                    outcomes.append(Outcome(delivery, Result.DEFERRED, job=row, reason="paused"))
+                    continue
                 earlier = ended.get(key)
                 if earlier is not None:
                     # Two records of one message in a group, as a crashed relay leaves them: the
@@ -198,7 +209,7 @@ class Pipeline:
                     outcome = start
                 else:
                     outcome = self._attempt(connection, delivery, start, row)
-                outcomes.append(outcome)
+                outcomes += resting.noting([outcome])
                 if outcome.result in (Result.COMPLETED, Result.RETRIED, Result.DEAD):
                     ended[key] = outcome
             _take_markers_back(using, outcomes, keys, fresh)

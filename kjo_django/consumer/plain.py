@@ -18,7 +18,7 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, settlement
 from kjo_django.consumer.execution import Ran, call, call_concurrently, make_context
 from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.outcomes import acknowledge, outcome_of
+from kjo_django.consumer.outcomes import Resting, acknowledge, outcome_of
 from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Outcome, Result
@@ -38,9 +38,16 @@ class PlainRunner:
 
     def run(self, deliveries: Sequence[Delivery], *, concurrently: bool) -> list[Outcome]:
         """Run a group; its completions are durable on return, its failures are still to settle."""
-        if not concurrently:
-            return [outcome for d in deliveries for outcome in self._run_group([d])]
-        return self._run_group(deliveries)
+        if concurrently:
+            return self._run_group(deliveries)
+        outcomes: list[Outcome] = []
+        resting = Resting()
+        for delivery in deliveries:
+            if delivery.place in resting:
+                outcomes.append(Outcome(delivery, Result.DEFERRED, reason="paused"))
+            else:
+                outcomes += resting.noting(self._run_group([delivery]))
+        return outcomes
 
     def _run_group(self, deliveries: Sequence[Delivery]) -> list[Outcome]:
         started, ended = self._claim(deliveries)
@@ -132,17 +139,23 @@ class PlainRunner:
         with settlement.in_transaction(using):
             keys = {id(o): o.delivery.event_key(service) for o in done}
             fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
-            winners = [o for o in done if keys[id(o)] in fresh]
+            winners = [o for o in done if keys[id(o)] in fresh or _judges_itself(o)]
             recorded = settlement.complete(using, winners, self._leases.token)
             for outcome in done:
-                if keys[id(outcome)] not in fresh:
+                if outcome not in winners:
                     outcome.result = Result.DUPLICATE
                 elif outcome.job is not None and outcome.job["id"] not in recorded:
                     outcome.result, outcome.reason = Result.SKIPPED, "lease lost"
             lost = [keys[id(o)] for o in done if o.result is Result.SKIPPED]
+            lost = [key for key in lost if key in fresh]
             ProcessedEvent.objects.using(using).unmark(lost)
             acknowledge(done, in_transaction=True)
         return outcomes
+
+
+def _judges_itself(outcome: Outcome) -> bool:
+    handler = outcome.delivery.handler
+    return handler is not None and handler.judges_itself
 
 
 def _processed(using: str, deliveries: Sequence[Delivery], service: str) -> set[Any]:

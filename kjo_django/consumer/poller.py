@@ -191,9 +191,11 @@ class Poller:
         to_pause = [tp for tp in assigned if tp.topic in wanted or tp in resting]
         if to_pause:
             subscription.pause(to_pause)
+        # The subscription remembers a pause across rebalances: a partition whose rest ended while
+        # somebody else had it must not come back paused for ever.
         to_resume = [
             tp
-            for tp in assigned
+            for tp in {*assigned, *rested}
             if (tp in rested or tp.topic in self._paused_topics) and tp not in to_pause
         ]
         if to_resume:

@@ -260,7 +260,8 @@ def _birth(outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | No
     handler = delivery.handler
     limit = (handler and handler.options.max_attempts) or delivery.queue.max_attempts
     ttl = delivery.queue.result_ttl // timedelta(milliseconds=1)
-    key = (delivery.record.key or b"").decode("utf-8", "replace")
+    # Of a message about an item the item is the key: the retry goes to the item's own partition.
+    key = message.lease_id or (delivery.record.key or b"").decode("utf-8", "replace")
     return Job(
         id=id,
         queue=delivery.queue.name,

@@ -13,7 +13,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.messages.envelope import Message
 from kjo_django.models import EventKey
 from kjo_django.registry import Handler
-from kjo_django.transports.base import Record, Subscription
+from kjo_django.transports.base import Record, Subscription, TopicPartition
 
 
 class Mode(enum.Enum):
@@ -41,6 +41,8 @@ class Delivery:
     """Why it is poison."""
     deliveries: int = 1
     """Times it was begun since its last durable outcome, this one included."""
+    waiting_since: float = 0.0
+    """When it came to the lanes (monotonic)."""
 
     @property
     def mode(self) -> Mode:
@@ -56,6 +58,19 @@ class Delivery:
         """Its lease's name."""
         assert self.message is not None
         return lease_name(self.queue, self.message.lease_id or self.message.id)
+
+    @property
+    def shard(self) -> object:
+        """What its order is kept by: its record's key, or the item several keys speak of. A record
+        without either asks for no order and is a shard of its own."""
+        if self.message is not None and self.message.lease_id:
+            return (self.record.topic, self.message.lease_id)
+        return (self.record.topic, self.record.key) if self.record.key is not None else self
+
+    @property
+    def place(self) -> TopicPartition:
+        """The partition it came from."""
+        return TopicPartition(self.record.topic, self.record.partition)
 
     @property
     def kind(self) -> str:

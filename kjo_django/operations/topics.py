@@ -10,7 +10,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django import registry
 from kjo_django.backends import get_transport, transport_class
-from kjo_django.conf import QueueConf, get_settings
+from kjo_django.conf import QueueConf, declared_queues, get_settings
 from kjo_django.operations import topic_options
 from kjo_django.operations.topic_options import TopicOptions
 from kjo_django.transports.base import TopicDescription, TopicSpec, Transport
@@ -271,5 +271,5 @@ def findings() -> Mapping[str, topic_options.Findings]:
         name: topic_options.read(
             conf.queue(name).topic_options, f"KJO['QUEUES'][{name!r}]['topic_options']"
         )[1]
-        for name in sorted({"default", *conf.queues})
+        for name in sorted({"default", *conf.queues, *declared_queues()})
     }

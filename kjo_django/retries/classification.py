@@ -7,9 +7,16 @@ these names need no import here.
 from __future__ import annotations
 
 import enum
+import errno
 from collections.abc import Collection
 
-from kjo_django.exceptions import MessageError, PayloadError, PermanentError, StalledError
+from kjo_django.exceptions import (
+    JobTimeoutError,
+    MessageError,
+    PayloadError,
+    PermanentError,
+    StalledError,
+)
 
 
 class Verdict(enum.Enum):
@@ -32,6 +39,9 @@ PAUSABLE_NAMES = frozenset(
 _RATE_LIMIT_NAMES = frozenset({"RateLimitExceededError"})
 _NETWORK_NAMES = frozenset({"ServiceUnavailableError", "CircuitBreakerOpenError"})
 _DATABASE_NAMES = frozenset({"DatabaseConnectionError", "OperationalError", "InterfaceError"})
+_NETWORK_ERRNOS = frozenset(
+    {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT}
+)
 _PERMANENT = (PermanentError, MessageError, PayloadError)
 
 
@@ -46,7 +56,9 @@ def is_rate_limit_error(error: BaseException) -> bool:
 
 def is_network_error(error: BaseException) -> bool:
     """Return whether something at the other end of a connection is out of reach."""
-    return isinstance(error, ConnectionError) or not _NETWORK_NAMES.isdisjoint(_names(error))
+    if isinstance(error, OSError) and not isinstance(error, JobTimeoutError):
+        return isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _NETWORK_ERRNOS
+    return not _NETWORK_NAMES.isdisjoint(_names(error))
 
 
 def is_database_error(error: BaseException) -> bool:

@@ -10,7 +10,6 @@ from kjo_django.exceptions import Retry
 from kjo_django.retries.backoff import Backoff
 from kjo_django.retries.classification import Verdict, classify, error_class
 
-
 LONGEST_DELAY = timedelta(days=3650)
 """What somebody asks for beyond this would overflow the calendar sooner or later."""
 

@@ -62,7 +62,10 @@ class Heartbeat:
     def _run(self) -> None:
         conf = get_settings()
         beat = conf.heartbeat_interval.total_seconds()
-        renewal = conf.processing_ttl.total_seconds() / 3
+        shortest = min(
+            [conf.processing_ttl, *(queue.processing_ttl for queue in self._worker.queues)]
+        )
+        renewal = shortest.total_seconds() / 3
         next_beat = next_renewal = 0.0
         try:
             while not self._stopping.wait(min(CONTROL_INTERVAL, beat, renewal)):
