@@ -39,7 +39,8 @@ class TimeoutWatch:
 
     def __init__(self) -> None:
         self._runs: set[_Run] = set()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._is_stopped = False
 
@@ -50,22 +51,31 @@ class TimeoutWatch:
             yield
             return
         run = _Run(threading.get_ident(), time.monotonic() + seconds, context)
-        with self._changed:
+        exceeded = f"The handler exceeded its timeout of {seconds:g} s"
+        # The lock itself, not the condition: raised within the condition's own Python code, the
+        # timeout would leave it locked for ever, and every lane waiting for it.
+        with self._lock:
             self._runs.add(run)
             # Far deadlines are found by the regular look; waking the watch costs a switch.
             if self._thread is None or seconds < self._LOOK:
                 self._ensure_thread()
                 self._changed.notify()
         try:
-            yield
-        finally:
-            with self._changed:
-                self._runs.discard(run)
-                if run.is_fired:
-                    # Not delivered yet? Then it must not hit whatever this thread does next.
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(run.thread_id), None)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._runs.discard(run)
+                    if run.is_fired:
+                        # Not delivered yet? Then it must not hit what this thread does next.
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                            ctypes.c_ulong(run.thread_id), None
+                        )
+        except HandlerTimeout as error:
+            error.args = (exceeded,)
+            raise
         if run.is_fired:
-            raise HandlerTimeout(f"The handler exceeded its timeout of {seconds:g} s")
+            raise HandlerTimeout(exceeded)
 
     _LOOK = 0.5
 
