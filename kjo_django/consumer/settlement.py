@@ -155,16 +155,19 @@ def publish_dead(outcomes: Iterable[Outcome]) -> list[Outcome]:
             refused.extend(dead)
             continue
         for outcome, answer in zip(dead, answers, strict=True):
-            outcome.notes["is_published"] = answer.error is None
-            if answer.error is not None:
+            # One the topic can never take must not hold up what comes behind it: the row has all.
+            outcome.notes["is_published"] = answer.error is None or answer.is_final
+            if answer.is_final:
+                logger.error("A dead letter is kept in the table alone: %s", answer.error)
+            elif answer.error is not None:
                 logger.error("A dead letter was not published, trying again: %s", answer.error)
                 refused.append(outcome)
     return refused
 
 
 def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> None:
-    """Write retries and deaths in the caller's transaction: the failure, the job, the dead letter,
-    and on a transactional transport the retry's message."""
+    """Write retries, deaths and cancellations in the caller's transaction: the failure, the job,
+    the dead letter, and on a transactional transport the retry's message."""
     now = timezone.now()
     failures, letters = [], []
     for outcome in outcomes:

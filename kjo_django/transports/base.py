@@ -57,6 +57,8 @@ class Published:
 
     error: str | None = None
     """None when the transport has durably accepted the record."""
+    is_final: bool = False
+    """Whether the same record would be refused again, however often it is tried."""
     partition: int | None = None
     offset: int | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,9 @@ GRACE = 5.0
 """Seconds beyond the delivery timeout: librdkafka looks for expired records once a second."""
 
 FULL_QUEUE_WAIT = 0.1
+
+FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD})
+"""Refusals that say something about the record, not about the moment."""
 
 CLOSE_WAIT = 1.0
 
@@ -42,10 +45,8 @@ class Publisher:
         reports: list[KafkaError | None] = []
         refusals = 0
         for record, outcome in zip(records, outcomes, strict=True):
-            error = self._produce(producer, record, partial(report, outcome, reports), deadline)
-            if error is not None:
+            if not self._produce(producer, record, outcome, reports, deadline):
                 refusals += 1
-                outcome.error = error
         while len(reports) + refusals < len(records) and time.monotonic() < deadline:
             producer.poll(SLICE)
         self._learn(producer, outcomes, reports)
@@ -79,10 +80,12 @@ class Publisher:
         self,
         producer: Producer,
         record: OutgoingRecord,
-        on_delivery: Callable[..., None],
+        outcome: Published,
+        reports: list[KafkaError | None],
         deadline: float,
-    ) -> str | None:
-        """Hand one record to librdkafka; return why it was refused."""
+    ) -> bool:
+        """Hand one record to librdkafka; False when it was refused, and the outcome says why."""
+        on_delivery = partial(report, outcome, reports)
         arguments: dict[str, Any] = {"value": record.value, "key": record.key}
         if record.headers:
             arguments["headers"] = dict(record.headers)
@@ -91,14 +94,16 @@ class Publisher:
         while True:
             try:
                 producer.produce(record.topic, on_delivery=on_delivery, **arguments)
-                return None
+                return True
             except BufferError:
                 if time.monotonic() > deadline:
-                    return "the local queue stayed full"
+                    outcome.error = "the local queue stayed full"
+                    return False
                 producer.poll(FULL_QUEUE_WAIT)
             except KafkaException as error:
                 self._discard_if_fatal(producer, error_of(error))
-                return describe(error)
+                refuse(outcome, error_of(error), describe(error))
+                return False
 
     def _learn(
         self,
@@ -137,5 +142,11 @@ def report(
         outcome.partition = message.partition()
         outcome.offset = message.offset()
     else:
-        outcome.error = describe(error)
+        refuse(outcome, error, describe(error))
     reports.append(error)
+
+
+def refuse(outcome: Published, error: KafkaError | None, text: str) -> None:
+    """Note why a record was not taken."""
+    outcome.error = text
+    outcome.is_final = error is not None and error.code() in FINAL
