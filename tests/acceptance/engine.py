@@ -27,6 +27,7 @@ from kjo_django.conf import get_settings
 from kjo_django.exceptions import KjoError
 from kjo_django.models import DeadLetter, Job, JobFailure, TransportMessage
 from kjo_django.models import Worker as WorkerRow
+from kjo_django.operations import topics
 from kjo_django.states import OPEN
 from tests.acceptance.program import Program
 from tests.ledger.models import Entry
@@ -202,6 +203,11 @@ class Engine:
         rows = WorkerRow.objects.using(ALIAS).filter(pid=pid)
         return sum(rows.values_list("processed_count", flat=True))
 
+    def has_in_flight(self, pid: int, count: int) -> bool:
+        """Whether the worker process said it holds as many messages, waiting and running."""
+        rows = WorkerRow.objects.using(ALIAS)
+        return bool(rows.filter(pid=pid, in_flight_count__gte=count).exists())
+
     def relay(self, *arguments: str) -> Program:
         """Start a relay of its own."""
         return self.manage("kjo_produce", *arguments)
@@ -211,6 +217,10 @@ class Engine:
         worker = self.worker("--drain", *arguments)
         assert worker.wait(timeout) == 0, worker.log_tail()
         return worker
+
+    def create_topics(self) -> None:
+        """Make the topics a worker would make, for tests that publish before there is one."""
+        topics.create(["ledger"])
 
     # --- Looking ----------------------------------------------------------------------------------
 

@@ -46,6 +46,9 @@ class Program:
         """SIGTERM, as a deployment would; returns at once."""
         self._process.terminate()
 
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def freeze(self) -> None:
         """Stop it as a swapping machine would: it comes back and knows nothing of the time gone."""
         self._process.send_signal(signal.SIGSTOP)

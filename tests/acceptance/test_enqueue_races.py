@@ -83,17 +83,17 @@ def enqueue_elsewhere(name: str, **options: Any) -> Any:
         connections.close_all()
 
 
-@pytest.mark.parametrize(("point", "expected"), [("before", 0), ("after", 0), ("never", 1)])
-def test_a_save_is_killed_on_its_way(point: str, expected: int, any_engine: Engine) -> None:
+def test_a_save_is_killed_on_its_way(any_engine: Engine) -> None:
     """An autocommitted save and its job are committed together or not at all."""
-    # When a process saves, and is killed between the row and the job, or before the commit
-    process = any_engine.run("tests.acceptance.save_and_die", point, "order")
-    assert process.wait() == (0 if point == "never" else -9), process.log_tail()
+    # When processes save, and are killed between the row and the job, before the commit, or not
+    for point, code in (("before", -9), ("after", -9), ("never", 0)):
+        process = any_engine.run("tests.acceptance.save_and_die", point, point)
+        assert process.wait() == code, process.log_tail()
     # Then there are both or neither
-    rows = Group.objects.using(ALIAS).filter(name="order").count()
-    assert (rows, any_engine.jobs.count()) == (expected, expected)
+    assert [group.name for group in Group.objects.using(ALIAS).all()] == ["never"]
+    assert any_engine.jobs.count() == 1
     any_engine.drain()
-    any_engine.assert_each_ran_once(["order"] * expected)
+    any_engine.assert_each_ran_once(["never"])
 
 
 def test_fifty_threads_enqueue_one_id(any_engine: Engine) -> None:
@@ -137,6 +137,7 @@ def test_fifty_threads_revive_one_id(any_engine: Engine) -> None:
 @pytest.mark.parametrize("is_published", [False, True])
 def test_enqueue_cancel_enqueue(is_published: bool, any_engine: Engine) -> None:
     # Given a job that was cancelled, its message possibly on its way
+    any_engine.create_topics()
     results = []
     for payload in ("first", "second", "last"):
         results.append(jobs.write.using(id="one").enqueue(job=payload))

@@ -1,4 +1,4 @@
-"""Servers restart under load (issue 2, item 4): nothing is lost, and the worker lives through it."""
+"""Servers restart under load (issue 2, item 4): nothing is lost, the worker lives through it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,163 @@
+"""Stopping a worker (DESIGN 6, shutdown): what runs ends, what waits is handed back unspent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from kjo_django.models import Worker as WorkerRow
+from kjo_django.states import OPEN
+from tests.acceptance.engine import ALIAS, Engine
+from tests.acceptance.program import Program
+from tests.ledger import jobs
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def start_job(engine: Engine, worker: Program, path: Path, name: str = "long") -> None:
+    """Enqueue a job that runs until ``path.go`` appears, and wait until the worker runs it."""
+    jobs.wait_for.enqueue(job=name, path=str(path))
+    engine.wait_until(lambda: started(path, worker.pid), f"{worker} did not start it")
+
+
+def started(path: Path, pid: int) -> bool:
+    return path.with_name(f"{path.name}.{pid}").exists()
+
+
+def let_go(path: Path) -> None:
+    path.with_name(f"{path.name}.go").touch()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_what_runs_may_end(number: signal.Signals, any_engine: Engine, tmp_path: Path) -> None:
+    if number != signal.SIGTERM and not any_engine.is_sqlite:
+        pytest.skip("the signals differ in nothing an engine could see")
+    # Given a worker of one lane in the middle of a job, and jobs that wait behind it
+    worker = any_engine.ready_worker("--concurrency", "1")
+    start_job(any_engine, worker, tmp_path / "long")
+    jobs.write_attempt.enqueue_many({"job": f"waiting-{number}"} for number in range(5))
+    any_engine.wait_until(lambda: any_engine.has_in_flight(worker.pid, 6), "They never arrived")
+    # When it is told to stop
+    worker.signal(number)
+    any_engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")
+    let_go(tmp_path / "long")
+    # Then the job ends, the exit code is 0, and nothing else was begun
+    assert worker.wait() == 0, worker.log_tail()
+    assert any_engine.ledger() == {"long": 1}
+    # And the next worker runs the rest, in their first attempt
+    other = any_engine.worker()
+    any_engine.settle()
+    assert other.stop() == 0
+    any_engine.assert_each_ran_once(["long", *(f"waiting-{number}" for number in range(5))])
+    assert set(any_engine.entries.values_list("note", flat=True)) == {"attempt 1"}
+    assert any_engine.jobs.exclude(attempts=1).count() == 0
+    assert any_engine.failures.count() == 0
+
+
+def test_a_second_signal_forces(engine: Engine, tmp_path: Path) -> None:
+    # Given a worker that waits for a job
+    worker = engine.ready_worker()
+    start_job(engine, worker, tmp_path / "long")
+    worker.terminate()
+    engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")
+    # When it is told again
+    at = time.monotonic()
+    worker.terminate()
+    # Then it ends at once
+    assert worker.wait() == 128 + signal.SIGTERM
+    assert time.monotonic() - at < 2
+    # And the job runs elsewhere
+    let_go(tmp_path / "long")
+    other = engine.worker()
+    engine.settle()
+    assert other.stop() == 0
+    engine.assert_each_ran_once(["long"])
+
+
+def test_a_job_longer_than_the_grace_period(engine: Engine, tmp_path: Path) -> None:
+    # Given a worker in the middle of a job that takes longer than it will be given
+    engine.configure(SHUTDOWN_GRACE=0.5)
+    worker = engine.ready_worker()
+    start_job(engine, worker, tmp_path / "long")
+    # When it is told to stop
+    at = time.monotonic()
+    worker.terminate()
+    code = worker.wait()
+    # Then it ends all the same, and says that it left something
+    assert time.monotonic() - at < 8
+    assert code == 1
+    assert "handed back" in worker.log
+    assert engine.ledger() == {}
+    # And the job is run elsewhere, once, and this is its first attempt
+    let_go(tmp_path / "long")
+    other = engine.worker()
+    engine.settle()
+    assert other.stop() == 0
+    engine.assert_each_ran_once(["long"])
+    assert engine.jobs.get().attempts == 1
+    assert engine.failures.count() == 0
+
+
+def test_drain(any_engine: Engine) -> None:
+    """--drain ends when all that is due is done, what handlers enqueue included."""
+    jobs.spawn.enqueue(job="parent", children=20)
+    names = [f"job-{number}" for number in range(100)]
+    jobs.write.enqueue_many({"job": name} for name in names)
+    jobs.write.using(delay=timedelta(hours=1)).enqueue(job="later")
+    worker = any_engine.drain("--processes", "2")
+    assert not worker.is_running
+    any_engine.assert_each_ran_once(
+        [*names, "parent", *(f"parent/{number}" for number in range(20))]
+    )
+    # What is due later waits
+    assert any_engine.jobs.filter(state__in=OPEN).count() == 1
+
+
+def test_max_messages(engine: Engine) -> None:
+    # Given more jobs than the worker may take
+    names = [f"job-{number}" for number in range(40)]
+    jobs.write_slowly.enqueue_many({"job": name, "milliseconds": 20} for name in names)
+    # When it has settled as many
+    worker = engine.worker("--max-messages", "10", "--concurrency", "2")
+    assert worker.wait() == 0, worker.log_tail()
+    # Then it has ended in order, and the rest is not lost
+    assert 10 <= engine.entries.count() < 40
+    engine.drain()
+    engine.assert_each_ran_once(names)
+
+
+def test_a_killed_child_is_replaced(engine: Engine) -> None:
+    # Given two supervised worker processes
+    def children() -> set[int]:
+        rows = WorkerRow.objects.using(ALIAS).filter(state="running")
+        return set(rows.values_list("pid", flat=True)) - dead
+
+    dead: set[int] = set()
+    supervisor = engine.worker("--processes", "2")
+    pids = engine.wait_until(
+        lambda: children() if len(children()) == 2 else None, "There were never two"
+    )
+    # When one is killed
+    victim = min(pids)
+    os.kill(victim, signal.SIGKILL)
+    dead.add(victim)
+    # Then another takes its place
+    after = engine.wait_until(
+        lambda: children() if len(children()) == 2 else None, "It was not replaced"
+    )
+    assert victim not in after
+    assert supervisor.pid not in after
+    # And jobs run, and all end with the supervisor
+    names = [f"job-{number}" for number in range(20)]
+    jobs.write.enqueue_many({"job": name} for name in names)
+    engine.settle()
+    engine.assert_each_ran_once(names)
+    assert supervisor.stop() == 0, supervisor.log_tail()
+    for pid in after:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
