@@ -142,7 +142,10 @@ class Worker:
     def _limit_of(self, queue: str) -> int:
         limit = self.queue_limits.get(queue)
         if limit is None:
-            limit = self.queue_limits[queue] = get_settings().queue(queue).concurrency
+            # Without a limit of its own a queue may use every lane of this worker, however many
+            # --concurrency gave it.
+            declared = get_settings().queues.get(queue, {}).get("concurrency")
+            limit = self.queue_limits[queue] = declared or self.concurrency
         return limit
 
     # --- Life -------------------------------------------------------------------------------------
