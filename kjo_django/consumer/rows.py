@@ -8,6 +8,7 @@ from typing import Any
 
 from django.db import connections
 
+from kjo_django.conf import get_settings
 from kjo_django.consumer.attempts import COLUMNS
 from kjo_django.consumer.work import Delivery
 from kjo_django.models import Job
@@ -22,22 +23,25 @@ def row_id(delivery: Delivery) -> str:
 
 def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict[str, Any]:
     """Return the job rows of a group in one query (two when foreign messages are among them)."""
-    ids, foreign = [], []
+    service = get_settings().service_name
+    ids, foreign = [], {}
     for delivery in deliveries:
         message = delivery.message
         assert message is not None
-        if message.job_id is None:
-            foreign.append(message.id)
-        elif (id := _uuid(message.job_id)) is not None:
+        if message.job_id is not None and (id := _uuid(message.job_id)) is not None:
             ids.append(id)
+        if message.job_id is None or message.service != service:
+            # Another service's job has no row here, but for the one its first failure bore.
+            foreign[message.id] = row_id(delivery)
     found = {}
     if ids:
         found.update(_rows_of(using, ids, lock=lock))
+    foreign = {id: place for id, place in foreign.items() if place not in found}
     if foreign:
         queue = deliveries[0].queue.name
-        rows = Job.objects.using(using).filter(queue=queue, unique_id__in=foreign)
+        rows = Job.objects.using(using).filter(queue=queue, unique_id__in=list(foreign))
         for row in rows.values("unique_id", *COLUMNS):
-            found[f"unique:{row.pop('unique_id')}"] = row
+            found[foreign[row.pop("unique_id")]] = row
     return found
 
 
