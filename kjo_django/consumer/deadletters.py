@@ -26,7 +26,11 @@ def error_text(error: BaseException | None, limit: int = MAX_ERROR_LENGTH) -> st
     """Return what is shown of an error: its text, or its type when it has none."""
     if error is None:
         return ""
-    return storable_text(str(error) or type(error).__name__, limit)
+    try:
+        text = str(error)
+    except Exception:
+        text = ""  # an error whose text cannot be made must still end somewhere
+    return storable_text(text or type(error).__name__, limit)
 
 
 def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:

@@ -20,6 +20,10 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import dump_result, serializer_for
 
 
+ENDINGS = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""What ends an attempt: ``sys.exit()`` or a cancelled task must not end the lane with it."""
+
+
 @dataclass(slots=True)
 class Ran:
     """How one call of a handler ended."""
@@ -82,7 +86,10 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
     positional, named = arguments_of(delivery, context)
     limit = time_limit(delivery)
     if handler.is_async:
-        value = async_to_sync(_with_limit)(handler.function(*positional, **named), context, limit)
+        coroutine = handler.function(*positional, **named)
+        value, error = async_to_sync(_contained)(coroutine, context, limit)
+        if error is not None:
+            raise error
     else:
         with watch.limit(context, limit):
             value = handler.function(*positional, **named)
@@ -97,6 +104,16 @@ def _wrap(delivery: Delivery, value: Any) -> bytes | None:
         return dump_result(value, delivery.handler.options.serializer)
     except PayloadError as error:
         raise PermanentError(f"The handler's result cannot be stored: {error}") from error
+
+
+async def _contained(
+    coroutine: Coroutine[Any, Any, Any], context: JobContext, seconds: float | None
+) -> tuple[Any, BaseException | None]:
+    """Keep from the event loop what would end it instead of the attempt."""
+    try:
+        return await _with_limit(coroutine, context, seconds), None
+    except ENDINGS as error:
+        return None, error
 
 
 async def _with_limit(
@@ -131,6 +148,6 @@ async def _run_one(delivery: Delivery, context: JobContext) -> Ran:
         positional, named = arguments_of(delivery, context)
         coroutine = handler.function(*positional, **named)
         value = _wrap(delivery, await _with_limit(coroutine, context, time_limit(delivery)))
-    except Exception as error:
+    except ENDINGS as error:
         return Ran(started_at, time.perf_counter() - start, error=error)
     return Ran(started_at, time.perf_counter() - start, value)

@@ -30,13 +30,24 @@ def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] |
     return outcome
 
 
-class Resting(set[TopicPartition]):
-    """Partitions that met a pausable error in this group: what else of them is in it waits too,
-    instead of running into the same wall and spending an attempt on it (KJO-76)."""
+class Resting:
+    """What of a group waits too, instead of running into the same wall and spending an attempt on
+    it: partitions that met a pausable error (KJO-76), and keys whose earlier delivery waits."""
+
+    def __init__(self) -> None:
+        self._places: set[TopicPartition] = set()
+        self._shards: set[object] = set()
+
+    def __contains__(self, delivery: Delivery) -> bool:
+        return delivery.place in self._places or delivery.shard in self._shards
 
     def noting(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Return the outcomes, having noted which of them rest their partition."""
-        self.update(o.delivery.place for o in outcomes if o.pause_seconds)
+        """Return the outcomes, having noted which of them make others wait."""
+        for outcome in outcomes:
+            if outcome.pause_seconds:
+                self._places.add(outcome.delivery.place)
+            if outcome.result is Result.DEFERRED:
+                self._shards.add(outcome.delivery.shard)
         return outcomes
 
 

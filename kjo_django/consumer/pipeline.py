@@ -21,7 +21,8 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, settlement
 from kjo_django.consumer.connections import drop_broken_connections, freshen_connections
-from kjo_django.consumer.execution import Ran, call, make_context
+from kjo_django.consumer.deadletters import error_text
+from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import (
@@ -55,8 +56,36 @@ class ConnectionLost(DatabaseError):
     """
 
     def __init__(self, outcome: Outcome) -> None:
-        super().__init__(f"The connection broke during {outcome.delivery.kind}: {outcome.error}")
+        text = error_text(outcome.error)
+        super().__init__(f"The connection broke during {outcome.delivery.kind}: {text}")
         self.outcome = outcome
+
+
+class KeyOrder:
+    """Keeps the keys of a group in order: what comes after a delivery that waits, waits; what comes
+    after one that runs apart from the group, runs after it."""
+
+    def __init__(self) -> None:
+        self._waiting: set[object] = set()
+        self._apart: set[object] = set()
+
+    def put_off(self, delivery: Delivery) -> Delivery:
+        """Note that it waits."""
+        self._waiting.add(delivery.shard)
+        return delivery
+
+    def waits(self, delivery: Delivery) -> bool:
+        """Whether an earlier one of its key waits."""
+        return delivery.shard in self._waiting
+
+    def apart(self, delivery: Delivery) -> Delivery:
+        """Note that it runs apart."""
+        self._apart.add(delivery.shard)
+        return delivery
+
+    def is_apart(self, delivery: Delivery) -> bool:
+        """Whether an earlier one of its key runs apart."""
+        return delivery.shard in self._apart
 
 
 class Pipeline:
@@ -113,23 +142,39 @@ class Pipeline:
         abandoned = self._leases.abandoned(
             {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
         )
-        mine, suspects, deferred = [], [], []
+        mine, apart, deferred = [], [], []
+        suspects: set[Delivery] = set()
+        order = KeyOrder()
         for delivery, claim in zip(deliveries, claims, strict=True):
             delivery.deliveries = max(1, claim.deliveries)
-            if delivery.lease in abandoned or (claim.acquired and claim.deliveries > 1):
-                suspects.append(delivery)
-            elif claim.acquired:
-                mine.append(delivery)
-            else:
-                logger.debug("Already processing %s, it waits here", delivery.lease)
+            if order.waits(delivery):
                 deferred.append(delivery)
+            elif delivery.lease in abandoned or (claim.acquired and claim.deliveries > 1):
+                suspects.add(delivery)
+                apart.append(order.apart(delivery))
+            elif not claim.acquired:
+                logger.debug("Already processing %s, it waits here", delivery.lease)
+                deferred.append(order.put_off(delivery))
+            elif order.is_apart(delivery):
+                apart.append(delivery)
+            else:
+                mine.append(delivery)
         if mine:
             with self._alone.shared():
                 deferred += self._run_together(mine, mode)
-        for delivery in suspects:
-            # It was being run when a worker died. Alone, it can take nobody with it a second time.
-            with self._alone.exclusive(timeout=60.0):
-                deferred += self._run_suspect(delivery, mode)
+        for delivery in apart:
+            if order.waits(delivery):
+                deferred.append(delivery)
+            elif delivery in suspects:
+                # It was being run when a worker died. Alone, it takes nobody with it a second time.
+                with self._alone.exclusive(timeout=60.0):
+                    deferred += map(order.put_off, self._run_suspect(delivery, mode))
+            else:
+                with self._alone.shared():
+                    deferred += map(order.put_off, self._run_together([delivery], mode))
+        if deferred:
+            # Not begun: others may have them. A no-op for what others hold.
+            self._leases.release([delivery.lease for delivery in deferred])
         return deferred
 
     def _run_suspect(self, delivery: Delivery, mode: Mode) -> list[Delivery]:
@@ -189,7 +234,7 @@ class Pipeline:
             resting = Resting()
             for delivery in deliveries:
                 key, row = keys[delivery], rows.get(row_id(delivery))
-                if delivery.place in resting:
+                if delivery in resting:
                     outcomes.append(Outcome(delivery, Result.DEFERRED, job=row, reason="paused"))
                     continue
                 earlier = ended.get(key)
@@ -232,7 +277,7 @@ class Pipeline:
         try:
             with LazySavepoint(connection):
                 ran.value = call(delivery, context, self._watch)
-        except Exception as error:
+        except ENDINGS as error:
             ran.error = error
         ran.seconds = time.perf_counter() - clock
         if ran.error is not None and _is_broken(connection):
@@ -339,9 +384,10 @@ def _poison_outcome(delivery: Delivery) -> Outcome:
 
 def _is_broken(connection: BaseDatabaseWrapper) -> bool:
     """Return whether the connection can no longer carry its transaction."""
-    return connection.connection is None or (
-        connection.errors_occurred and not connection.is_usable()
-    )
+    # closed_in_transaction: by the handler itself; SQLite's is_usable() would not tell.
+    if connection.connection is None or connection.closed_in_transaction:
+        return True
+    return bool(connection.errors_occurred and not connection.is_usable())
 
 
 def _answers(using: str) -> bool:

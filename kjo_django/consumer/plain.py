@@ -16,7 +16,7 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, settlement
-from kjo_django.consumer.execution import Ran, call, call_concurrently, make_context
+from kjo_django.consumer.execution import ENDINGS, Ran, call, call_concurrently, make_context
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import Resting, acknowledge, outcome_of
 from kjo_django.consumer.rows import load_rows, row_id
@@ -43,7 +43,7 @@ class PlainRunner:
         outcomes: list[Outcome] = []
         resting = Resting()
         for delivery in deliveries:
-            if delivery.place in resting:
+            if delivery in resting:
                 outcomes.append(Outcome(delivery, Result.DEFERRED, reason="paused"))
             else:
                 outcomes += resting.noting(self._run_group([delivery]))
@@ -118,7 +118,7 @@ class PlainRunner:
         ran, clock = Ran(timezone.now(), 0.0), time.perf_counter()
         try:
             ran.value = call(delivery, context, self._watch)
-        except Exception as error:
+        except ENDINGS as error:
             ran.error = error
         ran.seconds = time.perf_counter() - clock
         self._on_measure(delivery.kind, ran.seconds)

@@ -78,9 +78,12 @@ class LazySavepoint:
         connection = self._connection
         connection.needs_rollback = False
         if self._sid is not None:
-            connection.savepoint_rollback(self._sid)
-            connection.savepoint_commit(self._sid)
-            self._forget()
+            try:
+                connection.savepoint_rollback(self._sid)
+                connection.savepoint_commit(self._sid)
+            finally:
+                # Left behind on a broken connection, it would pass for a block that is still open.
+                self._forget()
         del connection.run_on_commit[self._callbacks :]
 
     def _forget(self) -> None:

@@ -26,7 +26,7 @@ from kjo_django.exceptions import MessageError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
-from kjo_django.models import DeadLetter, Job, JobFailure, transition
+from kjo_django.models import DeadLetter, DeadLetterReason, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer import dispatch
 from kjo_django.retries import Backoff, RetryPolicy
@@ -58,7 +58,9 @@ def judge_failure(outcome: Outcome, max_attempts: int) -> None:
         outcome.retry_at = timezone.now() + decision.delay
     else:
         outcome.result = Result.DEAD
-        outcome.reason = error.reason if isinstance(error, MessageError) else decision.reason
+        outcome.reason = decision.reason
+        if isinstance(error, MessageError) and error.reason in DeadLetterReason.values:
+            outcome.reason = error.reason
 
 
 # --- Success --------------------------------------------------------------------------------------
