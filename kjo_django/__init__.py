@@ -10,16 +10,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kjo_django.consumer.model_consumer import ModelConsumer
+    from kjo_django.consumer.template import AbstractConsumer
     from kjo_django.exceptions import PermanentError, Retry
     from kjo_django.producer.definition import JobDefinition, job
     from kjo_django.producer.enqueue import EnqueueResult
     from kjo_django.producer.hooks import enqueue_on_save
+    from kjo_django.producer.model_producer import ModelProducer
+    from kjo_django.producer.template import AbstractProducer
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "AbstractConsumer": "kjo_django.consumer.template",
+    "AbstractProducer": "kjo_django.producer.template",
     "EnqueueResult": "kjo_django.producer.enqueue",
     "JobDefinition": "kjo_django.producer.definition",
+    "ModelConsumer": "kjo_django.consumer.model_consumer",
+    "ModelProducer": "kjo_django.producer.model_producer",
     "PermanentError": "kjo_django.exceptions",
     "Retry": "kjo_django.exceptions",
     "enqueue_on_save": "kjo_django.producer.hooks",
@@ -27,8 +35,12 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "AbstractConsumer",
+    "AbstractProducer",
     "EnqueueResult",
     "JobDefinition",
+    "ModelConsumer",
+    "ModelProducer",
     "PermanentError",
     "Retry",
     "enqueue_on_save",

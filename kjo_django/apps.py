@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from typing import Any
+
 from django.apps import AppConfig
 from django.utils.module_loading import autodiscover_modules
 from django.utils.translation import gettext_lazy as _
@@ -17,5 +21,31 @@ class KjoConfig(AppConfig):
     def ready(self) -> None:
         """Import ``jobs``, ``consumers`` and ``producers`` of the installed apps."""
         from kjo_django import checks, registry  # noqa: F401 - registers by import
+        from kjo_django.producer.wiring import above
 
+        above.ensure_topics = _ensure_topics
+        above.make_worker = _make_worker
+        above.status_of = _status_of
         autodiscover_modules("jobs", "consumers", "producers")
+
+
+# What template classes call upwards. Imported when called: a web process never runs a worker.
+
+
+def _ensure_topics(queues: Sequence[str]) -> list[str]:
+    from kjo_django.operations import topics
+
+    return topics.ensure_topics(queues)
+
+
+def _make_worker(queues: Sequence[str], **options: Any) -> Any:
+    from kjo_django.worker import Worker
+
+    is_main = threading.current_thread() is threading.main_thread()
+    return Worker(queues, install_signal_handlers=is_main, **options)
+
+
+def _status_of(worker: Any) -> dict[str, Any]:
+    from kjo_django.worker.report import status_of
+
+    return status_of(worker)

@@ -277,6 +277,8 @@ class QueueConf:
     topic: str
     consumer_group: str
     concurrency: int
+    limit: int | None
+    """Its own concurrency, where it was given one."""
     key_prefix: str
     processing_ttl: timedelta
     sent_ttl: timedelta
@@ -302,6 +304,7 @@ def _queue_conf(conf: Settings, name: str) -> QueueConf:
         topic=topic,
         consumer_group=given.consumer_group or f"{conf.service_name}-group",
         concurrency=given.concurrency or conf.concurrency,
+        limit=given.concurrency,
         key_prefix=given.key_prefix or name.upper(),
         processing_ttl=given.processing_ttl or conf.processing_ttl,
         sent_ttl=given.sent_ttl or conf.sent_ttl or _sent_ttl(given, conf),

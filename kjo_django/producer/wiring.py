@@ -17,10 +17,11 @@ def _not_ready(*args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class Above:
-    """The two calls upwards."""
+    """The calls upwards."""
 
     ensure_topics: Callable[[Sequence[str]], list[str]] = _not_ready
     make_worker: Callable[..., Any] = _not_ready
+    status_of: Callable[[Any], dict[str, Any]] = _not_ready
 
 
 above = Above()

@@ -20,11 +20,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from types import FrameType
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
+from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.backends import close_backends, get_coordination, get_transport
@@ -35,19 +37,20 @@ from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.pipeline import HELD_ELSEWHERE_DELAY, Pipeline
 from kjo_django.consumer.poller import Poller
 from kjo_django.consumer.timeouts import TimeoutWatch
-from kjo_django.consumer.work import Outcome, Result
+from kjo_django.consumer.work import Outcome
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
-from kjo_django.messages.serializers import load_result
 from kjo_django.models import Job
 from kjo_django.operations import topics
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.relay import Relay
 from kjo_django.producer.wakeups import topic_channel
 from kjo_django.transports.base import TopicPartition
+from kjo_django.worker.draining import waiting_records
 from kjo_django.worker.heartbeat import Heartbeat
 from kjo_django.worker.statistics import Statistics
 from kjo_django.worker.supervisor import STOP_SIGNALS
+from kjo_django.worker.telling import tell
 
 logger = logging.getLogger("kjo_django")
 
@@ -96,7 +99,11 @@ class Worker:
         self._settled = 0
         self._has_topics = False
         self._errors: dict[str, str | None] = {}
+        self._error_at: dict[str, datetime] = {}
         self.queue_limits: dict[str, int] = {}
+        self._asked_limits: dict[str, int] = {}
+        self._lane_threads: list[threading.Thread] = []
+        self._lanes_lock = threading.Lock()
         self.lanes = Lanes(
             self.concurrency,
             group_size=conf.group_size,
@@ -144,9 +151,34 @@ class Worker:
         if limit is None:
             # Without a limit of its own a queue may use every lane of this worker, however many
             # --concurrency gave it.
-            declared = get_settings().queues.get(queue, {}).get("concurrency")
-            limit = self.queue_limits[queue] = declared or self.concurrency
+            own = self._asked_limits.get(queue) or get_settings().queue(queue).limit
+            limit = self.queue_limits[queue] = own or self.concurrency
         return limit
+
+    @property
+    def slots(self) -> int:
+        """Groups that may run at once: its lanes, or fewer where its queues allow no more."""
+        return min(self.concurrency, sum(self._limit_of(queue.name) for queue in self.queues) or 1)
+
+    def set_concurrency(self, queue: str, count: int) -> None:
+        """Run up to ``count`` groups of this queue at once, with more lanes if that needs them; an
+        operator's limit of the queue goes before (KJO-58)."""
+        with self._lanes_lock:
+            self._asked_limits[queue] = count
+            self.queue_limits.pop(queue, None)
+            more = max(0, count - self.concurrency)
+            self.concurrency += more
+            self.lanes.add_lanes(more)
+            if self._lane_threads:
+                self._start_lanes(more)
+        self.lanes.look_again()
+
+    def _start_lanes(self, count: int) -> None:
+        for _ in range(count):
+            name = f"kjo-lane-{len(self._lane_threads)}"
+            thread = threading.Thread(target=self._run_lane, name=name, daemon=True)
+            self._lane_threads.append(thread)
+            thread.start()
 
     # --- Life -------------------------------------------------------------------------------------
 
@@ -156,14 +188,14 @@ class Worker:
         :param until: asked a few times a second, in this thread.
         """
         restore = self._install_signal_handlers() if self._installs_signal_handlers else None
-        lanes = self._start()
+        self._start()
         try:
             while not self._stopping.is_set():
                 if until is not None and until():
                     break
                 self._stopping.wait(TICK)
         finally:
-            is_drained = self._stop(lanes)
+            is_drained = self._stop()
             if restore is not None:
                 restore()
         return 0 if is_drained else 1
@@ -172,15 +204,11 @@ class Worker:
         """Begin to stop; thread-safe, returns at once."""
         self._stopping.set()
 
-    def _start(self) -> list[threading.Thread]:
+    def _start(self) -> None:
         self.ensure_topics()
         self._heartbeat.register()
-        lanes = [
-            threading.Thread(target=self._run_lane, name=f"kjo-lane-{n}", daemon=True)
-            for n in range(self.concurrency)
-        ]
-        for thread in lanes:
-            thread.start()
+        with self._lanes_lock:
+            self._start_lanes(self.concurrency)
         for poller in self.pollers:
             poller.start()
         self._threads = [threading.Thread(target=self._listen, name="kjo-listen", daemon=True)]
@@ -192,7 +220,6 @@ class Worker:
             thread.start()
         self._heartbeat.start()
         signals.send(signals.worker_started, sender=self.name, worker_id=str(self.id))
-        return lanes
 
     def ensure_topics(self) -> None:
         """Create missing topics; a broker that is away is asked again with the next heartbeat.
@@ -241,7 +268,7 @@ class Worker:
             listener.close()
             connections.close_all()
 
-    def _stop(self, lanes: Sequence[threading.Thread]) -> bool:
+    def _stop(self) -> bool:
         grace = get_settings().shutdown_grace.total_seconds()
         self._stopping.set()
         for poller in self.pollers:
@@ -256,7 +283,7 @@ class Worker:
         for poller in self.pollers:
             poller.close(timeout=10.0)
         deadline = time.monotonic() + 5.0
-        for thread in (*lanes, *self._threads):
+        for thread in (*self._lane_threads, *self._threads):
             thread.join(max(0.0, deadline - time.monotonic()) if is_drained else 0.05)
         self._watch.stop()
         self._heartbeat.stop()
@@ -310,6 +337,7 @@ class Worker:
     def _note_error(self, source: str, error: str | None) -> None:
         if error is not None and self._errors.get(source) != error:
             logger.error("%s: %s", source, error)
+            self._error_at[source] = timezone.now()
         self._errors[source] = error
 
     @property
@@ -317,6 +345,12 @@ class Worker:
         """The outage or job error met last."""
         outages = [error for error in self._errors.values() if error]
         return outages[0] if outages else self.statistics.last_error
+
+    @property
+    def last_error_at(self) -> datetime | None:
+        """When that was first met."""
+        outages = [self._error_at[source] for source, error in self._errors.items() if error]
+        return outages[0] if outages else self.statistics.last_error_at
 
     def set_controls(self, paused: frozenset[str], limits: dict[str, int]) -> None:
         """Obey what operators asked of the queues."""
@@ -340,86 +374,10 @@ class Worker:
             names = [queue.name for queue in self.queues]
             if Job.objects.using(using).unfinished_due().filter(queue__in=names).exists():
                 return False
-            is_drained = not any(self._lag())
+            is_drained = not any(waiting_records(self.queues))
         except (PublishError, DatabaseError, InterfaceError) as error:
             self._note_error("drain", f"Whether all is done cannot be seen yet: {error}")
             drop_broken_connections()
             return False
         self._note_error("drain", None)
         return is_drained
-
-    def _lag(self) -> list[int]:
-        """Return the records of topics waiting for us, foreign ones included."""
-        lags: list[int] = []
-        for queue in self.queues:
-            transport = get_transport(queue.transport)
-            if transport.capabilities.transactional:
-                continue  # its records are rows of due jobs, or delayed ones
-            lags.extend(transport.lag([queue.topic], queue.consumer_group).values())
-        return lags
-
-
-def tell(outcomes: Sequence[Outcome]) -> None:
-    """Send the signals of durable outcomes."""
-    wanted = (
-        signals.job_completed,
-        signals.job_retried,
-        signals.job_failed,
-        signals.job_stalled,
-        signals.message_dead_lettered,
-    )
-    if not any(one.receivers for one in wanted):
-        return
-    for outcome in outcomes:
-        _tell_one(outcome)
-
-
-def value_of(outcome: Outcome) -> Any:
-    """Return what the handler returned, as a waiter would get it."""
-    handler = outcome.delivery.handler
-    if outcome.value is None or handler is None:
-        return None
-    return load_result(outcome.value, handler.options.serializer)
-
-
-def _tell_one(outcome: Outcome) -> None:
-    delivery, message = outcome.delivery, outcome.delivery.message
-    facts: dict[str, Any] = {
-        "job_id": (message.job_id or message.id) if message else None,
-        "queue": delivery.queue.name,
-        "handler": message.type if message else "",
-    }
-    sender = facts["handler"]
-    if outcome.delivery.deliveries > 1:
-        signals.send(signals.job_stalled, sender=sender, attempt=outcome.attempt, **facts)
-    if outcome.result is Result.COMPLETED:
-        signals.send(
-            signals.job_completed,
-            sender=sender,
-            result=value_of(outcome),
-            attempt=outcome.attempt,
-            seconds=outcome.seconds,
-            **facts,
-        )
-    elif outcome.result is Result.RETRIED:
-        signals.send(
-            signals.job_retried,
-            sender=sender,
-            error=outcome.error,
-            attempt=outcome.attempt,
-            retry_at=outcome.retry_at,
-            **facts,
-        )
-    elif outcome.result is Result.DEAD:
-        signals.send(
-            signals.job_failed, sender=sender, error=outcome.error, attempt=outcome.attempt, **facts
-        )
-        signals.send(
-            signals.message_dead_lettered,
-            sender=sender,
-            dead_letter_id=outcome.notes.get("dead_letter_id"),
-            queue=facts["queue"],
-            handler=facts["handler"],
-            reason=str(outcome.reason),
-            error=outcome.error,
-        )

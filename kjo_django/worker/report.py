@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import datetime
 from typing import Any, Protocol
 
 from django.utils import timezone
@@ -11,6 +12,7 @@ from django.utils.timesince import timesince
 
 from kjo_django.conf import get_settings
 from kjo_django.worker.heartbeat import memory_bytes
+from kjo_django.worker.memory import memory_limit
 from kjo_django.worker.process import Worker
 
 
@@ -27,9 +29,11 @@ def status_of(worker: Worker) -> dict[str, Any]:
         "worker": worker.name,
         "queues": [queue.name for queue in worker.queues],
         "active": lanes.running,
-        "concurrency": worker.concurrency,
-        "capacity_percent": round(100 * lanes.running / worker.concurrency, 2),
+        "concurrency": worker.slots,
+        "capacity_percent": round(100 * lanes.running / worker.slots, 2),
+        "peak": lanes.peak,
         "queue_length": lanes.waiting,
+        "oldest_waiting_ms": round(lanes.oldest_wait * 1000),
         "processed": processed,
         "per_minute": round(processed / minutes, 2),
         "success_percent": round(100 * (processed - failed) / processed, 1) if processed else 100.0,
@@ -41,8 +45,14 @@ def status_of(worker: Worker) -> dict[str, Any]:
             f"{tp.topic}[{tp.partition}]" for p in worker.pollers for tp in p.partitions
         ),
         "last_error": worker.last_error or None,
+        "last_error_at": _isoformat(worker.last_error_at),
         "memory_bytes": memory_bytes(),
+        "memory_limit_bytes": memory_limit(),
     }
+
+
+def _isoformat(moment: datetime | None) -> str | None:
+    return moment.isoformat() if moment is not None else None
 
 
 def render(worker: Worker) -> str:
@@ -58,15 +68,35 @@ def render(worker: Worker) -> str:
         f"  Total Processed:   {s['processed']:,} ({s['per_minute']:.2f}/min average)",
         f"  Success Rate:      {s['success_percent']:.1f}% ({s['failed']:,} failures)",
         f"  Uptime:            {hours:02}:{rest // 60:02}:{rest % 60:02} (started {started})",
-        f"  Active Partitions: [{', '.join(s['partitions'])}]",
+        f"  Active Partitions: {_partitions(s['partitions'])}",
     ]
     if s["last_error"]:
-        at = worker.statistics.last_error_at
-        age = f" ({timesince(at)} ago)" if at else ""
-        lines.append(f'  Last Error:        "{s["last_error"]}"{age}')
+        at = worker.last_error_at
+        lines.append(f'  Last Error:        "{s["last_error"]}"{_age(at) if at else ""}')
     if s["memory_bytes"]:
-        lines.append(f"  Memory Usage:      {s['memory_bytes'] / 2**20:.0f}MB")
+        lines.append(f"  Memory Usage:      {_memory(s['memory_bytes'], s['memory_limit_bytes'])}")
     return "\n".join(lines)
+
+
+def _partitions(names: list[str]) -> str:
+    """Return ``[0, 1]`` where all are of one topic, else each with its topic."""
+    parts = [name.rstrip("]").rpartition("[") for name in names]
+    if len({topic for topic, _, _ in parts}) > 1:
+        return f"[{', '.join(names)}]"
+    return f"[{', '.join(str(n) for n in sorted(int(number) for _, _, number in parts))}]"
+
+
+def _age(moment: datetime) -> str:
+    seconds = int((timezone.now() - moment).total_seconds())
+    if seconds < 60:
+        return f" ({seconds} second{'s' * (seconds != 1)} ago)"
+    # Django separates number and unit by a space that terminals may not know.
+    return f" ({timesince(moment)} ago)".replace("\xa0", " ")
+
+
+def _memory(used: int, limit: int | None) -> str:
+    text = f"{used / 2**20:.0f}MB"
+    return f"{text} / {limit / 2**20:.0f}MB ({100 * used / limit:.1f}%)" if limit else text
 
 
 class StatusReporter:
