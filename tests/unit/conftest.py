@@ -100,4 +100,4 @@ def postgres(_migrated_postgres: dict[str, Any], django_db_blocker: Any) -> Iter
 def real_database(request: pytest.FixtureRequest) -> str:
     """The same test on a SQLite file and on PostgreSQL; the vendor's name."""
     request.getfixturevalue(request.param)
-    return connections[DEFAULT].vendor
+    return str(connections[DEFAULT].vendor)
