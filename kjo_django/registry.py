@@ -35,6 +35,8 @@ class HandlerOptions:
     """Run in the transaction that records the outcome. False: outside, under a renewed lease."""
     takes_context: bool = False
     serializer: Serializer = JSON
+    result_serializer: Serializer | None = None
+    """None: as the payload."""
 
 
 class Handler:
@@ -164,6 +166,8 @@ def register(handler: Handler) -> None:
         _handlers[name] = handler
         # Whoever declares a job can read its messages.
         register_serializer(handler.options.serializer)
+        if handler.options.result_serializer is not None:
+            register_serializer(handler.options.result_serializer)
 
 
 def _place(function: Callable[..., Any]) -> str:

@@ -6,13 +6,13 @@ logged and changes nothing (KJO-F12, KDLQ-F8). ``sender`` is the handler's name,
 =====================  ===========================================================================
 signal                 keyword arguments
 =====================  ===========================================================================
-job_enqueued           job_id, queue, handler
-job_completed          job_id, queue, handler, result, attempt, seconds
-job_retried            job_id, queue, handler, error, attempt, retry_at
-job_failed             job_id, queue, handler, error, attempt
-job_stalled            job_id, queue, handler, attempt
-job_cancelled          job_id, queue, handler
-job_requeued           job_id, queue, handler
+job_enqueued           job_id, unique_id, queue, handler
+job_completed          job_id, unique_id, queue, handler, result, attempt, seconds
+job_retried            job_id, unique_id, queue, handler, error, attempt, retry_at
+job_failed             job_id, unique_id, queue, handler, error, attempt, reason
+job_stalled            job_id, unique_id, queue, handler, attempt
+job_cancelled          job_id, unique_id, queue, handler
+job_requeued           job_id, unique_id, queue, handler
 message_dead_lettered  dead_letter_id, queue, handler, reason, error
 message_replayed       dead_letter_id, queue, handler
 message_discarded      dead_letter_id, queue, handler, note

@@ -25,6 +25,8 @@ COLUMNS = (
     "lease_token",
     "lease_expires_at",
     "result_ttl",
+    "created_at",
+    "unique_id",
 )
 """What is read of a job's row before it runs."""
 

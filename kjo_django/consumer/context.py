@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from kjo_django.exceptions import JobCancelledError
+from kjo_django.messages import headers as names
+
+
+class Abort(enum.Enum):
+    """Why a run was asked to end early."""
+
+    CANCELLED = "it was cancelled"
+    """Somebody cancelled the job; however the handler fails from here on, it is not retried."""
+    SHUTDOWN = "the worker stops"
+    LOST = "another worker took it over"
+    TIMEOUT = "it exceeded its timeout"
 
 
 @dataclass(slots=True)
@@ -25,19 +37,58 @@ class JobContext:
     queue: str
     headers: Mapping[str, str] = field(default_factory=dict)
     created_at: datetime | None = None
+    """When it was enqueued; of a message nobody enqueued here, when it was published."""
+    unique_id: str | None = None
+    """The id given to ``enqueue``, if one was."""
+    generation: int = 1
+    lease: str = ""
+    is_atomic: bool = True
+    abort_reason: Abort | None = None
+    noted_progress: tuple[float | None, str] | None = None
+    """What ``progress`` was told last and nobody has stored yet."""
     _aborted: threading.Event = field(default_factory=threading.Event)
 
     @property
     def aborted(self) -> bool:
-        """Whether the worker wants the handler to end soon: shutdown, timeout, or the lease was
-        lost. A handler with a long loop should look at it."""
+        """Whether the handler should end soon: the job was cancelled, the worker stops, the time is
+        over, or another worker took the job over. A handler with a long loop should look at it."""
         return self._aborted.is_set()
 
-    def raise_if_aborted(self) -> None:
-        """Raise ``JobCancelledError`` if the run was aborted."""
-        if self.aborted:
-            raise JobCancelledError(f"The run of job {self.job_id} was aborted")
+    @property
+    def cancel_event(self) -> threading.Event:
+        """Set when the run is aborted; to wait on, where a handler would sleep (PJQ-21)."""
+        return self._aborted
 
-    def abort(self) -> None:
-        """Ask the handler to end; the worker's side of ``aborted``."""
+    @property
+    def correlation_id(self) -> str | None:
+        """What ties this job to the request it belongs to (PJQ-24)."""
+        return self.headers.get(names.CORRELATION_ID)
+
+    def raise_if_aborted(self) -> None:
+        """Raise ``JobCancelledError`` if the run was aborted.
+
+        Left to go on, it ends the run as the abort wants it: a cancelled job is cancelled; one that
+        was interrupted by a shutdown goes back to its queue with this attempt not spent.
+        """
+        if self.aborted:
+            why = f": {self.abort_reason.value}" if self.abort_reason else ""
+            raise JobCancelledError(f"The run of job {self.job_id} was aborted{why}")
+
+    def abort(self, reason: Abort | None = None) -> None:
+        """Ask the handler to end; the worker's side of ``aborted``. The first reason stays."""
+        if self.abort_reason is None:
+            self.abort_reason = reason
         self._aborted.set()
+
+    def progress(self, percent: float | None = None, text: str = "") -> None:
+        """Say how far the run has got; costs nothing, so call it as often as you like.
+
+        The worker stores the latest word once a second, outside the handler's transaction, so
+        everybody sees it at once and a roll-back leaves it. See ``operations.progress``.
+
+        :param percent: 0 to 100, or None where only the text tells.
+        :param text: what is being done; 150 characters are kept.
+        """
+        if percent is not None and not 0 <= percent <= 100:
+            raise ValueError(f"percent must be from 0 to 100, not {percent!r}")
+        self.noted_progress = (percent, text)

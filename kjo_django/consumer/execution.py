@@ -12,13 +12,12 @@ from typing import Any
 from asgiref.sync import async_to_sync
 from django.utils import timezone
 
-from kjo_django.consumer.context import JobContext
+from kjo_django.consumer.context import Abort, JobContext
 from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import JobTimeoutError, PayloadError, PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import dump_result, serializer_for
-
 
 ENDINGS = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
 """What ends an attempt: ``sys.exit()`` or a cancelled task must not end the lane with it."""
@@ -33,9 +32,13 @@ class Ran:
     value: bytes | None = None
     """The wrapped result; None when the handler returned None."""
     error: BaseException | None = None
+    abort_reason: Abort | None = None
+    """Why the run was asked to end early, if it was."""
 
 
-def make_context(delivery: Delivery, attempt: int, max_attempts: int) -> JobContext:
+def make_context(
+    delivery: Delivery, attempt: int, max_attempts: int, row: dict[str, Any] | None
+) -> JobContext:
     """Describe the run to the handler."""
     message = delivery.message
     assert message is not None
@@ -48,7 +51,11 @@ def make_context(delivery: Delivery, attempt: int, max_attempts: int) -> JobCont
         headers={
             name: names.text(delivery.record.headers, name) for name in delivery.record.headers
         },
-        created_at=message.timestamp,
+        created_at=row["created_at"] if row is not None else message.timestamp,
+        unique_id=row["unique_id"] if row is not None else None,
+        generation=message.generation,
+        lease=delivery.lease,
+        is_atomic=delivery.handler is None or delivery.handler.options.atomic,
     )
 
 
@@ -85,23 +92,31 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
     assert handler is not None
     positional, named = arguments_of(delivery, context)
     limit = time_limit(delivery)
-    if handler.is_async:
-        coroutine = handler.function(*positional, **named)
-        value, error = async_to_sync(_contained)(coroutine, context, limit)
-        if error is not None:
-            raise error
-    else:
-        with watch.limit(context, limit):
-            value = handler.function(*positional, **named)
+    watch.running.enter(context)
+    try:
+        if handler.is_async:
+            coroutine = handler.function(*positional, **named)
+            value, error = async_to_sync(_contained)(coroutine, context, limit)
+            if error is not None:
+                raise error
+        else:
+            with watch.limit(context, limit):
+                value = handler.function(*positional, **named)
+    finally:
+        watch.running.leave(context)
     return _wrap(delivery, value)
 
 
 def _wrap(delivery: Delivery, value: Any) -> bytes | None:
     if value is None:
         return None
+    assert delivery.message is not None
     assert delivery.handler is not None
+    # A result travels as its payload does: whoever reads the row knows how to read both.
+    payloads = serializer_for(delivery.message.content_type)
+    results = delivery.handler.options.result_serializer or payloads
     try:
-        return dump_result(value, delivery.handler.options.serializer)
+        return dump_result(value, payloads, results)
     except PayloadError as error:
         raise PermanentError(f"The handler's result cannot be stored: {error}") from error
 
@@ -127,27 +142,35 @@ async def _with_limit(
     except TimeoutError as error:
         if not scope.expired() or isinstance(error, JobTimeoutError):
             raise
-        context.abort()
+        context.abort(Abort.TIMEOUT)
         raise HandlerTimeout(f"The handler exceeded its timeout of {seconds:g} s") from None
 
 
-def call_concurrently(pairs: Sequence[tuple[Delivery, JobContext]]) -> list[Ran]:
+def call_concurrently(
+    pairs: Sequence[tuple[Delivery, JobContext]], watch: TimeoutWatch
+) -> list[Ran]:
     """Run asynchronous handlers at the same time on one event loop, outside any transaction."""
-    return async_to_sync(_gather)(pairs)
+    return async_to_sync(_gather)(pairs, watch)
 
 
-async def _gather(pairs: Sequence[tuple[Delivery, JobContext]]) -> list[Ran]:
-    return await asyncio.gather(*(_run_one(delivery, context) for delivery, context in pairs))
+async def _gather(pairs: Sequence[tuple[Delivery, JobContext]], watch: TimeoutWatch) -> list[Ran]:
+    return await asyncio.gather(
+        *(_run_one(delivery, context, watch) for delivery, context in pairs)
+    )
 
 
-async def _run_one(delivery: Delivery, context: JobContext) -> Ran:
+async def _run_one(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> Ran:
     started_at, start = timezone.now(), time.perf_counter()
     handler = delivery.handler
     assert handler is not None
+    watch.running.enter(context)
     try:
         positional, named = arguments_of(delivery, context)
         coroutine = handler.function(*positional, **named)
         value = _wrap(delivery, await _with_limit(coroutine, context, time_limit(delivery)))
     except ENDINGS as error:
-        return Ran(started_at, time.perf_counter() - start, error=error)
+        seconds = time.perf_counter() - start
+        return Ran(started_at, seconds, error=error, abort_reason=context.abort_reason)
+    finally:
+        watch.running.leave(context)
     return Ran(started_at, time.perf_counter() - start, value)

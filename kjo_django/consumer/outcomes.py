@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from kjo_django.consumer.attempts import Start
+from kjo_django.consumer.context import Abort
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.settlement import judge_failure
 from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.exceptions import JobCancelledError
 from kjo_django.transports.base import TopicPartition
+
+_HANDED_BACK = (Abort.SHUTDOWN, Abort.LOST)
 
 
 def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] | None) -> Outcome:
@@ -25,7 +29,14 @@ def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] |
         seconds=ran.seconds,
     )
     outcome.notes["max_attempts"] = start.max_attempts
-    if ran.error is not None:
+    if ran.error is None:
+        return outcome
+    if ran.abort_reason is Abort.CANCELLED:
+        outcome.result, outcome.reason = Result.CANCELLED, "aborted"
+    elif isinstance(ran.error, JobCancelledError) and ran.abort_reason in _HANDED_BACK:
+        # It obeyed: what it did is undone, and the attempt is not spent.
+        outcome.result, outcome.reason = Result.DEFERRED, "interrupted"
+    else:
         judge_failure(outcome, start.max_attempts)
     return outcome
 

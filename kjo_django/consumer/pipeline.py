@@ -47,6 +47,8 @@ HELD_ELSEWHERE_DELAY = 1.0
 """Seconds until a delivery somebody else holds is looked at again."""
 OUTAGE_DELAY_MIN = 0.2
 OUTAGE_DELAY_MAX = 30.0
+_NOT_DONE = (Result.RETRIED, Result.DEAD, Result.CANCELLED)
+_RAN = (Result.COMPLETED, *_NOT_DONE)
 
 
 class ConnectionLost(DatabaseError):
@@ -255,7 +257,7 @@ class Pipeline:
                 else:
                     outcome = self._attempt(connection, delivery, start, row)
                 outcomes += resting.noting([outcome])
-                if outcome.result in (Result.COMPLETED, Result.RETRIED, Result.DEAD):
+                if outcome.result in _RAN:
                     ended[key] = outcome
             _take_markers_back(using, outcomes, keys, fresh)
             settlement.complete(using, [o for o in outcomes if o.result is Result.COMPLETED])
@@ -271,14 +273,14 @@ class Pipeline:
         row: dict[str, Any] | None,
     ) -> Outcome:
         """Call one handler behind its savepoint."""
-        context = make_context(delivery, start.attempt, start.max_attempts)
+        context = make_context(delivery, start.attempt, start.max_attempts, row)
         ran = Ran(timezone.now(), 0.0)
         clock = time.perf_counter()
         try:
             with LazySavepoint(connection):
                 ran.value = call(delivery, context, self._watch)
         except ENDINGS as error:
-            ran.error = error
+            ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds = time.perf_counter() - clock
         if ran.error is not None and _is_broken(connection):
             # Gone, and with it the group's transaction; the error is the job's only if it was
@@ -291,7 +293,7 @@ class Pipeline:
 
     def _settle(self, outcomes: list[Outcome]) -> list[Delivery]:
         """Write failures, then acknowledge, release and tell; returns what is deferred."""
-        failed = [o for o in outcomes if o.result in (Result.RETRIED, Result.DEAD)]
+        failed = [o for o in outcomes if o.result in _NOT_DONE]
         stuck: set[int] = set()
         if failed:
             stuck = {id(o) for o in settlement.publish_dead(o for o in failed if is_dead(o))}

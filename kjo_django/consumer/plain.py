@@ -109,17 +109,17 @@ class PlainRunner:
 
     def _call(self, started: Sequence[tuple[Delivery, attempts.Start, Any]]) -> list[Ran]:
         pairs = [
-            (delivery, make_context(delivery, start.attempt, start.max_attempts))
-            for delivery, start, _ in started
+            (delivery, make_context(delivery, start.attempt, start.max_attempts, row))
+            for delivery, start, row in started
         ]
         if len(pairs) > 1 or (pairs[0][0].handler and pairs[0][0].handler.is_async):
-            return call_concurrently(pairs)
+            return call_concurrently(pairs, self._watch)
         delivery, context = pairs[0]
         ran, clock = Ran(timezone.now(), 0.0), time.perf_counter()
         try:
             ran.value = call(delivery, context, self._watch)
         except ENDINGS as error:
-            ran.error = error
+            ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds = time.perf_counter() - clock
         self._on_measure(delivery.kind, ran.seconds)
         return [ran]
@@ -133,6 +133,9 @@ class PlainRunner:
             outcome_of(delivery, one, start, row)
             for (delivery, start, row), one in zip(started, ran, strict=True)
         ]
+        for outcome in outcomes:
+            # Of a failure too: who lost the lease must not spend an attempt of who has it.
+            outcome.notes["lease_token"] = self._leases.token
         done = [outcome for outcome in outcomes if outcome.result is Result.COMPLETED]
         if not done:
             return outcomes

@@ -40,8 +40,8 @@ def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict
     if foreign:
         queue = deliveries[0].queue.name
         rows = Job.objects.using(using).filter(queue=queue, unique_id__in=list(foreign))
-        for row in rows.values("unique_id", *COLUMNS):
-            found[foreign[row.pop("unique_id")]] = row
+        for row in rows.values(*COLUMNS):
+            found[foreign[row["unique_id"]]] = row
     return found
 
 

@@ -203,10 +203,14 @@ def _tell_handler(using: str, outcome: Outcome) -> None:
         logger.exception("The failure hook of %s failed", handler.name)
 
 
+_ACTIONS = {Result.RETRIED: "retry", Result.DEAD: "fail", Result.CANCELLED: "cancel"}
+
+
 def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]:
     """Bring the job's row to the outcome; return its id and whether the row was still ours."""
     job, delivery = outcome.job, outcome.delivery
-    is_retry = outcome.result is Result.RETRIED
+    action = _ACTIONS[outcome.result]
+    is_retry = action == "retry"
     changes: dict[str, Any] = {
         "attempts": outcome.attempt,
         "error": error_text(outcome.error),
@@ -234,7 +238,9 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
     rows = (
         Job.objects.using(using).at(job["id"], job["generation"]).filter(attempts=job["attempts"])
     )
-    changed = transition("retry" if is_retry else "fail", rows, **changes)
+    if "lease_token" in outcome.notes:
+        rows = rows.filter(lease_token=outcome.notes["lease_token"])
+    changed = transition(action, rows, **changes)
     if changed and is_retry:
         _send_retry(using, Job.objects.using(using).get(pk=job["id"]))
     return job["id"], bool(changed)
@@ -305,5 +311,9 @@ def _failure(outcome: Outcome, job_id: Any, now: datetime, worker: str) -> JobFa
 
 
 def in_transaction(using: str) -> Any:
-    """Return the transaction outcomes are written in."""
-    return transaction.atomic(using=using, savepoint=False)
+    """Return the transaction outcomes are written in.
+
+    A worker's is always the outermost. Within a test's own, a savepoint keeps a failure from
+    breaking that one.
+    """
+    return transaction.atomic(using=using)

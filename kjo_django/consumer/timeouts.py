@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kjo_django.consumer.context import JobContext
+from kjo_django.consumer.context import Abort, JobContext
+from kjo_django.consumer.running import RunningJobs
 from kjo_django.exceptions import JobTimeoutError
 
 
@@ -38,6 +39,8 @@ class TimeoutWatch:
     """Watches running handlers; one thread, started with the first handler that has a limit."""
 
     def __init__(self) -> None:
+        self.running = RunningJobs()
+        """Every handler that runs, with a limit or without."""
         self._runs: set[_Run] = set()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -91,7 +94,7 @@ class TimeoutWatch:
                 for run in self._runs:
                     if not run.is_fired and run.deadline <= now:
                         run.is_fired = True
-                        run.context.abort()
+                        run.context.abort(Abort.TIMEOUT)
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(
                             ctypes.c_ulong(run.thread_id), ctypes.py_object(HandlerTimeout)
                         )
@@ -100,10 +103,11 @@ class TimeoutWatch:
                 self._changed.wait(wait)
 
     def abort_all(self) -> None:
-        """Set the abort flag of every handler that is watched."""
+        """Set the abort flag of every handler: the worker stops."""
+        self.running.abort_all(Abort.SHUTDOWN)
         with self._changed:
             for run in self._runs:
-                run.context.abort()
+                run.context.abort(Abort.SHUTDOWN)
 
     def stop(self) -> None:
         """End the watch's thread."""

@@ -93,6 +93,8 @@ class Result(enum.Enum):
     it."""
     RETRIED = "retried"
     DEAD = "dead"
+    CANCELLED = "cancelled"
+    """Asked to end while it ran, it did: its writes are undone, it is not retried."""
     DEFERRED = "deferred"
     """Not now: somebody else holds it. It stays unacknowledged and comes up again here."""
 

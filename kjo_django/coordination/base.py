@@ -9,7 +9,7 @@ decides what its absence means.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -50,6 +50,12 @@ class Coordination(abc.ABC):
 
     supports_wake_ups: bool = False
     """Whether ``notify`` reaches other processes; without it they find out by polling."""
+
+    @property
+    def writes_concurrently(self) -> bool:
+        """Whether it can be written to while a handler holds the jobs' database in a transaction.
+        False for SQLite, which knows one writer at a time."""
+        return True
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
@@ -99,6 +105,11 @@ class Coordination(abc.ABC):
     @abc.abstractmethod
     def notify(self, channel: str) -> None:
         """Wake whoever listens on ``channel``. Best effort: losing it costs time only."""
+
+    def notify_all(self, channels: Collection[str]) -> None:
+        """Wake whoever listens on any of the channels, in one round trip where that is possible."""
+        for channel in channels:
+            self.notify(channel)
 
     @abc.abstractmethod
     def listen(self, channels: Sequence[str]) -> Listener:

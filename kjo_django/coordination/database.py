@@ -17,7 +17,7 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from functools import partial
@@ -58,6 +58,11 @@ class DatabaseCoordination(Coordination):
         """The alias of the database with the tables."""
         option: str | None = self.options.get("DATABASE")
         return option or get_settings().database or router.db_for_write(Lease)
+
+    @property
+    def writes_concurrently(self) -> bool:
+        """SQLite knows one writer at a time."""
+        return connections[self.database].vendor != "sqlite"
 
     # --- Leases -----------------------------------------------------------------------------------
 
@@ -210,14 +215,20 @@ class DatabaseCoordination(Coordination):
 
     def notify(self, channel: str) -> None:
         """Call the listeners when the caller's transaction commits, at once if there is none."""
+        self.notify_all([channel])
+
+    def notify_all(self, channels: Collection[str]) -> None:
+        """The same for several, in one query."""
         alias = self.database
         if not self.supports_wake_ups:
-            transaction.on_commit(lambda: call_local_listeners(alias, channel), using=alias)
+            for channel in channels:
+                call = partial(call_local_listeners, alias, channel)
+                transaction.on_commit(call, using=alias)
             return
         from kjo_django.coordination.postgres import send
 
         with self._reached():
-            send(alias, channel)
+            send(alias, channels)
 
     def listen(self, channels: Sequence[str]) -> Listener:
         """Open a listener; on PostgreSQL with a connection of its own."""

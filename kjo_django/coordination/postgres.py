@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import psycopg
@@ -23,10 +23,11 @@ _LONGEST_PAUSE = 5.0
 _ALIVE_EVERY = 60.0
 
 
-def send(alias: str, channel: str) -> None:
+def send(alias: str, channels: Collection[str]) -> None:
     """Notify on Django's own connection: heard when its transaction commits."""
     with connections[alias].cursor() as cursor:
-        cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, channel])
+        statement = "SELECT pg_notify(%s, channel) FROM unnest(%s::text[]) AS channel"
+        cursor.execute(statement, [CHANNEL, list(channels)])
 
 
 class PostgresListener(Listener):

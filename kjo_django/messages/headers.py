@@ -18,6 +18,8 @@ GENERATION = "kjo-generation"
 ATTEMPT = "kjo-attempt"
 CONTENT_TYPE = "content-type"
 REPLAY_COUNT = "kjo-replay-count"
+REPLY_TO = "kjo-reply-to"
+"""The channel to call when the job has ended: somebody waits for it."""
 
 # Carried through untouched (KII-36).
 TRACEPARENT = "traceparent"

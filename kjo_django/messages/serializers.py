@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 from django.core.serializers.json import DjangoJSONEncoder
@@ -67,6 +68,8 @@ def _refuse_constant(name: str) -> Any:
 
 JSON = JsonSerializer()
 _serializers: dict[str, Serializer] = {JSON.content_type: JSON}
+_OPTIONAL = {"application/msgpack": "kjo_django.messages.msgpack"}
+"""Those that need a package of their own; imported when the first message asks for one."""
 
 
 def register_serializer(serializer: Serializer) -> None:
@@ -79,8 +82,14 @@ def serializer_for(content_type: str) -> Serializer:
 
     Raises ``MessageError`` (reason ``deserialization``) when none is registered.
     """
+    name = content_type.partition(";")[0].strip().lower()
+    if name in _OPTIONAL and name not in _serializers:
+        try:
+            import_module(_OPTIONAL[name])  # it registers itself
+        except ImportError as error:
+            raise MessageError("deserialization", f"{name} cannot be read: {error}") from error
     try:
-        return _serializers[content_type.partition(";")[0].strip().lower()]
+        return _serializers[name]
     except KeyError:
         raise MessageError(
             "deserialization", f"No serializer is registered for {content_type[:80]!r}"
@@ -90,13 +99,27 @@ def serializer_for(content_type: str) -> Serializer:
 # --- Results are wrapped, so that None is a result and no result is not None (PJQ-F16) ------------
 
 
-def dump_result(value: Any, serializer: Serializer = JSON) -> bytes:
-    """Wrap and serialize what a handler returned."""
-    return serializer.dumps({"v": value})
+_FOREIGN = b"\0"
+"""Begins a result whose serializer is not its payload's: the content type and a line feed follow.
+Neither JSON nor MessagePack can begin a wrapped result with it."""
+
+
+def dump_result(value: Any, serializer: Serializer = JSON, own: Serializer | None = None) -> bytes:
+    """Wrap and serialize what a handler returned.
+
+    :param serializer: of its payload, which is what the stored row names.
+    :param own: of the results, where it is another one.
+    """
+    if own is None or own.content_type == serializer.content_type:
+        return serializer.dumps({"v": value})
+    return b"".join([_FOREIGN, own.content_type.encode(), b"\n", own.dumps(value)])
 
 
 def load_result(data: bytes, serializer: Serializer = JSON) -> Any:
-    """Undo ``dump_result``."""
+    """Undo ``dump_result``, given the payload's serializer."""
+    if data.startswith(_FOREIGN):
+        content_type, _, body = data[1:].partition(b"\n")
+        return serializer_for(content_type.decode("ascii", "replace")).loads(body)
     return serializer.loads(data)["v"]
 
 

@@ -325,7 +325,12 @@ def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
 def _tell(signal: Any, jobs: Sequence[Job]) -> None:
     for job in jobs:
         signals.send(
-            signal, sender=job.handler, job_id=str(job.pk), queue=job.queue, handler=job.handler
+            signal,
+            sender=job.handler,
+            job_id=str(job.pk),
+            unique_id=job.unique_id,
+            queue=job.queue,
+            handler=job.handler,
         )
 
 

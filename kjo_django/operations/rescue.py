@@ -18,7 +18,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from kjo_django import registry
+from kjo_django import registry, signals
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import PublishError
@@ -101,7 +101,21 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
             if count:
                 send(using, ids, queue)
         report.republished += count
+        _tell([job for job in taken.free if job.pk in set(ids)])
         report.busy += taken.busy_count
+
+
+def _tell(jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        signals.send(
+            signals.job_stalled,
+            sender=job.handler,
+            job_id=str(job.pk),
+            unique_id=job.unique_id,
+            queue=job.queue,
+            handler=job.handler,
+            attempt=job.attempts + 1,
+        )
 
 
 def _gone(queue: QueueConf, now: datetime) -> Q:

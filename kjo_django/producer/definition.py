@@ -13,7 +13,7 @@ from asgiref.sync import sync_to_async
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.conf import duration, get_settings, text, whole
+from kjo_django.conf import QueueConf, duration, get_settings, text, whole
 from kjo_django.ids import uuid7
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
@@ -138,28 +138,53 @@ class JobDefinition:
         if problem is not None:
             raise TypeError(f"{self.name}: {problem}")
         declared, given = self.handler.options, self.options
-        conf = get_settings()
-        queue = conf.queue(_known_queue(given.queue) if given.queue else declared.queue)
-        now = timezone.now()
-        available_at = given.run_at or (now + given.delay if given.delay else now)
+        queue = get_settings().queue(_known_queue(given.queue) if given.queue else declared.queue)
         key = given.key if given.key is not None else self.handler.key_of(payload)
         if len(key) > 255:
             raise ValueError(f"{self.name}: the key has {len(key)} characters, 255 are allowed")
-        return Job(
-            id=uuid7(),
-            queue=queue.name,
+        return new_job(
+            given,
+            queue=queue,
             handler=declared.name,
-            unique_id=given.id,
+            payload=payload,
+            serializer=declared.serializer,
             key=key,
             max_attempts=given.max_attempts or declared.max_attempts or queue.max_attempts,
-            payload=check_payload_size(declared.serializer.dumps(payload)),
-            content_type=declared.serializer.content_type,
-            headers=dict(given.headers) if given.headers else None,
-            available_at=available_at,
-            expires_at=given.expires_at,
-            created_at=now,
             result_ttl=milliseconds(given.result_ttl or declared.result_ttl, queue.result_ttl),
         )
+
+
+def new_job(
+    options: EnqueueOptions,
+    *,
+    queue: QueueConf,
+    handler: str,
+    payload: Any,
+    serializer: Serializer,
+    key: str,
+    max_attempts: int,
+    result_ttl: int,
+) -> Job:
+    """Return the unsaved row of a job with everything resolved.
+
+    :raises PayloadError: the payload cannot be serialized or is too large.
+    """
+    now = timezone.now()
+    return Job(
+        id=uuid7(),
+        queue=queue.name,
+        handler=handler,
+        unique_id=options.id,
+        key=key,
+        max_attempts=max_attempts,
+        payload=check_payload_size(serializer.dumps(payload)),
+        content_type=serializer.content_type,
+        headers=dict(options.headers) if options.headers else None,
+        available_at=options.run_at or (now + options.delay if options.delay else now),
+        expires_at=options.expires_at,
+        created_at=now,
+        result_ttl=result_ttl,
+    )
 
 
 def _known_queue(name: str) -> str:

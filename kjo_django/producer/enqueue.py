@@ -44,6 +44,10 @@ class EnqueueResult:
         return self.status == "queued"
 
 
+MAX_RESULT_TTL = 100 * 365 * 86_400_000
+"""Milliseconds. A moment that no database can hold would fail the job after it has run."""
+
+
 def check_payload_size(payload: bytes) -> bytes:
     """Return the payload, or raise ``PayloadError`` when it is over the limit."""
     limit = get_settings().max_payload_bytes
@@ -66,16 +70,19 @@ def milliseconds(value: timedelta | int | None, default: timedelta) -> int:
         value = math.floor(value / timedelta(milliseconds=1))
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"result_ttl must be a timedelta or whole milliseconds, not {value!r}")
-    if not 0 < value <= 2**53:
-        raise ValueError(f"result_ttl must be positive, not {value!r}")
+    if not 0 < value <= MAX_RESULT_TTL:
+        raise ValueError(f"result_ttl must be positive and at most 100 years, not {value!r}")
     return value
 
 
-def store(jobs: Sequence[Job]) -> list[EnqueueResult]:
+def store(jobs: Sequence[Job], *, revives_failed: bool = False) -> list[EnqueueResult]:
     """Store jobs and send them on their way, joining the caller's transaction.
 
     One INSERT for all of them (two for those with a unique id, which need to know whose row it
     became). Answers come in the order of the jobs.
+
+    :param revives_failed: a failed job of the same id begins a new generation at once, instead of
+        being a duplicate until its error expires (PJQ-F1).
     """
     if not jobs:
         return []
@@ -93,7 +100,7 @@ def store(jobs: Sequence[Job]) -> list[EnqueueResult]:
         _tell(using, jobs, RELAY_CHANNEL)
         return [EnqueueResult("queued", job.pk) for job in jobs]
     with transaction.atomic(using=using, savepoint=False):
-        answers = _store_unique(using, jobs)
+        answers = _store_unique(using, jobs, revives_failed)
         for name, queue in queues.items():
             fresh = [
                 job
@@ -111,11 +118,14 @@ def _insert(using: str, jobs: Sequence[Job], *, ignore_conflicts: bool = False) 
 
 
 def _tell(using: str, jobs: Sequence[Job], channel: str) -> None:
-    facts = ({"job_id": str(j.pk), "queue": j.queue, "handler": j.handler} for j in jobs)
+    facts = (
+        {"job_id": str(j.pk), "unique_id": j.unique_id, "queue": j.queue, "handler": j.handler}
+        for j in jobs
+    )
     after_commit(using, channel, facts)
 
 
-def _store_unique(using: str, jobs: Sequence[Job]) -> list[EnqueueResult]:
+def _store_unique(using: str, jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
     """Insert, then resolve the unique ids that were taken."""
     named = [job for job in jobs if job.unique_id is not None]
     _insert(using, jobs, ignore_conflicts=bool(named))
@@ -138,14 +148,14 @@ def _store_unique(using: str, jobs: Sequence[Job]) -> list[EnqueueResult]:
         if holder.pk == job.pk:
             answers.append(EnqueueResult("queued", job.pk))
         else:
-            answers.append(_meet(using, job, holder))
+            answers.append(_meet(using, job, holder, revives_failed))
     return answers
 
 
-def _meet(using: str, job: Job, holder: Job) -> EnqueueResult:
+def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> EnqueueResult:
     """Answer an enqueue whose unique id is taken by ``holder``."""
     for _attempt in range(5):
-        answer = _answer_of(holder)
+        answer = _answer_of(holder, revives_failed)
         if answer is not None:
             return answer
         # One conditional UPDATE on state and generation: of several who revive it, one wins.
@@ -161,11 +171,13 @@ def _meet(using: str, job: Job, holder: Job) -> EnqueueResult:
     raise StorageError(f"The job {job.unique_id!r} keeps changing; enqueue it again.")
 
 
-def _answer_of(holder: Job) -> EnqueueResult | None:
+def _answer_of(holder: Job, revives_failed: bool) -> EnqueueResult | None:
     """Return the answer, or None when the row may begin a new generation."""
     now = timezone.now()
     is_expired = holder.result_expires_at is not None and holder.result_expires_at <= now
     if holder.state == JobState.CANCELLED or (holder.state in states.FINAL and is_expired):
+        return None
+    if holder.state == JobState.FAILED and revives_failed:
         return None
     if holder.state == JobState.COMPLETED:
         return EnqueueResult("completed", holder.pk, "completed", result_of(holder))

@@ -4,7 +4,7 @@ per job. Losing a call costs time only; every waiter polls slowly too."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from django.db import transaction
@@ -16,6 +16,8 @@ from kjo_django.exceptions import CoordinationError
 logger = logging.getLogger("kjo_django")
 
 RELAY_CHANNEL = "kjo:relay"
+REPLY_CHANNELS = "kjo:reply:"
+"""Begins the names of the channels on which waiters are told that their job has ended."""
 
 
 def topic_channel(topic: str) -> str:
@@ -45,6 +47,20 @@ def wake(channel: str) -> None:
         get_coordination().notify(channel)
     except CoordinationError as error:
         logger.warning("Could not wake %s, it will find out by polling: %s", channel, error)
+
+
+def call_waiters(channels: Collection[str]) -> None:
+    """Tell those who wait for jobs that have ended; lost calls cost them time only.
+
+    A channel came in a message's header, where anybody may have written anything.
+    """
+    known = sorted(channel for channel in channels if channel.startswith(REPLY_CHANNELS))
+    if not known:
+        return
+    try:
+        get_coordination().notify_all(known)
+    except CoordinationError as error:
+        logger.warning("Waiters not called, they find out by polling: %s", error)
 
 
 def after_commit(using: str, channel: str, enqueued: Iterable[dict[str, Any]] = ()) -> None:

@@ -16,6 +16,7 @@ from kjo_django.consumer.connections import drop_broken_connections
 from kjo_django.models import QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.producer.dispatch import jobs_database
+from kjo_django.worker.sessions import end_sessions_of_the_dead
 
 if TYPE_CHECKING:
     from kjo_django.worker.process import Worker
@@ -72,6 +73,7 @@ class Heartbeat:
                 now = time.monotonic()
                 try:
                     self._read_controls()
+                    self._worker.running.look_after(self._worker.leases.token)
                     if now >= next_renewal:
                         next_renewal = now + renewal
                         self._worker.leases.renew()
@@ -91,6 +93,7 @@ class Heartbeat:
             Path(self._worker.heartbeat_file).write_text(f"{timezone.now().isoformat()}\n")
         self._write()
         self._worker.statistics.flush()
+        end_sessions_of_the_dead(self._worker.leases.alive_ttl)
 
     def _write(self, state: WorkerRow.State | None = None) -> None:
         worker = self._worker

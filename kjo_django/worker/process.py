@@ -4,7 +4,8 @@
     kjo-poll-…       one per consumer group: owns the subscription, never runs a handler
     kjo-lane-n       run groups of jobs
     kjo-relay        publishes committed jobs, where a transport needs it
-    kjo-heartbeat    leases, sign of life, metrics
+    kjo-heartbeat    leases, sign of life, metrics, what others want of running jobs
+    kjo-rescue       one worker at a time: queued jobs whose message is gone
 
 Stopping: admit nothing more, let running groups end within the grace period while the pollers keep
 the membership, hand back what was not started without spending its attempt, commit, leave.
@@ -48,9 +49,11 @@ from kjo_django.producer.wakeups import topic_channel
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker.draining import waiting_records
 from kjo_django.worker.heartbeat import Heartbeat
+from kjo_django.worker.rescuer import Rescuer
+from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import Statistics
 from kjo_django.worker.supervisor import STOP_SIGNALS
-from kjo_django.worker.telling import tell
+from kjo_django.worker.telling import tell, tell_waiters
 
 logger = logging.getLogger("kjo_django")
 
@@ -66,6 +69,9 @@ class Worker:
     :param relay: also relay committed jobs of these queues.
     :param install_signal_handlers: stop on SIGTERM, SIGINT and SIGUSR2 (main thread only).
     :param max_messages: stop after this many have been settled.
+    :param owns_process: close the process' transports and coordination at the end; False where
+        others use them too.
+    :param on_error: told of outages: what met one, and which.
     """
 
     def __init__(
@@ -78,6 +84,8 @@ class Worker:
         max_messages: int | None = None,
         heartbeat_file: str | None = None,
         name: str | None = None,
+        owns_process: bool = True,
+        on_error: Callable[[str, str], None] = lambda source, error: None,
     ) -> None:
         conf = get_settings()
         known = registry.queue_names()
@@ -94,6 +102,8 @@ class Worker:
         self.statistics = Statistics(self.id)
         self.heartbeat_file = heartbeat_file
         self._max_messages = max_messages
+        self._owns_process = owns_process
+        self._on_error = on_error
         self._installs_signal_handlers = install_signal_handlers
         self._stopping = threading.Event()
         self._settled = 0
@@ -113,6 +123,7 @@ class Worker:
         alive_ttl = 3 * conf.heartbeat_interval
         self.leases = LeaseBook(self.id.hex, conf.processing_ttl, alive_ttl)
         self._watch = TimeoutWatch()
+        self.running = self._watch.running
         self._pipeline = Pipeline(
             self.leases,
             self._watch,
@@ -128,6 +139,7 @@ class Worker:
         )
         self.is_relaying = relay and bool(self._relay.queues)
         self._heartbeat = Heartbeat(self)
+        self._rescuer = Rescuer(self.leases.token)
 
     def _make_pollers(self) -> list[Poller]:
         conf = get_settings()
@@ -211,7 +223,10 @@ class Worker:
             self._start_lanes(self.concurrency)
         for poller in self.pollers:
             poller.start()
-        self._threads = [threading.Thread(target=self._listen, name="kjo-listen", daemon=True)]
+        self._threads = [
+            threading.Thread(target=self._listen, name="kjo-listen", daemon=True),
+            threading.Thread(target=self._rescuer.run, name="kjo-rescue", daemon=True),
+        ]
         if self.is_relaying:
             self._threads.append(
                 threading.Thread(target=self._relay.run, name="kjo-relay", daemon=True)
@@ -236,6 +251,7 @@ class Worker:
             self._note_error("topics", f"Topics could not be checked yet: {error}")
 
     def _run_lane(self) -> None:
+        mark_sessions(self.leases.token)
         try:
             while (group := self.lanes.take()) is not None:
                 deferred: Any = group.deliveries
@@ -274,6 +290,7 @@ class Worker:
         for poller in self.pollers:
             poller.drain()
         self._relay.stop()
+        self._rescuer.stop()
         self.lanes.stop()
         is_drained = self.lanes.wait_for(None, grace)
         if not is_drained:
@@ -288,7 +305,7 @@ class Worker:
         self._watch.stop()
         self._heartbeat.stop()
         signals.send(signals.worker_stopped, sender=self.name, worker_id=str(self.id))
-        if is_drained:
+        if is_drained and self._owns_process:
             close_backends()
         return is_drained
 
@@ -315,6 +332,7 @@ class Worker:
     # --- What lanes and pollers tell --------------------------------------------------------------
 
     def _on_outcomes(self, outcomes: Sequence[Outcome]) -> None:
+        tell_waiters(outcomes)
         self.statistics.add(outcomes)
         for outcome in outcomes:
             if outcome.pause_seconds:
@@ -338,6 +356,7 @@ class Worker:
         if error is not None and self._errors.get(source) != error:
             logger.error("%s: %s", source, error)
             self._error_at[source] = timezone.now()
+            self._on_error(source, error)
         self._errors[source] = error
 
     @property

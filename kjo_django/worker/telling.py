@@ -1,4 +1,4 @@
-"""The signals of durable outcomes."""
+"""Telling of durable outcomes: those who wait for them first, then by signals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from typing import Any
 
 from kjo_django import signals
 from kjo_django.consumer.work import Outcome, Result
-from kjo_django.messages.serializers import load_result
+from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import load_result, serializer_for
+from kjo_django.producer.wakeups import call_waiters
+
+
+def tell_waiters(outcomes: Sequence[Outcome]) -> None:
+    """Call those who wait for a job that has ended; duplicates too, since the worker before may
+    have died between its commit and its call. Costs nothing where nobody waits."""
+    ended = (o.delivery.record.headers for o in outcomes if o.result is not Result.RETRIED)
+    channels = {
+        names.text(headers, names.REPLY_TO) for headers in ended if names.REPLY_TO in headers
+    }
+    if channels:
+        call_waiters(channels)
 
 
 def tell(outcomes: Sequence[Outcome]) -> None:
@@ -17,6 +30,7 @@ def tell(outcomes: Sequence[Outcome]) -> None:
         signals.job_retried,
         signals.job_failed,
         signals.job_stalled,
+        signals.job_cancelled,
         signals.message_dead_lettered,
     )
     if not any(one.receivers for one in wanted):
@@ -27,16 +41,17 @@ def tell(outcomes: Sequence[Outcome]) -> None:
 
 def value_of(outcome: Outcome) -> Any:
     """Return what the handler returned, as a waiter would get it."""
-    handler = outcome.delivery.handler
-    if outcome.value is None or handler is None:
+    message = outcome.delivery.message
+    if outcome.value is None or message is None:
         return None
-    return load_result(outcome.value, handler.options.serializer)
+    return load_result(outcome.value, serializer_for(message.content_type))
 
 
 def _tell_one(outcome: Outcome) -> None:
     delivery, message = outcome.delivery, outcome.delivery.message
     facts: dict[str, Any] = {
         "job_id": (message.job_id or message.id) if message else None,
+        "unique_id": outcome.job["unique_id"] if outcome.job else None,
         "queue": delivery.queue.name,
         "handler": message.type if message else "",
     }
@@ -61,9 +76,16 @@ def _tell_one(outcome: Outcome) -> None:
             retry_at=outcome.retry_at,
             **facts,
         )
+    elif outcome.result is Result.CANCELLED:
+        signals.send(signals.job_cancelled, sender=sender, **facts)
     elif outcome.result is Result.DEAD:
         signals.send(
-            signals.job_failed, sender=sender, error=outcome.error, attempt=outcome.attempt, **facts
+            signals.job_failed,
+            sender=sender,
+            error=outcome.error,
+            attempt=outcome.attempt,
+            reason=str(outcome.reason),
+            **facts,
         )
         signals.send(
             signals.message_dead_lettered,

@@ -193,7 +193,14 @@ def test_nothing_is_seen_or_told_before_the_commit(calls, told, transport):
         assert calls == told == []
     assert calls == ["kjo:topic:ledger" if transport == "database" else "kjo:relay"]
     job = Job.objects.get()
-    assert told == [{"job_id": str(job.pk), "queue": "ledger", "handler": "ledger.write"}]
+    assert told == [
+        {
+            "job_id": str(job.pk),
+            "unique_id": None,
+            "queue": "ledger",
+            "handler": "ledger.write",
+        }
+    ]
 
 
 @pytest.mark.django_db(transaction=True)

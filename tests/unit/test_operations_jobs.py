@@ -60,7 +60,12 @@ def test_an_open_job_is_cancelled_by_one_conditional_transition(
     assert received == [
         (
             "job_cancelled",
-            {"job_id": str(job.pk), "queue": "default", "handler": "tests.add"},
+            {
+                "job_id": str(job.pk),
+                "unique_id": None,
+                "queue": "default",
+                "handler": "tests.add",
+            },
         )
     ]
 

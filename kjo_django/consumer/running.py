@@ -1,0 +1,126 @@
+"""The handlers running in this process, and what others want of them.
+
+A running job's row cannot carry a wish or a word while its handler runs in a transaction: the row
+is locked. So both go through coordination, as marks: they may be lost without harm, and then a job
+runs to its end, or its progress is a second old.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from datetime import timedelta
+from typing import NamedTuple
+
+from kjo_django.backends import get_coordination
+from kjo_django.consumer.context import Abort, JobContext
+from kjo_django.exceptions import CoordinationError
+
+logger = logging.getLogger("kjo_django")
+
+SETTLED_AFTER = 0.5
+"""Seconds a handler runs before anybody asks about it: the quick ones cost nothing."""
+ABORT_TTL = timedelta(minutes=10)
+PROGRESS_TTL = timedelta(hours=1)
+MAX_TEXT = 150
+
+
+class Progress(NamedTuple):
+    """How far a job says it has got."""
+
+    percent: float | None
+    text: str
+
+
+def abort_name(job_id: str) -> str:
+    """Return the mark that asks a running job to end; its value is the generation meant."""
+    return f"ABORT:{job_id}"
+
+
+def progress_name(job_id: str) -> str:
+    """Return the mark that tells a running job's progress."""
+    return f"PROGRESS:{job_id}"
+
+
+def dump_progress(percent: float | None, text: str) -> str:
+    """Write progress as a mark holds it: at most 255 characters."""
+    text = text.replace("\0", "")[:MAX_TEXT]
+    while True:
+        value = json.dumps([percent, text], ensure_ascii=False, separators=(",", ":"))
+        if len(value) <= 250:
+            return value
+        text = text[:-10]  # quotes and control characters grow when they are escaped
+
+
+def load_progress(value: str) -> Progress | None:
+    """Undo ``dump_progress``; None for what it never wrote."""
+    try:
+        percent, text = json.loads(value)
+    except ValueError:
+        return None
+    return Progress(percent, str(text))
+
+
+class RunningJobs:
+    """Contexts of running handlers. Lanes enter and leave; the heartbeat looks after them."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, tuple[JobContext, float]] = {}
+
+    def enter(self, context: JobContext) -> None:
+        """Note that a handler starts."""
+        self._contexts[id(context)] = (context, time.monotonic())
+
+    def leave(self, context: JobContext) -> None:
+        """Note that it ended."""
+        self._contexts.pop(id(context), None)
+
+    def abort_all(self, reason: Abort) -> None:
+        """Ask every handler to end."""
+        for context, _ in list(self._contexts.values()):
+            context.abort(reason)
+
+    def look_after(self, token: str) -> None:
+        """Store progress, and abort those whose cancellation is asked for or whose lease is gone.
+
+        :param token: this worker's.
+        """
+        settled = time.monotonic() - SETTLED_AFTER
+        contexts = [c for c, since in list(self._contexts.values()) if since <= settled]
+        if not contexts:
+            return
+        try:
+            self._store_progress(contexts)
+            self._abort_unwanted(contexts, token)
+        except CoordinationError as error:
+            logger.warning("Running jobs cannot be asked after: %s", error)
+
+    def _store_progress(self, contexts: list[JobContext]) -> None:
+        coordination = get_coordination()
+        told = [
+            context
+            for context in contexts
+            if context.noted_progress is not None
+            and (coordination.writes_concurrently or not context.is_atomic)
+        ]
+        marks = {}
+        for context in told:
+            noted, context.noted_progress = context.noted_progress, None
+            if noted is not None:
+                marks[progress_name(context.job_id)] = dump_progress(*noted)
+        if marks:
+            coordination.set_marks(marks, PROGRESS_TTL)
+
+    def _abort_unwanted(self, contexts: list[JobContext], token: str) -> None:
+        coordination = get_coordination()
+        running = [context for context in contexts if not context.aborted]
+        if not running:
+            return
+        asked = coordination.get_marks([abort_name(context.job_id) for context in running])
+        holders = coordination.holders([context.lease for context in running])
+        for context in running:
+            if asked.get(abort_name(context.job_id)) == str(context.generation):
+                context.abort(Abort.CANCELLED)
+            elif holders.get(context.lease, token) != token:
+                context.abort(Abort.LOST)

@@ -1,0 +1,119 @@
+"""Database sessions of workers that are no more.
+
+A worker that is frozen inside a job's transaction (SIGSTOP, a swapping or cut-off machine) keeps
+that transaction open: the marker it inserted makes everybody who runs the job wait, without end.
+So on PostgreSQL the sessions that run handlers bear their worker's token as application name, and
+each worker ends those of workers that are proven dead: no heartbeat in the database and no sign of
+life in coordination. See docs/decisions/0021.
+
+Elsewhere nothing can be done from outside: MySQL gives up waiting by itself and the job is tried
+again, SQLite belongs to whoever holds its file.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db import DatabaseError, connections
+from django.db.backends.signals import connection_created
+from django.utils import timezone
+
+from kjo_django.backends import get_coordination
+from kjo_django.consumer.leases import alive_name
+from kjo_django.exceptions import CoordinationError
+from kjo_django.models import Worker
+from kjo_django.producer.dispatch import jobs_database
+
+logger = logging.getLogger("kjo_django")
+
+PREFIX = "kjo-"
+_thread = threading.local()
+
+
+def mark_sessions(token: str) -> None:
+    """Name the database sessions this thread opens from now on after its worker."""
+    _thread.token = token
+
+
+def _mark(sender: Any, connection: Any, **kwargs: Any) -> None:
+    token = getattr(_thread, "token", None)
+    if token is None or connection.vendor != "postgresql":
+        return
+    with connection.cursor() as cursor:
+        # Put before a name of the project's own; the server cuts what is too long.
+        cursor.execute(
+            "SELECT set_config('application_name', left(%s || ' ' ||"
+            " coalesce(current_setting('application_name', true), ''), 63), false)",
+            [PREFIX + token],
+        )
+
+
+connection_created.connect(_mark, dispatch_uid="kjo_django.worker.sessions")
+
+_SESSIONS = """
+SELECT pid, left(application_name, %s) FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE %s AND xact_start IS NOT NULL
+    AND state_change < now() - make_interval(secs => %s) AND pid <> pg_backend_pid()
+"""
+
+
+def end_sessions_of_the_dead(alive_ttl: timedelta) -> int:
+    """End the open transactions of vanished workers; return how many.
+
+    :param alive_ttl: how long a worker counts as alive without a sign of life.
+    """
+    using = jobs_database()
+    if connections[using].vendor != "postgresql":
+        return 0
+    width = len(PREFIX) + 32
+    with connections[using].cursor() as cursor:
+        # Only what has stood still for so long; a living worker's long job is left alone below.
+        cursor.execute(_SESSIONS, [width, f"{PREFIX}%", alive_ttl.total_seconds()])
+        sessions = {pid: name[len(PREFIX) :] for pid, name in cursor.fetchall()}
+        dead = _dead(using, set(sessions.values()), alive_ttl) if sessions else set()
+        doomed = [pid for pid, token in sessions.items() if token in dead]
+        if doomed:
+            logger.warning(
+                "Ending %d database sessions of workers that vanished: %s",
+                len(doomed),
+                ", ".join(sorted(dead)),
+            )
+            try:
+                cursor.execute(
+                    "SELECT pg_terminate_backend(pid) FROM unnest(%s::int[]) AS pid", [doomed]
+                )
+            except DatabaseError as error:
+                logger.error("They cannot be ended: %s", error)
+    return len(doomed)
+
+
+def _dead(using: str, tokens: set[str], alive_ttl: timedelta) -> set[str]:
+    """Return those of the workers that neither the database nor coordination has heard of lately.
+
+    Both, since a Redis that was away for a while forgets workers that live.
+    """
+    ids = {token: id for token in tokens if (id := _uuid(token)) is not None}
+    alive_since = timezone.now() - alive_ttl
+    rows = Worker.objects.using(using).filter(
+        pk__in=list(ids.values()), heartbeat_at__gte=alive_since
+    )
+    living = {id.hex for id in rows.values_list("pk", flat=True)}
+    suspects = set(ids) - living
+    if not suspects:
+        return set()
+    names = {alive_name(token): token for token in suspects}
+    try:
+        return suspects - {names[name] for name in get_coordination().holders(list(names))}
+    except CoordinationError:
+        return suspects
+
+
+def _uuid(token: str) -> UUID | None:
+    try:
+        return UUID(token)
+    except ValueError:
+        return None
