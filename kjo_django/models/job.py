@@ -55,7 +55,7 @@ class Job(models.Model):
     unique_id = models.CharField(
         _("unique id"),
         max_length=255,
-        null=True,  # noqa: DJ001 - NULL keeps jobs without one out of the constraint
+        null=True,  # NULL keeps jobs without one out of the constraint
         blank=True,
         help_text=_("Given by the caller: one job per queue and unique id."),
     )
