@@ -20,14 +20,14 @@ from django.utils import timezone
 
 from kjo_django import registry, states
 from kjo_django.backends import get_coordination, get_transport
-from kjo_django.conf import get_settings
+from kjo_django.conf import QueueConf, get_settings
 from kjo_django.coordination.base import Listener
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, transition
 from kjo_django.producer import dispatch
 from kjo_django.producer.wakeups import RELAY_CHANNEL
-from kjo_django.transports.base import Published
+from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
 
@@ -35,6 +35,9 @@ LEASE = "RELAY"
 LEASE_TTL = timedelta(seconds=10)
 REFUSED_DELAY = timedelta(seconds=30)
 """Until a row whose record was refused is tried again."""
+
+
+OUTAGES = (PublishError, CoordinationError, DatabaseError, InterfaceError)
 
 
 class Relay:
@@ -81,8 +84,10 @@ class Relay:
     def _publish(self, using: str, queue_name: str, jobs: list[Job]) -> None:
         queue = get_settings().queue(queue_name)
         transport = get_transport(queue.transport)
-        records = [dispatch.record_of(job, queue) for job in jobs]
-        answers = transport.publish(records)
+        made = [_record_or_refusal(job, queue) for job in jobs]
+        records = [one for one in made if isinstance(one, OutgoingRecord)]
+        answered = iter(transport.publish(records) if records else ())
+        answers = [one if isinstance(one, Published) else next(answered) for one in made]
         self._record(using, queue.topic, jobs, answers)
 
     def _record(
@@ -153,8 +158,11 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
                     delay = 1.0
                     if not is_full:
                         self._wait()
-                except (PublishError, CoordinationError, DatabaseError, InterfaceError) as error:
-                    logger.error("The relay cannot work, trying again in %.0f s: %s", delay, error)
+                except Exception as error:
+                    # Whatever it is: a relay that dies of it leaves every later job unpublished.
+                    is_outage = isinstance(error, OUTAGES)
+                    message = "The relay cannot work, trying again in %.0f s: %s"
+                    logger.error(message, delay, error, exc_info=not is_outage)
                     self._on_error(str(error))
                     _drop_broken(dispatch.jobs_database())
                     self._stopping.wait(delay)
@@ -211,6 +219,15 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
         except KjoError as error:
             logger.warning("The relay's lease expires by itself: %s", error)
         connections.close_all()
+
+
+def _record_or_refusal(job: Job, queue: QueueConf) -> OutgoingRecord | Published:
+    """One row nobody can send must not hold up the others of its batch for ever."""
+    try:
+        return dispatch.record_of(job, queue)
+    except Exception as error:
+        logger.exception("The message of job %s cannot be made", job.pk)
+        return Published(error=f"{type(error).__name__}: {error}")
 
 
 def _drop_broken(using: str) -> None:
