@@ -1,0 +1,376 @@
+"""The relay: committed jobs reach their topic, in order, however often something dies."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+from django.db import OperationalError
+from django.utils import timezone
+
+from kjo_django.backends import get_coordination, get_transport
+from kjo_django.exceptions import CoordinationError, PublishError
+from kjo_django.messages import headers as names
+from kjo_django.models import Job, transition
+from kjo_django.producer import relay as relays
+from kjo_django.producer.relay import LEASE, Relay
+from kjo_django.producer.wakeups import RELAY_CHANNEL, wake
+from kjo_django.transports.base import Published
+from tests.factories import JobFactory
+from tests.ledger.jobs import always_fails, write, write_keyed
+from tests.unit.deliveries import KJO, MEMORY, Bench, make_everything_due
+
+KINDS = {**KJO, **MEMORY, "QUEUES": {"ledger": {}, "other": {}}, "POLL_INTERVAL": 3600}
+
+
+@pytest.fixture
+def _memory(settings, real_database):
+    settings.KJO = KINDS
+
+
+@pytest.fixture
+def relay(_memory):
+    return Relay()
+
+
+@pytest.fixture
+def alone(settings, sqlite_file):
+    """The relay on a SQLite file only."""
+    settings.KJO = KINDS
+    return Relay()
+
+
+def published(topic: str = "ledger") -> list[bytes]:
+    return [record.value for record in get_transport().records(topic)]
+
+
+def jobs(**state) -> list[Job]:
+    return list(Job.objects.filter(**state).order_by("id"))
+
+
+# --- One batch ------------------------------------------------------------------------------------
+
+
+def test_due_jobs_are_published_and_where_each_went_is_recorded(relay):
+    # Given
+    write.enqueue_many([{"job": str(n)} for n in range(3)])
+    # When
+    count = relay.publish_due()
+    # Then
+    assert count == relay.published_count == 3
+    assert published() == [b'{"job":"0"}', b'{"job":"1"}', b'{"job":"2"}']
+    for number, job in enumerate(jobs()):
+        assert (job.state, job.topic, job.partition, job.offset) == ("queued", "ledger", 0, number)
+        assert job.queued_at is not None
+    assert relay.publish_due() == 0
+
+
+def test_a_job_that_is_not_due_waits(alone):
+    write.using(delay=timedelta(minutes=5)).enqueue(job="later")
+    assert alone.publish_due() == 0
+    make_everything_due()
+    assert alone.publish_due() == 1
+
+
+def test_jobs_go_out_in_the_order_they_fall_due(alone):
+    # Given: enqueued in another order
+    now = timezone.now()
+    for number in (3, 1, 2):
+        due = now - timedelta(minutes=10 - number)
+        write_keyed.using(run_at=due).enqueue(job=str(number), key="k")
+    # When
+    alone.publish_due()
+    # Then
+    assert [value[8:9] for value in published()] == [b"1", b"2", b"3"]
+
+
+def test_a_batch_is_no_larger_than_the_setting(alone, settings):
+    settings.KJO = {**KINDS, "RELAY_BATCH_SIZE": 2}
+    write.enqueue_many([{"job": str(n)} for n in range(3)])
+    relay = Relay()
+    assert [relay.publish_due(), relay.publish_due(), relay.publish_due()] == [2, 1, 0]
+
+
+def test_it_looks_after_its_own_queues_only(alone):
+    write.enqueue(job="a")
+    write.using(queue="other").enqueue(job="b")
+    assert Relay(["other"]).publish_due() == 1
+    assert published("ledger") == []
+    assert len(published("other")) == 1
+
+
+def test_a_transactional_transport_needs_no_relay(settings, sqlite_file):
+    settings.KJO = KJO
+    assert Relay().queues == []
+
+
+def test_results_and_errors_are_not_read_for_it(alone):
+    JobFactory(queue="ledger", state="failing", attempts=1, error="x" * 500, result=b"y")
+    alone.publish_due()
+    record = get_transport().records("ledger")[0]
+    assert record.headers[names.ATTEMPT] == b"2"
+
+
+# --- Refused, crashed, overtaken ------------------------------------------------------------------
+
+
+def test_a_refused_record_is_delayed_and_not_lost(relay, monkeypatch):
+    # Given
+    write.enqueue_many([{"job": "good"}, {"job": "bad"}])
+    transport = get_transport()
+    accept = transport.publish
+
+    def refuse_bad(records):
+        return [
+            Published(error="too large") if b"bad" in record.value else accept([record])[0]
+            for record in records
+        ]
+
+    monkeypatch.setattr(transport, "publish", refuse_bad)
+    told = []
+    relay = Relay(on_error=told.append)
+    # When
+    relay.publish_due()
+    # Then
+    good, bad = jobs()
+    assert (good.state, bad.state) == ("queued", "pending")
+    assert bad.error == "Not published: too large"
+    wait = bad.available_at - timezone.now()
+    assert timedelta(seconds=20) < wait <= relays.REFUSED_DELAY
+    assert told == ["too large"]
+    # And once it is accepted
+    monkeypatch.undo()
+    make_everything_due()
+    relay.publish_due()
+    assert jobs()[1].state == "queued"
+    assert told == ["too large", None]
+
+
+def test_a_crash_between_publish_and_record_publishes_again_and_the_job_runs_once(relay):
+    """Show 4; promise 1."""
+    # Given
+    write.enqueue(job="a")
+    broken = Relay()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broken, "_record", die)
+        with pytest.raises(Died):
+            broken.publish_due()
+    assert jobs()[0].state == "pending"
+    # When
+    relay.publish_due()
+    # Then
+    assert len(published()) == 2
+    bench = Bench()
+    bench.run()
+    assert [job.state for job in jobs()] == ["completed"]
+    from tests.ledger.models import Entry
+
+    assert Entry.objects.count() == 1
+    bench.close()
+
+
+class Died(BaseException):
+    """The process was killed."""
+
+
+def die(*args: object) -> None:
+    raise Died
+
+
+def test_a_job_that_has_moved_on_is_not_set_back(relay, monkeypatch):
+    """It was consumed, failed and is due again before the relay wrote down its first message."""
+    # Given
+    always_fails.enqueue(job="a")
+    transport = get_transport()
+    publish = transport.publish
+
+    def consume_at_once(records):
+        answers = publish(records)
+        transition("retry", Job.objects.all(), attempts=1, available_at=timezone.now())
+        return answers
+
+    monkeypatch.setattr(transport, "publish", consume_at_once)
+    # When
+    relay.publish_due()
+    # Then
+    (job,) = jobs()
+    assert (job.state, job.attempts) == ("failing", 1), "or its second attempt would never go out"
+    monkeypatch.undo()
+    relay.publish_due()
+    assert jobs()[0].state == "queued"
+    assert [record.headers[names.ATTEMPT] for record in transport.records("ledger")] == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("action", ["complete", "cancel", "fail"])
+def test_a_job_that_has_ended_meanwhile_stays_so(relay, monkeypatch, action):
+    write.enqueue(job="a")
+    transport = get_transport()
+    publish = transport.publish
+
+    def end_at_once(records):
+        answers = publish(records)
+        transition(action, Job.objects.all())
+        return answers
+
+    monkeypatch.setattr(transport, "publish", end_at_once)
+    relay.publish_due()
+    assert jobs()[0].state == {"complete": "completed", "cancel": "cancelled"}.get(action, "failed")
+
+
+def test_a_requeued_generation_is_not_marked_by_the_one_before(relay, monkeypatch):
+    write.enqueue(job="a")
+    transport = get_transport()
+    publish = transport.publish
+
+    def requeue_at_once(records):
+        answers = publish(records)
+        transition("requeue", Job.objects.all())
+        return answers
+
+    monkeypatch.setattr(transport, "publish", requeue_at_once)
+    relay.publish_due()
+    assert (jobs()[0].state, jobs()[0].generation) == ("pending", 2)
+
+
+# --- The loop -------------------------------------------------------------------------------------
+
+
+class Running:
+    """A relay in its thread."""
+
+    def __init__(self, **options) -> None:
+        self.errors: list[str | None] = []
+        self.told = threading.Event()
+        self.relay = Relay(on_error=self._hear, **options)
+        self.thread = threading.Thread(target=self.relay.run, daemon=True)
+
+    def _hear(self, error: str | None) -> None:
+        self.errors.append(error)
+        if error:
+            self.told.set()
+
+    def __enter__(self) -> Running:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.relay.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def arrived(alone, monkeypatch):
+    """Set by the transport as soon as a record has reached it."""
+    transport, event = get_transport(), threading.Event()
+    publish = transport.publish
+
+    def tell(records):
+        answers = publish(records)
+        if any(answer.error is None for answer in answers):
+            event.set()
+        return answers
+
+    monkeypatch.setattr(transport, "publish", tell)
+    return event
+
+
+def test_it_publishes_what_is_there_and_what_comes(arrived):
+    write.enqueue(job="before")
+    with Running():
+        assert arrived.wait(10)
+        arrived.clear()
+        write.enqueue(job="after")  # the slow poll is an hour away: a call wakes it
+        assert arrived.wait(10)
+
+
+def test_it_wakes_for_the_job_that_falls_due_next(arrived):
+    write.using(delay=timedelta(milliseconds=200)).enqueue(job="soon")
+    with Running():
+        assert arrived.wait(10)
+
+
+def test_it_stops_at_once_though_it_waits(alone):
+    with Running() as running:
+        wake(RELAY_CHANNEL)
+    assert not running.thread.is_alive()
+    assert get_coordination().holders([LEASE]) == {}
+
+
+def test_on_standby_it_does_nothing_until_the_lease_is_free(arrived):
+    # Given: another relay that is alive
+    get_coordination().claim([LEASE], "the other", timedelta(minutes=5))
+    write.enqueue(job="a")
+    with Running():
+        # When, then
+        assert not arrived.wait(0.6)
+        assert jobs()[0].state == "pending"
+        # And once the other has died
+        get_coordination().release([LEASE], "the other")
+        assert arrived.wait(10)
+
+
+def test_without_coordination_every_relay_works(arrived, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise CoordinationError("away")
+
+    for name in ("claim", "renew", "release", "listen", "notify"):
+        monkeypatch.setattr(get_coordination(), name, refuse)
+    write.enqueue(job="a")
+    with Running():
+        assert arrived.wait(10)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PublishError("broker away"), OperationalError("database away"), ValueError("a bug")],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_goes_wrong_is_told_waited_out_and_survived(arrived, monkeypatch, error):
+    """Promise 3: a relay that died of an error would leave every later job unpublished."""
+    # Given
+    broken = iter([True])
+    publish_due = Relay.publish_due
+
+    def fail_once(self):
+        if next(broken, False):
+            raise error
+        return publish_due(self)
+
+    monkeypatch.setattr(Relay, "publish_due", fail_once)
+    write.enqueue(job="a")
+    # When
+    with Running() as running:
+        # Then
+        assert running.told.wait(10)
+        assert running.errors[0] == str(error)
+        assert arrived.wait(10)
+
+
+def test_an_outage_of_the_transport_is_told_and_its_end_too(alone):
+    # Given
+    get_transport().fail("broker away")
+    write.enqueue(job="a")
+    with Running() as running:
+        assert running.told.wait(10)
+        assert running.errors == ["broker away"]
+    assert jobs()[0].state == "pending"
+    # When
+    get_transport().fail(None)
+    make_everything_due()
+    Running().relay.publish_due()
+    # Then
+    assert jobs()[0].state == "queued"
+
+
+def test_one_job_nobody_can_send_does_not_hold_up_the_others(alone, monkeypatch):
+    # Given: a header no version of this package would store today
+    JobFactory(queue="ledger", handler="ledger.write", headers={"trace": 1})
+    write.enqueue(job="good")
+    # When
+    alone.publish_due()
+    # Then
+    bad, good = jobs()
+    assert (bad.state, good.state) == ("pending", "queued")
+    assert bad.error.startswith("Not published: ")
