@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kjo_django.producer.hooks import enqueue_on_save
     from kjo_django.producer.model_producer import ModelProducer
     from kjo_django.producer.template import AbstractProducer
+    from kjo_django.queue import Queue
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _PUBLIC = {
     "ModelConsumer": "kjo_django.consumer.model_consumer",
     "ModelProducer": "kjo_django.producer.model_producer",
     "PermanentError": "kjo_django.exceptions",
+    "Queue": "kjo_django.queue",
     "Retry": "kjo_django.exceptions",
     "enqueue_on_save": "kjo_django.producer.hooks",
     "job": "kjo_django.producer.definition",
@@ -42,6 +44,7 @@ __all__ = [
     "ModelConsumer",
     "ModelProducer",
     "PermanentError",
+    "Queue",
     "Retry",
     "enqueue_on_save",
     "job",

@@ -8,6 +8,7 @@ KjoError
 │   ├── JobNotFoundError          JOB_NOT_FOUND
 │   ├── JobCancelledError         JOB_CANCELLED
 │   ├── JobStateError             JOB_STATE       an operation the job's state does not allow
+│   ├── UncommittedJobError       UNCOMMITTED     waiting for a job of an open transaction
 │   ├── StalledError              STALLED         the worker died or froze during the attempt
 │   └── StorageError              STORAGE_ERROR
 ├── PayloadError                  also a ValueError: refused before anything is written
@@ -90,6 +91,12 @@ class JobStateError(JobQueueError):
     """The job's present state does not allow the operation; nothing was changed."""
 
     code = "JOB_STATE"
+
+
+class UncommittedJobError(JobQueueError):
+    """Waiting inside the transaction that has not committed the job would never end."""
+
+    code = "UNCOMMITTED"
 
 
 class StalledError(JobQueueError):

@@ -41,6 +41,8 @@ class JobContext:
     unique_id: str | None = None
     """The id given to ``enqueue``, if one was."""
     generation: int = 1
+    result_ttl: int | None = None
+    """Milliseconds its outcome is kept, where the run decided that it shall differ."""
     lease: str = ""
     is_atomic: bool = True
     abort_reason: Abort | None = None

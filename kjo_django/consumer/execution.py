@@ -34,6 +34,8 @@ class Ran:
     error: BaseException | None = None
     abort_reason: Abort | None = None
     """Why the run was asked to end early, if it was."""
+    result_ttl: int | None = None
+    """Milliseconds its outcome is kept, where the run changed that."""
 
 
 def make_context(
@@ -169,8 +171,11 @@ async def _run_one(delivery: Delivery, context: JobContext, watch: TimeoutWatch)
         coroutine = handler.function(*positional, **named)
         value = _wrap(delivery, await _with_limit(coroutine, context, time_limit(delivery)))
     except ENDINGS as error:
-        seconds = time.perf_counter() - start
-        return Ran(started_at, seconds, error=error, abort_reason=context.abort_reason)
+        ran = Ran(started_at, time.perf_counter() - start, error=error)
+        ran.abort_reason, ran.result_ttl = context.abort_reason, context.result_ttl
+        return ran
     finally:
         watch.running.leave(context)
-    return Ran(started_at, time.perf_counter() - start, value)
+    ran = Ran(started_at, time.perf_counter() - start, value)
+    ran.result_ttl = context.result_ttl
+    return ran

@@ -29,6 +29,8 @@ def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] |
         seconds=ran.seconds,
     )
     outcome.notes["max_attempts"] = start.max_attempts
+    if ran.result_ttl is not None:
+        outcome.notes["result_ttl"] = ran.result_ttl
     if ran.error is None:
         return outcome
     if ran.abort_reason is Abort.CANCELLED:

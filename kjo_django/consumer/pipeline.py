@@ -281,7 +281,7 @@ class Pipeline:
                 ran.value = call(delivery, context, self._watch)
         except ENDINGS as error:
             ran.error, ran.abort_reason = error, context.abort_reason
-        ran.seconds = time.perf_counter() - clock
+        ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
         if ran.error is not None and _is_broken(connection):
             # Gone, and with it the group's transaction; the error is the job's only if it was
             # alone in it, see above.

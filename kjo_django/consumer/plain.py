@@ -120,7 +120,7 @@ class PlainRunner:
             ran.value = call(delivery, context, self._watch)
         except ENDINGS as error:
             ran.error, ran.abort_reason = error, context.abort_reason
-        ran.seconds = time.perf_counter() - clock
+        ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
         self._on_measure(delivery.kind, ran.seconds)
         return [ran]
 

@@ -77,7 +77,27 @@ def complete(using: str, outcomes: Sequence[Outcome], token: str | None = None) 
         return set()
     now = timezone.now()
     if connections[using].vendor == "postgresql":
-        return _complete_at_once(using, done, now, token)
+        recorded = _complete_at_once(using, done, now, token)
+    else:
+        recorded = _complete_one_by_one(using, done, now, token)
+    _change_lifetimes(using, [o for o in done if "result_ttl" in o.notes], now)
+    return recorded
+
+
+def _change_lifetimes(using: str, outcomes: Sequence[Outcome], now: datetime) -> None:
+    """Let results live as long as their handlers' hooks said: seldom, so apart from the rest."""
+    for outcome in outcomes:
+        job = outcome.job
+        assert job is not None
+        lasts = outcome.notes["result_ttl"]
+        Job.objects.using(using).at(job["id"], job["generation"]).update(
+            result_ttl=lasts, result_expires_at=now + timedelta(milliseconds=lasts)
+        )
+
+
+def _complete_one_by_one(
+    using: str, done: Sequence[Outcome], now: datetime, token: str | None
+) -> set[Any]:
     recorded = set()
     for outcome in done:
         job = outcome.job
@@ -233,8 +253,8 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
             _send_retry(using, row)
         return row.pk, True
     if not is_retry:
-        ttl = timedelta(milliseconds=job["result_ttl"])
-        changes["result_expires_at"] = now + ttl
+        changes["result_ttl"] = outcome.notes.get("result_ttl", job["result_ttl"])
+        changes["result_expires_at"] = now + timedelta(milliseconds=changes["result_ttl"])
     rows = (
         Job.objects.using(using).at(job["id"], job["generation"]).filter(attempts=job["attempts"])
     )

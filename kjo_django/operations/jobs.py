@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -25,6 +25,7 @@ from kjo_django import signals, states
 from kjo_django.backends import get_coordination
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.consumer.leases import alive_name, lease_name
+from kjo_django.consumer.running import ABORT_TTL, abort_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, transition
@@ -38,6 +39,7 @@ from kjo_django.operations.rows import (
 )
 from kjo_django.producer import dispatch
 from kjo_django.producer.enqueue import fresh_run
+from kjo_django.producer.wakeups import call_waiters
 
 logger = logging.getLogger("kjo_django")
 
@@ -94,13 +96,20 @@ class Taken:
     """Jobs locked for a change, and those that cannot be had."""
 
     free: list[Job] = field(default_factory=list)
-    busy_count: int = 0
+    busy: set[Any] = field(default_factory=set)
+    """Keys of those somebody is processing."""
     missing_count: int = 0
+
+    @property
+    def busy_count(self) -> int:
+        """How many somebody is processing."""
+        return len(self.busy)
 
 
 def cancel(
     jobs: Selection,
     *,
+    abort: bool = False,
     actor: str = "",
     on_changed: Observer | None = None,
     progress: Progress = no_progress,
@@ -110,21 +119,34 @@ def cancel(
     A message already with the broker cannot be withdrawn: its consumer finds the row cancelled and
     drops it (X-9).
 
+    :param abort: ask running ones to end. They are still counted as processing: within two seconds
+        ``context.aborted`` is true there; a handler that then fails ends as cancelled, with its
+        writes undone, and one that completes has completed.
     :param actor: who asked, for the log.
     :param on_changed: told of the jobs of each chunk inside its transaction.
+    :raises CoordinationError: running jobs cannot be asked; the others are cancelled.
     """
     outcomes = Outcomes()
+    using = dispatch.jobs_database()
     for keys in chunks(jobs):
-        with transaction.atomic(using=dispatch.jobs_database()):
-            _cancel_chunk(keys, outcomes, on_changed)
+        with transaction.atomic(using=using):
+            busy = _cancel_chunk(keys, outcomes, on_changed)
+        if abort and busy:
+            _ask_to_abort(using, busy)
         progress(outcomes.total, None)
     _log("Cancelled", outcomes.changed_count, actor)
     return outcomes
 
 
-def cancel_one(id: uuid.UUID | str, *, actor: str = "") -> CancelResult:
+def cancel_one(id: uuid.UUID | str, *, abort: bool = False, actor: str = "") -> CancelResult:
     """Cancel one job and return what came of it (PJQ-52)."""
-    return CancelResult(next(iter(cancel([id], actor=actor).counts)))
+    return CancelResult(next(iter(cancel([id], abort=abort, actor=actor).counts)))
+
+
+def _ask_to_abort(using: str, keys: Collection[Any]) -> None:
+    rows = Job.objects.using(using).filter(pk__in=keys).values_list("pk", "generation")
+    marks = {abort_name(str(id)): str(generation) for id, generation in rows}
+    get_coordination().set_marks(marks, ABORT_TTL)
 
 
 def requeue(
@@ -197,7 +219,7 @@ def take(keys: Sequence[Any]) -> Taken:
     busy = _being_processed(held)
     return Taken(
         free=[job for job in held if job.pk not in busy],
-        busy_count=len(present) - len(held) + len(busy),
+        busy=present - {job.pk for job in held} | busy,
         missing_count=len(keys) - len(present),
     )
 
@@ -251,7 +273,8 @@ def live_leases(leases: Sequence[str]) -> set[str]:
     return {name for name, token in owners.items() if alive_name(token) in living}
 
 
-def _cancel_chunk(keys: Sequence[Any], outcomes: Outcomes, on_changed: Observer | None) -> None:
+def _cancel_chunk(keys: Sequence[Any], outcomes: Outcomes, on_changed: Observer | None) -> set[Any]:
+    """Cancel a chunk in the caller's transaction; return the keys of those being processed."""
     using = dispatch.jobs_database()
     taken = take(keys)
     outcomes.add(CancelResult.NOT_FOUND, taken.missing_count)
@@ -261,7 +284,7 @@ def _cancel_chunk(keys: Sequence[Any], outcomes: Outcomes, on_changed: Observer 
             outcomes.add(job.state)
     open_jobs = [job for job in taken.free if job.state in states.OPEN]
     if not open_jobs:
-        return
+        return taken.busy
     changed = transition(
         "cancel",
         Job.objects.using(using).filter(pk__in=[job.pk for job in open_jobs]),
@@ -273,7 +296,8 @@ def _cancel_chunk(keys: Sequence[Any], outcomes: Outcomes, on_changed: Observer 
     outcomes.changed_count += changed
     if on_changed is not None:
         on_changed(open_jobs)
-    tell_after_commit(using, functools.partial(_tell, signals.job_cancelled, open_jobs))
+    tell_after_commit(using, functools.partial(_tell_cancelled, open_jobs))
+    return taken.busy
 
 
 def _requeue_in_queue(using: str, name: str, keys: Sequence[Any]) -> None:
@@ -332,6 +356,12 @@ def _tell(signal: Any, jobs: Sequence[Job]) -> None:
             queue=job.queue,
             handler=job.handler,
         )
+
+
+def _tell_cancelled(jobs: Sequence[Job]) -> None:
+    channels = {(job.headers or {}).get(names.REPLY_TO, "") for job in jobs}
+    call_waiters(channels)
+    _tell(signals.job_cancelled, jobs)
 
 
 def _tell_requeued(jobs: Sequence[Job], letters: Sequence[DeadLetter]) -> None:

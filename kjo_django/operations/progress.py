@@ -1,0 +1,25 @@
+"""How far running jobs say they have got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kjo_django.backends import get_coordination
+from kjo_django.consumer.running import Progress, load_progress, progress_name
+from kjo_django.exceptions import CoordinationError
+
+__all__ = ["Progress", "progress_of"]
+
+
+def progress_of(job_ids: Sequence[object]) -> dict[str, Progress]:
+    """Return the latest word of each job that has said something within the hour, by its id as
+    text, in one round trip. Nothing when coordination cannot be reached."""
+    if not job_ids:
+        return {}
+    names = {progress_name(str(id)): str(id) for id in job_ids}
+    try:
+        marks = get_coordination().get_marks(list(names))
+    except CoordinationError:
+        return {}
+    found = {names[name]: load_progress(value) for name, value in marks.items()}
+    return {id: progress for id, progress in found.items() if progress is not None}

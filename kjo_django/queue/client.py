@@ -1,0 +1,368 @@
+"""``Queue``: enqueue, wait, cancel and look, by ids of the caller's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, overload
+
+from asgiref.sync import sync_to_async
+from django.db import connections, transaction
+
+from kjo_django import registry
+from kjo_django.conf import declare_queue, declared_queues, get_settings, whole
+from kjo_django.exceptions import JobNotFoundError, JobStateError
+from kjo_django.messages.serializers import JSON, Serializer
+from kjo_django.models import DeadLetter, Job
+from kjo_django.operations import jobs as operations
+from kjo_django.operations import results
+from kjo_django.operations.jobs import CancelResult, RequeueResult
+from kjo_django.operations.results import NO_RESULT, MessageStatus, UpdateTtlResult
+from kjo_django.operations.waiting import (
+    DEFAULT_TIMEOUT,
+    Awaited,
+    Waiter,
+    failure_of,
+    refuse_in_transaction,
+)
+from kjo_django.producer.dispatch import jobs_database
+from kjo_django.producer.enqueue import EnqueueResult, store
+from kjo_django.queue.building import JobBuilder
+from kjo_django.queue.events import Events, Listener
+from kjo_django.queue.handlers import Hook, QueueHandler, adapt
+from kjo_django.queue.local import LocalWorker
+from kjo_django.states import JobState
+
+
+class Queue:
+    """A queue of messages known by their callers' ids. Thread-safe.
+
+    :param name: of the queue, as in ``KJO["QUEUES"]``.
+    :param max_attempts: executions of a job, unless its enqueue says otherwise; if neither this nor
+        ``KJO["QUEUES"]`` does, 3.
+    :param max_retries: the same by its other name: 3 retries are 3 executions (X-1).
+    :param result_ttl: how long results and errors are kept; a timedelta or whole milliseconds. It
+        is resolved when a job is enqueued and stored with it (PJQ-41).
+    :param concurrency: groups of this queue one worker runs at once. For a queue that
+        ``KJO["QUEUES"]`` does not name, 1 if not given: first in, first out.
+    :param serializer: of payloads.
+    :param result_serializer: of results, where it is another one.
+    :param worker_id: name of the worker that ``start`` begins; ``<host>-<pid>`` if not given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_attempts: int | None = None,
+        max_retries: int | None = None,
+        result_ttl: timedelta | int | None = None,
+        concurrency: int | None = None,
+        serializer: Serializer = JSON,
+        result_serializer: Serializer | None = None,
+        worker_id: str | None = None,
+    ) -> None:
+        if max_attempts is not None and max_retries is not None:
+            raise ValueError("Give max_attempts or max_retries, not both: they are the same count")
+        self.name = name
+        self.job_type = f"queue:{name}"
+        """What its jobs name as their handler."""
+        attempts = max_attempts if max_attempts is not None else max_retries
+        self._builder = JobBuilder(name, self.job_type, attempts, result_ttl, serializer)
+        self._serializer = serializer
+        self._result_serializer = result_serializer
+        self._worker_id = worker_id
+        self._events = Events(name, self.job_type)
+        self._lock = threading.RLock()
+        self._is_started = False
+        self._worker: LocalWorker | None = None
+        self._declare(concurrency)
+
+    def __repr__(self) -> str:
+        return f"<queue {self.name}>"
+
+    def _declare(self, concurrency: int | None) -> None:
+        if concurrency is None and self.name not in get_settings().queues:
+            concurrency = 1
+        if concurrency is not None and self.name not in declared_queues():
+            declare_queue(self.name, concurrency=whole(1)(concurrency))
+
+    # --- Handling ---------------------------------------------------------------------------------
+
+    def execute(
+        self,
+        handler: Callable[..., Any],
+        *,
+        atomic: bool = True,
+        timeout: timedelta | None = None,
+        after_execution: Hook | None = None,
+    ) -> None:
+        """Run this queue's jobs with ``handler(job)``: sync, async, or ``handler(job, callback)``.
+
+        Before or after ``start``; at import time for workers that are processes of their own.
+
+        :param atomic: run in the transaction that records the outcome, see ``@job``.
+        :param timeout: longest run of an attempt.
+        :param after_execution: may change result, error and lifetime before they are stored.
+        """
+        function = adapt(handler, after_execution, self._complain)
+        options = registry.HandlerOptions(
+            name=self.job_type,
+            queue=self.name,
+            timeout=timeout,
+            atomic=atomic,
+            takes_context=True,
+            serializer=self._serializer,
+            result_serializer=self._result_serializer,
+        )
+        registry.register(QueueHandler(function, options))
+        with self._lock:
+            if self._is_started:
+                self._ensure_worker()
+
+    @overload
+    def handler(self, function: Callable[..., Any], /) -> Callable[..., Any]: ...
+    @overload
+    def handler(
+        self,
+        /,
+        *,
+        atomic: bool = True,
+        timeout: timedelta | None = None,
+        after_execution: Hook | None = None,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+    def handler(self, function: Any = None, /, **options: Any) -> Any:
+        """``execute`` as a decorator; the function stays callable as it was."""
+
+        def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.execute(function, **options)
+            return function
+
+        return declare if function is None else declare(function)
+
+    def start(self) -> None:
+        """Begin to run jobs in a thread of this process, if there is a handler. Idempotent.
+
+        For scripts, tests and small services. Elsewhere run ``manage.py kjo_consume`` and do not
+        call it: enqueueing, waiting and looking need no start.
+        """
+        with self._lock:
+            was_started, self._is_started = self._is_started, True
+            self._ensure_worker()
+        if not was_started:
+            self._events.emit("started")
+
+    def stop(self) -> None:
+        """Let what runs end within ``SHUTDOWN_GRACE`` and hand the rest back. Idempotent."""
+        with self._lock:
+            was_started, self._is_started = self._is_started, False
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop()
+        if was_started:
+            self._events.emit("stopped")
+
+    def _ensure_worker(self) -> None:
+        if self._worker is None and registry.find(self.job_type) is not None:
+            self._worker = LocalWorker(self.name, self._worker_id, self._complain)
+            self._worker.start()
+
+    def on(self, event: str, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` when ``event`` happens in this process; returns what undoes it.
+
+        ``completed(id, result)``, ``failed(id, error)``, ``failing(id, error, attempt)``,
+        ``enqueued(id)``, ``stalled(id)``, ``cancelled(id)``, ``requeued(id)``, ``started()``,
+        ``stopped()``, ``error(error)``.
+        """
+        return self._events.on(event, listener)
+
+    def _complain(self, error: Exception) -> None:
+        self._events.emit("error", error)
+
+    # --- Enqueueing -------------------------------------------------------------------------------
+
+    def enqueue(
+        self, id: str, payload: Any, *, retry_failed: bool = False, **options: Any
+    ) -> EnqueueResult:
+        """Store a job, once per id, joining the caller's transaction (PJQ-03, PJQ-F1, PJQ-F2).
+
+        The first accepted enqueue decides payload, lifetime and attempts. Everything is validated
+        before anything is written.
+
+        :param retry_failed: begin anew where the job of this id has failed, instead of answering
+            ``duplicate`` until its error expires.
+        :param options: ``max_attempts``, ``result_ttl`` (timedelta or whole milliseconds),
+            ``delay``, ``run_at``, ``expires_at``, ``key``, ``headers``, ``correlation_id``,
+            ``serializer``.
+        """
+        return self._store(self._builder.build(id, payload, **options), retry_failed)
+
+    def enqueue_and_wait(
+        self,
+        id: str,
+        payload: Any,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry_failed: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Enqueue and return the handler's result (PJQ-04, PJQ-61).
+
+        A living result of the same id is returned at once; a job of this id that is under way is
+        waited for.
+
+        :param timeout: seconds.
+        :raises JobTimeoutError: the time is over; the job may still complete (PJQ-63).
+        :raises JobFailedError: it failed for good, now or before (PJQ-F3).
+        :raises JobCancelledError: it was cancelled meanwhile.
+        :raises UncommittedJobError: called inside a transaction.
+        """
+        with Waiter(timeout) as waiter:
+            is_known, awaited = self._enqueue_for(waiter, id, payload, retry_failed, options)
+            return awaited if is_known else waiter.wait(awaited)
+
+    def wait(self, id: str, *, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """Return the result of a job enqueued before, found by polling; raises as
+        ``enqueue_and_wait``, and ``JobNotFoundError`` for an unknown id."""
+        with Waiter(timeout) as waiter:
+            job = self._find(id)
+            return waiter.wait(Awaited(job.pk, id, job.created_at))
+
+    def _enqueue_for(
+        self, waiter: Waiter, id: str, payload: Any, retry_failed: bool, options: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Return True and the result if it is known, else False and whom to wait for."""
+        job = self._builder.build(id, payload, reply_to=waiter.channel, **options)
+        if connections[jobs_database()].in_atomic_block:
+            status = results.status_of(self.name, id)
+            if status is None or (status.result is NO_RESULT and status.state != "failed"):
+                refuse_in_transaction(id)
+        answer = self._store(job, retry_failed)
+        if answer.status == "completed":
+            return True, answer.result
+        if answer.is_new:
+            is_called = waiter.channel is not None
+            return False, Awaited(answer.job_id, id, job.created_at, is_called)
+        if answer.existing_state == "failed":
+            failed = Job.objects.using(jobs_database()).only("error").get(pk=answer.job_id)
+            raise failure_of(id, failed.error)
+        return False, Awaited(answer.job_id, id)
+
+    def _store(self, job: Job, retry_failed: bool) -> EnqueueResult:
+        (answer,) = self._store_anew(job) if retry_failed else store([job])
+        if answer.existing_state in ("queued", "failing"):
+            # A running atomic job shows by its lease, not in its row.
+            status = results.status_of(self.name, job.unique_id or "")
+            if status is not None and status.state == "processing":
+                return replace(answer, existing_state="processing")
+        return answer
+
+    def _store_anew(self, job: Job) -> list[EnqueueResult]:
+        """Store it even if a job of this id has failed; what told of that failure is closed."""
+        using = jobs_database()
+        with transaction.atomic(using=using, savepoint=False):
+            answers = store([job], revives_failed=True)
+            if answers[0].is_new:
+                letters = DeadLetter.objects.using(using).filter(job_id=answers[0].job_id)
+                operations.close_as_replayed(letters, "a new enqueue")
+            return answers
+
+    # --- Looking and changing ---------------------------------------------------------------------
+
+    def cancel(self, id: str, *, abort: bool = False) -> CancelResult:
+        """Cancel a job that is not running; ``cancelled``, ``not_found``, ``processing``,
+        ``completed`` or ``failed`` (PJQ-05, PJQ-F5).
+
+        :param abort: ask a running one to end, see ``JobContext.aborted``. The answer is
+            ``processing`` all the same: whether it ends as cancelled, its handler decides.
+        """
+        key = self._key_of(id)
+        if key is None:
+            return CancelResult.NOT_FOUND
+        return operations.cancel_one(key, abort=abort)
+
+    def get_status(self, id: str) -> MessageStatus | None:
+        """Return what is known of a job, None for an unknown id (PJQ-07)."""
+        return results.status_of(self.name, id)
+
+    def get_result(self, id: str, default: Any = NO_RESULT) -> Any:
+        """Return a completed job's result while it lives, else ``default`` (PJQ-06).
+
+        A handler that returned None has a result, which is None; ``NO_RESULT`` is none.
+        """
+        found = results.result_for(self.name, id)
+        return default if found is NO_RESULT else found
+
+    def update_result_ttl(self, id: str, result_ttl: timedelta | int) -> UpdateTtlResult:
+        """Keep a finished job's result or error for this long from now on (O-02)."""
+        return results.update_result_ttl(self.name, id, result_ttl)
+
+    def retry(self, id: str) -> RequeueResult:
+        """Give a failed or cancelled job a new run with its own payload and all its attempts.
+
+        :raises JobStateError: it neither failed nor was cancelled; nothing was changed.
+        """
+        job = results.find(self.name, id)
+        if job is None:
+            return RequeueResult.NOT_FOUND
+        if job.state not in (JobState.FAILED, JobState.CANCELLED):
+            raise JobStateError(f"Job {id!r} is {job.state}; only failed ones can be retried")
+        outcomes = operations.requeue([job.pk])
+        return RequeueResult(next(iter(outcomes.counts)))
+
+    def retry_failed(self) -> int:
+        """Give every failed job of this queue a new run; return how many."""
+        failed = Job.objects.using(jobs_database()).filter(
+            queue=self.name, handler=self.job_type, state=JobState.FAILED
+        )
+        return operations.requeue(failed).changed_count
+
+    def _key_of(self, id: str) -> Any:
+        jobs = Job.objects.using(jobs_database()).filter(queue=self.name, unique_id=id)
+        return jobs.values_list("pk", flat=True).first()
+
+    def _find(self, id: str) -> Job:
+        job = results.find(self.name, id)
+        if job is None:
+            raise JobNotFoundError(f"Queue {self.name!r} knows no job {id!r}")
+        return job
+
+    # --- The same from asynchronous code ----------------------------------------------------------
+
+    async def aenqueue(self, id: str, payload: Any, **options: Any) -> EnqueueResult:
+        """``enqueue``."""
+        return await sync_to_async(self.enqueue)(id, payload, **options)
+
+    async def aenqueue_and_wait(
+        self,
+        id: str,
+        payload: Any,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry_failed: bool = False,
+        **options: Any,
+    ) -> Any:
+        """``enqueue_and_wait``, holding no thread while it waits."""
+        waiter = Waiter(timeout)
+        await sync_to_async(waiter.__enter__)()
+        try:
+            is_known, awaited = await sync_to_async(self._enqueue_for)(
+                waiter, id, payload, retry_failed, options
+            )
+            return awaited if is_known else await waiter.await_(awaited)
+        finally:
+            waiter.__exit__()
+
+    async def acancel(self, id: str, *, abort: bool = False) -> CancelResult:
+        """``cancel``."""
+        return await sync_to_async(self.cancel)(id, abort=abort)
+
+    async def aget_status(self, id: str) -> MessageStatus | None:
+        """``get_status``."""
+        return await sync_to_async(self.get_status)(id)
+
+    async def aget_result(self, id: str, default: Any = NO_RESULT) -> Any:
+        """``get_result``."""
+        return await sync_to_async(self.get_result)(id, default)

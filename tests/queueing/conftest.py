@@ -1,0 +1,140 @@
+"""Queues with a worker of their own in this process, on every transport.
+
+`engine` leads ``default`` to a database with real transactions and sets the transport, and each
+test has a queue nobody else uses.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import connections
+
+from kjo_django import Queue, conf, registry
+from kjo_django.backends import get_transport
+from kjo_django.operations import replies
+from tests.unit.conftest import (  # noqa: F401 - fixtures
+    _migrated_file,
+    _migrated_postgres,
+    postgres,
+    sqlite_file,
+)
+
+KAFKA = "kjo_django.transports.kafka.KafkaTransport"
+MEMORY = "kjo_django.transports.memory.MemoryTransport"
+QUICK: dict[str, Any] = {
+    "SERVICE_NAME": "tests",
+    "QUEUES": {},
+    "BACKOFF_BASE": 0.05,
+    "BACKOFF_JITTER": 0,
+    "ERROR_RECOVERY_DELAYS": {},
+    "POLL_INTERVAL": 0.3,
+    "HEARTBEAT_INTERVAL": 0.5,
+    "RECORD_LEASE": 2,
+    "SHUTDOWN_GRACE": 3,
+    "TOPIC_OPTIONS": {"partitions": 1, "replication_factor": 1},
+}
+PATIENCE = 30.0
+
+ENGINES = [
+    "memory",
+    "sqlite",
+    pytest.param("postgres", marks=pytest.mark.postgres),
+    pytest.param("kafka", marks=[pytest.mark.kafka, pytest.mark.redis, pytest.mark.postgres]),
+]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
+    """The storage-contract's engines: memory, SQLite, PostgreSQL, and Kafka with Redis."""
+    name: str = request.param
+    kjo = dict(QUICK)
+    request.getfixturevalue("sqlite_file" if name in ("memory", "sqlite") else "postgres")
+    if name == "memory":
+        kjo["TRANSPORTS"] = {"default": {"BACKEND": MEMORY}}
+    if name == "kafka":
+        servers = request.getfixturevalue("kafka_server").bootstrap_servers
+        kjo["TRANSPORTS"] = {
+            "default": {"BACKEND": KAFKA, "OPTIONS": {"bootstrap.servers": servers}}
+        }
+        settings.CACHES = {
+            **settings.CACHES,
+            "default": {
+                "BACKEND": "django_redis.cache.RedisCache",
+                "LOCATION": request.getfixturevalue("redis_server").url,
+            },
+        }
+        kjo["COORDINATION"] = {
+            "BACKEND": "kjo_django.coordination.redis.RedisCoordination",
+            "OPTIONS": {"CACHE": "default", "KEY_PREFIX": f"{uuid.uuid4().hex[:8]}:"},
+        }
+    settings.KJO = kjo
+    yield name
+    get_transport().close()
+
+
+@pytest.fixture
+def make_queue(engine: str) -> Iterator[Callable[..., Queue]]:
+    """Make queues that are stopped and forgotten after the test."""
+    made: list[Queue] = []
+
+    def make(**options: Any) -> Queue:
+        queue = Queue(f"q-{uuid.uuid4().hex[:12]}", **options)
+        made.append(queue)
+        return queue
+
+    yield make
+    for queue in made:
+        queue.stop()
+        registry.unregister(queue.job_type)
+        conf._declared.pop(queue.name, None)
+    board = replies.switchboard()
+    if board is not None:
+        board.close()
+    connections.close_all()
+
+
+@pytest.fixture
+def queue(make_queue: Callable[..., Queue]) -> Queue:
+    """A queue of this test."""
+    return make_queue()
+
+
+def wait_until(condition: Callable[[], Any], timeout: float = PATIENCE) -> Any:
+    """Return the first true answer."""
+    deadline = time.monotonic() + timeout
+    for pause in itertools.count():
+        if answer := condition():
+            return answer
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(min(0.005 * (pause + 1), 0.05))
+
+
+class Recorder:
+    """A handler that remembers what it was given, and can be told to fail or to wait."""
+
+    def __init__(self, result: Callable[[Any], Any] = lambda job: job.payload) -> None:
+        self.seen: list[tuple[str, Any, int]] = []
+        self._result = result
+        self._lock = threading.Lock()
+
+    def __call__(self, job: Any) -> Any:
+        with self._lock:
+            self.seen.append((job.id, job.payload, job.attempts))
+        return self._result(job)
+
+    @property
+    def payloads(self) -> list[Any]:
+        return [payload for _, payload, _ in self.seen]
+
+
+def collect() -> None:
+    """Let finalizers run where the test can see them."""
+    gc.collect()
