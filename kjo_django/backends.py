@@ -79,6 +79,8 @@ def _declared_groups(conf: Settings, alias: str) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys([*conf.queues, *declared_queues()]):
         queue = conf.queue(name)
+        if not queue.consume:
+            continue  # a group that never reads would leave a row of every record behind
         if queue.transport == alias and queue.consumer_group not in groups.get(queue.topic, ()):
             groups.setdefault(queue.topic, []).append(queue.consumer_group)
     return groups

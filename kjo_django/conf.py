@@ -146,6 +146,15 @@ class QueueOptions:
         optional_text, None, "Topic dead letters are sent to; '<topic>-dlq' if not given."
     )
     topic_options: dict[str, Any] = option(mapping, {}, "See the reference of topics.")
+    consume: bool = option(
+        flag, True, "False: this service publishes to the topic only; no worker subscribes to it."
+    )
+    retry_queue: str | None = option(
+        optional_text,
+        None,
+        "Queue whose topic carries the retries of messages other services share; its own if not "
+        "given.",
+    )
 
 
 @dataclass(frozen=True)
@@ -287,6 +296,13 @@ class QueueConf:
     result_ttl: timedelta
     dead_letter_topic: str
     topic_options: Mapping[str, Any]
+    consume: bool = True
+    retry_queue: str | None = None
+
+    @property
+    def retries(self) -> str:
+        """The name of the queue that holds the jobs born of its messages' failures."""
+        return self.retry_queue or self.name
 
 
 def _queue_conf(conf: Settings, name: str) -> QueueConf:
@@ -313,6 +329,8 @@ def _queue_conf(conf: Settings, name: str) -> QueueConf:
         result_ttl=given.result_ttl or conf.result_ttl,
         dead_letter_topic=given.dead_letter_topic or f"{topic}-dlq",
         topic_options={**conf.topic_options, **given.topic_options},
+        consume=given.consume,
+        retry_queue=given.retry_queue,
     )
     _queue_cache[name] = (conf, result)
     return result

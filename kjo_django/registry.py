@@ -87,6 +87,9 @@ class Handler:
     the item it is about. Its marker then only keeps two transactions from running it at once; an
     item that somebody set back runs again."""
 
+    service: str = ""
+    """Whose markers its messages get in ``processed_events``; SERVICE_NAME's if empty."""
+
     observes: bool = False
     """Whether the two hooks below do anything; the hot path asks no more of handlers that do not
     care."""
@@ -194,6 +197,12 @@ def queue_names() -> list[str]:
     """Return every queue that is declared in the settings or used by a handler, sorted."""
     used = {handler.options.queue for handler in handlers()}
     return sorted(used | set(get_settings().queues) | set(declared_queues()))
+
+
+def consumed_queue_names() -> list[str]:
+    """Return those of ``queue_names`` that workers of this project subscribe to."""
+    conf = get_settings()
+    return [name for name in queue_names() if conf.queue(name).consume]
 
 
 def default_name(function: Callable[..., Any]) -> str:

@@ -15,6 +15,7 @@ job_cancelled          job_id, unique_id, queue, handler
 job_requeued           job_id, unique_id, queue, handler
 message_dead_lettered  dead_letter_id, queue, handler, reason, error
 message_replayed       dead_letter_id, queue, handler
+event_skipped          topic, event_type
 message_discarded      dead_letter_id, queue, handler, note
 queue_paused           queue, actor
 queue_resumed          queue, actor
@@ -44,6 +45,7 @@ job_requeued = Signal()
 message_dead_lettered = Signal()
 message_replayed = Signal()
 message_discarded = Signal()
+event_skipped = Signal()
 queue_paused = Signal()
 queue_resumed = Signal()
 item_sent = Signal()

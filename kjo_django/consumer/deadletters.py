@@ -15,7 +15,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, storable_text
 from kjo_django.models import DeadLetter
 from kjo_django.retries.classification import import_path
-from kjo_django.transports.base import OutgoingRecord
+from kjo_django.transports.base import OutgoingRecord, Record
 
 MAX_TRACEBACK_LENGTH = 20_000
 MAX_HEADER_MESSAGE = 1_000
@@ -97,6 +97,18 @@ def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> Dead
     )
 
 
+def origin_headers(record: Record) -> dict[str, bytes]:
+    """Return the headers that say where a record was read first."""
+    return names.encode(
+        {
+            names.DLQ_ORIGINAL_TOPIC: record.topic,
+            names.DLQ_ORIGINAL_PARTITION: record.partition,
+            names.DLQ_ORIGINAL_OFFSET: record.offset,
+            names.DLQ_ORIGINAL_TIMESTAMP: record.timestamp and record.timestamp.isoformat(),
+        }
+    )
+
+
 def record_for_topic(outcome: Outcome) -> OutgoingRecord:
     """Return the record for the dead-letter topic: key, value and every header as they were, with
     ours added or replaced, never appended, and the first origin kept (KDLQ-F2, F3)."""
@@ -105,10 +117,6 @@ def record_for_topic(outcome: Outcome) -> OutgoingRecord:
     message = delivery.message
     told = names.encode(
         {
-            names.DLQ_ORIGINAL_TOPIC: record.topic,
-            names.DLQ_ORIGINAL_PARTITION: record.partition,
-            names.DLQ_ORIGINAL_OFFSET: record.offset,
-            names.DLQ_ORIGINAL_TIMESTAMP: record.timestamp and record.timestamp.isoformat(),
             names.DLQ_GROUP: delivery.queue.consumer_group,
             names.DLQ_HANDLER: message.type if message else None,
             names.DLQ_MESSAGE_ID: message.id if message else None,
@@ -127,7 +135,7 @@ def record_for_topic(outcome: Outcome) -> OutgoingRecord:
         topic=delivery.queue.dead_letter_topic,
         key=record.key,
         value=record.value,
-        headers={**record.headers, **told, **kept},
+        headers={**record.headers, **origin_headers(record), **told, **kept},
     )
 
 

@@ -17,6 +17,7 @@ from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import JobTimeoutError, PayloadError, PermanentError
 from kjo_django.messages import headers as names
+from kjo_django.messages.carried import carrying
 from kjo_django.messages.serializers import dump_result, serializer_for
 
 ENDINGS = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
@@ -96,14 +97,15 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
     limit = time_limit(delivery)
     watch.running.enter(context)
     try:
-        if handler.is_async:
-            coroutine = handler.function(*positional, **named)
-            value, error = async_to_sync(_contained)(coroutine, context, limit)
-            if error is not None:
-                raise error
-        else:
-            with watch.limit(context, limit):
-                value = handler.function(*positional, **named)
+        with carrying(context.headers):
+            if handler.is_async:
+                coroutine = handler.function(*positional, **named)
+                value, error = async_to_sync(_contained)(coroutine, context, limit)
+                if error is not None:
+                    raise error
+            else:
+                with watch.limit(context, limit):
+                    value = handler.function(*positional, **named)
     finally:
         watch.running.leave(context)
     return _wrap(delivery, value)
@@ -168,8 +170,9 @@ async def _run_one(delivery: Delivery, context: JobContext, watch: TimeoutWatch)
     watch.running.enter(context)
     try:
         positional, named = arguments_of(delivery, context)
-        coroutine = handler.function(*positional, **named)
-        value = _wrap(delivery, await _with_limit(coroutine, context, time_limit(delivery)))
+        with carrying(context.headers):
+            coroutine = handler.function(*positional, **named)
+            value = _wrap(delivery, await _with_limit(coroutine, context, time_limit(delivery)))
     except ENDINGS as error:
         ran = Ran(started_at, time.perf_counter() - start, error=error)
         ran.abort_reason, ran.result_ttl = context.abort_reason, context.result_ttl

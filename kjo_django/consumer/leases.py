@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -22,10 +23,14 @@ from kjo_django.producer.dispatch import jobs_database
 logger = logging.getLogger("kjo_django")
 
 COMPLAINT_INTERVAL = 10.0
+MAX_LEASED_ID = 210
+"""Longer than every message id of ours; ids of others may have 255 characters."""
 
 
 def lease_name(queue: QueueConf, message_id: str) -> str:
-    """Return ``CONS:PREFIX:id`` (KJO-60)."""
+    """Return ``CONS:PREFIX:id`` (KJO-60); a digest stands for an id too long for a name."""
+    if len(message_id) > MAX_LEASED_ID:
+        message_id = hashlib.sha256(message_id.encode("utf-8", "replace")).hexdigest()
     return f"CONS:{queue.key_prefix}:{message_id}"
 
 

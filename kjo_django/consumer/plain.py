@@ -8,7 +8,7 @@ the lease: a worker that was frozen past it loses.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from django.utils import timezone
@@ -22,7 +22,7 @@ from kjo_django.consumer.outcomes import Resting, acknowledge, outcome_of
 from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Outcome, Result
-from kjo_django.models import Job, ProcessedEvent
+from kjo_django.models import EventKey, Job, ProcessedEvent
 from kjo_django.producer.dispatch import jobs_database
 
 
@@ -71,7 +71,7 @@ class PlainRunner:
         with settlement.in_transaction(using):
             wanted = {d: d.event_key(service) for d in deliveries}
             rows = load_rows(using, deliveries, lock=True)
-            known = _processed(using, deliveries, service)
+            known = _processed(using, wanted.values())
             for delivery in deliveries:
                 row = rows.get(row_id(delivery))
                 start = attempts.judge(
@@ -161,8 +161,11 @@ def _judges_itself(outcome: Outcome) -> bool:
     return handler is not None and handler.judges_itself
 
 
-def _processed(using: str, deliveries: Sequence[Delivery], service: str) -> set[Any]:
+def _processed(using: str, keys: Iterable[EventKey]) -> set[EventKey]:
     """Return the event keys of the group that are marked already."""
-    ids = [d.message.id for d in deliveries if d.message is not None]
-    rows = ProcessedEvent.objects.using(using).filter(service_name=service, event_id__in=ids)
+    wanted = set(keys)
+    rows = ProcessedEvent.objects.using(using).filter(
+        service_name__in={key.service_name for key in wanted},
+        event_id__in={key.event_id for key in wanted},
+    )
     return {row.event_key for row in rows}

@@ -18,7 +18,7 @@ def row_id(delivery: Delivery) -> str:
     """Return the key of its row in what ``load_rows`` returns."""
     message = delivery.message
     assert message is not None
-    return message.job_id or f"unique:{message.id}"
+    return message.job_id or f"unique:{message.row_name}"
 
 
 def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict[str, Any]:
@@ -32,13 +32,13 @@ def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict
             ids.append(id)
         if message.job_id is None or message.service != service:
             # Another service's job has no row here, but for the one its first failure bore.
-            foreign[message.id] = row_id(delivery)
+            foreign[message.row_name] = row_id(delivery)
     found = {}
     if ids:
         found.update(_rows_of(using, ids, lock=lock))
     foreign = {id: place for id, place in foreign.items() if place not in found}
     if foreign:
-        queue = deliveries[0].queue.name
+        queue = deliveries[0].queue.retries
         rows = Job.objects.using(using).filter(queue=queue, unique_id__in=list(foreign))
         for row in rows.values(*COLUMNS):
             found[foreign[row["unique_id"]]] = row

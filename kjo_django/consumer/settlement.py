@@ -17,6 +17,7 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer.deadletters import (
     dead_letter_of,
     error_text,
+    origin_headers,
     reasons,
     record_for_topic,
     traceback_text,
@@ -281,11 +282,17 @@ def _birth(outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | No
     if outcome.result is not Result.RETRIED:
         return None
     # Its headers travel on with the retry, whoever set them.
-    headers = {name: names.text(record.headers, name) for name in record.headers}
-    try:
-        id = uuid.UUID(message.id)
-    except ValueError:
-        id = uuid7()
+    headers = names.for_row(record.headers)
+    queue = delivery.queue
+    if queue.retries != queue.name:
+        # It goes on in a topic of its own, and its dead letter is to name where it came from.
+        headers = {**names.for_row(origin_headers(record)), **headers}
+    id = uuid7()
+    if not message.unique_id:
+        try:
+            id = uuid.UUID(message.id)
+        except ValueError:
+            pass  # others name their messages as they like
     if str(id) != message.id:
         headers[ORIGIN_ID] = message.id
     handler = delivery.handler
@@ -295,15 +302,15 @@ def _birth(outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | No
     key = message.lease_id or (delivery.record.key or b"").decode("utf-8", "replace")
     return Job(
         id=id,
-        queue=delivery.queue.name,
+        queue=queue.retries,
         handler=message.type,
-        unique_id=message.id,
+        unique_id=message.row_name,
         key=storable_text(key, 255),
         state=JobState.FAILING,
         max_attempts=limit,
         payload=message.payload,
         content_type=storable_text(message.content_type, 50),
-        headers={storable_text(k): storable_text(v) for k, v in headers.items()} or None,
+        headers=headers or None,
         created_at=message.timestamp or now,
         result_ttl=ttl,
         topic=delivery.record.topic,

@@ -80,7 +80,8 @@ class Delivery:
     def event_key(self, service: str) -> EventKey:
         """Its row in ``processed_events``."""
         assert self.message is not None
-        return EventKey(self.message.id, service, self.message.type)
+        owner = self.handler.service if self.handler is not None else ""
+        return EventKey(self.message.id, owner or service, self.message.type)
 
 
 class Result(enum.Enum):

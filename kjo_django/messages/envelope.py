@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
@@ -39,6 +40,14 @@ class Message:
     timestamp: datetime | None
     lease_id: str = ""
     """What is leased while it runs; its id unless several messages concern one item."""
+    unique_id: str = ""
+    """Of a message nobody enqueued here, what the row of its retries is known by; its id if not
+    given. Needed where an id alone does not tell two messages apart."""
+
+    @property
+    def row_name(self) -> str:
+        """The unique id of the row a first failure leaves."""
+        return self.unique_id or self.id
 
 
 def job_headers(
@@ -50,10 +59,10 @@ def job_headers(
     generation: int,
     attempt: int,
     content_type: str,
-    extra: Mapping[str, str] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
     """Return the headers of a job's message; ours win over ``extra``."""
-    result = {name: value.encode() for name, value in extra.items()} if extra else {}
+    result = names.from_row(extra)
     result[names.ID] = id.encode()
     result[names.TYPE] = type.encode()
     result[names.JOB_ID] = job_id.encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from typing import Any
 
 from kjo_django.messages.serializers import storable_text
 
@@ -21,8 +22,12 @@ REPLAY_COUNT = "kjo-replay-count"
 REPLY_TO = "kjo-reply-to"
 """The channel to call when the job has ended: somebody waits for it."""
 
+# Only in a row, of a record for others: the key's bytes where they are no text of 255 characters.
+RAW_KEY = "kjo-raw-key"
+
 # Carried through untouched (KII-36).
 TRACEPARENT = "traceparent"
+TRACESTATE = "tracestate"
 CORRELATION_ID = "correlation-id"
 
 # A dead letter: all original headers stay, these are added or replaced (KAFKA.md 2.3).
@@ -79,6 +84,29 @@ def encode(values: Mapping[str, object]) -> dict[str, bytes]:
         name: str(value).encode("utf-8", "replace")
         for name, value in values.items()
         if value is not None
+    }
+
+
+def for_row(headers: Mapping[str, bytes]) -> dict[str, Any]:
+    """Make headers fit ``Job.headers``: text as text, other bytes as ``{"base64": …}``."""
+    stored: dict[str, Any] = {}
+    for name, value in headers.items():
+        try:
+            text = (value or b"").decode()
+        except UnicodeDecodeError:
+            text = "\0"
+        is_text = text == storable_text(text)
+        stored[storable_text(name)] = (
+            text if is_text else {"base64": base64.b64encode(value).decode()}
+        )
+    return stored
+
+
+def from_row(stored: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """Undo ``for_row``."""
+    return {
+        name: base64.b64decode(value["base64"]) if isinstance(value, Mapping) else value.encode()
+        for name, value in (stored or {}).items()
     }
 
 

@@ -96,6 +96,7 @@ class DeadLetter(models.Model):
         permissions = (
             ("replay_dlq", _("Can replay dead letters")),
             ("discard_dlq", _("Can discard dead letters")),
+            ("edit_payload", _("Can change a dead letter's payload and replay it")),
         )
         indexes = (
             # The open ones, newest first, and the replayer's walk through them.

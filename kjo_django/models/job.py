@@ -93,6 +93,16 @@ class Job(models.Model):
     )
     result_expires_at = models.DateTimeField(_("result expires at"), null=True, blank=True)
     error = models.CharField(_("error"), max_length=MAX_ERROR_LENGTH, blank=True, default="")
+    destination = models.CharField(
+        _("destination"),
+        max_length=249,
+        blank=True,
+        default="",
+        help_text=_(
+            "Of a record for others (an event, a redelivery): the topic its bytes are published "
+            "to. Such a row is completed by that; nothing of ours consumes it."
+        ),
+    )
     topic = models.CharField(_("topic"), max_length=249, blank=True, default="")
     partition = models.IntegerField(_("partition"), null=True, blank=True)
     offset = models.BigIntegerField(_("offset"), null=True, blank=True)

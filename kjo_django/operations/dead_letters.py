@@ -287,7 +287,7 @@ class _Replayer:
 
     def _replay_message(self, letter: DeadLetter) -> None:
         queue = republishing.queue_of(letter.queue, letter.topic)
-        topic = letter.topic or (queue.topic if queue else "")
+        topic = republishing.replay_topic_of(queue, letter.topic) if queue else ""
         if queue is None or not topic:
             self._refuse(letter, REFUSED_NO_SOURCE)
             return

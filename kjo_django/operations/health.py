@@ -177,7 +177,7 @@ def _workers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     alive = [worker for worker in status.workers() if worker["is_alive"]]
     served = {queue for worker in alive for queue in worker["queues"]}
     serves_all = any(not worker["queues"] for worker in alive)
-    missing = [] if serves_all else sorted(set(registry.queue_names()) - served)
+    missing = [] if serves_all else sorted(set(registry.consumed_queue_names()) - served)
     if missing:
         return False, f"{len(alive)} alive; none for {', '.join(missing)}", ""
     return bool(alive), f"{len(alive)} alive", ""

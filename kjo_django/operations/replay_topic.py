@@ -102,6 +102,7 @@ class _TopicReplayer:
         self._report = ReplayReport(request.topic, is_dry_run=request.dry_run)
         self._pace = Pace(request.rate)
         self._allowed = _allowed_targets(request)
+        self._retry_topics = _retry_topics(request)
         self._max_replays = get_settings().max_replays
 
     def run(self) -> ReplayReport:
@@ -201,7 +202,9 @@ class _TopicReplayer:
             return self._request.target
         origins = [names.text(record.headers, name) for name in ORIGINAL_TOPIC_HEADERS]
         topic = next(filter(None, origins), self._request.topic.removesuffix(SUFFIX))
-        return topic if topic in self._allowed else None
+        if topic not in self._allowed:
+            return None
+        return self._retry_topics.get(topic, topic)
 
     def _refusal(self, case: _Case) -> tuple[str, str] | None:
         """Return why a record is not replayed, and what could be done."""
@@ -331,6 +334,17 @@ def _allowed_targets(request: TopicReplay) -> set[str]:
     topics = {queue.topic for queue in queues if queue.transport == request.transport}
     topics.add(request.topic.removesuffix(SUFFIX))
     return topics - {request.topic}
+
+
+def _retry_topics(request: TopicReplay) -> dict[str, str]:
+    """Return the topics shared with other services, and where our own replays of each go."""
+    conf = get_settings()
+    queues = [conf.queue(name) for name in registry.queue_names()]
+    return {
+        queue.topic: republishing.replay_topic_of(queue, queue.topic)
+        for queue in queues
+        if queue.transport == request.transport and queue.topic != request.topic
+    }
 
 
 def message_id_of(record: Record) -> str:

@@ -84,6 +84,14 @@ def publish_one(record: OutgoingRecord, transport: str) -> None:
         raise NotPublishedError(outcome.error)
 
 
+def replay_topic_of(queue: QueueConf, origin: str) -> str:
+    """Return where a message of a queue is published again: where it was read, but never where
+    other services, for whom it was no failure, would read it once more."""
+    if queue.retries != queue.name:
+        return get_settings().queue(queue.retries).topic
+    return origin or queue.topic
+
+
 def queue_of(queue: str, topic: str) -> QueueConf | None:
     """Return the queue a dead letter came from: by name, else the one that reads its topic."""
     conf = get_settings()

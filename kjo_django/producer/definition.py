@@ -15,6 +15,7 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import QueueConf, duration, get_settings, text, whole
 from kjo_django.ids import uuid7
+from kjo_django.messages.carried import inherited
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.producer.enqueue import EnqueueResult, check_payload_size, milliseconds, store

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
 from django.db import router
+from django.utils import timezone
 
 from kjo_django.backends import get_transport, transport_class
 from kjo_django.conf import QueueConf, get_settings
+from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import job_headers
-from kjo_django.models import Job
+from kjo_django.models import Job, transition
 from kjo_django.producer.wakeups import RELAY_CHANNEL, after_commit, topic_channel
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord
+
+OUTGOING = "outgoing"
+"""The queue of records for topics that no queue is declared for, on the default transport."""
 
 
 def jobs_database() -> str:
@@ -36,7 +42,17 @@ def channel_of(queue: QueueConf) -> str:
 
 
 def record_of(job: Job, queue: QueueConf, available_at: datetime | None = None) -> OutgoingRecord:
-    """Build the message of a job's next attempt."""
+    """Build the message of a job's next attempt; of a record for others, that record."""
+    if job.destination:
+        headers = names.from_row(job.headers)
+        raw_key = headers.pop(names.RAW_KEY, None)
+        return OutgoingRecord(
+            topic=job.destination,
+            key=raw_key if raw_key is not None else job.key.encode() or None,
+            value=bytes(job.payload),
+            headers=headers,
+            available_at=available_at,
+        )
     return OutgoingRecord(
         topic=queue.topic,
         # Without a key of its own a job is its own key: partitions fill evenly, nothing waits.
@@ -66,8 +82,34 @@ def hand_over(jobs: Sequence[Job], queue: QueueConf) -> None:
 
     Transactional transport: publish their messages now. Otherwise: wake the relay on commit.
     """
-    if is_transactional(queue):
-        get_transport(queue.transport).publish(
-            [record_of(job, queue, job.available_at) for job in jobs]
+    using = jobs_database()
+    if not is_transactional(queue):
+        after_commit(using, RELAY_CHANNEL)
+        return
+    get_transport(queue.transport).publish(
+        [record_of(job, queue, job.available_at) for job in jobs]
+    )
+    mark_sent(using, [job for job in jobs if job.destination])
+    for topic in {job.destination or queue.topic for job in jobs} or {queue.topic}:
+        after_commit(using, topic_channel(topic))
+
+
+def mark_sent(using: str, jobs: Sequence[Job], places: Sequence[tuple[Any, Any]] = ()) -> None:
+    """Complete records for others: with their publishing all is done that this row asked for.
+
+    :param places: partition and offset of each, where the transport tells.
+    """
+    now = timezone.now()
+    for number, job in enumerate(jobs):
+        partition, offset = places[number] if places else (None, None)
+        transition(
+            "complete",
+            Job.objects.using(using).at(job.pk, job.generation),
+            topic=job.destination,
+            partition=partition,
+            offset=offset,
+            queued_at=now,
+            finished_at=now,
+            attempts=job.attempts + 1,
+            error="",
         )
-    after_commit(jobs_database(), channel_of(queue))

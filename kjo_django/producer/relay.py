@@ -55,6 +55,8 @@ class Relay:
         on_error: Callable[[str | None], None] = lambda error: None,
     ) -> None:
         names = queues if queues is not None else registry.queue_names()
+        # Records for topics of no declared queue are in nobody else's care.
+        names = [*names, dispatch.OUTGOING]
         conf = get_settings()
         # On a transactional transport the message was written with the row.
         self.queues = [n for n in names if not dispatch.is_transactional(conf.queue(n))]
@@ -94,7 +96,9 @@ class Relay:
         self, using: str, topic: str, jobs: Sequence[Job], answers: Sequence[Published]
     ) -> None:
         """Write down where each row went, unless its job has moved on meanwhile."""
-        sent = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is None]
+        accepted = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is None]
+        sent = [(j, a) for j, a in accepted if not j.destination]
+        records = [(j, a) for j, a in accepted if j.destination]
         refused = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is not None]
         now = timezone.now()
         if sent and connections[using].vendor == "postgresql":
@@ -111,7 +115,10 @@ class Relay:
                         offset=answer.offset,
                         queued_at=now,
                     )
-        self.published_count += len(sent)
+        with transaction.atomic(using=using):
+            places = [(answer.partition, answer.offset) for _, answer in records]
+            dispatch.mark_sent(using, [job for job, _ in records], places)
+        self.published_count += len(accepted)
         for job, answer in refused:
             logger.error("The message of job %s was refused: %s", job.pk, answer.error)
             Job.objects.using(using).at(job.pk, job.generation).filter(

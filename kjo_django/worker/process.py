@@ -97,7 +97,9 @@ class Worker:
         self.id = uuid7()
         self.name = name or default_worker_name()
         self.hostname = socket.gethostname()
-        self.queues: list[QueueConf] = [conf.queue(queue) for queue in queues or known]
+        self.queues: list[QueueConf] = [
+            conf.queue(queue) for queue in queues or registry.consumed_queue_names()
+        ]
         self.concurrency = concurrency or conf.concurrency
         self.statistics = Statistics(self.id)
         self.heartbeat_file = heartbeat_file
@@ -390,7 +392,8 @@ class Worker:
             return False
         try:
             using = jobs_database()
-            names = [queue.name for queue in self.queues]
+            names = {queue.name for queue in self.queues}
+            names.update(self._relay.queues if self.is_relaying else ())
             if Job.objects.using(using).unfinished_due().filter(queue__in=names).exists():
                 return False
             is_drained = not any(waiting_records(self.queues))

@@ -1,0 +1,47 @@
+"""What a handler's own publications inherit of the message it is handling (KII-36).
+
+The trace and the correlation of a request follow it through jobs and events without anybody
+passing them on: whatever is enqueued or published while a handler runs carries them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from kjo_django.messages import headers as names
+
+CAUSATION_ID = "causation-id"
+INHERITED = (names.TRACEPARENT, names.TRACESTATE, names.CORRELATION_ID)
+
+_carried: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_carried", default=None)
+
+
+@contextmanager
+def carrying(headers: Mapping[str, str], **others: str) -> Iterator[None]:
+    """Let what is published within the block inherit from these headers.
+
+    :param others: further values, by ``inherited``'s names with underscores.
+    """
+    found = {name: headers[name] for name in INHERITED if headers.get(name)}
+    found |= {name.replace("_", "-"): value for name, value in others.items() if value}
+    token = _carried.set(found)
+    try:
+        yield
+    finally:
+        _carried.reset(token)
+
+
+def inherited() -> dict[str, str]:
+    """Return the headers a message published now inherits; none outside a handler."""
+    return {name: value for name, value in _all().items() if name != CAUSATION_ID}
+
+
+def cause() -> str | None:
+    """Return the id of the event being handled, or None."""
+    return _all().get(CAUSATION_ID)
+
+
+def _all() -> Mapping[str, str]:
+    return _carried.get() or {}

@@ -1,0 +1,103 @@
+"""Records for others through the outbox: bytes and headers as they are, not our envelope.
+
+A record for a topic that other services read (an event, a redelivery in another system's format) is
+stored as a row with a ``destination``, in the caller's transaction, and published by whatever hands
+jobs over. Publishing it completes the row: nothing here waits for it to be consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+
+from django.db import transaction
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.ids import uuid7
+from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import storable_text
+from kjo_django.models import Job
+from kjo_django.producer import dispatch
+from kjo_django.producer.enqueue import check_payload_size
+from kjo_django.states import JobState
+
+MAX_KEY = 255
+
+
+def carrier_of(topic: str, transport: str | None = None) -> QueueConf:
+    """Return the queue whose relay publishes to a topic: the one declared for it, else the common
+    one of the default transport.
+
+    :raises ValueError: another transport is asked for and no queue there has the topic.
+    """
+    conf = get_settings()
+    for name in registry.queue_names():
+        queue = conf.queue(name)
+        if queue.topic == topic and transport in (None, queue.transport):
+            return queue
+    common = conf.queue(dispatch.OUTGOING)
+    if transport not in (None, common.transport):
+        raise ValueError(
+            f"No queue of the transport {transport!r} has the topic {topic!r}; declare one in "
+            "KJO['QUEUES'], with 'consume': False if this service only publishes to it."
+        )
+    return common
+
+
+def store_record(
+    topic: str,
+    *,
+    value: bytes,
+    key: bytes | None,
+    headers: Mapping[str, bytes],
+    kind: str,
+    carrier: QueueConf | None = None,
+    available_at: datetime | None = None,
+) -> Job:
+    """Store a record in the caller's transaction, to be published once that commits.
+
+    :param kind: what people see it as; an event's type.
+    :param carrier: the queue whose relay publishes it; ``carrier_of(topic)`` if not given.
+    :param available_at: not published before.
+    :raises PayloadError: it is too large. Nothing is written.
+    """
+    queue = carrier or carrier_of(topic)
+    now = timezone.now()
+    stored = names.for_row(headers)
+    text = _as_text(key)
+    if text is None:
+        stored |= names.for_row({names.RAW_KEY: key or b""})
+    job = Job(
+        id=uuid7(),
+        queue=queue.name,
+        handler=storable_text(kind, 100),
+        key=text or "",
+        state=dispatch.initial_state(queue),
+        max_attempts=1,
+        payload=check_payload_size(value),
+        headers=stored or None,
+        available_at=available_at or now,
+        created_at=now,
+        result_ttl=queue.result_ttl // timedelta(milliseconds=1),
+        destination=topic,
+    )
+    job.queued_at = now if job.state == JobState.QUEUED else None
+    using = dispatch.jobs_database()
+    with transaction.atomic(using=using, savepoint=False):
+        job.save(using=using, force_insert=True)
+        dispatch.hand_over([job], queue)
+    return job
+
+
+def _as_text(key: bytes | None) -> str | None:
+    """Return the key as the row's column holds it, or None where only its bytes will do."""
+    if key is None:
+        return ""
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        return None
+    is_plain = text and len(text) <= MAX_KEY and storable_text(text) == text
+    return text if is_plain else None
