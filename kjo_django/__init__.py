@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kjo_django.consumer.model_consumer import ModelConsumer
     from kjo_django.consumer.template import AbstractConsumer
+    from kjo_django.events.event import BaseEvent
+    from kjo_django.events.handlers import event_handler
+    from kjo_django.events.idempotency import EventIdempotencyService
+    from kjo_django.events.publishing import publish_event
     from kjo_django.exceptions import PermanentError, Retry
     from kjo_django.producer.definition import JobDefinition, job
     from kjo_django.producer.enqueue import EnqueueResult
@@ -25,7 +29,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AbstractConsumer": "kjo_django.consumer.template",
     "AbstractProducer": "kjo_django.producer.template",
+    "BaseEvent": "kjo_django.events.event",
     "EnqueueResult": "kjo_django.producer.enqueue",
+    "EventIdempotencyService": "kjo_django.events.idempotency",
     "JobDefinition": "kjo_django.producer.definition",
     "ModelConsumer": "kjo_django.consumer.model_consumer",
     "ModelProducer": "kjo_django.producer.model_producer",
@@ -33,13 +39,17 @@ _PUBLIC = {
     "Queue": "kjo_django.queue",
     "Retry": "kjo_django.exceptions",
     "enqueue_on_save": "kjo_django.producer.hooks",
+    "event_handler": "kjo_django.events.handlers",
     "job": "kjo_django.producer.definition",
+    "publish_event": "kjo_django.events.publishing",
 }
 
 __all__ = [
     "AbstractConsumer",
     "AbstractProducer",
+    "BaseEvent",
     "EnqueueResult",
+    "EventIdempotencyService",
     "JobDefinition",
     "ModelConsumer",
     "ModelProducer",
@@ -47,7 +57,9 @@ __all__ = [
     "Queue",
     "Retry",
     "enqueue_on_save",
+    "event_handler",
     "job",
+    "publish_event",
 ]
 
 

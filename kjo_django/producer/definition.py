@@ -180,7 +180,7 @@ def new_job(
         max_attempts=max_attempts,
         payload=check_payload_size(serializer.dumps(payload)),
         content_type=serializer.content_type,
-        headers=dict(options.headers) if options.headers else None,
+        headers={**inherited(), **(options.headers or {})} or None,
         available_at=options.run_at or (now + options.delay if options.delay else now),
         expires_at=options.expires_at,
         created_at=now,

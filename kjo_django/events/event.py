@@ -1,0 +1,216 @@
+"""``BaseEvent``: what services tell each other (KII-01). camelCase on the wire, both on input."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kjo_django.conf import get_settings
+from kjo_django.exceptions import MessageError, PayloadError
+from kjo_django.ids import uuid7
+from kjo_django.messages.serializers import JSON, storable_text
+
+MAX_ID_LENGTH = 255
+MAX_TYPE_LENGTH = 100
+MAX_SOURCE_LENGTH = 100
+MAX_VERSION_LENGTH = 50
+MAX_TIMESTAMP = 253_402_300_799_999
+"""The last millisecond of the year 9999."""
+
+_CAMEL = {
+    "correlation_id": "correlationId",
+    "causation_id": "causationId",
+    "user_id": "userId",
+}
+
+
+def _text(where: str, value: Any, limit: int) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise PayloadError(f"{where} must be text that is not empty, not {value!r:.80}")
+    if len(value) > limit:
+        raise PayloadError(f"{where} has {len(value)} characters, {limit} are allowed")
+    if storable_text(value) != value:
+        raise PayloadError(f"{where} holds characters no database stores: {value!r:.80}")
+    return value
+
+
+def normalised_version(value: Any) -> str:
+    """Return a version as it is compared: ``1``, ``"1"``, ``"v1"`` and ``"1.0"`` are one (KII-F13).
+
+    :raises PayloadError: it is none.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = f"{value:g}"
+    text = _text("version", value, MAX_VERSION_LENGTH).strip()
+    match = re.fullmatch(r"[vV]?(\d+(?:\.\d+)*)", text)
+    if match is None:
+        return text
+    return re.sub(r"(?:\.0+)+$", "", match[1])
+
+
+@dataclass(frozen=True, slots=True)
+class EventMetadata:
+    """What an event belongs to."""
+
+    correlation_id: str | None = None
+    """Ties requests, answers and traces together."""
+    causation_id: str | None = None
+    """The event that caused this one."""
+    user_id: str | None = None
+    """Whose events keep their order: the key (KII-12)."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What others put beside these; kept as it was."""
+
+    def __post_init__(self) -> None:
+        for name in _CAMEL:
+            value = getattr(self, name)
+            if value is not None:
+                _text(f"metadata.{_CAMEL[name]}", value, MAX_ID_LENGTH)
+
+    @classmethod
+    def read(cls, given: Any) -> EventMetadata:
+        """Make it of a mapping in camelCase or snake_case."""
+        if isinstance(given, EventMetadata):
+            return given
+        if not isinstance(given, Mapping):
+            raise PayloadError(f"metadata must be an object, not {type(given).__name__}")
+        known = {name: _either(given, name, camel) for name, camel in _CAMEL.items()}
+        names = {*_CAMEL, *_CAMEL.values()}
+        extra = {name: value for name, value in given.items() if name not in names}
+        return cls(**known, extra=extra)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return it as it travels; what is not known is left out."""
+        known = {camel: getattr(self, name) for name, camel in _CAMEL.items()}
+        return {**self.extra, **{name: value for name, value in known.items() if value is not None}}
+
+
+def _either(given: Mapping[str, Any], snake: str, camel: str) -> str | None:
+    value = given.get(camel, given.get(snake))
+    # Numbers for ids are common enough, and unambiguous.
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _new_id() -> str:
+    return str(uuid7())
+
+
+def _own_name() -> str:
+    return get_settings().service_name
+
+
+def _now() -> int:
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseEvent:
+    """Something that happened. Validated when it is made, so none that is invalid is ever sent.
+
+    :raises PayloadError: a field is of a wrong type, missing or too long.
+    """
+
+    type: str
+    """What happened, such as ``USER_PROFILE_UPDATED``."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    id: str = field(default_factory=_new_id)
+    """Identity of the event: consumers act on it once."""
+    source: str = field(default_factory=_own_name)
+    """The service it comes from; ``SERVICE_NAME`` if not given."""
+    timestamp: int = field(default_factory=_now)
+    """When it happened, in milliseconds of Unix time."""
+    version: str = "1"
+    """Of the contract of ``data``."""
+    metadata: EventMetadata | None = None
+
+    def __post_init__(self) -> None:
+        _text("type", self.type, MAX_TYPE_LENGTH)
+        _text("id", self.id, MAX_ID_LENGTH)
+        _text("source", self.source, MAX_SOURCE_LENGTH)
+        stamp: Any = self.timestamp
+        if isinstance(stamp, float) and stamp.is_integer():
+            stamp = int(stamp)
+            object.__setattr__(self, "timestamp", stamp)
+        if isinstance(stamp, bool) or not isinstance(stamp, int) or not 0 < stamp <= MAX_TIMESTAMP:
+            raise PayloadError(f"timestamp must be milliseconds of Unix time, not {stamp!r:.80}")
+        object.__setattr__(self, "version", normalised_version(self.version))
+        if not isinstance(self.data, Mapping):
+            raise PayloadError(f"data must be an object, not {type(self.data).__name__}")
+        if self.metadata is not None:
+            object.__setattr__(self, "metadata", EventMetadata.read(self.metadata))
+
+    @property
+    def user_id(self) -> str | None:
+        """Whom it concerns: of the metadata, else of the data."""
+        if self.metadata is not None and self.metadata.user_id:
+            return self.metadata.user_id
+        value = self.data.get("userId", self.data.get("user_id"))
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        return value if isinstance(value, str) and value else None
+
+    @property
+    def key(self) -> str:
+        """What its order is kept by: the user, else the event itself (KII-12, F9)."""
+        return storable_text(self.user_id or self.id, MAX_ID_LENGTH)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return it as others read it."""
+        wire: dict[str, Any] = {
+            "id": self.id,
+            "type": self.type,
+            "source": self.source,
+            "timestamp": self.timestamp,
+            "version": self.version,
+            "data": dict(self.data),
+        }
+        if self.metadata is not None:
+            wire["metadata"] = self.metadata.to_wire()
+        return wire
+
+    def to_bytes(self) -> bytes:
+        """Return the record's value."""
+        return JSON.dumps(self.to_wire())
+
+    @classmethod
+    def from_wire(cls, given: Any) -> BaseEvent:
+        """Make one of a mapping, camelCase or snake_case; what it has besides is left out.
+
+        :raises PayloadError: it is no event.
+        """
+        if not isinstance(given, Mapping):
+            raise PayloadError(f"An event must be an object, not {type(given).__name__}")
+        known = {name: given[name] for name in _FIELDS if given.get(name) is not None}
+        missing = [name for name in _REQUIRED if name not in known]
+        if missing:
+            raise PayloadError(f"The event has no {', '.join(missing)}")
+        return cls(**known)
+
+
+_FIELDS = tuple(f.name for f in fields(BaseEvent))
+_REQUIRED = ("id", "type", "source", "timestamp", "data")
+
+
+def read_event(value: bytes) -> Any:
+    """Decode a record's value.
+
+    :raises MessageError: it is no JSON object.
+    """
+    found = JSON.loads(value)
+    if not isinstance(found, dict):
+        raise MessageError("invalid", f"An event must be an object, not {type(found).__name__}")
+    return found
+
+
+def validated(given: Any) -> BaseEvent:
+    """Make an event of what another service sent.
+
+    :raises MessageError: it is none, so no retry can help.
+    """
+    try:
+        return BaseEvent.from_wire(given)
+    except PayloadError as error:
+        raise MessageError("invalid", f"Not a valid event: {error}") from error
