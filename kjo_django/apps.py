@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +40,7 @@ def _ensure_topics(queues: Sequence[str]) -> list[str]:
 def _make_worker(queues: Sequence[str], **options: Any) -> Any:
     from kjo_django.worker import Worker
 
-    is_main = threading.current_thread() is threading.main_thread()
-    return Worker(queues, install_signal_handlers=is_main, **options)
+    return Worker(queues, install_signal_handlers=True, **options)
 
 
 def _status_of(worker: Any) -> dict[str, Any]:

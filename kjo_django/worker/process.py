@@ -201,7 +201,10 @@ class Worker:
 
         :param until: asked a few times a second, in this thread.
         """
-        restore = self._install_signal_handlers() if self._installs_signal_handlers else None
+        # Python takes signals in the main thread only; elsewhere somebody else hears them.
+        is_main = threading.current_thread() is threading.main_thread()
+        hears = self._installs_signal_handlers and is_main
+        restore = self._install_signal_handlers() if hears else None
         self._start()
         try:
             while not self._stopping.is_set():

@@ -1,40 +1,167 @@
-"""``kjo_produce``: the relay as a process of its own."""
+"""``kjo_produce``: the relay as a process of its own, or a template producer."""
 
 from __future__ import annotations
 
+import json
 import signal
+import sys
+import threading
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.exceptions import FieldError, ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DatabaseError
+from django.utils.module_loading import import_string
 
+from kjo_django import registry
+from kjo_django.exceptions import KjoError
+from kjo_django.management.commands._shared import positive, positive_number
 from kjo_django.producer.relay import Relay
+from kjo_django.producer.schedule import produce_every
+from kjo_django.producer.template import AbstractProducer, ProduceResult
+
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class Command(BaseCommand):
-    """Publish committed jobs until stopped."""
+    """Publish committed jobs until stopped, or run a template producer.
 
-    help = "Run the relay: publish committed jobs to their transports."
+    Exit codes of a producer's run: 0 all sent, 1 something was not sent, 2 wrong usage.
+    """
+
+    help = (
+        "Without a producer: run the relay, which publishes committed jobs to their transports. "
+        "With one (app.producers.EmailProducer): send its items, once or every --interval seconds."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Declare the options."""
-        parser.add_argument("queues", nargs="*", help="Queues to relay; all if none is named.")
-        parser.add_argument(
-            "--once", action="store_true", help="Publish what is due now, then exit."
+        add = parser.add_argument
+        add("names", nargs="*", help="Queues to relay, all if none is named; or one producer.")
+        add("--once", action="store_true", help="Do what is due now, then exit.")
+        add(
+            "--criteria",
+            nargs="+",
+            default=[],
+            help="""Which items: '{"state": 1}', or state=1 priority=high.""",
         )
+        add("--limit", type=positive, default=100, help="Most items of one run (100).")
+        add("--type", default="new", help="The messages' type (new).")
+        add("--interval", type=positive_number, help="Seconds from run to run; once if not given.")
+        add("--json", action="store_true", help="One JSON object for each run.")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Run."""
-        relay = Relay(options["queues"] or None)
+        """Run the one or the other."""
+        names = options["names"]
+        producer = self._producer(names)
+        if producer is None:
+            if options["criteria"] or options["interval"]:
+                raise CommandError("--criteria and --interval go with a producer.", returncode=2)
+            self._relay(names, options["once"])
+            return
+        if options["once"] and options["interval"]:
+            raise CommandError("--once and --interval exclude each other.", returncode=2)
+        criteria = read_criteria(options["criteria"])
+        self._produce(producer, criteria, options)
+
+    def _producer(self, names: list[str]) -> AbstractProducer | None:
+        """Return the producer named, None where queues are."""
+        if len(names) != 1 or "." not in names[0] or names[0] in registry.queue_names():
+            return None
+        try:
+            found = import_string(names[0])
+        except ImportError as error:
+            raise CommandError(f"{names[0]!r} cannot be imported: {error}", returncode=2) from error
+        if not (isinstance(found, type) and issubclass(found, AbstractProducer)):
+            raise CommandError(f"{names[0]!r} is no AbstractProducer.", returncode=2)
+        try:
+            made: AbstractProducer = found()
+        except (ImproperlyConfigured, TypeError) as error:
+            raise CommandError(str(error), returncode=2) from error
+        return made
+
+    # --- The relay --------------------------------------------------------------------------------
+
+    def _relay(self, queues: list[str], once: bool) -> None:
+        relay = Relay(queues or None)
         if not relay.queues:
             self.stdout.write("Nothing to relay: these queues publish with the job's transaction.")
             return
-        if options["once"]:
+        if once:
             while relay.publish_due():
                 pass
             self.stdout.write(f"Published {relay.published_count}.")
             return
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        for number in STOP:
             signal.signal(number, lambda *_: relay.stop())
         self.stdout.write("Relaying. Stop with Ctrl-C.")
         relay.run()
         self.stdout.write(f"Stopped after {relay.published_count} messages.")
+
+    # --- A producer -------------------------------------------------------------------------------
+
+    def _produce(
+        self, producer: AbstractProducer, criteria: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        limit, kind, as_json = options["limit"], options["type"], options["json"]
+
+        def show(result: ProduceResult) -> None:
+            self._show(producer, result, as_json)
+
+        try:
+            if not options["interval"]:
+                result = producer.produce_messages(criteria, limit, kind)
+                show(result)
+                if result.failed:
+                    sys.exit(1)
+                return
+            stopping = threading.Event()
+            for number in STOP:
+                signal.signal(number, lambda *_: stopping.set())
+            produce_every(
+                options["interval"],
+                producer,
+                criteria,
+                limit,
+                kind,
+                stopping=stopping,
+                on_result=show,
+                on_error=lambda error: self.stderr.write(f"{type(error).__name__}: {error}"),
+            )
+        except (KjoError, ImproperlyConfigured, DatabaseError) as error:
+            raise CommandError(f"{type(error).__name__}: {error}") from error
+        except (FieldError, ValueError, TypeError) as error:
+            raise CommandError(f"The criteria cannot be used: {error}", returncode=2) from error
+
+    def _show(self, producer: AbstractProducer, result: ProduceResult, as_json: bool) -> None:
+        if as_json:
+            self.stdout.write(json.dumps(result.as_dict(), ensure_ascii=False))
+            return
+        line = (
+            f"{type(producer).__name__} -> {producer.target.topic}: {result.sent:,} sent, "
+            f"{result.skipped:,} skipped, {result.failed:,} failed of {result.total:,}"
+        )
+        self.stdout.write(f"{line} ({result.reason})" if result.reason else line)
+        self.stdout.flush()
+
+
+def read_criteria(given: list[str]) -> dict[str, Any]:
+    """Read one JSON object, or ``name=value`` pairs whose values are JSON or else text."""
+    if len(given) == 1 and given[0].lstrip().startswith("{"):
+        try:
+            found = json.loads(given[0])
+        except ValueError as error:
+            raise CommandError(f"--criteria is no JSON: {error}", returncode=2) from error
+        return dict(found)
+    criteria: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise CommandError(
+                f"--criteria {pair!r} is neither name=value nor a JSON object.", returncode=2
+            )
+        try:
+            criteria[name] = json.loads(value)
+        except ValueError:
+            criteria[name] = value
+    return criteria

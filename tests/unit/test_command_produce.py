@@ -1,0 +1,167 @@
+"""``kjo_produce`` with a producer: KJO-07, KJO-32, KJO-70."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import threading
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from kjo_django.backends import close_backends
+from kjo_django.exceptions import CoordinationError
+from kjo_django.management.commands.kjo_produce import read_criteria
+from kjo_django.producer.schedule import produce_every
+from kjo_django.producer.template import ProduceResult
+from tests.items.models import Item
+from tests.items.producers import ItemProducer
+
+pytestmark = pytest.mark.django_db(transaction=True)
+PRODUCER = "tests.items.producers.ItemProducer"
+
+
+@pytest.fixture(autouse=True)
+def memory(settings):
+    settings.KJO = {
+        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}
+    }
+    yield
+    close_backends()
+
+
+def run(*arguments):
+    out = io.StringIO()
+    call_command("kjo_produce", *arguments, stdout=out, stderr=out)
+    return out.getvalue()
+
+
+def test_one_run():
+    Item.objects.bulk_create(Item() for _ in range(3))
+    criteria = ["--criteria", '{"state": 1}', "--type", "new"]
+    assert run(PRODUCER, *criteria, "--limit", "2") == (
+        "ItemProducer -> items: 2 sent, 0 skipped, 0 failed of 2\n"
+    )
+    assert run(PRODUCER, *criteria, "--once") == (
+        "ItemProducer -> items: 1 sent, 2 skipped, 0 failed of 3\n"
+    )
+    assert run(PRODUCER, "--criteria", "state=COMPLETED") == (
+        "ItemProducer -> items: 0 sent, 0 skipped, 0 failed of 0 (no items)\n"
+    )
+
+
+def test_json():
+    item = Item.objects.create()
+    answer = json.loads(run(PRODUCER, "--json"))
+    assert answer.pop("batch_id")
+    assert answer == {
+        "total": 1,
+        "sent": 1,
+        "skipped": 0,
+        "failed": 0,
+        "item_ids": [str(item.pk)],
+        "reason": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "criteria"),
+    [
+        ([], {}),
+        (['{"state": 1, "priority": "high"}'], {"state": 1, "priority": "high"}),
+        (["state=1", "priority=high"], {"state": 1, "priority": "high"}),
+        (["state=FAILED"], {"state": "FAILED"}),
+        (["email=a=b"], {"email": "a=b"}),
+        (["pk__in=[1,2]"], {"pk__in": [1, 2]}),
+        (["done=true"], {"done": True}),
+    ],
+)
+def test_both_forms_of_criteria(given, criteria):
+    assert read_criteria(given) == criteria
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((PRODUCER, "--criteria", "state"), "neither name=value"),
+        ((PRODUCER, "--criteria", "{state: 1}"), "no JSON"),
+        ((PRODUCER, "--criteria", "colour=red"), "colour"),
+        ((PRODUCER, "--once", "--interval", "60"), "exclude each other"),
+        ((PRODUCER, "--limit", "0"), "above 0"),
+        (("tests.items.producers.Nothing",), "cannot be imported"),
+        (("tests.items.models.Item",), "no AbstractProducer"),
+        (("kjo_django.AbstractProducer",), "abstract"),
+        (("ledger", "--criteria", "state=1"), "go with a producer"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments, complaint):
+    with pytest.raises(CommandError, match=complaint) as raised:
+        run(*arguments)
+    assert raised.value.returncode in (1, 2)
+
+
+def test_without_redis_it_ends_with_an_error(monkeypatch):
+    """KJO-F8."""
+
+    def refuse(self):
+        raise CoordinationError("Redis cannot be reached")
+
+    monkeypatch.setattr(ItemProducer, "get_processing_ids", refuse)
+    with pytest.raises(CommandError, match="Redis cannot be reached"):
+        run(PRODUCER)
+
+
+def test_what_could_not_be_sent_ends_with_1(monkeypatch):
+    Item.objects.create()
+
+    def refuse(self, *args):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(ItemProducer, "build_message", refuse)
+    with pytest.raises(SystemExit) as raised:
+        run(PRODUCER)
+    assert raised.value.code == 1
+
+
+def test_every_interval_until_stopped(monkeypatch):
+    """KJO-32: an outage ends one run, not the producer."""
+    stopping, told = threading.Event(), []
+
+    class Flaky:
+        def produce_messages(self, criteria, limit, message_type):
+            told.append((criteria, limit, message_type))
+            if len(told) == 2:
+                raise CoordinationError("down")
+            if len(told) == 4:
+                stopping.set()
+            return ProduceResult("00", 0, 0, 0, 0)
+
+    results, errors = [], []
+    produce_every(
+        0.01,
+        Flaky(),
+        {"state": 1},
+        100,
+        "new",
+        stopping=stopping,
+        on_result=results.append,
+        on_error=errors.append,
+    )
+    assert told == [({"state": 1}, 100, "new")] * 4
+    assert (len(results), len(errors)) == (3, 1)
+
+
+def test_sigterm_ends_the_interval(monkeypatch):
+    """KJO-32."""
+    Item.objects.create()
+    before = {number: signal.getsignal(number) for number in (15, 2, signal.SIGUSR2)}
+    original = ItemProducer.on_success
+    monkeypatch.setattr(
+        ItemProducer, "on_success", lambda self, id: signal.raise_signal(15) or original(self, id)
+    )
+    try:
+        assert "1 sent" in run(PRODUCER, "--interval", "60")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

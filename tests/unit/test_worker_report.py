@@ -1,0 +1,169 @@
+"""The status report: KJO-77 … 85."""
+
+from __future__ import annotations
+
+import io
+import json
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+from django.utils import timezone
+
+from kjo_django.transports.base import TopicPartition
+from kjo_django.worker import report
+from kjo_django.worker.memory import memory_limit
+from kjo_django.worker.report import StatusReporter, render, status_of
+
+MB = 2**20
+
+
+def worker(**changes):
+    """A worker as in seed 1's printed report."""
+    now = timezone.now()
+    facts = {
+        "running": 2,
+        "waiting": 5,
+        "processed": 1247,
+        "failed": 23,
+        "uptime": 1800.0,
+        "partitions": [TopicPartition("email-queue", n) for n in (3, 1, 0, 2)],
+        "last_error": "SMTP timeout",
+        "last_error_at": now - timedelta(minutes=2, seconds=5),
+        **changes,
+    }
+    return SimpleNamespace(
+        name="EmailConsumer",
+        queues=[SimpleNamespace(name="email-queue")],
+        slots=3,
+        lanes=SimpleNamespace(
+            running=facts["running"],
+            waiting=facts["waiting"],
+            outstanding=facts["running"] + facts["waiting"],
+            peak=3,
+            oldest_wait=1.5,
+        ),
+        statistics=SimpleNamespace(
+            processed=facts["processed"],
+            failed=facts["failed"],
+            retried=4,
+            uptime=facts["uptime"],
+            started_at=timezone.localtime().replace(hour=10, minute=45),
+        ),
+        pollers=[SimpleNamespace(partitions=facts["partitions"])],
+        last_error=facts["last_error"],
+        last_error_at=facts["last_error_at"],
+    )
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch):
+    monkeypatch.setattr(report, "memory_bytes", lambda: 124 * MB)
+    monkeypatch.setattr(report, "memory_limit", lambda: 512 * MB)
+
+
+def line(text, name):
+    (found,) = [one.strip() for one in text.splitlines() if one.strip().startswith(name)]
+    return " ".join(found.split())
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        "Active Tasks: 2/3 (66.67% capacity)",  # KJO-78
+        "Queue Length: 5 (waiting for slot)",  # KJO-79
+        "Total Processed: 1,247 (41.57/min average)",  # KJO-80
+        "Success Rate: 98.2% (23 failures)",  # KJO-81
+        "Uptime: 00:30:00 (started 10:45 AM)",  # KJO-82
+        "Active Partitions: [0, 1, 2, 3]",  # KJO-83
+        'Last Error: "SMTP timeout" (2 minutes ago)',  # KJO-84
+        "Memory Usage: 124MB / 512MB (24.2%)",  # KJO-85
+    ],
+)
+def test_it_prints_what_seed_1_prints(expected):
+    name = expected.partition(":")[0]
+    assert line(render(worker()), name) == expected
+
+
+def test_the_same_as_numbers():
+    """KJO-57, KJO-77 … 85."""
+    status = status_of(worker())
+    assert json.loads(json.dumps(status)) == status
+    assert (status["active"], status["concurrency"], status["capacity_percent"]) == (2, 3, 66.67)
+    assert (status["per_minute"], status["success_percent"]) == (41.57, 98.2)
+    assert (status["memory_bytes"], status["memory_limit_bytes"]) == (124 * MB, 512 * MB)
+    assert (status["peak"], status["oldest_waiting_ms"]) == (3, 1500)
+
+
+def test_nothing_processed_divides_nothing_by_zero():
+    """KJO-81."""
+    text = render(worker(processed=0, failed=0, uptime=0.0))
+    assert line(text, "Success Rate") == "Success Rate: 100.0% (0 failures)"
+
+
+def test_partitions_of_several_topics_carry_their_names():
+    """KJO-83."""
+    partitions = [TopicPartition("b", 0), TopicPartition("a", 1)]
+    found = line(render(worker(partitions=partitions)), "Active Partitions")
+    assert found == "Active Partitions: [a[1], b[0]]"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "age"),
+    [(1, "1 second ago"), (30, "30 seconds ago"), (3700, "1 hour, 1 minute ago")],
+)
+def test_the_age_of_the_last_error(seconds, age):
+    """KJO-84."""
+    at = timezone.now() - timedelta(seconds=seconds)
+    assert age in line(render(worker(last_error_at=at)), "Last Error")
+
+
+def test_no_error_no_line():
+    """KJO-84."""
+    assert "Last Error" not in render(worker(last_error="", last_error_at=None))
+
+
+@pytest.mark.parametrize(
+    ("v2", "v1", "expected"),
+    [("536870912\n", None, 512 * MB), ("max\n", None, None), (None, "536870912\n", 512 * MB)],
+)
+def test_the_limit_is_the_containers(tmp_path, v2, v1, expected):
+    """KJO-85: else the machine's."""
+    places = []
+    for name, text in (("v2", v2), ("v1", v1)):
+        places.append(tmp_path / name)
+        if text is not None:
+            places[-1].write_text(text)
+    machine = memory_limit(())
+    assert memory_limit(tuple(places)) == (expected or machine)
+
+
+def test_it_is_written_when_due_and_when_there_is_something_to_tell(monkeypatch):
+    """KJO-77."""
+    clock = [100.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
+    out, busy = io.StringIO(), worker()
+    reporter = StatusReporter(busy, out, interval=None, as_json=True)
+    reporter.report_if_due()
+    clock[0] += 29.9
+    reporter.report_if_due()
+    assert out.getvalue() == ""  # every 30 s, if not told otherwise
+    clock[0] += 0.2
+    reporter.report_if_due()
+    assert json.loads(out.getvalue())["processed"] == 1247
+    # Nothing new, nothing running: silence.
+    busy.lanes.outstanding = 0
+    clock[0] += 30
+    reporter.report_if_due()
+    assert len(out.getvalue().splitlines()) == 1
+
+
+def test_zero_is_never(monkeypatch):
+    """KJO-77: --status-interval 0."""
+    clock = [100.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
+    out = io.StringIO()
+    reporter = StatusReporter(worker(), out, interval=0)
+    clock[0] += 1e6
+    reporter.report_if_due()
+    assert out.getvalue() == ""
