@@ -184,7 +184,7 @@ def test_wrong_arguments_are_refused(arguments, error):
 
 def test_items_are_sent_and_told_of():
     """KJO-02 … 07, KJO-11, KJO-31: the result says what became of them."""
-    source = Source(items(5, kind="a") + [{"id": 9, "name": "other", "state": 2}])
+    source = Source([*items(5, kind="a"), {"id": 9, "name": "other", "state": 2}])
     result = source.produce_messages({"state": 1}, 3)
     assert (result.total, result.sent, result.skipped, result.failed) == (3, 3, 0, 0)
     assert result.item_ids == source.succeeded == ["1", "2", "3"] == ids()
