@@ -17,6 +17,7 @@ from django.db import connections
 from psycopg import sql
 
 from tests.acceptance.engine import ALIAS, Engine, Servers
+from tests.acceptance.items import ItemEngine
 from tests.settings import database as database_settings
 
 
@@ -137,3 +138,23 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 def any_engine(request: pytest.FixtureRequest) -> Engine:
     """Every combination the settings offer."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def items_engine(
+    kafka_server: Any,
+    redis_server: Any,
+    postgres_server: Any,
+    postgres_template: str,
+    tmp_path: Path,
+    django_db_blocker: Any,
+) -> Iterator[ItemEngine]:
+    """The full engine, with the queue of `tests.items`."""
+    with (
+        django_db_blocker.unblock(),
+        copied_database(postgres_server, postgres_template) as url,
+        ItemEngine(
+            Servers(url, kafka_server.bootstrap_servers, redis_server.url), tmp_path
+        ) as engine,
+    ):
+        yield engine
