@@ -99,6 +99,8 @@ class _Supervisor:
             f"signal {-code}" if code < 0 else f"exit code {code}",
             delay,
         )
-        time.sleep(delay)
+        due = time.monotonic() + delay
+        while not self._is_stopping and time.monotonic() < due:
+            time.sleep(0.1)  # a longer sleep would go on after a signal
         if not self._is_stopping:
             self.fork()
