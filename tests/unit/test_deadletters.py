@@ -1,0 +1,210 @@
+"""What a dead letter holds: the message as it was, and why it died."""
+
+from __future__ import annotations
+
+import functools
+from datetime import UTC, datetime
+
+import pytest
+from django.test import override_settings
+from django.utils import timezone
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.consumer.deadletters import (
+    MAX_HEADER_MESSAGE,
+    MAX_TRACEBACK_LENGTH,
+    dead_letter_of,
+    error_text,
+    fingerprint,
+    record_for_topic,
+    source_id,
+    traceback_text,
+)
+from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.exceptions import MessageError
+from kjo_django.ids import uuid7
+from kjo_django.messages import headers as names
+from kjo_django.messages.envelope import read
+from kjo_django.transports.base import Record
+from tests.unit.deliveries import Silent
+
+HEADERS = {names.ID: b"m-1", names.TYPE: b"shop.pay", "traceparent": b"00-1", "odd": b"\xff\x00"}
+
+
+@functools.cache
+def queue() -> QueueConf:
+    with override_settings(KJO={"QUEUES": {"payments": {"topic": "pay", "consumer_group": "g"}}}):
+        return get_settings().queue("payments")
+
+
+def outcome(
+    error: BaseException | None = None, *, headers=None, attempt: int = 2, **place
+) -> Outcome:
+    record = Record(
+        **{"topic": "pay", "partition": 3, "offset": 7, **place},
+        key=b"k\xff",
+        value=b"\xfe value",
+        headers=dict(HEADERS if headers is None else headers),
+        timestamp=datetime(2026, 1, 2, tzinfo=UTC),
+    )
+    message = read(record.value, record.headers, max_bytes=99) if headers is None else None
+    delivery = Delivery(record, Silent(), queue(), message, None)
+    return Outcome(delivery, Result.DEAD, attempt=attempt, error=error, reason="exhausted")
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+# --- The row --------------------------------------------------------------------------------------
+
+
+def test_the_row_keeps_key_value_and_headers_byte_for_byte():
+    letter = dead_letter_of(outcome(raised(ValueError("no"))), None, timezone.now())
+    assert (letter.key, letter.value) == (b"k\xff", b"\xfe value")
+    assert names.from_json(letter.headers) == HEADERS
+    assert (letter.topic, letter.partition, letter.offset) == ("pay", 3, 7)
+    assert (letter.queue, letter.consumer_group) == ("payments", "g")
+    assert (letter.message_id, letter.handler) == ("m-1", "shop.pay")
+    assert (letter.reason, letter.attempts) == ("exhausted", 2)
+    assert (letter.error_type, letter.error) == ("ValueError", "no")
+    assert "raise error" in letter.traceback
+
+
+def test_the_row_of_what_could_not_be_read_says_what_there_is():
+    headers = {names.TYPE: b"\xffodd\x00type", names.ID: b"i" * 1000, names.REPLAY_COUNT: b"2"}
+    letter = dead_letter_of(
+        outcome(MessageError("invalid", "x"), headers=headers), None, timezone.now()
+    )
+    assert "odd" in letter.handler
+    assert "\x00" not in letter.handler
+    assert len(letter.message_id) == 255
+    assert letter.replay_count == 2
+    assert names.from_json(letter.headers) == headers
+
+
+@given(st.dictionaries(st.text(max_size=20), st.binary(max_size=300), max_size=5))
+def test_every_text_of_the_row_fits_its_column_whatever_the_headers(headers):
+    named = headers | {
+        names.ID: b"\x00" * 999,
+        names.TYPE: b"\xff" * 999,
+        names.CONTENT_TYPE: b"x" * 99,
+    }
+    letter = dead_letter_of(outcome(MessageError("x", "y"), headers=named), None, timezone.now())
+    for field in letter._meta.fields:
+        value = getattr(letter, field.attname)
+        if isinstance(value, str) and field.max_length:
+            assert len(value) <= field.max_length, field.name
+            assert "\x00" not in value
+
+
+# --- Identity -------------------------------------------------------------------------------------
+
+
+def test_a_death_is_recorded_once_by_the_job_and_its_generation():
+    id = uuid7()
+    one = outcome().delivery
+    assert source_id(one, id, 1) == source_id(outcome(offset=9).delivery, id, 1)
+    assert source_id(one, id, 1) != source_id(one, id, 2)
+    assert source_id(one, id, 1) != source_id(one, uuid7(), 1)
+
+
+def test_a_foreign_death_is_told_by_its_place():
+    one = source_id(outcome().delivery, None, 1)
+    assert one == source_id(outcome().delivery, None, 1)
+    for place in ({"offset": 8}, {"partition": 4}, {"topic": "paid"}):
+        assert source_id(outcome(**place).delivery, None, 1) != one
+
+
+def test_failures_of_one_kind_share_a_fingerprint():
+    def here() -> BaseException:
+        return raised(ValueError("order 1"))
+
+    def there() -> BaseException:
+        return raised(KeyError("order 1"))
+
+    assert fingerprint("a", here()) == fingerprint("a", raised(ValueError("order 2")))
+    assert fingerprint("a", here()) != fingerprint("b", here())
+    assert fingerprint("a", here()) != fingerprint("a", there())
+    assert fingerprint("a", MessageError("invalid", "x")) != fingerprint(
+        "a", MessageError("too_large", "x")
+    )
+    assert fingerprint("a", None) == ""
+    assert len(fingerprint("a", here())) == 16
+
+
+# --- Texts ----------------------------------------------------------------------------------------
+
+
+def test_an_error_without_text_is_shown_by_its_type():
+    assert error_text(None) == ""
+    assert error_text(KeyError()) == "KeyError"
+    assert error_text(ValueError("x" * 501)) == "x" * 500
+
+
+def test_a_long_traceback_loses_its_beginning_and_not_the_line_that_raised():
+    def deep(n: int) -> None:
+        if n:
+            deep(n - 1)
+        raise ValueError("at the bottom " + "y" * 30_000)
+
+    try:
+        deep(50)
+    except ValueError as error:
+        text = traceback_text(error)
+    assert len(text) == MAX_TRACEBACK_LENGTH
+    assert text.rstrip().endswith("yyy")
+    assert traceback_text(ValueError("never raised")) == ""
+
+
+# --- The record for the dead-letter topic ---------------------------------------------------------
+
+
+def test_the_record_keeps_everything_and_adds_why():
+    """KDLQ; X-5."""
+    record = record_for_topic(outcome(raised(ValueError("no"))))
+    assert (record.topic, record.key, record.value) == ("pay-dlq", b"k\xff", b"\xfe value")
+    assert {name: record.headers[name] for name in HEADERS} == HEADERS
+    expected = {
+        names.DLQ_ORIGINAL_TOPIC: b"pay",
+        names.DLQ_ORIGINAL_PARTITION: b"3",
+        names.DLQ_ORIGINAL_OFFSET: b"7",
+        names.DLQ_ORIGINAL_TIMESTAMP: b"2026-01-02T00:00:00+00:00",
+        names.DLQ_GROUP: b"g",
+        names.DLQ_HANDLER: b"shop.pay",
+        names.DLQ_MESSAGE_ID: b"m-1",
+        names.DLQ_ATTEMPTS: b"2",
+        names.DLQ_REASON: b"exhausted",
+        names.DLQ_EXCEPTION_TYPE: b"ValueError",
+        names.DLQ_EXCEPTION_MESSAGE: b"no",
+    }
+    assert {name: record.headers[name] for name in expected} == expected
+    assert names.DLQ_JOB_ID not in record.headers
+    assert b"raise error" in record.headers[names.DLQ_EXCEPTION_STACKTRACE]
+
+
+@pytest.mark.parametrize("name", sorted(names.FIRST_WINS))
+def test_a_message_that_dies_again_keeps_its_first_origin(name):
+    """KDLQ-F3."""
+    first = outcome(headers=HEADERS | {name: b"first"})
+    assert record_for_topic(first).headers[name] == b"first"
+
+
+def test_everything_else_tells_of_the_last_death_and_is_replaced_not_appended():
+    """KDLQ-F2."""
+    old = {names.DLQ_REASON: b"fatal", names.DLQ_ATTEMPTS: b"99", names.DLQ_EXCEPTION_TYPE: b"Old"}
+    headers = record_for_topic(outcome(raised(ValueError("new")), headers=HEADERS | old)).headers
+    assert headers[names.DLQ_REASON] == b"exhausted"
+    assert headers[names.DLQ_ATTEMPTS] == b"2"
+    assert headers[names.DLQ_EXCEPTION_TYPE] == b"ValueError"
+
+
+def test_headers_about_the_error_are_bounded():
+    headers = record_for_topic(outcome(raised(ValueError("ü" * 5000)))).headers
+    assert len(headers[names.DLQ_EXCEPTION_MESSAGE].decode()) == MAX_HEADER_MESSAGE
+    assert len(headers[names.DLQ_EXCEPTION_STACKTRACE].decode()) <= 4000

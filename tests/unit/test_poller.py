@@ -1,0 +1,331 @@
+"""The poller: it reads envelopes, fills the lanes, pauses, and survives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from kjo_django import registry
+from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
+from kjo_django.consumer.lanes import Lanes
+from kjo_django.consumer.poller import Poller
+from kjo_django.consumer.work import Mode
+from kjo_django.messages import headers as names
+from kjo_django.registry import Handler, HandlerOptions
+from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
+from tests.unit.deliveries import Silent
+
+MEMORY = {
+    "BACKEND": "kjo_django.transports.memory.MemoryTransport",
+    "OPTIONS": {"partitions": 2},
+}
+WAIT = 10
+
+
+@pytest.fixture(autouse=True)
+def _configured(settings, monkeypatch):
+    settings.KJO = {
+        "TRANSPORTS": {"default": MEMORY},
+        "QUEUES": {
+            "ledger": {},
+            "mails": {"topic": "shared"},
+            "images": {"topic": "shared"},
+        },
+        "MAX_PAYLOAD_BYTES": 100,
+    }
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    get_transport().clear()
+
+
+class Watched(Lanes):
+    """Tells when something has come."""
+
+    def __init__(self) -> None:
+        super().__init__(4, group_size=1, budget=1)
+        self.filled = threading.Event()
+
+    def put(self, deliveries):
+        super().put(deliveries)
+        self.filled.set()
+
+
+@pytest.fixture
+def lanes():
+    return Watched()
+
+
+@pytest.fixture
+def make(lanes):
+    """Make pollers and end their threads."""
+    made: list[Poller] = []
+
+    def make(*queues: str, group: str = "g", **options) -> Poller:
+        conf = [get_settings().queue(queue) for queue in queues or ("ledger",)]
+        options = {"max_outstanding": 100, **options}
+        made.append(Poller(get_transport(), group, conf, lanes, **options))
+        return made[-1]
+
+    yield make
+    lanes.stop()
+    for poller in made:
+        if poller.thread.is_alive():
+            poller.close(WAIT)
+            assert not poller.thread.is_alive()
+
+
+def record(
+    value: bytes | None = b"{}", type: str = "ledger.write", topic: str = "ledger"
+) -> Record:
+    headers = {names.ID: b"1", names.TYPE: type.encode()}
+    return Record(topic, 0, 0, b"k", value, headers)
+
+
+def publish(*values: bytes, topic: str = "ledger", partition: int | None = None) -> None:
+    headers = {names.ID: b"1", names.TYPE: b"ledger.write"}
+    records = [OutgoingRecord(topic, value, b"k", headers, None, partition) for value in values]
+    assert all(answer.error is None for answer in get_transport().publish(records))
+
+
+def take(lanes: Watched) -> bytes:
+    """Take the next delivery; a thread may have to poll it first."""
+    group = lanes.take(timeout=WAIT)
+    assert group is not None, "nothing came"
+    lanes.done(group)
+    return group.deliveries[0].record.value
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("never came true")
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def test_a_readable_record_has_its_message_handler_and_queue(make):
+    delivery = make().read(record(), Silent())
+    assert (delivery.message.id, delivery.message.type) == ("1", "ledger.write")
+    assert delivery.handler is registry.find("ledger.write")
+    assert (delivery.queue.name, delivery.problem, delivery.mode) == ("ledger", None, Mode.ATOMIC)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (record(None), "invalid"),
+        (record(b""), "invalid"),
+        (record(b"x" * 101), "too_large"),
+        (Record("ledger", 0, 0, None, b"{}", {}), "invalid"),
+    ],
+)
+def test_an_unreadable_record_is_poison_and_no_error(make, bad, reason):
+    delivery = make().read(bad, Silent())
+    assert delivery.problem.reason == reason
+    assert (delivery.message, delivery.mode) == (None, Mode.POISON)
+
+
+def test_a_record_without_a_handler_is_poison_with_its_message_read(make):
+    delivery = make().read(record(type="nobody.knows"), Silent())
+    assert delivery.message.type == "nobody.knows"
+    assert delivery.mode is Mode.POISON
+
+
+def test_queues_that_share_a_topic_are_told_apart_by_the_handler(make):
+    for name in ("mails", "images"):
+        registry.register(Handler(lambda: None, HandlerOptions(name=f"x.{name}", queue=name)))
+    poller = make("mails", "images")
+    assert poller.topics == ["shared"]
+    for name in ("mails", "images"):
+        assert poller.read(record(type=f"x.{name}", topic="shared"), Silent()).queue.name == name
+    assert poller.read(record(topic="shared"), Silent()).queue.name == "mails"
+
+
+# --- The thread -----------------------------------------------------------------------------------
+
+
+def test_what_is_published_comes_to_the_lanes_in_order(make, lanes):
+    make().start()
+    publish(b"1", b"2", b"3", partition=0)
+    assert [take(lanes) for _ in range(3)] == [b"1", b"2", b"3"]
+
+
+def test_full_lanes_stop_the_fetching_and_not_the_membership(make, lanes):
+    # Given
+    poller = make(max_outstanding=2)
+    publish(b"1", b"2", b"3", partition=0)
+    # When
+    poller.start()
+    eventually(lambda: lanes.outstanding == 2)
+    group = lanes.take(timeout=WAIT)
+    # Then
+    assert poller.polled_count == 2
+    assert len(poller.partitions) == 2
+    lanes.done(group)
+    eventually(lambda: poller.polled_count == 3)
+
+
+@pytest.fixture
+def polling(make, monkeypatch):
+    """Start a poller; returns it with what its subscription is asked from then on."""
+
+    def start() -> tuple[Poller, list[tuple]]:
+        poller = make()
+        poller.start()
+        eventually(lambda: len(poller.partitions) == 2)
+        asked: list[tuple] = []
+        for name in ("poll", "pause", "resume"):
+            original = getattr(poller._subscription, name)
+
+            def spy(*arguments, name=name, original=original):
+                asked.append((name, arguments[0]))
+                return original(*arguments)
+
+            monkeypatch.setattr(poller._subscription, name, spy)
+        return poller, asked
+
+    return start
+
+
+def test_draining_fetches_nothing_more_and_stays_a_member(polling, lanes):
+    # Given
+    poller, asked = polling()
+    publish(b"1", partition=0)
+    assert take(lanes) == b"1"
+    # When
+    poller.drain()
+    eventually(lambda: ("poll", 0) in asked)
+    publish(b"2", partition=0)
+    before = len(asked)
+    eventually(lambda: len(asked) > before + 1)
+    # Then
+    assert lanes.waiting == 0
+    assert set(asked[before:]) == {("poll", 0)}
+    assert len(poller.partitions) == 2
+
+
+def test_closing_hands_back_what_was_not_settled(make, lanes):
+    poller = make()
+    poller.start()
+    publish(b"1", partition=0)
+    eventually(lambda: lanes.waiting == 1)
+    poller.close(WAIT)
+    assert lanes.waiting == 0
+    other = get_transport().subscribe(["ledger"], "g")
+    assert [one.value for one in other.poll(10, WAIT)] == [b"1"]
+    other.close()
+
+
+BOTH = [TopicPartition("ledger", 0), TopicPartition("ledger", 1)]
+
+
+def test_a_paused_queue_is_not_fetched_and_misses_nothing(polling, lanes):
+    # Given
+    poller, asked = polling()
+    poller.set_paused(frozenset({"ledger"}))
+    poller.wake()
+    eventually(lambda: ("pause", BOTH) in asked)
+    publish(b"1", partition=0)
+    before = len(asked)
+    eventually(lambda: len(asked) > before + 3)
+    assert lanes.waiting == 0
+    # When
+    poller.set_paused(frozenset())
+    poller.wake()
+    # Then
+    assert take(lanes) == b"1"
+
+
+def test_a_resting_partition_rests_alone_and_comes_back_by_itself(polling, lanes):
+    """KJO-76."""
+    poller, asked = polling()
+    poller.pause_for(BOTH[0], 0.6)
+    poller.wake()
+    eventually(lambda: ("pause", BOTH[:1]) in asked)
+    publish(b"resting", partition=0)
+    publish(b"free", partition=1)
+    assert take(lanes) == b"free"
+    assert take(lanes) == b"resting"
+    assert ("resume", BOTH[:1]) in asked
+
+
+def test_a_rest_does_not_resume_a_queue_an_operator_paused(polling, lanes):
+    poller, asked = polling()
+    poller.set_paused(frozenset({"ledger"}))
+    poller.pause_for(BOTH[0], 0.05)
+    poller.wake()
+    eventually(lambda: ("pause", BOTH) in asked)
+    publish(b"1", partition=0)
+    eventually(lambda: not poller._resume_at)
+    before = len(asked)
+    eventually(lambda: len(asked) > before + 2)
+    assert lanes.waiting == 0
+    assert "resume" not in {name for name, _ in asked}
+
+
+def test_a_poller_that_fails_tells_and_starts_over(make, lanes, monkeypatch):
+    # Given
+    told: list[str | None] = []
+    failed = threading.Event()
+
+    def hear(error: str | None) -> None:
+        told.append(error)
+        if error:
+            failed.set()
+
+    transport = get_transport()
+    subscribe, broken = transport.subscribe, iter([True])
+
+    def fail_once(*args, **kwargs):
+        if next(broken, False):
+            raise RuntimeError("no subscription for you")
+        return subscribe(*args, **kwargs)
+
+    monkeypatch.setattr(transport, "subscribe", fail_once)
+    # When
+    make(on_error=hear).start()
+    publish(b"1", partition=0)
+    # Then
+    assert failed.wait(WAIT)
+    assert told == ["no subscription for you"]
+    assert take(lanes) == b"1"
+    eventually(lambda: told[-1] is None)
+
+
+def test_a_rebalance_waits_for_what_runs_and_forgets_what_waits(make, lanes):
+    # Given: one record of each partition runs, another of each waits
+    poller = make()
+    poller.start()
+    for partition in (0, 1):
+        publish(b"%d runs" % partition, partition=partition)
+        eventually(lambda: lanes.filled.is_set())
+        lanes.filled.clear()
+    groups = [lanes.take(timeout=WAIT)]
+    # When: another member comes, and gets one of the two
+    other = get_transport().subscribe(["ledger"], "g")
+    taken: list[Record] = []
+
+    def join() -> None:
+        while not taken and not done.is_set():
+            taken.extend(other.poll(10, 0.05))
+
+    done = threading.Event()
+    thread = threading.Thread(target=join)
+    thread.start()
+    eventually(lambda: lanes.waiting <= 1)
+    for group in groups:
+        lanes.done(group)
+    eventually(lambda: len(poller.partitions) == 1)
+    # Then
+    eventually(lambda: len(other.assignment()) == 1)
+    mine, theirs = poller.partitions, other.assignment()
+    assert {*mine, *theirs} == {TopicPartition("ledger", 0), TopicPartition("ledger", 1)}
+    done.set()
+    thread.join(WAIT)
+    other.close()

@@ -1,0 +1,214 @@
+"""Writing outcomes down: only onto the state, generation and attempt that were read."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+from django.utils import timezone
+
+from kjo_django.conf import get_settings
+from kjo_django.consumer import settlement
+from kjo_django.consumer.attempts import COLUMNS
+from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
+from kjo_django.models import DeadLetter, Job, JobFailure
+from kjo_django.producer import dispatch
+from kjo_django.registry import find
+from kjo_django.transports.base import Record
+from tests.factories import JobFactory
+from tests.unit.deliveries import KJO, MEMORY, Bench, Silent
+
+pytestmark = pytest.mark.usefixtures("real_database")
+
+
+@pytest.fixture(autouse=True)
+def _configured(settings, real_database):
+    settings.KJO = KJO | MEMORY
+
+
+def outcome_of(job: Job, result: Result = Result.COMPLETED, **facts) -> Outcome:
+    """What a run of this job ended with, its row as it was read before."""
+    sent = dispatch.record_of(job, get_settings().queue(job.queue))
+    record = Record(sent.topic, 0, 5, sent.key, sent.value, dict(sent.headers))
+    delivery = Bench().read(record)
+    defaults = {"attempt": job.attempts + 1, "started_at": timezone.now()}
+    columns = {name: getattr(job, name) for name in COLUMNS}
+    return Outcome(delivery, result, job=columns, **{**defaults, **facts})
+
+
+def a_job(**columns) -> Job:
+    return JobFactory(queue="ledger", handler="ledger.no_op", **{"state": "queued", **columns})
+
+
+def complete(*outcomes: Outcome, token: str | None = None) -> set:
+    with settlement.in_transaction("default"):
+        return settlement.complete("default", outcomes, token)
+
+
+def fail(*outcomes: Outcome) -> None:
+    with settlement.in_transaction("default"):
+        settlement.record_failures("default", outcomes, "worker")
+
+
+# --- Success --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["pending", "queued", "failing"])
+def test_an_open_job_is_completed(state):
+    """A relay slower than the consumer never makes a finished job look open."""
+    job = a_job(state=state, attempts=1, error="before", result_ttl=5000)
+    assert complete(outcome_of(job, value=b'{"v":1}')) == {job.pk}
+    job.refresh_from_db()
+    assert (job.state, job.attempts, job.error) == ("completed", 2, "")
+    assert bytes(job.result) == b'{"v":1}'
+    assert job.result_expires_at - job.finished_at == timedelta(seconds=5)
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
+def test_a_finished_job_is_not_completed_again(state):
+    job = a_job()
+    outcome = outcome_of(job, value=b"late")
+    Job.objects.update(state=state)
+    assert complete(outcome) == set()
+    job.refresh_from_db()
+    assert (job.state, job.result) == (state, None)
+
+
+def test_a_requeued_job_is_not_completed_by_the_generation_before():
+    job = a_job()
+    outcome = outcome_of(job)
+    Job.objects.update(generation=2)
+    assert complete(outcome) == set()
+
+
+def test_with_a_lease_only_its_holder_completes():
+    job = a_job(lease_token="mine", lease_expires_at=timezone.now())
+    assert complete(outcome_of(job), token="other") == set()
+    assert complete(outcome_of(job), token="mine") == {job.pk}
+    job.refresh_from_db()
+    assert (job.lease_token, job.lease_expires_at) == ("", None)
+
+
+def test_many_are_completed_and_each_gets_its_own_result_and_lifetime():
+    jobs = [a_job(result_ttl=1000 * (n + 1)) for n in range(5)]
+    done = [outcome_of(job, value=b"%d" % n) for n, job in enumerate(jobs)]
+    assert complete(*done) == {job.pk for job in jobs}
+    for n, job in enumerate(Job.objects.order_by("id")):
+        assert bytes(job.result) == b"%d" % n
+        assert (job.result_expires_at - job.finished_at).total_seconds() == n + 1
+
+
+def test_what_has_no_row_needs_no_update():
+    outcome = outcome_of(a_job())
+    outcome.job = None
+    assert complete(outcome) == set()
+
+
+# --- Failure --------------------------------------------------------------------------------------
+
+
+def test_a_retry_is_written_with_its_failure():
+    job = a_job()
+    due = timezone.now() + timedelta(minutes=1)
+    fail(outcome_of(job, Result.RETRIED, error=ValueError("no"), retry_at=due))
+    job.refresh_from_db()
+    assert (job.state, job.attempts, job.error, job.available_at) == ("failing", 1, "no", due)
+    failure = JobFailure.objects.get()
+    assert (failure.worker, failure.retry_at, failure.error_type) == ("worker", due, "ValueError")
+    assert not DeadLetter.objects.exists()
+
+
+def test_a_death_is_written_with_its_failure_and_letter():
+    job = a_job(result_ttl=5000)
+    outcome = outcome_of(job, Result.DEAD, error=ValueError("no"), reason="exhausted")
+    fail(outcome)
+    job.refresh_from_db()
+    assert (job.state, job.attempts) == ("failed", 1)
+    assert job.result_expires_at - job.finished_at == timedelta(seconds=5)
+    letter = DeadLetter.objects.get()
+    assert (letter.job_id, str(letter.pk)) == (job.pk, outcome.notes["dead_letter_id"])
+    assert JobFailure.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"state": "cancelled"}, {"state": "completed"}, {"generation": 2}, {"attempts": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("result", [Result.RETRIED, Result.DEAD])
+def test_a_job_that_has_moved_on_gets_no_failure_of_before(change, result):
+    # Given
+    job = a_job()
+    outcome = outcome_of(
+        job, result, error=ValueError("no"), reason="exhausted", retry_at=timezone.now()
+    )
+    Job.objects.update(**change)
+    # When
+    fail(outcome)
+    # Then
+    assert outcome.result is Result.SKIPPED
+    assert not JobFailure.objects.exists()
+    assert not DeadLetter.objects.exists()
+    job.refresh_from_db()
+    assert {name: getattr(job, name) for name in change} == change
+
+
+def test_failures_and_letters_are_one_transaction():
+    job = a_job()
+    outcome = outcome_of(job, Result.DEAD, error=ValueError("no"), reason="exhausted")
+    with pytest.raises(RuntimeError), transaction.atomic():
+        settlement.record_failures("default", [outcome], "worker")
+        raise RuntimeError
+    job.refresh_from_db()
+    assert job.state == "queued"
+    assert not JobFailure.objects.exists()
+
+
+# --- Judging --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "attempt", "result", "reason"),
+    [
+        (ValueError("x"), 1, Result.RETRIED, ""),
+        (ValueError("x"), 5, Result.DEAD, "exhausted"),
+        (Retry("x"), 5, Result.DEAD, "exhausted"),
+        (PermanentError("x"), 1, Result.DEAD, "fatal"),
+        (MessageError("deserialization", "x"), 1, Result.DEAD, "deserialization"),
+        (MessageError("a reason of the handler's own making", "x"), 1, Result.DEAD, "fatal"),
+        (RateLimitExceededError("x"), 1, Result.RETRIED, ""),
+    ],
+)
+def test_a_failed_attempt_is_judged_by_the_policy(error, attempt, result, reason):
+    outcome = outcome_of(a_job(), error=error, attempt=attempt)
+    settlement.judge_failure(outcome, 5)
+    assert (outcome.result, outcome.reason) == (result, reason)
+    assert (outcome.retry_at is not None) == (result is Result.RETRIED)
+
+
+def test_the_policy_is_that_of_the_settings(settings):
+    settings.KJO = {
+        **settings.KJO,
+        "BACKOFF_BASE": 7,
+        "BACKOFF_MAX": 9,
+        "BACKOFF_JITTER": 0,
+        "ERROR_RECOVERY_DELAYS": {"network": 11},
+        "PAUSABLE_ERRORS": ["builtins.KeyError", "KeyError"],
+    }
+    policy = settlement.policy()
+    assert policy.decide(ValueError(), 1, 5).delay == timedelta(seconds=7)
+    assert policy.decide(ValueError(), 4, 5).delay == timedelta(seconds=9)
+    assert policy.decide(ConnectionError(), 1, 5).delay == timedelta(seconds=11)
+    assert policy.decide(KeyError(), 1, 5).pause is not None
+
+
+def test_a_record_that_is_nobodys_still_dies_visibly():
+    queue = get_settings().queue("ledger")
+    record = Record("ledger", 0, 1, None, None, {})
+    delivery = Delivery(record, Silent(), queue, None, find("ledger.no_op"))
+    outcome = Outcome(delivery, Result.DEAD, error=MessageError("invalid", "x"), reason="invalid")
+    fail(outcome)
+    assert DeadLetter.objects.get().value is None
+    assert not Job.objects.exists()

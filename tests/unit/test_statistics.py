@@ -1,0 +1,149 @@
+"""Counting what a worker did."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+from django.db import DatabaseError
+from django.utils import timezone
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kjo_django.conf import get_settings
+from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.ids import uuid7
+from kjo_django.models import MetricBucket
+from kjo_django.registry import find
+from kjo_django.transports.base import Record
+from kjo_django.worker.statistics import BOUNDS, Statistics, bound_of
+from tests.unit.deliveries import Silent
+
+pytestmark = pytest.mark.django_db
+
+
+def outcome(result: Result = Result.COMPLETED, *, handler="ledger.write", waited=None, **facts):
+    record = Record("ledger", 0, 0, None, b"{}", {})
+    queue = get_settings().queue("ledger")
+    delivery = Delivery(record, Silent(), queue, None, find(handler) if handler else None)
+    job = None
+    if waited is not None:
+        facts["started_at"] = timezone.now()
+        job = {"available_at": facts["started_at"] - timedelta(seconds=waited)}
+    return Outcome(delivery, result, job=job, **facts)
+
+
+@pytest.fixture
+def statistics():
+    return Statistics(uuid7())
+
+
+@given(st.floats(0, 1e6))
+def test_a_histograms_bucket_holds_what_is_below_its_bound(seconds):
+    index = bound_of(seconds)
+    assert 0 <= index < BOUNDS
+    if index < BOUNDS - 1:
+        assert seconds * 1000 < 2**index
+    if index:
+        assert int(seconds * 1000) >= 2 ** (index - 1)
+
+
+def test_a_clock_that_stepped_back_counts_as_no_time():
+    assert bound_of(-5) == 0
+
+
+def test_outcomes_are_counted_by_their_kind(statistics):
+    results = [Result.COMPLETED] * 3 + [Result.RETRIED] * 2 + [Result.DEAD]
+    others = [Result.DUPLICATE, Result.SKIPPED, Result.DEFERRED]
+    statistics.add([outcome(result) for result in results + others])
+    assert (statistics.processed, statistics.failed, statistics.retried) == (6, 1, 2)
+
+
+def test_the_last_error_is_kept(statistics):
+    statistics.add([outcome(Result.RETRIED, error=ValueError("first"))])
+    statistics.add([outcome(Result.DEAD, error=ValueError("last " + "x" * 600)), outcome()])
+    assert statistics.last_error.startswith("last xxx")
+    assert len(statistics.last_error) == 500
+    assert statistics.last_error_at <= timezone.now()
+
+
+def test_a_flush_writes_a_row_per_minute_queue_and_handler(statistics):
+    # Given
+    statistics.add(
+        [
+            outcome(waited=0.5, seconds=0.003),
+            outcome(waited=0.5, seconds=0.003),
+            outcome(Result.DEAD, handler="ledger.refuse", waited=3),
+            outcome(Result.DUPLICATE, handler=None),
+        ]
+    )
+    # When
+    statistics.flush()
+    # Then
+    written = {row.handler: row for row in MetricBucket.objects.all()}
+    assert set(written) == {"ledger.write", "ledger.refuse", ""}
+    row = written["ledger.write"]
+    assert (row.completed_count, row.failed_count, row.queue) == (2, 0, "ledger")
+    assert row.run_histogram[2] == 2  # from 2 to 4 ms
+    assert row.wait_histogram[9] == 2  # from 256 to 512 ms
+    assert (sum(row.run_histogram), sum(row.wait_histogram)) == (2, 2)
+    assert row.minute.second == 0
+    assert written["ledger.refuse"].failed_count == 1
+    assert written[""].duplicate_count == 1
+
+
+def test_a_second_flush_adds_to_the_same_minute(statistics, monkeypatch):
+    now = timezone.now().replace(second=30)
+    monkeypatch.setattr(timezone, "now", lambda: now)
+    for _ in range(2):
+        statistics.add([outcome(waited=0, seconds=0.5)])
+        statistics.flush()
+    row = MetricBucket.objects.get()
+    assert (row.completed_count, sum(row.run_histogram)) == (2, 2)
+
+
+def test_nothing_new_writes_nothing(statistics, django_assert_num_queries):
+    statistics.add([])
+    with django_assert_num_queries(0):
+        statistics.flush()
+
+
+def test_each_worker_has_rows_of_its_own(statistics):
+    for one in (statistics, Statistics(uuid7())):
+        one.add([outcome()])
+        one.flush()
+    assert MetricBucket.objects.count() == 2
+
+
+def test_what_an_outage_kept_from_being_written_is_written_later(statistics, monkeypatch):
+    # Given
+    statistics.add([outcome(waited=0, seconds=0.5)])
+
+    def away(self, using, key, bucket):
+        raise DatabaseError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Statistics, "_write", away)
+        with pytest.raises(DatabaseError):
+            statistics.flush()
+    # When
+    statistics.add([outcome(waited=0, seconds=0.5)])
+    statistics.flush()
+    # Then
+    rows = MetricBucket.objects.all()
+    assert sum(row.completed_count for row in rows) == 2
+    assert sum(sum(row.run_histogram) for row in rows) == 2
+
+
+def test_lanes_count_at_the_same_time(statistics):
+    def work() -> None:
+        for _ in range(200):
+            statistics.add([outcome(), outcome(Result.DEAD)])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (statistics.processed, statistics.failed) == (1600, 800)

@@ -1,0 +1,165 @@
+"""``--processes N``: children are forked, told to stop, and started again when they die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import os, signal, sys, time, pathlib
+os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+import django; django.setup()
+from kjo_django.worker import supervisor
+place = pathlib.Path(sys.argv[1])
+
+def note(text):
+    with open(place / "log", "a") as log:
+        log.write(text + "\\n")
+
+def runs():
+    return (place / "log").read_text().split() if (place / "log").exists() else []
+
+def stop_well(number, frame):
+    note("stopped")
+    sys.exit(0)
+
+def wait_for_signal():
+    signal.signal(signal.SIGTERM, stop_well)
+    signal.signal(signal.SIGINT, stop_well)
+    note("ready")
+    os.write(1, b"ready\\n")
+    while True:
+        time.sleep(60)
+
+{body}
+sys.exit(supervisor.supervise({count}, work))
+"""
+
+
+def start(tmp_path: Path, body: str, count: int = 1) -> subprocess.Popen[str]:
+    code = PROGRAM.format(body=body, count=count)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+def log(tmp_path: Path) -> list[str]:
+    return (tmp_path / "log").read_text().split()
+
+
+def test_it_ends_well_when_every_child_has_finished(tmp_path):
+    process = start(tmp_path, "def work():\n    note('done'); return 0", count=3)
+    assert finish(process)[0] == 0
+    assert log(tmp_path) == ["done"] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, number):
+    # Given
+    process = start(tmp_path, "work = wait_for_signal", count=2)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline() == "ready\n"
+    # When
+    process.send_signal(number)
+    # Then
+    assert finish(process)[0] == 0
+    assert sorted(log(tmp_path)) == ["ready", "ready", "stopped", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("death", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9"),
+        ("sys.exit(7)", "exit code 7"),
+        ("raise ValueError('at boot')", "exit code 70"),
+    ],
+)
+def test_a_child_that_dies_is_replaced(tmp_path, death, told):
+    """Promise 3."""
+    body = f"""
+def work():
+    note("run")
+    if len(runs()) == 1:
+        {death}
+    return 0
+"""
+    process = start(tmp_path, body)
+    code, errors = finish(process)
+    assert code == 0
+    assert log(tmp_path) == ["run", "run"]
+    assert f"died ({told}); starting another in 1 s" in errors
+
+
+def test_a_childs_failure_to_stop_well_is_the_exit_code(tmp_path):
+    body = """
+def fail(number, frame):
+    sys.exit(3)
+
+def work():
+    signal.signal(signal.SIGTERM, fail)
+    os.write(1, b"ready\\n")
+    while True:
+        time.sleep(60)
+"""
+    process = start(tmp_path, body)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    assert finish(process)[0] == 3
+
+
+def test_a_stop_is_heard_while_a_replacement_is_waited_for(tmp_path):
+    """A child that dies at once is started again later and later; stopping does not wait for it."""
+    # Given: a child that has died at once often before, so the next comes in half a minute
+    body = """
+make = supervisor._Supervisor.__init__
+
+def make_tired(self, work):
+    make(self, work)
+    self._quick_deaths = 9
+
+supervisor._Supervisor.__init__ = make_tired
+
+def work():
+    note("run")
+    return 1
+"""
+    process = start(tmp_path, body)
+    assert process.stderr is not None
+    while "starting another in 30 s" not in process.stderr.readline():
+        pass
+    # When
+    started = time.monotonic()
+    process.terminate()
+    finish(process)
+    # Then
+    assert time.monotonic() - started < 15
+    assert log(tmp_path) == ["run"]
+
+
+def test_a_child_is_a_process_group_of_its_own(tmp_path):
+    """A terminal's Ctrl-C reaches the parent only; twice, it would force a child to stop."""
+    body = "def work():\n    note(str(os.getpgid(0) == os.getpid())); return 0"
+    assert finish(start(tmp_path, body))[0] == 0
+    assert log(tmp_path) == ["True"]
