@@ -88,6 +88,7 @@ KJO: dict[str, Any] = {
     "SERVICE_NAME": "shop",
     # Short, so that a retry can be watched. Leave it out, or raise it, for real mail servers.
     "BACKOFF_BASE": 0.5,
+    "ERROR_RECOVERY_DELAYS": {"rate_limit": 2, "network": 2, "database": 2, "default": 0},
     "TOPIC_OPTIONS": {"partitions": 4, "replication_factor": 1},
     "QUEUES": {
         "emails": {"topic": "shop-emails", "max_attempts": 5},
@@ -117,6 +118,8 @@ EMAIL_FILE_PATH = os.environ.get("KJO_EXAMPLE_MAIL") or str(
 SHOP_GATEWAY_REFUSES_EVERY = 20
 """The simulated gateway refuses every 20th message once; 0: none."""
 DEFAULT_FROM_EMAIL = "shop@example.com"
+OUTBOX_SMTP = os.environ.get("OUTBOX_SMTP", "")
+"""host:port of the mail server the outbox sends to; files, as the shop's, without one."""
 
 # --- Django ---------------------------------------------------------------------------------------
 
@@ -129,6 +132,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "kjo_django",
     "example_project.shop",
+    "example_project.outbox",
 ]
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
