@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
@@ -31,7 +31,6 @@ from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
 
-LEASE = "RELAY"
 LEASE_TTL = timedelta(seconds=10)
 REFUSED_DELAY = timedelta(seconds=30)
 """Until a row whose record was refused is tried again."""
@@ -40,8 +39,13 @@ REFUSED_DELAY = timedelta(seconds=30)
 OUTAGES = (PublishError, CoordinationError, DatabaseError, InterfaceError)
 
 
+def lease_of(queue: str) -> str:
+    """Return the lease a relay holds while it publishes a queue's jobs."""
+    return f"RELAY:{queue}"
+
+
 class Relay:
-    """Publishes due rows; any number may run, one at a time does the work.
+    """Publishes due rows; any number may run, for each queue one at a time works.
 
     :param queues: names of the queues it looks after; None for all. Those on a transactional
         transport need no relay and are left out; ``queues`` tells what remains.
@@ -68,14 +72,17 @@ class Relay:
 
     # --- One batch --------------------------------------------------------------------------------
 
-    def publish_due(self) -> int:
-        """Publish one batch of due rows and record it; return how many rows were due."""
+    def publish_due(self, queues: Collection[str] | None = None) -> int:
+        """Publish one batch of due rows and record it; return how many rows were due.
+
+        :param queues: only those of these; of all it looks after if not given.
+        """
         using = dispatch.jobs_database()
         limit = get_settings().relay_batch_size
         due = Job.objects.using(using).filter(
             state__in=states.AWAITING_PUBLISH,
             available_at__lte=timezone.now(),
-            queue__in=self.queues,
+            queue__in=self.queues if queues is None else queues,
         )
         # Results and errors are not part of a message: do not carry them over the wire.
         jobs = list(due.defer("result", "error").order_by("available_at", "id")[:limit])
@@ -159,8 +166,8 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
                     # A read first: an idle relay, or one on standby, writes nothing.
                     is_full = (
                         self._is_due()
-                        and self._may_work()
-                        and self.publish_due() >= get_settings().relay_batch_size
+                        and (mine := self._take_queues())
+                        and self.publish_due(mine) >= get_settings().relay_batch_size
                     )
                     delay = 1.0
                     if not is_full:
@@ -177,17 +184,24 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
         finally:
             self._close()
 
-    def _may_work(self) -> bool:
-        """Take or renew the lease; without coordination every relay works."""
+    def _take_queues(self) -> list[str]:
+        """Take or renew the leases; return the queues it may publish now. Without coordination
+        every relay works.
+
+        A lease for each queue: relays that look after different queues must not wait for one
+        another.
+        """
+        names = {lease_of(queue): queue for queue in self.queues}
         try:
             coordination = get_coordination()
-            held = coordination.claim([LEASE], self._token, LEASE_TTL)[0].acquired
+            claims = coordination.claim(list(names), self._token, LEASE_TTL)
+            held = [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
             if held:
-                coordination.renew([LEASE], self._token, LEASE_TTL)
-            return held
+                coordination.renew(held, self._token, LEASE_TTL)
+            return [names[name] for name in held]
         except CoordinationError as error:
             logger.warning("Relaying without a lease: %s", error)
-            return True
+            return self.queues
 
     def _wait(self) -> None:
         """Wait for a call, the next row that falls due, or the slow poll."""
@@ -222,9 +236,9 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
         try:
             if self._listener is not None:
                 self._listener.close()
-            get_coordination().release([LEASE], self._token)
+            get_coordination().release([lease_of(queue) for queue in self.queues], self._token)
         except KjoError as error:
-            logger.warning("The relay's lease expires by itself: %s", error)
+            logger.warning("The relay's leases expire by themselves: %s", error)
         connections.close_all()
 
 

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import gc
 import itertools
+import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from django.core.management import call_command
 from django.db import connections
 
 from kjo_django import Queue, conf, registry
 from kjo_django.backends import get_transport
 from kjo_django.operations import replies
-from tests.unit.conftest import (  # noqa: F401 - fixtures
-    _migrated_file,
-    _migrated_postgres,
-    postgres,
-    sqlite_file,
-)
+from tests.settings import database as settings_of
+from tests.unit.conftest import DEFAULT, led_to, sqlite_settings
 
 KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 MEMORY = "kjo_django.transports.memory.MemoryTransport"
@@ -51,12 +50,53 @@ ENGINES = [
 ]
 
 
+@pytest.fixture(scope="session")
+def _file_of_queues(
+    django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    path = tmp_path_factory.mktemp("queueing") / "template.sqlite3"
+    with django_db_blocker.unblock(), led_to(sqlite_settings(path)):
+        call_command("migrate", verbosity=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def _postgres_of_queues(
+    django_db_setup: None, django_db_blocker: Any, postgres_server: Any
+) -> Iterator[dict[str, Any]]:
+    configured = settings_of(postgres_server.createdb("kjo_queueing"))
+    with django_db_blocker.unblock(), led_to(configured):
+        call_command("migrate", verbosity=0)
+    yield configured
+    postgres_server.dropdb("kjo_queueing")
+
+
+@pytest.fixture
+def file_database(_file_of_queues: Path, django_db_blocker: Any, tmp_path: Path) -> Iterator[None]:
+    """``default`` is a fresh SQLite file."""
+    path = tmp_path / "db.sqlite3"
+    shutil.copyfile(_file_of_queues, path)
+    with django_db_blocker.unblock(), led_to(sqlite_settings(path)):
+        yield
+
+
+@pytest.fixture
+def postgres_database(
+    _postgres_of_queues: dict[str, Any], django_db_blocker: Any
+) -> Iterator[None]:
+    """``default`` is a PostgreSQL database; every test has queues of its own."""
+    with django_db_blocker.unblock(), led_to(_postgres_of_queues):
+        yield
+        assert connections[DEFAULT].vendor == "postgresql"
+
+
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
     """The storage-contract's engines: memory, SQLite, PostgreSQL, and Kafka with Redis."""
     name: str = request.param
     kjo = dict(QUICK)
-    request.getfixturevalue("sqlite_file" if name in ("memory", "sqlite") else "postgres")
+    is_file = name in ("memory", "sqlite")
+    request.getfixturevalue("file_database" if is_file else "postgres_database")
     if name == "memory":
         kjo["TRANSPORTS"] = {"default": {"BACKEND": MEMORY}}
     if name == "kafka":

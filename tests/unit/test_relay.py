@@ -14,7 +14,7 @@ from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, transition
 from kjo_django.producer import relay as relays
-from kjo_django.producer.relay import LEASE, Relay
+from kjo_django.producer.relay import Relay, lease_of
 from kjo_django.producer.wakeups import RELAY_CHANNEL, wake
 from kjo_django.transports.base import Published
 from tests.factories import JobFactory
@@ -295,19 +295,19 @@ def test_it_stops_at_once_though_it_waits(alone):
     with Running() as running:
         wake(RELAY_CHANNEL)
     assert not running.thread.is_alive()
-    assert get_coordination().holders([LEASE]) == {}
+    assert get_coordination().holders([lease_of("ledger")]) == {}
 
 
 def test_on_standby_it_does_nothing_until_the_lease_is_free(arrived):
     # Given: another relay that is alive
-    get_coordination().claim([LEASE], "the other", timedelta(minutes=5))
+    get_coordination().claim([lease_of("ledger")], "the other", timedelta(minutes=5))
     write.enqueue(job="a")
     with Running():
         # When, then
         assert not arrived.wait(0.6)
         assert jobs()[0].state == "pending"
         # And once the other has died
-        get_coordination().release([LEASE], "the other")
+        get_coordination().release([lease_of("ledger")], "the other")
         assert arrived.wait(10)
 
 
@@ -333,10 +333,10 @@ def test_whatever_goes_wrong_is_told_waited_out_and_survived(arrived, monkeypatc
     broken = iter([True])
     publish_due = Relay.publish_due
 
-    def fail_once(self):
+    def fail_once(self, queues=None):
         if next(broken, False):
             raise error
-        return publish_due(self)
+        return publish_due(self, queues)
 
     monkeypatch.setattr(Relay, "publish_due", fail_once)
     write.enqueue(job="a")
@@ -374,3 +374,12 @@ def test_one_job_nobody_can_send_does_not_hold_up_the_others(alone, monkeypatch)
     bad, good = jobs()
     assert (bad.state, good.state) == ("pending", "queued")
     assert bad.error.startswith("Not published: ")
+
+
+def test_relays_of_different_queues_do_not_wait_for_one_another(arrived):
+    # Given: the relay of another queue, alive and well
+    get_coordination().claim([lease_of("another")], "the other", timedelta(minutes=5))
+    write.enqueue(job="a")
+    # When, then
+    with Running():
+        assert arrived.wait(5)
