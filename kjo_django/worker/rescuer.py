@@ -40,6 +40,7 @@ class Rescuer:
                     logger.error("Nothing could be rescued this time: %s", error)
                     drop_broken_connections()
         finally:
+            self._let_go()
             connections.close_all()
 
     def _may_work(self, ttl: timedelta) -> bool:
@@ -53,10 +54,13 @@ class Rescuer:
             logger.warning("Rescuing without a lease: %s", error)
             return True
 
-    def stop(self) -> None:
-        """Make ``run`` return; the lease is free for the next worker."""
-        self._stopping.set()
+    def _let_go(self) -> None:
+        """Free the lease for the next worker."""
         try:
             get_coordination().release([LEASE], self._token)
         except CoordinationError as error:
             logger.warning("The rescuer's lease expires by itself: %s", error)
+
+    def stop(self) -> None:
+        """Make ``run`` return; asks nothing of the database, which may be away or busy."""
+        self._stopping.set()
