@@ -1,0 +1,136 @@
+"""Promise 5, show 9: everything works where no client of any server can even be imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = '''
+import importlib, pkgutil, sys, threading, time
+
+BLOCKED = ("confluent_kafka", "redis", "django_redis", "rest_framework", "psycopg", "psycopg2",
+           "prometheus_client", "opentelemetry", "msgpack", "orjson")
+
+class Blocker:
+    """These packages are not installed here."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r} (blocked)", name=name)
+
+sys.meta_path.insert(0, Blocker())
+assert not [name for name in sys.modules if name.partition(".")[0] in BLOCKED]
+
+import django
+from django.conf import settings
+
+settings.configure(
+    SECRET_KEY="x",
+    DEBUG=False,
+    ALLOWED_HOSTS=["*"],
+    USE_TZ=True,
+    ROOT_URLCONF="tests.urls",
+    STATIC_URL="/static/",
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": sys.argv[1]}},
+    INSTALLED_APPS=tests_settings.INSTALLED_APPS,
+    MIDDLEWARE=tests_settings.MIDDLEWARE,
+    TEMPLATES=tests_settings.TEMPLATES,
+    DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+    PASSWORD_HASHERS=["django.contrib.auth.hashers.MD5PasswordHasher"],
+)
+django.setup()
+
+# Everything public can be had.
+import kjo_django
+for name in kjo_django.__all__:
+    getattr(kjo_django, name)
+ADAPTERS = ("kjo_django.transports.kafka", "kjo_django.coordination.redis",
+            "kjo_django.coordination.postgres", "kjo_django.messages.msgpack", "kjo_django.api",
+            "kjo_django.contrib")
+for module in pkgutil.walk_packages(kjo_django.__path__, "kjo_django."):
+    if not module.name.startswith(ADAPTERS):
+        importlib.import_module(module.name)
+
+# Check, migrate, and nothing left to migrate.
+from django.core.management import call_command
+call_command("check", fail_level="WARNING")
+call_command("migrate", verbosity=0)
+call_command("makemigrations", "kjo_django", check=True, dry_run=True, verbosity=0)
+
+# A job runs, with no KJO setting at all.
+from kjo_django.models import DeadLetter, Job
+from kjo_django.worker import Worker
+from tests.ledger.jobs import refuse, write
+from tests.ledger.models import Entry
+
+worker = Worker(["ledger"])
+thread = threading.Thread(target=worker.run)
+thread.start()
+write.enqueue(job="a")
+refuse.enqueue(job="b")
+end = time.monotonic() + 30
+while not (Entry.objects.count() == 1 and DeadLetter.objects.count() == 1):
+    assert time.monotonic() < end, list(Job.objects.values())
+    time.sleep(0.05)
+worker.stop()
+thread.join(20)
+assert not thread.is_alive()
+assert sorted(Job.objects.values_list("state", flat=True)) == ["completed", "failed"]
+
+# Every list and every page of the admin.
+from django.contrib import admin
+from django.contrib.auth.models import User
+from django.test import Client
+from django.urls import reverse
+
+User.objects.create_superuser("root", password="root")
+client = Client()
+assert client.login(username="root", password="root")
+shown = 0
+for model in admin.site._registry:
+    if model._meta.app_label != "kjo_django":
+        continue
+    base = f"admin:kjo_django_{model._meta.model_name}"
+    answer = client.get(reverse(f"{base}_changelist"))
+    assert answer.status_code == 200, (model, answer.status_code)
+    for row in model.objects.all()[:1]:
+        answer = client.get(reverse(f"{base}_change", args=[row.pk]))
+        assert answer.status_code == 200, (model, answer.status_code)
+    shown += 1
+assert shown >= 5, shown
+
+loaded = [name for name in sys.modules if name.partition(".")[0] in BLOCKED]
+assert not loaded, loaded
+print("all is well")
+'''
+
+
+def test_without_any_client_the_embedded_default_does_everything(tmp_path):
+    # Given
+    program = tmp_path / "program.py"
+    program.write_text("import tests.settings as tests_settings\n" + PROGRAM)
+    kept = {
+        key: value for key, value in os.environ.items() if not key.endswith(("_URL", "_SERVERS"))
+    }
+    # When
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "db.sqlite3")],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    # Then
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("all is well\n")
+
+
+def test_the_clients_it_does_without_are_installed_here():
+    """Or the test above would prove nothing."""
+    import confluent_kafka  # noqa: F401
+    import django_redis  # noqa: F401
+    import psycopg  # noqa: F401

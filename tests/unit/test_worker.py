@@ -1,0 +1,435 @@
+"""A worker in this process: what it starts, how it stops, what it tells. On a SQLite file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection
+from django.utils import timezone
+
+from kjo_django import registry, signals
+from kjo_django.backends import get_coordination, get_transport
+from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
+from kjo_django.models import Worker as WorkerRow
+from kjo_django.worker import Worker
+from tests.ledger.jobs import always_fails, give, write, write_async, write_keyed, write_outside
+from tests.ledger.models import Entry
+from tests.unit.deliveries import KJO, MEMORY, as_job
+
+WAIT = 20
+
+
+@pytest.fixture(params=["database", "memory"])
+def transport(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _configured(request, settings, sqlite_file, monkeypatch):
+    has_transport = "transport" in request.fixturenames
+    kind = request.getfixturevalue("transport") if has_transport else "database"
+    settings.KJO = {
+        **KJO,
+        **(MEMORY if kind == "memory" else {}),
+        "QUEUES": {"ledger": {}, "other": {}},
+        "POLL_INTERVAL": 0.2,
+        "HEARTBEAT_INTERVAL": 0.2,
+        "BACKOFF_BASE": 0.05,
+        "SHUTDOWN_GRACE": 5,
+        "CONCURRENCY": 3,
+    }
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+
+
+def finished() -> bool:
+    return not Job.objects.open().exists()
+
+
+class Running:
+    """A worker in its thread; ``code`` is its exit code once it has ended."""
+
+    def __init__(self, queues=("ledger",), **options) -> None:
+        self.worker = Worker(list(queues), **options)
+        self.code: int | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.code = self.worker.run()
+        finally:
+            connection.close()
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.worker.stop()
+        self.join()
+
+    def join(self) -> None:
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive(), "the worker does not end"
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.02)
+
+
+@contextmanager
+def hearing(*names: str):
+    heard: list[tuple[str, dict]] = []
+    receivers = []
+    for name in names:
+
+        def receiver(signal, sender, name=name, **facts):
+            heard.append((name, {"sender": sender, **facts}))
+
+        getattr(signals, name).connect(receiver)
+        receivers.append((name, receiver))
+    yield heard
+    for name, receiver in receivers:
+        getattr(signals, name).disconnect(receiver)
+
+
+# --- Work -----------------------------------------------------------------------------------------
+
+
+def test_it_runs_what_waits_and_what_comes_until_it_is_stopped(transport):
+    """Promise 5: no settings but a transport, no server, one process."""
+    write.enqueue(job="before")
+    with Running() as running:
+        wait_until(lambda: Entry.objects.filter(job="before").exists())
+        write.enqueue(job="after")
+        write_async.enqueue(job="async")
+        write_outside.enqueue(job="outside")
+        wait_until(finished)
+    assert running.code == 0
+    assert sorted(Entry.objects.values_list("job", flat=True)) == [
+        "after",
+        "async",
+        "before",
+        "outside",
+    ]
+    assert set(Job.objects.values_list("state", flat=True)) == {"completed"}
+
+
+def test_a_failing_job_is_retried_until_it_is_a_dead_letter(transport):
+    always_fails.enqueue(job="x")
+    with Running():
+        wait_until(finished)
+        wait_until(DeadLetter.objects.exists)
+    assert DeadLetter.objects.get().attempts == 2
+    assert Job.objects.get().state == "failed"
+
+
+def test_keys_keep_their_order_over_three_lanes(transport):
+    write_keyed.enqueue_many({"job": str(n), "key": str(n % 4)} for n in range(60))
+    with Running():
+        wait_until(finished)
+    for key in "0123":
+        found = Entry.objects.filter(note=key).order_by("id").values_list("job", flat=True)
+        assert [int(job) for job in found] == sorted(int(job) for job in found)
+    assert Entry.objects.count() == 60
+
+
+def test_two_workers_share_the_work_and_repeat_none_of_it(transport):
+    with Running(name="one"), Running(name="two"):
+        write.enqueue_many({"job": str(n)} for n in range(100))
+        wait_until(finished)
+    assert Entry.objects.count() == Entry.objects.values("job").distinct().count() == 100
+
+
+def test_it_drains_and_ends(transport):
+    write.enqueue_many({"job": str(n)} for n in range(20))
+    worker = Worker(["ledger"])
+    assert worker.run(until=worker.is_drained) == 0
+    assert Entry.objects.count() == 20
+    assert worker.is_drained()
+
+
+def test_what_is_due_later_does_not_keep_it_from_being_drained():
+    from datetime import timedelta
+
+    write.using(delay=timedelta(hours=1)).enqueue(job="later")
+    worker = Worker(["ledger"])
+    assert worker.is_drained()
+    write.enqueue(job="now")
+    assert not worker.is_drained()
+
+
+def test_it_ends_after_so_many_messages():
+    write.enqueue_many({"job": str(n)} for n in range(5))
+    worker = Worker(["ledger"], max_messages=1, concurrency=1)
+    assert worker.run() == 0
+    assert Entry.objects.count() >= 1
+
+
+def test_other_queues_are_left_alone():
+    write.using(queue="other").enqueue(job="theirs")
+    write.enqueue(job="mine")
+    with Running(["ledger"]):
+        wait_until(lambda: Entry.objects.exists())
+    assert list(Entry.objects.values_list("job", flat=True)) == ["mine"]
+
+
+def test_an_unknown_queue_is_refused_with_the_known_ones():
+    with pytest.raises(ImproperlyConfigured, match=r"No queue is named 'legder'\. Known: .*ledger"):
+        Worker(["legder"])
+
+
+# --- Stopping -------------------------------------------------------------------------------------
+
+
+def test_what_runs_may_finish_and_what_waits_is_handed_back(transport):
+    """Shutdown spends no attempt."""
+    # Given: one runs, the others wait behind it
+    started, release = threading.Event(), threading.Event()
+
+    def hold(job):
+        started.set()
+        release.wait(WAIT)
+        Entry.objects.create(job=job)
+
+    holding = as_job(hold)
+    holding.using(key="k").enqueue_many([{"job": "runs"}, {"job": "waits"}, {"job": "waits too"}])
+    with Running(concurrency=1) as running:
+        assert started.wait(WAIT)
+        # When
+        running.worker.stop()
+        wait_until(lambda: running.worker.lanes.is_stopped)
+        release.set()
+        running.join()
+    # Then
+    assert running.code == 0
+    assert list(Entry.objects.values_list("job", flat=True)) == ["runs"]
+    states = [(job.state, job.attempts) for job in Job.objects.order_by("id")]
+    assert states == [("completed", 1), ("queued", 0), ("queued", 0)]
+    assert not list(get_coordination().names("CONS:"))
+
+
+def test_a_job_that_does_not_end_within_the_grace_costs_the_exit_code(settings):
+    # Given
+    settings.KJO = {**settings.KJO, "SHUTDOWN_GRACE": 0.1}
+    started, release, contexts = threading.Event(), threading.Event(), []
+
+    def hang(context):
+        contexts.append(context)
+        started.set()
+        release.wait(WAIT)
+
+    # Within a transaction it would keep SQLite's one write lock from everybody else.
+    as_job(hang, takes_context=True, atomic=False).enqueue()
+    with Running() as running:
+        assert started.wait(WAIT)
+        # When
+        running.worker.stop()
+        running.join()
+        release.set()
+    # Then
+    assert running.code == 1
+    assert contexts[0].aborted
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("kjo-lane")])
+
+
+def test_a_job_that_minds_its_abort_flag_ends_with_the_worker(settings):
+    settings.KJO = {**settings.KJO, "SHUTDOWN_GRACE": 0.1}
+    started = threading.Event()
+
+    def mind(context):
+        started.set()
+        while not context.aborted:
+            time.sleep(0.01)
+
+    as_job(mind, takes_context=True).enqueue()
+    with Running() as running:
+        assert started.wait(WAIT)
+        running.worker.stop()
+        running.join()
+    assert running.code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_stops_it_well_and_its_handlers_are_restored(number):
+    before = signal.getsignal(number)
+    worker = Worker(["ledger"], install_signal_handlers=True)
+    threading.Timer(0.3, os.kill, [os.getpid(), number]).start()
+    assert worker.run() == 0
+    assert signal.getsignal(number) is before
+
+
+def test_no_thread_outlives_it():
+    with Running(["ledger"]):
+        wait_until(lambda: WorkerRow.objects.exists())
+    names = {thread.name for thread in threading.enumerate()}
+    wait_until(lambda: not [n for n in names if n.startswith("kjo-lane")] or True)
+    left = [t.name for t in threading.enumerate() if t.name.startswith(("kjo-lane", "kjo-poll"))]
+    assert left == []
+
+
+# --- Surviving ------------------------------------------------------------------------------------
+
+
+def test_a_lane_survives_an_error_nobody_expected(monkeypatch, caplog):
+    # Given: a bug in the pipeline
+    from kjo_django.consumer.pipeline import Pipeline
+
+    run, broken = Pipeline.run, iter([True])
+
+    def fail_once(self, deliveries, mode):
+        if next(broken, False):
+            raise ZeroDivisionError("a bug")
+        return run(self, deliveries, mode)
+
+    monkeypatch.setattr(Pipeline, "run", fail_once)
+    write.enqueue(job="a")
+    # When
+    with Running(concurrency=1):
+        wait_until(finished)
+    # Then
+    assert Entry.objects.count() == 1
+    assert "A lane failed on a group of 1" in caplog.text
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_handler_that_exits_takes_no_lane_with_it(atomic):
+    import sys
+
+    def leave():
+        sys.exit(1)
+
+    as_job(leave, max_attempts=1, atomic=atomic).enqueue_many([{}] * 5)
+    with Running(concurrency=2):
+        wait_until(lambda: DeadLetter.objects.count() == 5)
+        write.enqueue(job="after")
+        wait_until(lambda: Entry.objects.exists())
+
+
+def test_a_worker_without_coordination_works_on(monkeypatch):
+    from kjo_django.exceptions import CoordinationError
+
+    def refuse(*args, **kwargs):
+        raise CoordinationError("away")
+
+    for name in ("claim", "renew", "release", "holders", "notify", "listen"):
+        monkeypatch.setattr(get_coordination(), name, refuse)
+    write.enqueue(job="a")
+    with Running():
+        wait_until(finished)
+    assert Entry.objects.count() == 1
+
+
+# --- Being seen and obeying -----------------------------------------------------------------------
+
+
+def test_it_is_known_while_it_lives_and_says_goodbye():
+    with Running(name="host-1") as running:
+        wait_until(lambda: WorkerRow.objects.exists())
+        row = WorkerRow.objects.get()
+        assert (row.name, row.pid, row.queues, row.state) == (
+            "host-1",
+            os.getpid(),
+            ["ledger"],
+            "running",
+        )
+        assert row.concurrency == 3
+        write.enqueue(job="a")
+        wait_until(lambda: WorkerRow.objects.get().processed_count == 1)
+        assert running.worker.id == row.pk
+    row = WorkerRow.objects.get()
+    assert row.state == "stopped"
+    assert row.heartbeat_at <= timezone.now()
+    assert sum(bucket.completed_count for bucket in MetricBucket.objects.all()) == 1
+
+
+def test_it_touches_its_heartbeat_file(tmp_path):
+    path = tmp_path / "alive"
+    with Running(heartbeat_file=str(path)):
+        wait_until(path.exists)
+    assert path.read_text().startswith("20")
+
+
+def test_a_pause_is_obeyed_and_its_end_too():
+    QueueControl.objects.create(queue="ledger", is_paused=True)
+    with Running():
+        wait_until(lambda: WorkerRow.objects.exists())
+        write.enqueue(job="a")
+        time.sleep(0.5)
+        assert not Entry.objects.exists()
+        QueueControl.objects.update(is_paused=False)
+        wait_until(lambda: Entry.objects.exists())
+
+
+def test_signals_tell_what_became_of_each_job_after_it_is_durable():
+    """Observed from a connection of its own: only what is committed can be seen."""
+    # Given
+    seen = []
+
+    def look(signal, sender, job_id, **facts):
+        if facts.get("attempt"):
+            seen.append((facts["attempt"], Job.objects.get(pk=job_id).state))
+
+    signals.job_completed.connect(look)
+    signals.job_retried.connect(look)
+    signals.job_failed.connect(look)
+    done = give.enqueue(value=[1])
+    dead = always_fails.enqueue(job="x")
+    # When
+    with (
+        hearing("job_completed", "job_retried", "job_failed", "message_dead_lettered") as heard,
+        hearing("worker_started", "worker_stopped") as life,
+        Running(),
+    ):
+        wait_until(lambda: len(heard) >= 4)
+    # Then
+    facts = dict(heard)
+    assert facts["job_completed"]["result"] == [1]
+    assert facts["job_completed"]["job_id"] == str(done.job_id)
+    assert facts["job_completed"]["sender"] == facts["job_completed"]["handler"] == "ledger.give"
+    assert facts["job_retried"]["attempt"] == 1
+    assert str(facts["job_failed"]["error"]) == "always fails"
+    assert facts["message_dead_lettered"]["reason"] == "exhausted"
+    assert facts["message_dead_lettered"]["dead_letter_id"] == str(DeadLetter.objects.get().pk)
+    assert facts["job_failed"]["job_id"] == str(dead.job_id)
+    assert sorted(seen) == [(1, "completed"), (1, "failing"), (2, "failed")]
+    assert [name for name, _ in life] == ["worker_started", "worker_stopped"]
+
+
+def test_a_receiver_that_raises_changes_nothing(caplog):
+    def receiver(**facts):
+        raise RuntimeError("a receiver broke")
+
+    signals.job_completed.connect(receiver)
+    try:
+        write.enqueue(job="a")
+        with Running():
+            wait_until(finished)
+            wait_until(lambda: "a receiver broke" in caplog.text)
+            write.enqueue(job="b")
+            wait_until(finished)
+    finally:
+        signals.job_completed.disconnect(receiver)
+    assert Entry.objects.count() == 2
+
+
+def test_an_outage_of_the_transport_is_its_last_error_and_passes(transport, caplog):
+    caplog.set_level(logging.CRITICAL, "kjo_django")
+    if transport == "database":
+        pytest.skip("it goes with the database itself")
+    with Running() as running:
+        get_transport().fail("the broker is away")
+        write.enqueue(job="a")
+        wait_until(lambda: "the broker is away" in running.worker.last_error)
+        get_transport().fail(None)
+        Job.objects.update(available_at=timezone.now())
+        wait_until(finished)
