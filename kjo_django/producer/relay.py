@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 
@@ -33,7 +34,9 @@ logger = logging.getLogger("kjo_django")
 
 LEASE_TTL = timedelta(seconds=10)
 REFUSED_DELAY = timedelta(seconds=30)
-"""Until a row whose record was refused is tried again."""
+"""Until a row whose record is refused for what it is, is tried again."""
+REST_MAX = 30.0
+"""Longest rest of a queue whose records are not taken; it begins with a second and doubles."""
 
 
 OUTAGES = (PublishError, CoordinationError, DatabaseError, InterfaceError)
@@ -68,6 +71,7 @@ class Relay:
         self._token = uuid7().hex
         self._stopping = threading.Event()
         self._listener: Listener | None = None
+        self._rests: dict[str, tuple[float, float]] = {}
         self.published_count = 0
 
     # --- One batch --------------------------------------------------------------------------------
@@ -75,14 +79,14 @@ class Relay:
     def publish_due(self, queues: Collection[str] | None = None) -> int:
         """Publish one batch of due rows and record it; return how many rows were due.
 
-        :param queues: only those of these; of all it looks after if not given.
+        :param queues: only those of these; of all it looks after that do not rest if not given.
         """
         using = dispatch.jobs_database()
         limit = get_settings().relay_batch_size
         due = Job.objects.using(using).filter(
             state__in=states.AWAITING_PUBLISH,
             available_at__lte=timezone.now(),
-            queue__in=self.queues if queues is None else queues,
+            queue__in=self._awake() if queues is None else queues,
         )
         # Results and errors are not part of a message: do not carry them over the wire.
         jobs = list(due.defer("result", "error").order_by("available_at", "id")[:limit])
@@ -97,7 +101,31 @@ class Relay:
         records = [one for one in made if isinstance(one, OutgoingRecord)]
         answered = iter(transport.publish(records) if records else ())
         answers = [one if isinstance(one, Published) else next(answered) for one in made]
+        if queue_name == dispatch.OUTGOING and any(answer.error is None for answer in answers):
+            # Records for many topics: one that is missing must not hold up those of others.
+            for answer in answers:
+                answer.is_final = answer.error is not None
         self._record(using, queue.topic, jobs, answers)
+        self._rest_or_not(queue_name, answers)
+
+    def _rest_or_not(self, queue: str, answers: Sequence[Published]) -> None:
+        """Let a queue rest whose records are not taken for reasons that pass.
+
+        Its rows stay as they are: delayed one by one, they would be overtaken by later ones of
+        their keys.
+        """
+        errors = [a.error for a in answers if a.error is not None and not a.is_final]
+        if not errors:
+            self._rests.pop(queue, None)
+            return
+        delay = min(2 * self._rests[queue][1], REST_MAX) if queue in self._rests else 1.0
+        self._rests[queue] = (time.monotonic() + delay, delay)
+        message = "%d messages of queue %s were not taken, trying again in %.0f s: %s"
+        logger.error(message, len(errors), queue, delay, errors[0])
+
+    def _awake(self) -> list[str]:
+        now = time.monotonic()
+        return [q for q in self.queues if q not in self._rests or self._rests[q][0] <= now]
 
     def _record(
         self, using: str, topic: str, jobs: Sequence[Job], answers: Sequence[Published]
@@ -127,10 +155,13 @@ class Relay:
             dispatch.mark_sent(using, [job for job, _ in records], places)
         self.published_count += len(accepted)
         for job, answer in refused:
-            logger.error("The message of job %s was refused: %s", job.pk, answer.error)
-            Job.objects.using(using).at(job.pk, job.generation).filter(
-                attempts=job.attempts, state__in=states.AWAITING_PUBLISH
-            ).update(available_at=now + REFUSED_DELAY, error=f"Not published: {answer.error}"[:500])
+            if answer.is_final:
+                logger.error("The message of job %s was refused: %s", job.pk, answer.error)
+                Job.objects.using(using).at(job.pk, job.generation).filter(
+                    attempts=job.attempts, state__in=states.AWAITING_PUBLISH
+                ).update(
+                    available_at=now + REFUSED_DELAY, error=f"Not published: {answer.error}"[:500]
+                )
         self._on_error(refused[0][1].error if refused else None)
 
     _RECORD = """
@@ -191,7 +222,7 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
         A lease for each queue: relays that look after different queues must not wait for one
         another.
         """
-        names = {lease_of(queue): queue for queue in self.queues}
+        names = {lease_of(queue): queue for queue in self._awake()}
         try:
             coordination = get_coordination()
             claims = coordination.claim(list(names), self._token, LEASE_TTL)
@@ -201,7 +232,7 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
             return [names[name] for name in held]
         except CoordinationError as error:
             logger.warning("Relaying without a lease: %s", error)
-            return self.queues
+            return list(names.values())
 
     def _wait(self) -> None:
         """Wait for a call, the next row that falls due, or the slow poll."""
@@ -222,7 +253,7 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
 
     def _next_due(self) -> datetime | None:
         waiting = Job.objects.using(dispatch.jobs_database()).filter(
-            state__in=states.AWAITING_PUBLISH, queue__in=self.queues
+            state__in=states.AWAITING_PUBLISH, queue__in=self._awake()
         )
         return waiting.order_by("available_at").values_list("available_at", flat=True).first()
 
@@ -248,7 +279,7 @@ def _record_or_refusal(job: Job, queue: QueueConf) -> OutgoingRecord | Published
         return dispatch.record_of(job, queue)
     except Exception as error:
         logger.exception("The message of job %s cannot be made", job.pk)
-        return Published(error=f"{type(error).__name__}: {error}")
+        return Published(error=f"{type(error).__name__}: {error}", is_final=True)
 
 
 def _drop_broken(using: str) -> None:

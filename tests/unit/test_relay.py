@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from datetime import timedelta
 
@@ -123,7 +124,9 @@ def test_a_refused_record_is_delayed_and_not_lost(relay, monkeypatch):
 
     def refuse_bad(records):
         return [
-            Published(error="too large") if b"bad" in record.value else accept([record])[0]
+            Published(error="too large", is_final=True)
+            if b"bad" in record.value
+            else accept([record])[0]
             for record in records
         ]
 
@@ -383,3 +386,29 @@ def test_relays_of_different_queues_do_not_wait_for_one_another(arrived):
     # When, then
     with Running():
         assert arrived.wait(5)
+
+
+def test_a_queue_whose_records_are_not_taken_rests_and_keeps_its_order(relay, monkeypatch):
+    """Rows delayed one by one would be overtaken by later ones of their keys."""
+    # Given
+    write_keyed.enqueue_many([{"job": name, "key": "k"} for name in ("first", "second")])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            get_transport(),
+            "publish",
+            lambda records: [Published(error="timed out")] * len(records),
+        )
+        # When the broker does not take them in time
+        due = [job.available_at for job in jobs()]
+        assert relay.publish_due() == 2
+        # Then they stay as they are, and their queue is left alone for a while
+        assert [job.available_at for job in jobs()] == due
+        assert [job.state for job in jobs()] == ["pending", "pending"]
+        assert relay.publish_due() == 0
+    # And afterwards they go out before what came later
+    write_keyed.enqueue(job="third", key="k")
+    relay._rests["ledger"] = (0.0, 1.0)
+    assert relay.publish_due() == 3
+    assert [job.state for job in jobs()] == ["queued"] * 3
+    found = [json.loads(value)["job"] for value in published()]
+    assert found == ["first", "second", "third"]
