@@ -73,6 +73,7 @@ class Engine:
         self._suffix = uuid.uuid4().hex[:12]
         self._options = dict(options or {})
         self._override: Any = None
+        self.producer_options: dict[str, Any] = {}
         self.programs: list[Program] = []
 
     # --- Settings: the same here and in the processes ---------------------------------------------
@@ -104,6 +105,7 @@ class Engine:
                     "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
                     "OPTIONS": {
                         "bootstrap.servers": self.servers.kafka,
+                        "producer": self.producer_options,
                         "consumer": {
                             "session.timeout.ms": SESSION_TIMEOUT_MS,
                             "heartbeat.interval.ms": 400,

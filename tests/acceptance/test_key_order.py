@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 
 import pytest
 from django.db.models import Count, Max, Min
 
 from tests.acceptance.engine import Engine
+from tests.acceptance.order import assert_order
 from tests.ledger import jobs
 
 pytestmark = pytest.mark.timeout(180)
@@ -24,14 +24,6 @@ def enqueue(prefix: str, count: int, milliseconds: float) -> list[str]:
         for number, name in enumerate(names)
     )
     return names
-
-
-def assert_order(engine: Engine) -> None:
-    by_key: dict[str, list[str]] = defaultdict(list)
-    for key, name in engine.entries.order_by("id").values_list("note", "job"):
-        by_key[key].append(name)
-    wrong = {key: names for key, names in by_key.items() if names != sorted(names)}
-    assert not wrong, f"{len(wrong)} keys out of order, such as {next(iter(wrong.items()))}"
 
 
 def run(engine: Engine, names: list[str], lanes: int) -> float:

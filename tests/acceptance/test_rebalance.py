@@ -11,6 +11,7 @@ import pytest
 from tests.acceptance.engine import Engine
 from tests.acceptance.load import Load
 from tests.acceptance.program import Program
+from tests.ledger import jobs
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -54,12 +55,11 @@ def test_workers_join_and_leave_under_load(engine: Engine) -> None:
 
 def test_a_group_grows_and_shrinks_while_a_long_job_runs(engine: Engine, tmp_path) -> None:
     """A rebalance waits for long jobs for a bounded time; their effects stay single."""
-    from tests.ledger import jobs
-
-    # Given a worker in the middle of a long job
+    # Given a worker in the middle of a long job (on SQLite one that lets others write)
     path = tmp_path / "long"
     first = engine.worker("--concurrency", "2")
-    jobs.wait_for.using(key="k").enqueue(job="long", path=str(path))
+    long_job = jobs.wait_outside if engine.is_sqlite else jobs.wait_for
+    long_job.using(key="k").enqueue(job="long", path=str(path))
     engine.wait_until(lambda: path.with_name(f"long.{first.pid}").exists(), "It never started")
     # When others come
     others = [engine.ready_worker("--concurrency", "2") for _ in range(2)]

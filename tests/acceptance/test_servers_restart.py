@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from django.db import connections
 
 from tests.acceptance.conftest import copied_database, migrate
-from tests.acceptance.engine import Engine, Servers
+from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.load import Load
+from tests.acceptance.order import assert_order
+from tests.ledger import jobs
 from tests.services import KafkaServer, PostgresServer, RedisServer
 from tests.services.fixtures import require
 
@@ -87,8 +90,6 @@ def test_a_server_restarts_under_load(name: str, own: Own, engine: Engine) -> No
 @pytest.mark.parametrize("name", Own._fields)
 def test_a_worker_starts_while_a_server_is_down(name: str, own: Own, engine: Engine) -> None:
     """Whoever boots a whole machine boots in any order."""
-    from tests.ledger import jobs
-
     jobs.write.enqueue(job="early")
     server = getattr(own, name)
     server.stop()
@@ -97,7 +98,34 @@ def test_a_worker_starts_while_a_server_is_down(name: str, own: Own, engine: Eng
         engine.wait_until(lambda: "ERROR" in worker.log or "WARN" in worker.log, "It says nothing")
     finally:
         server.start()
+    connections[ALIAS].close()  # this process' own, which the server has ended
     jobs.write.enqueue(job="late")
     engine.settle()
     assert worker.stop() == 0, worker.log_tail()
     engine.assert_each_ran_once(["early", "late"])
+
+
+def test_keys_keep_their_order_through_a_long_outage(own: Own, engine: Engine) -> None:
+    """Longer than a record may wait for its delivery: what was refused still goes out first."""
+    # Given a broker that is away for longer than the producer tries
+    names = [f"job-{number:03}" for number in range(60)]
+
+    def enqueue(some: list[str]) -> None:
+        jobs.write_keyed.enqueue_many({"job": name, "key": str(int(name[4:]) % 5)} for name in some)
+
+    engine.producer_options["delivery.timeout.ms"] = 1500
+    engine.configure()
+    worker = engine.ready_worker()
+    own.kafka.stop()
+    try:
+        enqueue(names[:30])
+        engine.wait_until(lambda: "TIMED_OUT" in worker.log, "The relay noticed nothing")
+    finally:
+        own.kafka.start()
+    # When more is enqueued as soon as it is back
+    enqueue(names[30:])
+    engine.settle()
+    # Then each key kept its order
+    assert worker.stop() == 0, worker.log_tail()
+    engine.assert_each_ran_once(names)
+    assert_order(engine)
