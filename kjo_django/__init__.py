@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from kjo_django.events.handlers import event_handler
     from kjo_django.events.idempotency import EventIdempotencyService
     from kjo_django.events.publishing import publish_event
-    from kjo_django.exceptions import PermanentError, Retry
+    from kjo_django.exceptions import MustBeKilled, MustBeRedelivered, PermanentError, Retry
+    from kjo_django.kdlq.config import DlqConfig, ProcessingStatus
+    from kjo_django.kdlq.consumer import KDLQMessageConsumer
+    from kjo_django.kdlq.handlers import kdlq_handler
     from kjo_django.producer.definition import JobDefinition, job
     from kjo_django.producer.enqueue import EnqueueResult
     from kjo_django.producer.hooks import enqueue_on_save
@@ -30,17 +33,23 @@ _PUBLIC = {
     "AbstractConsumer": "kjo_django.consumer.template",
     "AbstractProducer": "kjo_django.producer.template",
     "BaseEvent": "kjo_django.events.event",
+    "DlqConfig": "kjo_django.kdlq.config",
     "EnqueueResult": "kjo_django.producer.enqueue",
     "EventIdempotencyService": "kjo_django.events.idempotency",
     "JobDefinition": "kjo_django.producer.definition",
+    "KDLQMessageConsumer": "kjo_django.kdlq.consumer",
     "ModelConsumer": "kjo_django.consumer.model_consumer",
     "ModelProducer": "kjo_django.producer.model_producer",
+    "MustBeKilled": "kjo_django.exceptions",
+    "MustBeRedelivered": "kjo_django.exceptions",
     "PermanentError": "kjo_django.exceptions",
+    "ProcessingStatus": "kjo_django.kdlq.config",
     "Queue": "kjo_django.queue",
     "Retry": "kjo_django.exceptions",
     "enqueue_on_save": "kjo_django.producer.hooks",
     "event_handler": "kjo_django.events.handlers",
     "job": "kjo_django.producer.definition",
+    "kdlq_handler": "kjo_django.kdlq.handlers",
     "publish_event": "kjo_django.events.publishing",
 }
 
@@ -48,17 +57,23 @@ __all__ = [
     "AbstractConsumer",
     "AbstractProducer",
     "BaseEvent",
+    "DlqConfig",
     "EnqueueResult",
     "EventIdempotencyService",
     "JobDefinition",
+    "KDLQMessageConsumer",
     "ModelConsumer",
     "ModelProducer",
+    "MustBeKilled",
+    "MustBeRedelivered",
     "PermanentError",
+    "ProcessingStatus",
     "Queue",
     "Retry",
     "enqueue_on_save",
     "event_handler",
     "job",
+    "kdlq_handler",
     "publish_event",
 ]
 

@@ -16,7 +16,12 @@ KjoError
 ├── PublishError                  the transport did not accept a record
 ├── CoordinationError             the coordination backend cannot be reached
 ├── PermanentError                raised by a handler: no retry, dead letter at once
+│   └── MustBeKilled              of KDLQ: to the dead letters
 ├── Retry                         raised by a handler: try again, optionally after ``delay``
+│   └── MustBeRedelivered         of KDLQ: redeliver
+├── KDLQException                 a KDLQ message could not be routed: do not commit its offset
+│   ├── KDLQConfigurationException   also a ValueError
+│   └── KDLQLifecycleException    the consumer is closed
 └── PausableError                 the attempt met an outage: pause, recover, resume
     ├── DatabaseConnectionError
     ├── ServiceUnavailableError
@@ -149,6 +154,31 @@ class Retry(KjoError):
             raise TypeError(f"Retry: delay must be a timedelta, not {delay!r}")
         super().__init__(message)
         self.delay = delay
+
+
+class MustBeKilled(PermanentError):
+    """Raise it in a KDLQ processor to send the message to the dead-letter topic."""
+
+
+class MustBeRedelivered(Retry):
+    """Raise it in a KDLQ processor to have the message redelivered (KDLQ-09)."""
+
+
+KDLQMessageMustBeRedeliveredException = MustBeRedelivered
+"""Its name in the Java library."""
+
+
+class KDLQException(KjoError):
+    """A message could neither be redelivered nor sent to the dead-letter topic: the broker or the
+    database is away. Its offset must not be committed (KDLQ-08)."""
+
+
+class KDLQConfigurationException(KDLQException, ValueError):
+    """A KDLQ configuration that cannot work."""
+
+
+class KDLQLifecycleException(KDLQException):
+    """The consumer was closed."""
 
 
 class PausableError(KjoError):

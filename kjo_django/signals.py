@@ -16,6 +16,12 @@ job_requeued           job_id, unique_id, queue, handler
 message_dead_lettered  dead_letter_id, queue, handler, reason, error
 message_replayed       dead_letter_id, queue, handler
 event_skipped          topic, event_type
+message_processed      record, status, error
+message_redelivered    record
+message_redelivery_failed  record, error
+message_killed         record
+message_kill_failed    record, error
+message_skipped        record
 message_discarded      dead_letter_id, queue, handler, note
 queue_paused           queue, actor
 queue_resumed          queue, actor
@@ -46,6 +52,12 @@ message_dead_lettered = Signal()
 message_replayed = Signal()
 message_discarded = Signal()
 event_skipped = Signal()
+message_processed = Signal()
+message_redelivered = Signal()
+message_redelivery_failed = Signal()
+message_killed = Signal()
+message_kill_failed = Signal()
+message_skipped = Signal()
 queue_paused = Signal()
 queue_resumed = Signal()
 item_sent = Signal()

@@ -25,6 +25,10 @@ REPLY_TO = "kjo-reply-to"
 # Only in a row, of a record for others: the key's bytes where they are no text of 255 characters.
 RAW_KEY = "kjo-raw-key"
 
+# A message that waits with others of its key: its place among them, and the row it waits in.
+PARKED_PLACE = "kjo-parked-place"
+PARKED_ROW = "kjo-parked-row"
+
 # Carried through untouched (KII-36).
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"

@@ -102,6 +102,11 @@ def mark_sent(using: str, jobs: Sequence[Job], places: Sequence[tuple[Any, Any]]
     now = timezone.now()
     for number, job in enumerate(jobs):
         partition, offset = places[number] if places else (None, None)
+        if names.PARKED_ROW in (job.headers or {}):
+            # Others of its key wait until it has been handled, which completes it.
+            rows = Job.objects.using(using).at(job.pk, job.generation)
+            transition("publish", rows, topic=job.destination, queued_at=now)
+            continue
         transition(
             "complete",
             Job.objects.using(using).at(job.pk, job.generation),

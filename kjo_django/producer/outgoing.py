@@ -55,22 +55,26 @@ def store_record(
     kind: str,
     carrier: QueueConf | None = None,
     available_at: datetime | None = None,
+    row_header: str | None = None,
 ) -> Job:
     """Store a record in the caller's transaction, to be published once that commits.
 
     :param kind: what people see it as; an event's type.
     :param carrier: the queue whose relay publishes it; ``carrier_of(topic)`` if not given.
     :param available_at: not published before.
+    :param row_header: a header that names the row.
     :raises PayloadError: it is too large. Nothing is written.
     """
     queue = carrier or carrier_of(topic)
-    now = timezone.now()
+    id, now = uuid7(), timezone.now()
+    if row_header is not None:
+        headers = {**headers, row_header: str(id).encode()}
     stored = names.for_row(headers)
     text = _as_text(key)
     if text is None:
         stored |= names.for_row({names.RAW_KEY: key or b""})
     job = Job(
-        id=uuid7(),
+        id=id,
         queue=queue.name,
         handler=storable_text(kind, 100),
         key=text or "",

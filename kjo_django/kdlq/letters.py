@@ -1,0 +1,89 @@
+"""The rows of what was killed or skipped: seen, searched and replayed like every dead letter."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from django.db.models import F
+from django.utils import timezone
+
+from kjo_django.consumer.deadletters import error_text, fingerprint, traceback_text
+from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import storable_text
+from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
+from kjo_django.producer.dispatch import jobs_database
+from kjo_django.retries.classification import import_path
+from kjo_django.transports.base import Record
+
+MAX_NAME = 240
+
+
+def place_of(record: Record) -> str:
+    """Name a record by its place and time: the offsets of a topic made anew begin again."""
+    time = round(record.timestamp.timestamp() * 1000) if record.timestamp else ""
+    name = f"{record.topic}[{record.partition}]@{record.offset}:{time}"
+    if len(name) <= MAX_NAME:
+        return name
+    return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()
+
+
+def record_letter(
+    record: Record,
+    consumer: str,
+    error: BaseException | None,
+    *,
+    headers: Mapping[str, bytes],
+    queue: str = "",
+    group: str = "",
+    is_skipped: bool = False,
+    is_exhausted: bool = False,
+) -> None:
+    """Write the row of a killed message (open) or of a skipped one (discarded, KDLQ-F4), once.
+
+    :param headers: as the message went to the dead-letter topic.
+    """
+    now = timezone.now()
+    place = place_of(record)
+    identity = f"kdlq\0{consumer}\0{group}\0{place}"
+    letter = DeadLetter(
+        state=DeadLetterState.DISCARDED if is_skipped else DeadLetterState.OPEN,
+        reason=DeadLetterReason.EXHAUSTED if is_exhausted else DeadLetterReason.FATAL,
+        source_id=hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest(),
+        message_id=place,
+        queue=queue,
+        handler=storable_text(consumer, 100),
+        key=record.key,
+        value=record.value,
+        headers=names.to_json(headers),
+        consumer_group=storable_text(group, 255),
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        error_type=storable_text(import_path(type(error)), 255) if error else "",
+        error=error_text(error),
+        traceback=traceback_text(error),
+        fingerprint=fingerprint(consumer, error),
+        replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
+        failed_at=now,
+        closed_at=now if is_skipped else None,
+        note="killed as often as max_kills allows" if is_skipped else "",
+    )
+    rows = DeadLetter.objects.using(jobs_database())
+    rows.bulk_create([letter], ignore_conflicts=True)
+
+
+def close_letter(record: Record, consumer: str) -> None:
+    """Close the row of a killed message that was processed after all."""
+    place = names.text(record.headers, names.DLQ_MESSAGE_ID)
+    if not place:
+        return
+    rows = DeadLetter.objects.using(jobs_database())
+    rows.filter(
+        message_id=place, handler=storable_text(consumer, 100), state=DeadLetterState.OPEN
+    ).update(
+        state=DeadLetterState.REPLAYED,
+        closed_at=timezone.now(),
+        replay_count=F("replay_count") + 1,
+        note="processed from the dead-letter topic",
+    )

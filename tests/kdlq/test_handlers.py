@@ -1,0 +1,239 @@
+"""``kdlq_handler``: the same rules within the worker's pipeline, in one transaction each."""
+
+from __future__ import annotations
+
+import struct
+from datetime import timedelta
+
+import pytest
+from django.db import DatabaseError
+
+from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
+from kjo_django.kdlq import DlqConfig, ProcessingStatus, kdlq_handler, parking
+from kjo_django.models import DeadLetter, Job, ProcessedEvent
+from kjo_django.states import OPEN
+from kjo_django.transports.base import OutgoingRecord, Record
+from tests.events.bench import EVENTS, MEMORY, read_all
+from tests.ledger.models import Entry
+from tests.unit.deliveries import Bench, make_everything_due
+
+pytestmark = pytest.mark.django_db(transaction=True)
+AGAIN = ProcessingStatus.MUST_BE_REDELIVERED
+
+
+@pytest.fixture(params=["memory", "database"])
+def transport(request, settings) -> str:
+    settings.KJO = {**EVENTS, **(MEMORY if request.param == "memory" else {})}
+    return request.param
+
+
+class Consumers:
+    """Benches for every topic of the consumer."""
+
+    def __init__(self, *queues: str) -> None:
+        self.benches = [Bench(queue) for queue in queues]
+
+    def step(self) -> None:
+        make_everything_due()
+        for bench in self.benches:
+            bench.run()
+
+    def run(self, rounds: int = 12) -> None:
+        for _ in range(rounds):
+            self.step()
+
+    def close(self) -> None:
+        for bench in self.benches:
+            bench.close()
+
+
+def send(key: str | None, value: str, topic: str = "pay", **headers: bytes) -> None:
+    record = OutgoingRecord(topic, value.encode(), key and key.encode(), headers)
+    assert get_transport().publish([record])[0].error is None
+
+
+def test_ok_redelivered_and_killed(transport) -> None:
+    """KDLQ-04 … 06 in the pipeline; what a refused processor wrote is undone."""
+    runs = []
+
+    @kdlq_handler("payments", topic="pay", max_attempts=3)
+    def process(record: Record) -> ProcessingStatus:
+        runs.append(record.value)
+        Entry.objects.create(job=(record.value or b"").decode())
+        if record.value == b"raise":
+            raise ValueError("no")
+        return AGAIN if record.value == b"again" else ProcessingStatus.OK
+
+    consumers = Consumers("pay", "pay-redelivery", "pay-retry")
+    for value in ("ok", "again", "raise"):
+        send(None, value)
+    consumers.run()
+    consumers.close()
+    # Then: bounded by default, N redeliveries are N + 1 executions
+    assert sorted(runs) == [b"again"] * 3 + [b"ok", b"raise"]
+    assert list(Entry.objects.values_list("job", flat=True)) == ["ok"]
+    letters = {bytes(each.value): each.reason for each in DeadLetter.objects.all()}
+    assert letters == {b"again": "exhausted", b"raise": "fatal"}
+    assert not Job.objects.filter(state__in=OPEN).exists()
+    dead = read_all("pay-dlq") if transport == "memory" else []
+    for record in dead:
+        assert record.headers["KDLQ_Kills"] == b"\x00\x00\x00\x01"
+        assert record.headers["KDLQ_OrigTopic"] == b"pay"
+    if transport == "memory":
+        assert len(dead) == 2
+
+
+def test_a_second_delivery_of_a_routed_message_routes_nothing(transport) -> None:
+    """The marker and the record for the dead-letter topic are one transaction: one copy."""
+
+    @kdlq_handler("payments", topic="pay")
+    def process(record: Record) -> None:
+        raise ValueError("no")
+
+    bench = Bench("pay")
+    send("k", "v")
+    (delivery,) = bench.poll()
+    for _ in range(2):
+        bench.run([bench.read(delivery.record)])
+    bench.close()
+    assert [result.value for result in bench.results] == ["completed", "duplicate"]
+    assert Job.objects.filter(destination="pay-dlq").count() == 1
+    assert ProcessedEvent.objects.get().event_type == "payments"
+
+
+def test_an_error_of_the_routing_itself_is_retried_and_loses_nothing(
+    transport, monkeypatch
+) -> None:
+    """Not the processor's error: the message comes again, as it was, and is processed."""
+    fails = [True]
+
+    @kdlq_handler("payments", topic="pay", config=DlqConfig("pay-dlq"))
+    def process(record: Record) -> ProcessingStatus | None:
+        if fails:
+            return AGAIN
+        Entry.objects.create(job=f"{record.topic} {record.headers['binary'].hex()}")
+        return None
+
+    import kjo_django.kdlq.handlers as module
+
+    def broken(*args, **kwargs):
+        fails.clear()
+        raise DatabaseError("not now")
+
+    monkeypatch.setattr(module, "store_record", broken)
+    consumers = Consumers("pay", "pay-retry")
+    send("k", "v", binary=b"\xff\x00")
+    consumers.run(4)
+    consumers.close()
+    assert Entry.objects.get().job == "pay ff00"
+
+
+def test_from_the_dead_letter_topic(settings) -> None:
+    """KDLQ-13, KDLQ-21: killed once, processed from the topic, failing: skipped and recorded."""
+    settings.KJO = {**EVENTS, **MEMORY}
+    config = DlqConfig("pay-dlq", max_kills=1)
+
+    @kdlq_handler("payments", topic="pay", config=config, from_dlq=True)
+    def process(record: Record) -> None:
+        raise ValueError("never")
+
+    consumers = Consumers("pay", "pay-from-dlq")
+    send("k", "v")
+    consumers.run(4)
+    consumers.close()
+    states = sorted(DeadLetter.objects.values_list("state", flat=True))
+    assert states == ["discarded", "open"]
+    assert len(read_all("pay-dlq")) == 1
+
+
+def test_topics_and_groups(transport) -> None:
+    @kdlq_handler("payments", topic="pay", consumer_group="payers")
+    def process(record: Record) -> None: ...
+
+    conf = get_settings()
+    topics = {conf.queue(name).topic for name in ("pay", "pay-redelivery", "pay-retry")}
+    assert topics == {"pay", "pay-redelivery-payments", "pay-retry-payments"}
+    assert conf.queue("pay-redelivery").consumer_group == "payers"
+
+
+# --- ordering="key" -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keyed(transport):
+    """A processor that wants the first of each key again, a number of times."""
+    runs: list[str] = []
+    again = {"a1": 3, "a3": 1}
+    config = DlqConfig(
+        "pay-dlq",
+        redelivery_topic="pay-again",
+        redelivery_delay=timedelta(seconds=5),
+        ordering="key",
+    )
+
+    @kdlq_handler("payments", topic="pay", config=config)
+    def process(record: Record) -> ProcessingStatus | None:
+        value = (record.value or b"").decode()
+        if again.get(value, 0) > 0:
+            again[value] -= 1
+            return AGAIN
+        runs.append(value)
+        Entry.objects.create(job=value)
+        return None
+
+    consumers = Consumers("pay", "pay-redelivery", "pay-retry")
+    consumers.runs = runs  # type: ignore[attr-defined]
+    yield consumers
+    consumers.close()
+
+
+def test_later_messages_of_a_key_wait_and_other_keys_do_not(keyed) -> None:
+    """KDLQ-F10: in order within the key, however often the first is redelivered."""
+    for value in ("a1", "a2", "b1", "a3"):
+        send(value[0], value)
+    keyed.step()
+    assert keyed.runs == ["b1"]
+    send("a", "a4")
+    keyed.run(20)
+    assert keyed.runs == ["b1", "a1", "a2", "a3", "a4"]
+    assert not Job.objects.filter(state__in=OPEN).exists()
+
+
+def test_a_second_copy_of_a_parked_message_is_dropped(keyed, transport) -> None:
+    send("a", "a1")
+    keyed.step()
+    if transport == "memory":
+        keyed.step()
+        keyed.run(10)
+        copies = read_all("pay-again")
+        get_transport().publish(
+            [OutgoingRecord("pay-again", copy.value, copy.key, copy.headers) for copy in copies]
+        )
+    keyed.run(10)
+    assert keyed.runs == ["a1"]
+
+
+def test_a_full_line_leaves_the_next_with_the_broker(keyed, monkeypatch) -> None:
+    """The cap: beyond it a message is not acknowledged and comes up again."""
+    monkeypatch.setattr(parking, "LIMIT_OF_KEY", 2)
+    for value in ("a1", "a2", "a3", "a4"):
+        send("a", value)
+    bench = keyed.benches[0]
+    deferred = bench.run()
+    assert [delivery.record.value for delivery in deferred] == [b"a3", b"a4"]
+    for _ in range(30):
+        deferred = bench.run(deferred) if deferred else []
+        keyed.step()
+    assert keyed.runs == ["a1", "a2", "a3", "a4"]
+
+
+def test_the_counters_of_parked_messages_are_their_own(keyed) -> None:
+    """Waiting is no redelivery: only what was asked for is counted."""
+    for value in ("a1", "a2"):
+        send("a", value)
+    keyed.step()
+    waiting = {bytes(job.payload): job.headers for job in Job.objects.filter(state__in=OPEN)}
+    assert "KDLQ_Redelivered" not in waiting[b"a2"]
+    encoded = waiting[b"a1"]["KDLQ_Redelivered"]
+    assert encoded == struct.pack(">i", 1).decode() or encoded == {"base64": "AAAAAQ=="}
