@@ -129,6 +129,20 @@ def queue_options() -> Iterator[str]:
 
 
 @block
+def producer_options() -> Iterator[str]:
+    from kjo_django.producer.item_options import ProducerOptions
+
+    return _settings(ProducerOptions, str)
+
+
+@block
+def consumer_options() -> Iterator[str]:
+    from kjo_django.consumer.template import ConsumerOptions
+
+    return _settings(ConsumerOptions, str)
+
+
+@block
 def kafka_defaults() -> Iterator[str]:
     from kjo_django.transports.kafka import options
 
