@@ -14,6 +14,7 @@ from tests.services.provisioning import provision
 
 
 def main(arguments: list[str]) -> int:
+    arguments = ["--durations=15", "--durations-min=5", *arguments]
     # Not left to the fixtures: installing may take longer than a test is given.
     try:
         provision()
