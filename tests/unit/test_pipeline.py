@@ -1237,6 +1237,19 @@ def test_a_late_finisher_is_refused(bench, is_async):
     assert not ProcessedEvent.objects.exists()
 
 
+@both
+def test_a_late_failure_does_not_take_the_job_from_its_new_owner(bench):
+    def lose_it_and_fail():
+        Job.objects.update(lease_token="another", lease_expires_at=timezone.now() + timedelta(1))
+        raise RuntimeError
+
+    as_job(lose_it_and_fail, atomic=False).enqueue()
+    bench.run()
+    job = the_job()
+    assert (job.lease_token, job.attempts) == ("another", 0)
+    assert not JobFailure.objects.exists()
+
+
 def test_a_plain_job_cancelled_while_it_ran_stays_cancelled(bench):
     def cancel_myself():
         assert transition("cancel", Job.objects.all())
