@@ -19,6 +19,8 @@ from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
+from kjo_django import environment
+
 DEFAULT_TRANSPORT = "kjo_django.transports.database.DatabaseTransport"
 DEFAULT_COORDINATION = "kjo_django.coordination.database.DatabaseCoordination"
 
@@ -409,6 +411,9 @@ def _unknown_key(key: Any, known: Mapping[str, Any], where: str) -> Problem:
 @functools.lru_cache(maxsize=1)
 def _load() -> tuple[Settings, list[Problem]]:
     given = getattr(django_settings, "KJO", {})
+    if isinstance(given, Mapping):
+        keys = (f.name.upper() for f in fields(Settings))
+        given = {**environment.read(keys, os.environ), **given}
     return convert(Settings, given, "KJO")
 
 

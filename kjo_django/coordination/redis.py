@@ -6,6 +6,8 @@
     Alias in ``CACHES``, default "default". Give it short timeouts, e.g. ``"OPTIONS":
     {"SOCKET_CONNECT_TIMEOUT": 1, "SOCKET_TIMEOUT": 1}``: without them a Redis that does not answer
     holds a worker for as long as the system lets it.
+``URL``
+    ``redis://host:port/0`` to use instead of a cache, with timeouts of 5 s.
 ``KEY_PREFIX``
     Put before every key and channel, default "": keys are then exactly the names given, since the
     cache's own KEY_PREFIX and VERSION are not applied (KJO-28, KJO-60).
@@ -34,6 +36,7 @@ from typing import Any
 from django.core.cache import InvalidCacheBackendError
 from django.core.exceptions import ImproperlyConfigured
 from django_redis import get_redis_connection
+from redis import ConnectionPool, Redis
 from redis.exceptions import RedisError
 
 from kjo_django.coordination.base import Claim, Coordination, Listener
@@ -107,6 +110,8 @@ class RedisCoordination(Coordination):
         self.cache_alias: str = self.options.get("CACHE", "default")
         self._prefix: str = self.options.get("KEY_PREFIX", "")
         self._scripts: dict[str, Any] = {}
+        self._url: str | None = self.options.get("URL")
+        self._pool: Any = None
 
     # --- Leases -----------------------------------------------------------------------------------
 
@@ -214,12 +219,16 @@ class RedisCoordination(Coordination):
 
     @property
     def _setting(self) -> str:
-        return f"CACHES[{self.cache_alias!r}]"
+        return "its URL" if self._url else f"CACHES[{self.cache_alias!r}]"
 
     def _unreachable(self, error: Exception) -> str:
         return f"Redis at {self._setting} (KJO['COORDINATION']) cannot be used: {error}"
 
     def _client(self) -> Any:
+        if self._url:
+            if self._pool is None:
+                self._pool = _pool_of(self._url)
+            return Redis(connection_pool=self._pool)
         try:
             return get_redis_connection(self.cache_alias)
         except (InvalidCacheBackendError, NotImplementedError) as error:
@@ -338,6 +347,16 @@ class RedisListener(Listener):
         pubsub, self._pubsub = self._pubsub, None
         if pubsub is not None:
             _close_quietly(pubsub)
+
+
+def _pool_of(url: str) -> ConnectionPool:
+    try:
+        return ConnectionPool.from_url(url, socket_connect_timeout=5, socket_timeout=5)
+    except ValueError as error:
+        # Without the URL, which may hold a password.
+        raise ImproperlyConfigured(
+            "KJO['COORDINATION']['OPTIONS']['URL'] is no redis:// or rediss:// URL."
+        ) from error
 
 
 def _close_quietly(pubsub: Any) -> None:

@@ -1,0 +1,91 @@
+"""What seed 1 asks of Kafka's clients and topics, and a pause that outlives its partition."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from kjo_django.consumer.lanes import Lanes
+from kjo_django.consumer.poller import Poller
+from kjo_django.operations import topic_options
+from kjo_django.transports.base import TopicPartition
+from kjo_django.transports.kafka.options import KafkaOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = KafkaOptions("default", {"bootstrap.servers": "nowhere:1"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("acks", "all"),  # KJO-24
+        ("delivery.timeout.ms", 30_000),  # KJO-25
+        ("enable.idempotence", True),  # KJO-26, X-3
+        ("partitioner", "murmur2_random"),  # KJO-101
+    ],
+)
+def test_producers(key, value):
+    assert OPTIONS.producer()[key] == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("group.id", "email-processors"),  # KJO-49
+        ("session.timeout.ms", 30_000),  # KJO-50
+        ("heartbeat.interval.ms", 3_000),  # KJO-51
+        ("max.partition.fetch.bytes", 1_048_576),  # KJO-52
+        ("enable.auto.commit", False),  # KJO-F14
+        ("allow.auto.create.topics", False),  # X-8
+    ],
+)
+def test_consumers(key, value):
+    assert OPTIONS.consumer("email-processors")[key] == value
+
+
+def test_the_production_profile_of_the_documentation():
+    """KJO-97, KJO-98, KJO-F16: it is read without complaint, and survives a broker."""
+    page = (ROOT / "docs" / "how-to" / "template-producers-and-consumers.md").read_text()
+    (source,) = re.findall(r"topic_options = (\{.*?\n\})", page, re.DOTALL)
+    options, findings = topic_options.read(eval(source), "here")
+    assert findings.errors == findings.warnings == []
+    assert (options.partitions, options.replication_factor) == (4, 3)
+    assert options.config["compression.type"] == "gzip"
+    assert options.config["retention.ms"] == "604800000"
+
+
+class Subscription:
+    """Notes pauses the way a transport does: for good, until resumed."""
+
+    def __init__(self) -> None:
+        self.assigned: list[TopicPartition] = []
+        self.paused: set[TopicPartition] = set()
+
+    def assignment(self):
+        return self.assigned
+
+    def pause(self, partitions):
+        self.paused.update(partitions)
+
+    def resume(self, partitions):
+        self.paused.difference_update(partitions)
+
+
+def test_a_pause_that_ends_while_somebody_else_has_the_partition():
+    """KJO-76: when the partition comes back it is not paused for ever."""
+    poller = Poller(None, "group", [], Lanes(1, group_size=1, budget=1.0), max_outstanding=1)
+    subscription, partition = Subscription(), TopicPartition("emails", 3)
+    subscription.assigned = [partition]
+    poller.pause_for(partition, 0.05)
+    poller._apply_pauses(subscription)
+    assert subscription.paused == {partition}
+    # Revoked; the pause ends; assigned again
+    subscription.assigned = []
+    time.sleep(0.06)
+    poller._apply_pauses(subscription)
+    subscription.assigned = [partition]
+    poller._apply_pauses(subscription)
+    assert subscription.paused == set()
