@@ -23,3 +23,13 @@ def _forget_declarations() -> Iterator[None]:
         store.clear()
         store.update(before)
     conf._queue_cache.clear()
+
+
+# Databases with real transactions, for threads.
+from tests.unit.conftest import (  # noqa: E402, F401
+    _migrated_file,
+    _migrated_postgres,
+    postgres,
+    real_database,
+    sqlite_file,
+)

@@ -1,0 +1,39 @@
+"""``kjo_check_idempotency``: is an event acted on once, on this database and this broker?"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any
+
+from kjo_django.events.check import check_idempotency
+from kjo_django.management.commands._shared import KjoCommand, positive_number
+
+
+class Command(KjoCommand):
+    """Run the six checks of idempotency against the database and the broker."""
+
+    help = "Prove that an event takes effect once, on this database and this broker."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare transport and timeout."""
+        super().add_arguments(parser)
+        parser.add_argument("--transport", default="default", help="Alias in TRANSPORTS.")
+        parser.add_argument(
+            "--timeout", type=positive_number, default=30.0, help="Seconds to wait for the broker."
+        )
+
+    def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
+        """Check."""
+        results = list(
+            check_idempotency(transport=options["transport"], timeout=options["timeout"])
+        )
+        found = [{"name": r.name, "passed": r.is_ok, "error": r.error} for r in results]
+        return {"checks": found}, all(result.is_ok for result in results)
+
+    def show(self, answer: Any) -> None:
+        """Print the seed's lines."""
+        for check in answer["checks"]:
+            if check["passed"]:
+                self.stdout.write(f"✅ {check['name']}: PASSED")
+            else:
+                self.stdout.write(f"❌ {check['name']}: FAILED ({check['error']})")
