@@ -1,4 +1,4 @@
-"""Seed 5's six checks of idempotency, against the real database and the real broker (KII-09, 32)."""
+"""Seed 5's six checks of idempotency, on the real database and broker (KII-09, 32)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class CheckFailed(Exception):
     """What was observed is not what is promised."""
 
 
-def check_idempotency(*, transport: str = "default", timeout: float = 30.0) -> Iterator[CheckResult]:
+def check_idempotency(
+    *, transport: str = "default", timeout: float = 30.0
+) -> Iterator[CheckResult]:
     """Yield the result of each check as it is known. Leaves nothing behind but the topic
     ``kjo-idempotency-check``.
 

@@ -7,9 +7,11 @@ is interrupted is simply run again: it goes on with what is still open.
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -20,8 +22,10 @@ from django.utils import timezone
 
 from kjo_django import signals
 from kjo_django.conf import QueueConf, get_settings
+from kjo_django.consumer.work import Result
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import republishing
 from kjo_django.operations.jobs import (
@@ -38,11 +42,23 @@ from kjo_django.operations.reports import (
     Pace,
     ReplayReport,
 )
+from kjo_django.operations.reprocessing import NOWHERE, Reprocessor
 from kjo_django.operations.rows import Progress, chunks, lock, no_progress, tell_after_commit
 from kjo_django.producer import dispatch
+from kjo_django.producer.enqueue import check_payload_size
 from kjo_django.producer.wakeups import after_commit
 from kjo_django.states import JobState
-from kjo_django.transports.base import OutgoingRecord
+from kjo_django.transports.base import OutgoingRecord, Record
+
+
+class Mode(enum.StrEnum):
+    """How dead letters are replayed."""
+
+    REPUBLISH = "republish"
+    """Publish the message, or requeue the job: a worker runs it."""
+    REPROCESS = "reprocess"
+    """Run it here and now, in this process."""
+
 
 FAILURES_IN_A_ROW = 3
 """After so many refusals of the transport a run stops: it is down, not picky."""
@@ -100,6 +116,7 @@ def replay(
     rate: float | None = None,
     dry_run: bool = False,
     force: bool = False,
+    mode: Mode = Mode.REPUBLISH,
     actor: str = "",
     on_changed: Observer | None = None,
     progress: Progress = no_progress,
@@ -111,6 +128,7 @@ def replay(
     :param dry_run: change nothing; report what would be replayed and what would be refused.
     :param force: replay also what has been replayed too often or has taken effect before; a message
         of the latter kind gets a new id, or it would be dropped as a duplicate.
+    :param mode: publish them for the workers, or run them here and now.
     :param actor: who asked, for the log and the letters' notes.
     :param on_changed: told of each letter inside its transaction.
     """
@@ -119,19 +137,48 @@ def replay(
         return preview(rows, limit=limit, force=force, progress=progress)
     report = ReplayReport("table")
     total = rows.order_by().count() if limit is None else min(limit, rows.order_by().count())
-    replayer = _Replayer(report, force=force, actor=actor, on_changed=on_changed)
     pace, failures = Pace(rate), 0
-    for key in _keys(rows):
-        if limit is not None and report.replayed >= limit:
-            break
-        pace.wait()
-        failed_before = report.failed
-        replayer.replay(key)
-        failures = failures + 1 if report.failed > failed_before else 0
-        progress(report.matched, total)
-        if failures == FAILURES_IN_A_ROW:
-            report.stopped = f"{failures} in a row were not accepted; run it again later"
-            break
+    with ExitStack() as stack:
+        reprocessor = stack.enter_context(Reprocessor()) if mode == Mode.REPROCESS else None
+        replayer = _Replayer(
+            report, force=force, actor=actor, on_changed=on_changed, reprocessor=reprocessor
+        )
+        for key in _keys(rows):
+            if limit is not None and report.replayed >= limit:
+                break
+            pace.wait()
+            failed_before = report.failed
+            replayer.replay(key)
+            failures = failures + 1 if report.failed > failed_before else 0
+            progress(report.matched, total)
+            if failures == FAILURES_IN_A_ROW:
+                report.stopped = f"{failures} in a row were not accepted; run it again later"
+                break
+    return report
+
+
+def edit_and_replay(
+    id: UUID | str,
+    value: bytes,
+    *,
+    actor: str = "",
+    on_changed: Observer | None = None,
+) -> ReplayReport:
+    """Replay one open dead letter with another value; it keeps the value it died with.
+
+    Whoever calls this for somebody has checked the permission ``edit_payload``.
+
+    :param value: the payload, or the event's bytes, repaired.
+    :raises MessageError: it is not what its content type says.
+    :raises ValueError: it is too large.
+    """
+    check_payload_size(value)
+    letter = select(DeadLetterFilter(ids=[id])).first()
+    if letter is not None:
+        serializer_for(letter.content_type or JSON.content_type).loads(value)
+    report = ReplayReport("table")
+    replayer = _Replayer(report, force=False, actor=actor, on_changed=on_changed, value=value)
+    replayer.replay(_id(id))
     return report
 
 
@@ -230,9 +277,18 @@ class _Replayer:
     """Replays one letter at a time into a report."""
 
     def __init__(
-        self, report: ReplayReport, *, force: bool, actor: str, on_changed: Observer | None
+        self,
+        report: ReplayReport,
+        *,
+        force: bool,
+        actor: str,
+        on_changed: Observer | None,
+        reprocessor: Reprocessor | None = None,
+        value: bytes | None = None,
     ) -> None:
         self._report = report
+        self._reprocessor = reprocessor
+        self._value = value
         self._force = force
         self._actor = actor
         self._on_changed = on_changed
@@ -276,12 +332,19 @@ class _Replayer:
                 # It was enqueued again meanwhile and has moved on without this letter.
                 self._refuse(letter, f"the job is {state}", "--force runs it again")
                 return
+            if self._value is not None:
+                Job.objects.using(self._using).filter(pk=letter.job_id).update(payload=self._value)
             outcomes = Outcomes()
             requeue_chunk([letter.job_id], outcomes, actor=self._actor)
             if outcomes.changed_count:
                 self._changed(letter)
             else:
                 self._refuse(letter, f"the job is {next(iter(outcomes.counts))}")
+                return
+        if self._reprocessor is not None:
+            job = Job.objects.using(self._using).filter(pk=letter.job_id).first()
+            if job is not None:
+                self._report.ended[self._reprocessor.run_job(job).value] += 1
 
     # --- Of a message nobody enqueued here --------------------------------------------------------
 
@@ -298,6 +361,11 @@ class _Replayer:
                 self._refuse(letter, REFUSED_PROCESSED, "--force runs it again under a new id")
                 return
         record = _record_of(letter, topic, new_id=bool(known))
+        if self._value is not None:
+            record = replace(record, value=self._value)
+        if self._reprocessor is not None:
+            self._reprocess(letter, record, queue, self._reprocessor)
+            return
         try:
             self._publish_and_close(letter, record, queue)
         except PublishError as error:
@@ -324,6 +392,29 @@ class _Replayer:
                 republishing.publish_one(record, queue.transport)
             if is_transactional:
                 after_commit(self._using, dispatch.channel_of(queue))
+            close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
+            tell_after_commit(self._using, functools.partial(tell_replayed, [letter]))
+            self._changed(letter)
+
+    def _reprocess(
+        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf, reprocessor: Reprocessor
+    ) -> None:
+        """Run it, then mark; a crash in between runs it again, which its marker absorbs."""
+        place = Record(
+            topic=letter.topic or record.topic,
+            partition=NOWHERE if letter.partition is None else letter.partition,
+            offset=NOWHERE if letter.offset is None else letter.offset,
+            key=record.key,
+            value=record.value,
+            headers=dict(record.headers),
+        )
+        result = reprocessor.run(place, queue)
+        self._report.ended[result.value] += 1
+        if result in (Result.DEFERRED, Result.SKIPPED):
+            self._refuse(letter, f"it was {result.value}")
+            return
+        with transaction.atomic(using=self._using):
+            # If it died again there is a new dead letter of that.
             close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
             tell_after_commit(self._using, functools.partial(tell_replayed, [letter]))
             self._changed(letter)

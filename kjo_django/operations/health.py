@@ -6,6 +6,7 @@ hang for minutes. What depends on something broken is not checked and says so.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +27,8 @@ from kjo_django.models import MetricBucket
 from kjo_django.operations import status, topics
 from kjo_django.operations.queues import paused_queues
 from kjo_django.producer.dispatch import jobs_database
+
+logger = logging.getLogger("kjo_django")
 
 SETTINGS, DATABASE, COORDINATION, TRANSPORTS = "settings", "database", "coordination", "transports"
 TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
@@ -84,6 +87,34 @@ def health(timeout: float = 5.0, thresholds: Thresholds | None = None) -> list[C
             left = deadline - time.monotonic()
             checks[probe.name] = _answer(probe, thresholds or Thresholds(), left)
     return list(checks.values())
+
+
+def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
+    """Return the lag of each consumed queue by partition, or None if it takes longer than that or
+    a transport is away."""
+    found: list[dict[str, dict[str, int]]] = []
+
+    def ask() -> None:
+        conf = get_settings()
+        lags = {}
+        for name in registry.consumed_queue_names():
+            queue = conf.queue(name)
+            lag = get_transport(queue.transport).lag([queue.topic], queue.consumer_group)
+            lags[name] = {str(place.partition): count for place, count in sorted(lag.items())}
+        found.append(lags)
+
+    def ask_quietly() -> None:
+        try:
+            ask()
+        except Exception as error:
+            logger.warning("The lag cannot be asked for: %s", error)
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=ask_quietly, name="kjo-health-lag", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return found[0] if found else None
 
 
 def is_healthy(checks: Iterable[Check]) -> bool:

@@ -16,7 +16,8 @@ import functools
 import hashlib
 import time
 import uuid
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from django.utils import timezone
@@ -25,13 +26,16 @@ from django.utils.dateparse import parse_datetime
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
+from kjo_django.consumer.work import Result
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import Job
 from kjo_django.operations import jobs, republishing
-from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
 from kjo_django.operations.reports import REFUSED_LOOP, REFUSED_PROCESSED, Pace, ReplayReport
+from kjo_django.operations.reprocessing import Reprocessor
 from kjo_django.operations.rows import Progress, no_progress
+from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
 
@@ -65,6 +69,7 @@ class TopicReplay:
     rate: float | None = None
     dry_run: bool = False
     force: bool = False
+    mode: Mode = Mode.REPUBLISH
     actor: str = ""
 
     def __post_init__(self) -> None:
@@ -90,12 +95,18 @@ def replay_topic(request: TopicReplay, *, progress: Progress = no_progress) -> R
 
     :raises PublishError: when the transport cannot be reached or the topic does not exist.
     """
-    return _TopicReplayer(request, progress).run()
+    with ExitStack() as stack:
+        is_here = request.mode == Mode.REPROCESS and not request.dry_run
+        reprocessor = stack.enter_context(Reprocessor()) if is_here else None
+        return _TopicReplayer(request, progress, reprocessor).run()
 
 
 class _TopicReplayer:
-    def __init__(self, request: TopicReplay, progress: Progress) -> None:
+    def __init__(
+        self, request: TopicReplay, progress: Progress, reprocessor: Reprocessor | None
+    ) -> None:
         self._request = request
+        self._reprocessor = reprocessor
         self._progress = progress
         self._transport = get_transport(request.transport)
         self._keeps = self._transport.capabilities.replay
@@ -225,6 +236,8 @@ class _TopicReplayer:
         headers = republishing.replay_headers(
             case.record.headers, case.replay_count + 1, new_id=case.is_processed
         )
+        if self._reprocessor is not None:
+            return self._reprocess(case, headers, self._reprocessor)
         outgoing = OutgoingRecord(
             topic=case.target, key=case.record.key, value=case.record.value, headers=headers
         )
@@ -238,6 +251,20 @@ class _TopicReplayer:
         self._report.replayed += 1
         return True
 
+    def _reprocess(self, case: _Case, headers: dict[str, bytes], reprocessor: Reprocessor) -> bool:
+        queue = republishing.queue_of("", case.target or "")
+        if queue is None:
+            self._report.refuse(case.id, "no queue here reads its topic")
+            return self._keeps
+        # Keeping the place it had in this topic: messages without an id are known by it.
+        result = reprocessor.run(replace(case.record, headers=headers), queue)
+        self._report.ended[result.value] += 1
+        if result in (Result.DEFERRED, Result.SKIPPED):
+            self._report.refuse(case.id, f"it was {result.value}")
+            return self._keeps and result is Result.SKIPPED
+        self._report.replayed += 1
+        return True
+
     def _requeue(self, case: _Case) -> bool:
         assert case.job is not None
         outcomes = jobs.requeue([case.job.pk], actor=self._request.actor)
@@ -245,6 +272,9 @@ class _TopicReplayer:
             self._report.refuse(case.id, f"its job is {next(iter(outcomes.counts))}")
             return self._keeps
         self._report.replayed += 1
+        if self._reprocessor is not None:
+            job = Job.objects.using(jobs_database()).get(pk=case.job.pk)
+            self._report.ended[self._reprocessor.run_job(job).value] += 1
         return True
 
 

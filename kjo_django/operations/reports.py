@@ -35,6 +35,8 @@ class ReplayReport:
     histogram: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """By reason, handler and error type."""
     samples: list[dict[str, str]] = field(default_factory=list)
+    ended: Counter[str] = field(default_factory=Counter)
+    """Of those run here and now: how, by result."""
     stopped: str = ""
     """Why the run ended early, if it did."""
 
@@ -73,6 +75,7 @@ class ReplayReport:
                 {"reason": reason, "handler": handler, "error_type": error, "count": count}
                 for (reason, handler, error), count in self.histogram.most_common()
             ],
+            "ended": dict(self.ended),
             "samples": self.samples,
             "stopped": self.stopped or None,
             "ok": self.is_ok,

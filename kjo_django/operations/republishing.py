@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 
+from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import PublishError
@@ -97,5 +98,5 @@ def queue_of(queue: str, topic: str) -> QueueConf | None:
     conf = get_settings()
     if queue:
         return conf.queue(queue)
-    declared = [conf.queue(name) for name in conf.queues]
+    declared = [conf.queue(name) for name in registry.queue_names()]
     return next((found for found in declared if found.topic == topic), None)

@@ -15,6 +15,9 @@ def show_replay(command: KjoCommand, answer: Any) -> None:
         f"{sum(answer['refused'].values()):,} refused, {answer['failed']:,} failed, "
         f"{answer['skipped']:,} skipped"
     )
+    if answer["ended"]:
+        ends = ", ".join(f"{count:,} {result}" for result, count in answer["ended"].items())
+        command.stdout.write(f"Run here: {ends}")
     if answer["histogram"]:
         rows = [tuple(str(value or "-") for value in row.values()) for row in answer["histogram"]]
         command.table([("reason", "handler", "error", "count"), *rows])

@@ -13,10 +13,10 @@ from kjo_django.management.commands._shared import (
     positive_number,
 )
 from kjo_django.operations import dead_letters
-from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
 from kjo_django.operations.replay_topic import TopicReplay, replay_topic
 
-SHARED = ("limit", "rate", "dry_run", "force")
+SHARED = ("limit", "rate", "dry_run", "force", "mode")
 FILTERS = ("queue", "reason", "error", "fingerprint", "since", "until")
 
 
@@ -44,6 +44,12 @@ class Command(KjoCommand):
         add("--group", help="With --source topic: consumer group that remembers how far it got.")
         add("--limit", type=positive, help="Replay at most so many.")
         add("--rate", type=positive_number, help="At most so many a second.")
+        add(
+            "--mode",
+            choices=[mode.value for mode in Mode],
+            default=Mode.REPUBLISH.value,
+            help="republish: for the workers; reprocess: run them here and now.",
+        )
         add("--dry-run", action="store_true", help="Change nothing; show what would happen.")
         add("--force", action="store_true", help="Also what was replayed too often or took effect.")
 

@@ -1,0 +1,1 @@
+"""Optional parts: add those you want."""

@@ -1,0 +1,76 @@
+"""One view: 200 when all is well, 503 when it is not, within its timeout either way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from django.http import HttpRequest, JsonResponse
+from django.utils import timezone
+from django.views import View
+
+from kjo_django.operations.health import Thresholds, health, is_healthy, lag_by_partition
+
+PERMISSION = "kjo_django.view_job"
+
+
+class HealthView(View):
+    """``GET`` answers for everybody whether all is well, and which check is not.
+
+    Details name hosts and errors, so they are for users with the permission ``view_job``, as are
+    thresholds in the query: ``?max_lag=1000&max_failure_rate=0.2&max_idle=600``.
+
+    :cvar timeout: seconds to answer in.
+    :cvar thresholds: what is still well.
+    """
+
+    timeout: ClassVar[float] = 5.0
+    thresholds: ClassVar[Thresholds] = Thresholds()
+    http_method_names: ClassVar[list[str]] = ["get", "head", "options"]  # type: ignore[misc]
+
+    def get(self, request: HttpRequest) -> JsonResponse:
+        """Check."""
+        sees_details = _may_see(request)
+        thresholds = self.thresholds
+        if sees_details:
+            try:
+                thresholds = _read(request, thresholds)
+            except ValueError as error:
+                return JsonResponse({"error": str(error)}, status=400)
+        # The last tenth is left to the lag of each partition.
+        checks = health(0.9 * self.timeout, thresholds)
+        is_ok = is_healthy(checks)
+        answer: dict[str, Any] = {"healthy": is_ok, "timestamp": timezone.now().isoformat()}
+        if sees_details:
+            answer["checks"] = [check.as_dict() for check in checks]
+            answer["lag"] = lag_by_partition(0.1 * self.timeout)
+        else:
+            answer["checks"] = [{"name": check.name, "ok": check.ok} for check in checks]
+        response = JsonResponse(answer, status=200 if is_ok else 503)
+        response["Cache-Control"] = "no-store"
+        return response
+
+
+def _may_see(request: HttpRequest) -> bool:
+    user = getattr(request, "user", None)
+    try:
+        return user is not None and bool(user.has_perm(PERMISSION))
+    except Exception:
+        # Whose session cannot be read because the database is away is nobody we know.
+        return False
+
+
+def _read(request: HttpRequest, usual: Thresholds) -> Thresholds:
+    given = request.GET
+    changes: dict[str, Any] = {}
+    try:
+        if "max_lag" in given:
+            changes["lag"] = int(given["max_lag"])
+        if "max_failure_rate" in given:
+            changes["failure_rate"] = float(given["max_failure_rate"])
+        if "max_idle" in given:
+            changes["idle"] = timedelta(seconds=float(given["max_idle"]))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"A threshold is no number: {error}") from error
+    return replace(usual, **changes)
