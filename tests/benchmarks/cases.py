@@ -70,8 +70,8 @@ class Sizes:
 
 
 DEFAULT_SIZES = {
-    REAL: Sizes(drain=10_000, insert=5_000, single=600, many=10_000, memory=30_000),
-    EMBEDDED: Sizes(drain=3_000, insert=2_000, single=200, many=3_000, memory=8_000),
+    REAL: Sizes(drain=10_000, insert=3_000, single=400, many=10_000, memory=20_000),
+    EMBEDDED: Sizes(drain=3_000, insert=1_000, single=100, many=3_000, memory=5_000),
 }
 
 
