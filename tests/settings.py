@@ -23,6 +23,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "kjo_django",
     "tests.ledger",
+    "tests.queueing",
     "tests.items",
 ]
 MIDDLEWARE = [

@@ -6,7 +6,6 @@ test has a queue nobody else uses.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import shutil
 import threading
@@ -121,6 +120,33 @@ def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
 
 
 @pytest.fixture
+def file_queue(file_database: None, settings: Any) -> Iterator[Queue]:
+    """A queue on the embedded default, for what does not depend on the engine."""
+    settings.KJO = QUICK
+    yield from _one_queue()
+
+
+def _one_queue() -> Iterator[Queue]:
+    queue = Queue(f"q-{uuid.uuid4().hex[:12]}")
+    yield queue
+    _forget(queue)
+    _hang_up()
+
+
+def _forget(queue: Queue) -> None:
+    queue.stop()
+    registry.unregister(queue.job_type)
+    conf._declared.pop(queue.name, None)
+
+
+def _hang_up() -> None:
+    board = replies.switchboard()
+    if board is not None:
+        board.close()
+    connections.close_all()
+
+
+@pytest.fixture
 def make_queue(engine: str) -> Iterator[Callable[..., Queue]]:
     """Make queues that are stopped and forgotten after the test."""
     made: list[Queue] = []
@@ -132,13 +158,8 @@ def make_queue(engine: str) -> Iterator[Callable[..., Queue]]:
 
     yield make
     for queue in made:
-        queue.stop()
-        registry.unregister(queue.job_type)
-        conf._declared.pop(queue.name, None)
-    board = replies.switchboard()
-    if board is not None:
-        board.close()
-    connections.close_all()
+        _forget(queue)
+    _hang_up()
 
 
 @pytest.fixture
@@ -173,8 +194,3 @@ class Recorder:
     @property
     def payloads(self) -> list[Any]:
         return [payload for _, payload, _ in self.seen]
-
-
-def collect() -> None:
-    """Let finalizers run where the test can see them."""
-    gc.collect()
