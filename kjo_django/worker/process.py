@@ -30,7 +30,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.utils import timezone
 
 from kjo_django import registry, signals
-from kjo_django.backends import close_backends, get_coordination, get_transport
+from kjo_django.backends import close_backends, get_transport
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
 from kjo_django.consumer.connections import drop_broken_connections
 from kjo_django.consumer.lanes import Lanes
@@ -45,10 +45,10 @@ from kjo_django.models import Job
 from kjo_django.operations import topics
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.relay import Relay
-from kjo_django.producer.wakeups import topic_channel
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker.draining import waiting_records
 from kjo_django.worker.heartbeat import Heartbeat
+from kjo_django.worker.listening import PublishListener
 from kjo_django.worker.rescuer import Rescuer
 from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import Statistics
@@ -135,6 +135,7 @@ class Worker:
             stopping=self._stopping,
         )
         self.pollers = self._make_pollers()
+        self._listener = PublishListener(self.pollers)
         self._relay = Relay(
             [queue.name for queue in self.queues] if queues else None,
             on_error=functools.partial(self._note_error, "relay"),
@@ -229,7 +230,7 @@ class Worker:
         for poller in self.pollers:
             poller.start()
         self._threads = [
-            threading.Thread(target=self._listen, name="kjo-listen", daemon=True),
+            threading.Thread(target=self._listener.run, name="kjo-listen", daemon=True),
             threading.Thread(target=self._rescuer.run, name="kjo-rescue", daemon=True),
         ]
         if self.is_relaying:
@@ -270,25 +271,6 @@ class Worker:
         finally:
             connections.close_all()
 
-    def _listen(self) -> None:
-        """Wake the pollers of transports that share the database when something was published."""
-        channels = [topic_channel(topic) for poller in self.pollers for topic in poller.topics]
-        if not channels:
-            return
-        try:
-            listener = get_coordination().listen(channels)
-        except Exception as error:
-            logger.warning("Nobody can wake this worker, it polls: %s", error)
-            return
-        try:
-            while not self._stopping.is_set():
-                if listener.wait(1.0):
-                    for poller in self.pollers:
-                        poller.wake()
-        finally:
-            listener.close()
-            connections.close_all()
-
     def _stop(self) -> bool:
         grace = get_settings().shutdown_grace.total_seconds()
         self._stopping.set()
@@ -296,6 +278,7 @@ class Worker:
             poller.drain()
         self._relay.stop()
         self._rescuer.stop()
+        self._listener.stop()
         self.lanes.stop()
         is_drained = self.lanes.wait_for(None, grace)
         if not is_drained:

@@ -246,6 +246,7 @@ def test_a_rate_limit_pauses_its_partition_only(engine: ItemEngine) -> None:
     assert [line[3] for line in engine.calls()].count(limited) == 2
 
 
+@pytest.mark.long
 def test_a_pause_survives_rebalances(engine: ItemEngine) -> None:
     """KJO-76: consumers come and go during the pause and after it; no partition stays paused."""
     limited, number, at = paused(engine, 5)

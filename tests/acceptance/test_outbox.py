@@ -73,6 +73,7 @@ def test_the_readmes_three_commands_print_what_it_says(environment, tmp_path) ->
     assert len(list((tmp_path / "mail" / "outbox").glob("*.eml"))) == 10
 
 
+@pytest.mark.long
 def test_sending_twice_skips(environment) -> None:
     """KJO-15, KJO-16: as its README says."""
     produce = ("kjo_produce", PRODUCER, "--criteria", "state=PENDING")
