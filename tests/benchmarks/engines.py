@@ -16,6 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tests.benchmarks import child
 from tests.benchmarks.cases import EMBEDDED, REAL, Input
+from tests.benchmarks.errors import BenchmarkError
 
 SERVERS = ("KAFKA_BOOTSTRAP_SERVERS", "REDIS_URL", "DATABASE_URL")
 
@@ -121,8 +122,11 @@ class RealEngine(Engine):
         import psycopg
         from psycopg import sql
 
-        with psycopg.connect(self._server, autocommit=True) as connection:
-            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
+        try:
+            with psycopg.connect(self._server, autocommit=True) as connection:
+                connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
+        except psycopg.Error as error:
+            raise BenchmarkError(f"PostgreSQL (DATABASE_URL) cannot be used: {error}") from error
 
     def close(self) -> None:
         """Servers of ours end anyway; a given one is left as it was found."""
