@@ -17,6 +17,7 @@ from kjo_django.exceptions import MessageError, PermanentError
 from kjo_django.messages import envelope
 from kjo_django.messages.envelope import MAX_TYPE_LENGTH, Message
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
+from kjo_django.retries import Backoff
 from kjo_django.transports.base import Record
 
 
@@ -30,6 +31,7 @@ class HandlerOptions:
     """The payload field, or a function of the payload, that gives the ordering key."""
     max_attempts: int | None = None
     timeout: timedelta | None = None
+    backoff: Backoff | None = None
     result_ttl: timedelta | None = None
     atomic: bool = True
     """Run in the transaction that records the outcome. False: outside, under a renewed lease."""

@@ -26,10 +26,12 @@ from kjo_django.consumer.work import Outcome, Result
 from kjo_django.exceptions import MessageError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
+from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer import dispatch
+from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, RetryPolicy
 from kjo_django.retries.classification import import_path
 from kjo_django.states import JobState
@@ -37,11 +39,12 @@ from kjo_django.states import JobState
 logger = logging.getLogger("kjo_django")
 
 
-def policy() -> RetryPolicy:
-    """Return the retry policy of the settings."""
+def policy(handler: Handler | None = None) -> RetryPolicy:
+    """Return the retry policy of the settings, with the handler's own back-off if it has one."""
     conf = get_settings()
+    own = handler.options.backoff if handler is not None else None
     return RetryPolicy(
-        Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter),
+        own or Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter),
         conf.error_recovery_delays,
         conf.pausable_errors,
     )
@@ -51,7 +54,7 @@ def judge_failure(outcome: Outcome, max_attempts: int) -> None:
     """Turn a failed attempt into a retry or a death, in place."""
     error = outcome.error
     assert error is not None
-    decision = policy().decide(error, outcome.attempt, max_attempts)
+    decision = policy(outcome.delivery.handler).decide(error, outcome.attempt, max_attempts)
     if decision.pause is not None:
         outcome.pause_seconds = decision.pause.total_seconds()
     if decision.retry:
@@ -246,7 +249,7 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
     if job is None:
         if delivery.message is None:
             return None, True
-        row = _birth(outcome, changes, now)
+        row = _birth(using, outcome, changes, now)
         if row is None:
             return None, True
         Job.objects.using(using).bulk_create([row])
@@ -275,7 +278,7 @@ def _send_retry(using: str, job: Job) -> None:
         dispatch.hand_over([job], queue)
 
 
-def _birth(outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | None:
+def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | None:
     """Return the row of a foreign message's first failure; None where a dead letter says it all."""
     delivery, message, record = outcome.delivery, outcome.delivery.message, outcome.delivery.record
     assert message is not None
@@ -287,12 +290,7 @@ def _birth(outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | No
     if queue.retries != queue.name:
         # It goes on in a topic of its own, and its dead letter is to name where it came from.
         headers = {**names.for_row(origin_headers(record)), **headers}
-    id = uuid7()
-    if not message.unique_id:
-        try:
-            id = uuid.UUID(message.id)
-        except ValueError:
-            pass  # others name their messages as they like
+    id = _id_for(using, message)
     if str(id) != message.id:
         headers[ORIGIN_ID] = message.id
     handler = delivery.handler
@@ -318,6 +316,19 @@ def _birth(outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | No
         offset=delivery.record.offset,
         **changes,
     )
+
+
+def _id_for(using: str, message: Message) -> uuid.UUID:
+    """Return the message's id for its row, or a fresh one: others name their messages as they like,
+    also by the id of a job that exists."""
+    if not message.unique_id:
+        try:
+            id = uuid.UUID(message.id)
+        except ValueError:
+            return uuid7()
+        if not Job.objects.using(using).filter(pk=id).exists():
+            return id
+    return uuid7()
 
 
 def _failure(outcome: Outcome, job_id: Any, now: datetime, worker: str) -> JobFailure:
