@@ -171,6 +171,7 @@ def test_the_consumer_goes_on_without_redis(engine: ItemEngine) -> None:
     assert worker.stop() == 0
 
 
+@pytest.mark.long
 def test_a_worker_killed_while_processing(engine: ItemEngine, raw) -> None:
     """KJO-67, KJO-69: nothing to clean up; another takes the item over."""
     create_topic(engine)
@@ -189,6 +190,7 @@ def test_a_worker_killed_while_processing(engine: ItemEngine, raw) -> None:
     assert worker.stop() == 0
 
 
+@pytest.mark.long
 def test_failed_items_are_sent_again_by_the_command(engine: ItemEngine) -> None:
     """KJO-40, KJO-46, KJO-70."""
     create_topic(engine)

@@ -1,4 +1,4 @@
-"""Template consumers through a worker in this process: KJO-35 … 72 and F10 … F20.
+"""Template consumers through a worker in this process: six methods, three hooks, the item's own state.
 
 What only real servers and killed processes can show is in tests/acceptance/test_kjo_consumer.py.
 """

@@ -1,4 +1,4 @@
-"""Template producers on the memory transport: KJO-01 … 34 and F2 … F9.
+"""Template producers on the memory transport: what is sent, skipped, refused and told of.
 
 What only a real Redis and Kafka can show is in tests/acceptance/test_kjo_producer.py.
 """
