@@ -1,4 +1,4 @@
-"""Template consumers through a worker in this process: six methods, three hooks, the item's own state.
+"""Template consumers through a worker in this process: six methods, three hooks, one flow.
 
 What only real servers and killed processes can show is in tests/acceptance/test_kjo_consumer.py.
 """
@@ -592,7 +592,7 @@ def test_the_lease_lasts_as_long_as_the_class_says(quick):
 
 
 def test_messages_of_one_item_run_one_at_a_time_under_every_type(quick):
-    """KJO-101, KJO-F7: though their keys differ."""
+    """KJO-54, KJO-101, KJO-F7: though their keys differ; items, not partitions, are sequential."""
     running, most = set(), []
 
     def process(self, message):
@@ -643,7 +643,7 @@ def test_start_before_connect_is_refused(quick):
 
 
 def test_connect_consume_disconnect(quick):
-    """KJO-48, KJO-57, KJO-78: and its status meanwhile."""
+    """KJO-48, KJO-56, KJO-57, KJO-78: bounded, the rest waits; and its status meanwhile."""
     go = threading.Event()
     made = consumer(lambda self, message: go.wait(10) and None, max_concurrency=2, atomic=False)
     items = [Item.objects.create() for _ in range(5)]

@@ -1,4 +1,4 @@
-"""Template producers on the memory transport: what is sent, skipped, refused and told of.
+"""Template producers on the memory transport: sent, skipped, refused, told of.
 
 What only a real Redis and Kafka can show is in tests/acceptance/test_kjo_producer.py.
 """
@@ -183,7 +183,7 @@ def test_wrong_arguments_are_refused(arguments, error):
 
 
 def test_items_are_sent_and_told_of():
-    """KJO-02 … 07, KJO-11, KJO-31: the result says what became of them."""
+    """KJO-02 … 07, KJO-11, KJO-31, KJO-33: the result says what became of them."""
     source = Source([*items(5, kind="a"), {"id": 9, "name": "other", "state": 2}])
     result = source.produce_messages({"state": 1}, 3)
     assert (result.total, result.sent, result.skipped, result.failed) == (3, 3, 0, 0)
