@@ -250,11 +250,18 @@ class Worker:
         if self._has_topics:
             return
         try:
-            for line in topics.ensure_topics(self.queues):
+            for line in topics.ensure_topics([*self.queues, *self._published_only()]):
                 logger.info(line)
             self._has_topics = True
         except PublishError as error:
             self._note_error("topics", f"Topics could not be checked yet: {error}")
+
+    def _published_only(self) -> list[QueueConf]:
+        """Return the queues this worker relays to and nobody here consumes."""
+        conf, known = get_settings(), registry.queue_names()
+        names = self._relay.queues if self.is_relaying else []
+        queues = [conf.queue(name) for name in names if name in known]
+        return [queue for queue in queues if not queue.consume]
 
     def _run_lane(self) -> None:
         mark_sessions(self.leases.token)
