@@ -29,6 +29,12 @@ from kjo_django.transports.base import TopicDescription, TopicPartition, TopicSp
 from kjo_django.transports.kafka.clients import PerProcess, describe, error_of, logger, make, quiet
 from kjo_django.transports.kafka.options import KafkaOptions, guarded
 
+MOVING = (
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR,
+)
+COORDINATOR_WITHIN = 10.0
 VISIBLE_WITHIN = 15.0
 """Seconds until a topic just created is known to the broker we ask."""
 
@@ -187,9 +193,16 @@ class Topics:
         self, group: str, partitions: Sequence[KafkaPartition]
     ) -> dict[TopicPartition, int]:
         request = ConsumerGroupTopicPartitions(group, list(partitions))
-        futures = self._admin.get().list_consumer_group_offsets(
-            [request], request_timeout=self._timeout
-        )
+        deadline = time.monotonic() + min(self._timeout, COORDINATOR_WITHIN)
+        while True:
+            futures = self._admin.get().list_consumer_group_offsets(
+                [request], request_timeout=self._timeout
+            )
+            # A group's coordinator moves when brokers start and stop, and answers a moment later.
+            is_moving = has_code(futures[group].exception(self._timeout), *MOVING)
+            if not is_moving or time.monotonic() > deadline:
+                break
+            time.sleep(INTERVAL)
         answer = self._result(futures[group], f"group {group}", KafkaError.GROUP_ID_NOT_FOUND)
         return {key(each): each.offset for each in answer.topic_partitions} if answer else {}
 
@@ -236,9 +249,9 @@ class Topics:
             raise PublishError(f"Kafka, {name}: no answer in time") from error
 
 
-def has_code(exception: KafkaException, code: int | None) -> bool:
-    error = error_of(exception)
-    return error is not None and error.code() == code
+def has_code(exception: BaseException | None, *codes: int | None) -> bool:
+    error = error_of(exception) if exception is not None else None
+    return error is not None and error.code() in codes
 
 
 def key(partition: KafkaPartition) -> TopicPartition:
