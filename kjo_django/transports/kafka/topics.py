@@ -198,9 +198,7 @@ class Topics:
             futures = self._admin.get().list_consumer_group_offsets(
                 [request], request_timeout=self._timeout
             )
-            # A group's coordinator moves when brokers start and stop, and answers a moment later.
-            is_moving = has_code(futures[group].exception(self._timeout), *MOVING)
-            if not is_moving or time.monotonic() > deadline:
+            if not self._is_moving(futures[group]) or time.monotonic() > deadline:
                 break
             time.sleep(INTERVAL)
         answer = self._result(futures[group], f"group {group}", KafkaError.GROUP_ID_NOT_FOUND)
@@ -236,6 +234,13 @@ class Topics:
         except TimeoutError as error:
             raise PublishError(f"Kafka, {name}: no answer in time") from error
         return True
+
+    def _is_moving(self, future: Future[Any]) -> bool:
+        """Whether a group's coordinator answers only in a moment: brokers start or stop."""
+        try:
+            return has_code(future.exception(self._timeout), *MOVING)
+        except TimeoutError:
+            return False
 
     def _result(self, future: Future[Any], name: str, absent: int | None = None) -> Any:
         """Wait for the answer; None where the error ``absent`` says there is nothing."""
