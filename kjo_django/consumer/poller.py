@@ -33,6 +33,7 @@ class Poller:
     :param queues: the queues whose topics it reads.
     :param max_outstanding: records it lets wait and run at most.
     :param on_error: told of outages, and with None of their end.
+    :param on_skipped: told of each record that was meant for others.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Poller:
         *,
         max_outstanding: int,
         on_error: Callable[[str | None], None] = lambda error: None,
+        on_skipped: Callable[[QueueConf], None] = lambda queue: None,
     ) -> None:
         self._transport = transport
         self._group = group
         self._lanes = lanes
         self._max_outstanding = max_outstanding
         self._on_error = on_error
+        self._on_skipped = on_skipped
         self._queue_of = {queue.topic: queue for queue in reversed(queues)}
         self._queues = {queue.name: queue for queue in queues}
         self._max_bytes = get_settings().max_payload_bytes
@@ -160,6 +163,7 @@ class Poller:
         except MessageError as problem:
             return Delivery(record, subscription, queue, None, None, problem)
         if found is None:
+            self._on_skipped(queue)
             subscription.acknowledge([record])
             return None
         message, handler = found

@@ -227,6 +227,11 @@ def event_route(topic: str, group: str | None = None, **queue_options: Any) -> E
     retry = f"{name}-retry"
     # What the settings say of the topic's queue holds for its retries too.
     given = {**queue_options, **get_settings().queues.get(name, {})}
+    if given.get("consume") is False:
+        raise ImproperlyConfigured(
+            f"KJO['QUEUES'][{name!r}] says 'consume': False, and an event_handler of this service "
+            f"listens to {topic!r}. Take one of them away."
+        )
     shared = {key: value for key, value in given.items() if key not in ("topic", "retry_queue")}
     shared.setdefault("dead_letter_topic", f"{topic}-dlq")
     shared.setdefault("key_prefix", name.upper())

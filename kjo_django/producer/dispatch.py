@@ -94,6 +94,11 @@ def hand_over(jobs: Sequence[Job], queue: QueueConf) -> None:
         after_commit(using, topic_channel(topic))
 
 
+def is_waited_for(job: Job) -> bool:
+    """Whether others of its key wait until a record has been handled; that completes its row."""
+    return names.PARKED_ROW in (job.headers or {})
+
+
 def mark_sent(using: str, jobs: Sequence[Job], places: Sequence[tuple[Any, Any]] = ()) -> None:
     """Complete records for others: with their publishing all is done that this row asked for.
 
@@ -102,8 +107,7 @@ def mark_sent(using: str, jobs: Sequence[Job], places: Sequence[tuple[Any, Any]]
     now = timezone.now()
     for number, job in enumerate(jobs):
         partition, offset = places[number] if places else (None, None)
-        if names.PARKED_ROW in (job.headers or {}):
-            # Others of its key wait until it has been handled, which completes it.
+        if is_waited_for(job):
             rows = Job.objects.using(using).at(job.pk, job.generation)
             transition("publish", rows, topic=job.destination, queued_at=now)
             continue

@@ -150,9 +150,8 @@ class Relay:
                         offset=answer.offset,
                         queued_at=now,
                     )
-        with transaction.atomic(using=using):
-            places = [(answer.partition, answer.offset) for _, answer in records]
-            dispatch.mark_sent(using, [job for job, _ in records], places)
+        if records:
+            self._record_others(using, records)
         self.published_count += len(accepted)
         for job, answer in refused:
             if answer.is_final:
@@ -181,6 +180,29 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
         columns = [list(column) for column in zip(*rows, strict=True)]
         with connections[using].cursor() as cursor:
             cursor.execute(self._RECORD, [topic, *columns, states.expected("publish")])
+
+    _RECORD_OTHERS = """
+UPDATE kjo_job SET state = 'completed', topic = kjo_job.destination, partition = v.partition,
+    "offset" = v.position, queued_at = now(), finished_at = now(), error = '',
+    attempts = kjo_job.attempts + 1
+FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::bigint[])
+    AS v (id, generation, partition, position)
+WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
+"""
+
+    def _record_others(self, using: str, records: Sequence[tuple[Job, Published]]) -> None:
+        """Note that records for others have been published; they are done with that."""
+        waiting = [each for each in records if dispatch.is_waited_for(each[0])]
+        done = [each for each in records if not dispatch.is_waited_for(each[0])]
+        if connections[using].vendor == "postgresql" and done:
+            rows = [(j.pk, j.generation, a.partition, a.offset) for j, a in done]
+            columns = [list(column) for column in zip(*rows, strict=True)]
+            with connections[using].cursor() as cursor:
+                cursor.execute(self._RECORD_OTHERS, [*columns, states.expected("complete")])
+            done = []
+        with transaction.atomic(using=using):
+            places = [(answer.partition, answer.offset) for _, answer in [*waiting, *done]]
+            dispatch.mark_sent(using, [job for job, _ in [*waiting, *done]], places)
 
     # --- The loop ---------------------------------------------------------------------------------
 

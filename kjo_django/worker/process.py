@@ -157,6 +157,7 @@ class Worker:
                 self.lanes,
                 max_outstanding=conf.max_outstanding,
                 on_error=functools.partial(self._note_error, group),
+                on_skipped=self.statistics.skip,
             )
             for (alias, group), queues in groups.items()
         ]

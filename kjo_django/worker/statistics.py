@@ -14,6 +14,7 @@ from uuid import UUID
 from django.db import transaction
 from django.utils import timezone
 
+from kjo_django.conf import QueueConf
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.work import Outcome, Result
 from kjo_django.models import MetricBucket
@@ -64,6 +65,13 @@ class Statistics:
         with self._lock:
             for outcome in outcomes:
                 self._count(minute, outcome)
+
+    def skip(self, queue: QueueConf) -> None:
+        """Count a record that was meant for others."""
+        minute = timezone.now().replace(second=0, microsecond=0)
+        with self._lock:
+            bucket = self._buckets.setdefault((minute, queue.name, ""), _Bucket())
+            bucket.counts[_COUNTERS[Result.SKIPPED]] += 1
 
     def _count(self, minute: datetime, outcome: Outcome) -> None:
         counter = _COUNTERS.get(outcome.result)

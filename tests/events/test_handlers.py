@@ -9,12 +9,14 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django import BaseEvent, PermanentError, event_handler, publish_event, signals
+from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.events.handlers import event_route, retry_topic
 from kjo_django.messages import headers as names
-from kjo_django.models import DeadLetter, EventKey, Job, ProcessedEvent
+from kjo_django.models import DeadLetter, EventKey, Job, MetricBucket, ProcessedEvent
 from kjo_django.operations import dead_letters
 from kjo_django.states import JobState
+from kjo_django.worker import Worker
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, read_all, send
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job
@@ -291,3 +293,29 @@ def test_the_name_of_a_retry_topic_is_one() -> None:
     long = retry_topic("t" * 240, "g" * 240)
     assert len(long) <= 249
     assert long != retry_topic("t" * 240, "g" * 241)
+
+
+def test_a_handler_of_a_topic_that_is_only_published_to_is_refused(settings) -> None:
+    """It would never be called, and nobody would know why."""
+    settings.KJO = {**EVENTS, "QUEUES": {TOPIC: {"consume": False}}}
+    with pytest.raises(ImproperlyConfigured, match="'consume': False"):
+
+        @event_handler("T", topic=TOPIC)
+        def handle(event: BaseEvent) -> None: ...
+
+
+def test_a_worker_counts_what_it_passes_over(transport) -> None:
+    """Nothing is silent: the minute's row shows it."""
+
+    @event_handler("T", topic=TOPIC)
+    def handle(event: BaseEvent) -> None: ...
+
+    worker = Worker([TOPIC], concurrency=1)
+    (poller,), (queue,) = worker.pollers, worker.queues
+    subscription = get_transport().subscribe([TOPIC], queue.consumer_group)
+    send(event("ANOTHER").to_bytes())
+    (found,) = subscription.poll(10, 1.0)
+    assert poller.read(found, subscription) is None
+    subscription.close()
+    worker.statistics.flush()
+    assert MetricBucket.objects.get().skipped_count == 1

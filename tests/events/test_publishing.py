@@ -138,3 +138,15 @@ def test_records_travel_byte_for_byte(transport, key) -> None:
     relayed()
     (record,) = read_all(TOPIC)
     assert (record.key, record.value, record.headers) == (key, b"\x00\xff", headers)
+
+
+def test_each_row_tells_where_its_event_went(real_database, settings) -> None:
+    """On PostgreSQL in one statement, elsewhere one by one; refused ones stay."""
+    settings.KJO = {**EVENTS, **MEMORY}
+    told = [publish_event(TOPIC, EVENT) for _ in range(3)]
+    relayed()
+    rows = Job.objects.filter(pk__in=[each.job_id for each in told]).order_by("offset")
+    assert [(row.state, row.topic, row.offset) for row in rows] == [
+        ("completed", TOPIC, offset) for offset in range(3)
+    ]
+    assert all(row.attempts == 1 and row.finished_at for row in rows)
