@@ -589,7 +589,8 @@ class TransportConformance:
         second.close()
         self.join(first, partitions=2)
         # Ours again, under a new epoch: the old record must not settle the new delivery.
-        (fresh,) = self.read(first, 1)
+        again = self.read(first, lambda found: moved.partition in {r.partition for r in found})
+        (fresh,) = [record for record in again if record.partition == moved.partition]
         assert fresh.position == stale[moved.partition].position
         assert fresh.epoch > stale[moved.partition].epoch
         first.acknowledge([stale[moved.partition]])

@@ -416,14 +416,14 @@ class MemoryTransport(Transport):
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
         super().__init__(alias, options)
-        setting = f'KJO["TRANSPORTS"][{alias!r}]["OPTIONS"]'
+        setting = f"KJO['TRANSPORTS'][{alias!r}]['OPTIONS']"
         if unknown := sorted(self.options.keys() - {"partitions"}):
             raise ImproperlyConfigured(
                 f"{setting}: unknown option {unknown[0]!r}; the only one is 'partitions'."
             )
         partitions = self.options.get("partitions", 1)
         if not isinstance(partitions, int) or partitions < 1:
-            raise ImproperlyConfigured(f'{setting}["partitions"] must be a whole number above 0.')
+            raise ImproperlyConfigured(f"{setting}['partitions'] must be a whole number above 0.")
         self._log = MemoryLog(partitions)
 
     def publish(self, records: Sequence[OutgoingRecord]) -> list[Published]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
 
@@ -19,18 +21,34 @@ logger = logging.getLogger("kjo_django.kafka")
 C = TypeVar("C")
 
 
-class SafeLogger:
-    """Passes librdkafka's lines on to `logging`.
+REPEAT_AFTER = 60.0
+"""Seconds until a client may say the same kind of thing again above DEBUG."""
 
-    librdkafka calls it inside ``poll``, where an exception (a broken handler or filter of the
-    project) would destroy fetched records; so nothing gets out.
+
+class SafeLogger:
+    """Passes a client's lines on to `logging`.
+
+    The client calls it inside ``poll``, where an exception (a broken handler or filter of the
+    project) would destroy fetched records; so nothing gets out. A broker that is down is mentioned
+    ten times a second; so repetitions are for DEBUG.
     """
+
+    def __init__(self) -> None:
+        self._said: dict[Any, float] = {}
 
     def log(self, level: int, message: str, *arguments: Any) -> None:
         try:
-            logger.log(level, message, *arguments)
+            logger.log(self._level(level, arguments[:1]), message, *arguments)
         except Exception:  # noqa: S110 - logging itself is what failed
             pass
+
+    def _level(self, level: int, kind: tuple[Any, ...]) -> int:
+        now = time.monotonic()
+        if now < self._said.get(kind, 0.0):
+            return logging.DEBUG
+        if level > logging.DEBUG:
+            self._said[kind] = now + REPEAT_AFTER
+        return level
 
 
 def quiet(callback: Callable[..., Any]) -> Callable[..., None]:
@@ -73,21 +91,25 @@ def make(kind: Callable[..., C], config: dict[str, Any], options: KafkaOptions) 
         raise options.refuse("...", describe(error)) from None
 
 
+def keep_for_ever(client: Any) -> None:
+    """Keep a client that must not be destroyed in this process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+def close_behind(consumer: Any) -> None:
+    """Close a consumer without waiting: no broker answers, and it would wait for one."""
+    keep_for_ever(consumer)
+    threading.Thread(target=quiet(consumer.close), name="kjo-kafka-close", daemon=True).start()
+
+
 class PerProcess(Generic[C]):
-    """One client for all threads of a process, made at first use and again after a fork.
-
-    The threads of a client do not survive a fork: the child would wait for them for ever.
-    """
-
-    _all: weakref.WeakSet[PerProcess[Any]] = weakref.WeakSet()
+    """One client for all threads of a process, made at first use and again after a fork."""
 
     def __init__(self, create: Callable[[], C]) -> None:
         self._create = create
         self._lock = threading.Lock()
         self._client: C | None = None
-        # What the parent made is kept: to destroy it in the child would wait for its threads.
-        self._inherited: list[C] = []
-        self._all.add(self)
+        after_fork(self)
 
     def get(self) -> C:
         """Return the client."""
@@ -111,18 +133,31 @@ class PerProcess(Generic[C]):
             if self._client is client:
                 self._client = None
 
-    def _forked(self) -> None:
-        # Another thread of the parent may have held the lock at the fork.
+    def forget_the_parents(self) -> None:
+        """Called in the child of a fork."""
+        # Another thread of the parent may have held the lock at that moment.
         self._lock = threading.Lock()
         if self._client is not None:
-            self._inherited.append(self._client)
+            # Its threads did not survive the fork: to destroy it would wait for them, or abort.
+            keep_for_ever(self._client)
             self._client = None
 
-    @classmethod
-    def after_fork(cls) -> None:
-        """Called in the child."""
-        for each in list(cls._all):
-            each._forked()
+
+class Forkable(Protocol):
+    def forget_the_parents(self) -> None: ...
 
 
-os.register_at_fork(after_in_child=PerProcess.after_fork)
+_forkable: weakref.WeakSet[Forkable] = weakref.WeakSet()
+
+
+def after_fork(owner: Forkable) -> None:
+    """Call ``owner.forget_the_parents()`` in the child of every fork, while it exists."""
+    _forkable.add(owner)
+
+
+def _forget_the_parents() -> None:
+    for owner in list(_forkable):
+        owner.forget_the_parents()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents)

@@ -38,24 +38,31 @@ class Committer:
         self._group = group
         self._interval = interval
         self._failed = failed
-        self._committed: dict[TopicPartition, int] = {}
-        self._sent_at: float | None = None
+        self._sent: dict[TopicPartition, int] = {}
+        self._confirmed: dict[TopicPartition, int] = {}
+        self._unanswered = 0
+        self._sent_at = 0.0
         self._due = 0.0
+        self.is_silent = False
+        """The broker stopped answering: waiting for it again would only cost time."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a commit of ``soon`` is not answered yet."""
+        return self._unanswered > 0
 
     def is_due(self, now: float) -> bool:
         """Whether ``soon`` should be called; true once per interval."""
-        if now < self._due or (self._sent_at is not None and now < self._sent_at + PATIENCE):
+        if now >= self._sent_at + PATIENCE:
+            self._unanswered = 0
+        if now < self._due or self.is_waiting:
             return False
         self._due = now + self._interval
         return True
 
     def soon(self, consumer: Consumer, positions: Mapping[TopicPartition, int]) -> None:
         """Commit what changed, without waiting for the answer."""
-        offsets = [
-            KafkaPartition(*partition, offset)
-            for partition, offset in positions.items()
-            if self._committed.get(partition) != offset
-        ]
+        offsets = changed(positions, self._sent)
         if not offsets:
             return
         try:
@@ -63,54 +70,74 @@ class Committer:
         except KafkaException as error:
             self._refused(error_of(error), offsets)
         else:
+            self._unanswered += 1
             self._sent_at = time.monotonic()
-            # Assumed until the answer says otherwise, so that the next round does not repeat it.
-            self._note(offsets)
+            self._sent.update(positions_of(offsets))
 
     def now(self, consumer: Consumer, positions: Mapping[TopicPartition, int]) -> None:
-        """Commit and wait for the answer."""
-        offsets = [KafkaPartition(*partition, offset) for partition, offset in positions.items()]
-        if not offsets:
+        """Commit what is not known to be committed, and wait for the answer.
+
+        While the broker is down that takes the client up to ``session.timeout.ms``.
+        """
+        offsets = changed(positions, self._confirmed)
+        if not offsets or self.is_silent:
             return
         try:
             results = consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as error:
             self._refused(error_of(error), offsets)
         else:
-            self._note(offsets)
-            self._check(results or [])
+            self._accepted(results or [])
 
     def answered(self, error: KafkaError | None, offsets: Sequence[KafkaPartition]) -> None:
         """The client's report on a commit of ``soon``."""
-        self._sent_at = None
+        self._unanswered = max(0, self._unanswered - 1)
+        self.is_silent = False
         if error is not None:
             self._refused(error, offsets)
         else:
-            self._check(offsets)
+            self._accepted(offsets)
 
     def forget(self, partitions: Iterable[TopicPartition]) -> None:
         """Assume nothing about these any more."""
         for partition in partitions:
-            self._committed.pop(partition, None)
+            self._sent.pop(partition, None)
+            self._confirmed.pop(partition, None)
 
     def reset(self) -> None:
         """Start anew with a new consumer."""
-        self._committed.clear()
-        self._sent_at = None
+        self._sent.clear()
+        self._confirmed.clear()
+        self._unanswered = 0
+        self.is_silent = False
 
-    def _note(self, offsets: Iterable[KafkaPartition]) -> None:
-        for each in offsets:
-            self._committed[TopicPartition(each.topic, each.partition)] = each.offset
-
-    def _check(self, results: Iterable[KafkaPartition]) -> None:
+    def _accepted(self, results: Iterable[KafkaPartition]) -> None:
         for result in results:
             if result.error is not None:
                 self._refused(result.error, [result])
+            else:
+                self._confirmed.update(positions_of([result]))
+                self._sent.update(positions_of([result]))
 
     def _refused(self, error: KafkaError | None, offsets: Iterable[KafkaPartition]) -> None:
-        self.forget(TopicPartition(each.topic, each.partition) for each in offsets)
+        self.forget(positions_of(offsets))
         if error is not None and error.code() in TOO_LATE:
             logger.info("A commit of group %s came too late: %s", self._group, describe(error))
             return
         logger.warning("A commit of group %s failed: %s", self._group, describe(error))
         self._failed(f"commit failed: {describe(error)}")
+
+
+def changed(
+    positions: Mapping[TopicPartition, int], known: Mapping[TopicPartition, int]
+) -> list[KafkaPartition]:
+    """Return the positions that are not ``known``, for the client."""
+    return [
+        KafkaPartition(*partition, offset)
+        for partition, offset in positions.items()
+        if known.get(partition) != offset
+    ]
+
+
+def positions_of(offsets: Iterable[KafkaPartition]) -> dict[TopicPartition, int]:
+    return {TopicPartition(each.topic, each.partition): each.offset for each in offsets}

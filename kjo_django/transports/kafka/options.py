@@ -103,7 +103,7 @@ class KafkaOptions:
     """
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
-        self.setting = f'KJO["TRANSPORTS"][{alias!r}]["OPTIONS"]'
+        self.setting = f"KJO['TRANSPORTS'][{alias!r}]['OPTIONS']"
         rest = dict(options)
         nested = {name: self._nested(name, rest.pop(name, {})) for name in ("producer", "consumer")}
         self.commit_interval = self._duration(

@@ -7,7 +7,6 @@ raises, and a poll torn apart all the same (a signal, say) makes the next one go
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -23,7 +22,16 @@ from kjo_django.transports.base import (
     Subscription,
     TopicPartition,
 )
-from kjo_django.transports.kafka.clients import describe, error_of, logger, make, quiet
+from kjo_django.transports.kafka.clients import (
+    after_fork,
+    close_behind,
+    describe,
+    error_of,
+    keep_for_ever,
+    logger,
+    make,
+    quiet,
+)
 from kjo_django.transports.kafka.committing import Committer
 from kjo_django.transports.kafka.options import KafkaOptions, guarded
 from kjo_django.transports.kafka.queries import edges_of, known_end_of, starts_of
@@ -36,6 +44,9 @@ SLICE = 0.05
 MOST_RECORDS = 10_000
 """Records of one poll, whatever was asked for."""
 
+FLUSH_TIMEOUT = 5.0
+LEAVE_TIMEOUT = 10.0
+LEAVE_SLICE = 0.01
 HEALTH_INTERVAL = 1.0
 HEALTH_TIMEOUT = 0.25
 REOPEN_INTERVAL = 1.0
@@ -64,11 +75,12 @@ class KafkaSubscription(Subscription):
         self._woken = False
         self._closed = False
         self._fatal = False
+        self._in_callback = False
         self._interrupt: BaseException | None = None
         self._health_due = 0.0
         self._reopen_at = 0.0
-        self._pid = os.getpid()
         self._consumer: Consumer | None = self._open()
+        after_fork(self)
 
     # --- The contract -----------------------------------------------------------------------------
 
@@ -98,24 +110,57 @@ class KafkaSubscription(Subscription):
         self._woken = True
 
     def flush(self) -> None:
-        """Commit and wait. A failure is logged, shown by ``last_error`` and tried again."""
-        if self._consumer is not None:
+        """Commit and wait a few seconds. A failure is logged, shown by ``last_error``, and ``poll``
+        tries again."""
+        if self._consumer is None:
+            return
+        if self._in_callback:
             self._committer.now(self._consumer, self._watermark.positions())
+            return
+        deadline = time.monotonic() + FLUSH_TIMEOUT
+        self._await_commits(self._consumer, deadline)
+        self._committer.soon(self._consumer, self._watermark.positions())
+        self._await_commits(self._consumer, deadline)
+        if self._committer.is_waiting:
+            self._committer.is_silent = True
+            self._report("commit not answered")
+
+    def _await_commits(self, consumer: Consumer, deadline: float) -> None:
+        """Serve callbacks until all commits are answered. What else arrives is put away."""
+        while self._committer.is_waiting and time.monotonic() < deadline:
+            message = self._first(consumer, SLICE)
+            if message is not None:
+                self._reading.keep([message])
+            if self._reading.unsteady:
+                self._reading.steady(consumer)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if self._consumer is None or self._pid != os.getpid():
-            return  # after a fork the consumer is the parent's
+        consumer = self._consumer
+        if consumer is None:
+            return
         try:
-            self._consumer.close()  # which revokes, and so commits
-        except (KafkaException, RuntimeError) as error:
-            logger.warning("Closing the consumer of %s failed: %s", self._group, describe(error))
+            self._leave(consumer)
         finally:
             self._consumer = None
             self._retire(list(self._reading.readers.values()))
         self._raise_interrupt()
+
+    def __del__(self) -> None:
+        # The client's own destructor would wait for a revocation that nobody serves any more,
+        # with the interpreter locked.
+        if not getattr(self, "_closed", True):
+            logger.warning("A subscription of group %s was never closed", self._group)
+            self.close()
+
+    def forget_the_parents(self) -> None:
+        """In the child of a fork: be closed, since the membership is the parent's."""
+        self._closed = True
+        if self._consumer is not None:
+            keep_for_ever(self._consumer)  # its threads did not survive
+            self._consumer = None
 
     def lag(self) -> dict[TopicPartition, int] | None:
         """Return end minus watermark. Paused partitions cost a query: the client knows only the end
@@ -132,6 +177,30 @@ class KafkaSubscription(Subscription):
             if end is not None and reader.partition in positions:
                 lags[reader.partition] = max(0, end - positions[reader.partition])
         return lags
+
+    def _leave(self, consumer: Consumer) -> None:
+        """Leave the group, then close.
+
+        ``close`` alone ends the membership first and then serves a revocation that was already
+        waiting: its commit is refused, and the client can end up waiting for itself, with the
+        interpreter locked (librdkafka#4884). So what waits is served while we are a member.
+        """
+        self.flush()
+        try:
+            consumer.pause([KafkaPartition(*each) for each in self.assignment()])
+            consumer.poll(0)
+            consumer.unsubscribe()
+            deadline = time.monotonic() + LEAVE_TIMEOUT
+            while consumer.poll(0) is not None or self._reading.readers:
+                if time.monotonic() > deadline:
+                    break
+                consumer.poll(LEAVE_SLICE)
+            if self._committer.is_silent:
+                close_behind(consumer)
+            else:
+                consumer.close()
+        except (KafkaException, RuntimeError) as error:
+            logger.warning("Closing the consumer of %s failed: %s", self._group, describe(error))
 
     # --- One round of polling ---------------------------------------------------------------------
 
@@ -283,12 +352,15 @@ class KafkaSubscription(Subscription):
         """Wrap a callback of ours: log what it raises; interrupts wait for the client's return."""
 
         def call(*arguments: Any) -> None:
+            outer, self._in_callback = self._in_callback, True
             try:
                 callback(*arguments)
             except Exception:
                 logger.exception("A callback of consumer group %s failed", self._group)
             except BaseException as interrupt:
                 self._interrupt = interrupt
+            finally:
+                self._in_callback = outer
 
         return call
 
@@ -345,10 +417,7 @@ class KafkaSubscription(Subscription):
         logger.error("The consumer of group %s failed for good and is replaced", self._group)
         held = [KafkaPartition(*partition) for partition in self.assignment()]
         self._guard(self._on_lost)(consumer, held)
-        try:
-            consumer.close()
-        except (KafkaException, RuntimeError) as error:
-            logger.debug("Closing it failed too: %s", describe(error))
+        self._leave(consumer)
         self._consumer = None
         self._fatal = self._torn = False
         self._committer.reset()

@@ -1,0 +1,260 @@
+"""What only a real Apache Kafka can show: topics, lag, and a broker that dies."""
+
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kjo_django.exceptions import PublishError
+from kjo_django.testing.conformance import eventually
+from kjo_django.transports.base import OutgoingRecord, TopicPartition, TopicSpec
+from kjo_django.transports.kafka import KafkaTransport
+from tests.services import KafkaServer
+from tests.services.fixtures import require
+
+pytestmark = pytest.mark.kafka
+
+
+@pytest.fixture
+def transport(kafka_server):
+    transport = KafkaTransport("test", {"bootstrap.servers": kafka_server.bootstrap_servers})
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def name():
+    return f"kjo-{uuid.uuid4().hex[:12]}"
+
+
+def publish(transport, topic, *contents, **fields):
+    outcomes = transport.publish([OutgoingRecord(topic, value, **fields) for value in contents])
+    assert [outcome.error for outcome in outcomes] == [None] * len(contents)
+
+
+# --- Topics ---------------------------------------------------------------------------------------
+
+
+def test_a_topic_is_created_as_specified_and_once(transport, name):
+    config = {"retention.ms": 604_800_000, "cleanup.policy": "delete", "preallocate": False}
+    spec = TopicSpec(name, partitions=4, config=config)
+    assert transport.describe_topics([name])[0].partitions is None
+
+    assert transport.ensure_topics([spec]) == [f"created {name} with 4 partitions"]
+    assert transport.ensure_topics([spec]) == []
+
+    (topic,) = transport.describe_topics([name])
+    assert (topic.name, topic.partitions, topic.replication_factor) == (name, 4, 1)
+    assert topic.config["retention.ms"] == "604800000"
+    publish(transport, name, b"at once", partition=3)
+
+
+def test_a_topic_grows_and_never_shrinks(transport, name):
+    transport.ensure_topics([TopicSpec(name, partitions=2)])
+
+    grown = transport.ensure_topics([TopicSpec(name, partitions=5)])
+    assert grown == [f"grew {name} from 2 to 5 partitions"]
+    assert transport.ensure_topics([TopicSpec(name, partitions=1)]) == []
+
+    assert transport.describe_topics([name])[0].partitions == 5
+    publish(transport, name, b"at once", partition=4)
+
+
+def test_processes_that_start_together_create_a_topic_once(kafka_server, name):
+    transports = [
+        KafkaTransport("test", {"bootstrap.servers": kafka_server.bootstrap_servers})
+        for _ in range(4)
+    ]
+    specs = [TopicSpec(name, partitions=count) for count in (1, 2, 3, 6)]
+
+    with ThreadPoolExecutor(4) as pool:
+        work = [
+            pool.submit(transport.ensure_topics, [spec])
+            for transport, spec in zip(transports, specs, strict=True)
+        ]
+        changes = [line for each in work for line in each.result(60)]
+
+    assert len([line for line in changes if line.startswith("created")]) == 1
+    assert transports[0].describe_topics([name])[0].partitions == 6
+    for transport in transports:
+        transport.close()
+
+
+def test_what_the_broker_refuses_is_said(transport, name):
+    with pytest.raises(PublishError, match=f"{name}.*INVALID_REPLICATION_FACTOR"):
+        transport.ensure_topics([TopicSpec(name, replication_factor=3)])
+    with pytest.raises(PublishError, match=f"{name}.*INVALID_CONFIG"):
+        transport.ensure_topics([TopicSpec(name, config={"retention.ms": "soon"})])
+
+
+def test_a_topic_that_does_not_exist_is_an_error_of_its_record(kafka_server, transport, name):
+    transport.ensure_topics([TopicSpec(name)])
+    transport = KafkaTransport(
+        "test",
+        {
+            "bootstrap.servers": kafka_server.bootstrap_servers,
+            "topic.metadata.propagation.max.ms": 1000,
+        },
+    )
+
+    unknown, known = transport.publish(
+        [OutgoingRecord(f"{name}-unknown", b"1"), OutgoingRecord(name, b"2")]
+    )
+
+    assert "UNKNOWN_TOPIC" in unknown.error
+    assert known.error is None
+    assert transport.describe_topics([f"{name}-unknown"])[0].partitions is None
+    transport.close()
+
+
+def test_a_topic_created_late_is_found_soon(transport, name):
+    subscription = transport.subscribe([name], name)
+
+    def complains():
+        assert subscription.poll(10, 0.05) == []
+        return name in (subscription.last_error or "")
+
+    eventually(complains, 10, "the missing topic is named")
+    transport.ensure_topics([TopicSpec(name)])
+    publish(transport, name, b"1")
+
+    started = time.monotonic()
+    assert eventually(lambda: subscription.poll(10, 0.05), 20)[0].value == b"1"
+    assert time.monotonic() - started < 10
+    eventually(
+        lambda: subscription.poll(0, 0.05) == [] and subscription.last_error is None, 5, "healthy"
+    )
+    subscription.close()
+
+
+def test_partitions_added_later_are_read(kafka_server, name):
+    transport = KafkaTransport(
+        "test",
+        {
+            "bootstrap.servers": kafka_server.bootstrap_servers,
+            "topic.metadata.refresh.interval.ms": 500,
+        },
+    )
+    transport.ensure_topics([TopicSpec(name, partitions=1)])
+    subscription = transport.subscribe([name], name)
+    eventually(lambda: subscription.poll(0, 0.05) == [] and subscription.assignment(), 20)
+
+    transport.ensure_topics([TopicSpec(name, partitions=3)])
+    publish(transport, name, b"new", partition=2)
+
+    (record,) = eventually(lambda: subscription.poll(10, 0.05), 20)
+    assert (record.partition, record.value) == (2, b"new")
+    subscription.close()
+    transport.close()
+
+
+# --- Lag ------------------------------------------------------------------------------------------
+
+
+def test_lag_is_known_without_joining(transport, name):
+    transport.ensure_topics([TopicSpec(name, partitions=2)])
+    first, second = TopicPartition(name, 0), TopicPartition(name, 1)
+    publish(transport, name, b"1", b"2", b"3", partition=0)
+    assert transport.lag([name, f"{name}-unknown"], "nobody") == {first: 3, second: 0}
+
+    subscription = transport.subscribe([name], name)
+    records = eventually(lambda: subscription.poll(10, 0.05), 20)
+    subscription.acknowledge(records[:2])
+    subscription.flush()
+
+    assert transport.lag([name], name) == {first: 1, second: 0}
+    assert subscription.lag() == {first: 1, second: 0}
+    subscription.close()
+
+
+# --- Outages --------------------------------------------------------------------------------------
+
+
+def test_a_probe_says_why_nothing_answers():
+    transport = KafkaTransport("test", {"bootstrap.servers": "127.0.0.1:1"})
+    started = time.monotonic()
+
+    with pytest.raises(PublishError, match="does not answer"):
+        transport.probe(0.5)
+
+    assert time.monotonic() - started < 5
+    transport.close()
+
+
+def test_a_killed_broker_that_comes_back_loses_nothing():
+    require(kafka=True)
+    with KafkaServer() as server:
+        transport = KafkaTransport("test", {"bootstrap.servers": server.bootstrap_servers})
+        transport.ensure_topics([TopicSpec("orders", partitions=3)])
+        subscription = transport.subscribe(["orders"], "group")
+        accepted, seen, stop = set(), set(), threading.Event()
+        errors = []
+
+        def publish_on_and_on():
+            number = 0
+            while not stop.is_set():
+                keys = [b"%d" % each for each in range(number, number + 20)]
+                outcomes = transport.publish([OutgoingRecord("orders", key, key) for key in keys])
+                accepted.update(
+                    key for key, each in zip(keys, outcomes, strict=True) if each.error is None
+                )
+                number += 20
+                stop.wait(0.02)
+
+        def consume():
+            records = subscription.poll(100, 0.05)
+            seen.update(record.value for record in records)
+            subscription.acknowledge(records)
+            if subscription.last_error:
+                errors.append(subscription.last_error)
+
+        publisher = threading.Thread(target=publish_on_and_on)
+        publisher.start()
+        try:
+            eventually(lambda: (consume(), len(seen) > 100)[1], 30, "a hundred records")
+            restart = threading.Thread(target=server.restart, kwargs={"kill": True})
+            restart.start()
+            while restart.is_alive():
+                consume()
+            before = len(seen)
+            eventually(lambda: (consume(), len(seen) > before + 100)[1], 60, "a hundred more")
+        finally:
+            stop.set()
+            publisher.join(60)
+
+        eventually(lambda: (consume(), seen >= accepted)[1], 60, "everything that was accepted")
+        assert errors, "the outage was not reported"
+        eventually(lambda: (consume(), subscription.last_error is None)[1], 20, "healthy again")
+        subscription.close()
+        lags = transport.lag(["orders"], "group")
+        assert set(lags.values()) == {0}
+        transport.close()
+
+
+def test_everything_ends_in_bounded_time_while_the_broker_is_gone():
+    require(kafka=True)
+    with KafkaServer() as server:
+        options = {"bootstrap.servers": server.bootstrap_servers, "delivery.timeout.ms": 2000}
+        transport = KafkaTransport("test", options)
+        transport.ensure_topics([TopicSpec("orders")])
+        publish(transport, "orders", b"1")
+        subscription = transport.subscribe(["orders"], "group")
+        subscription.acknowledge(eventually(lambda: subscription.poll(10, 0.05), 20))
+        server.kill()
+
+        durations = {}
+        for name, action in {
+            "publish": lambda: transport.publish([OutgoingRecord("orders", b"2")]),
+            "poll": lambda: subscription.poll(10, 1),
+            "lag": subscription.lag,
+            "flush": subscription.flush,
+            "close": subscription.close,
+            "close transport": transport.close,
+        }.items():
+            started = time.monotonic()
+            action()
+            durations[name] = round(time.monotonic() - started, 2)
+
+        assert max(durations.values()) < 10, durations

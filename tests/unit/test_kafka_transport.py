@@ -1,0 +1,650 @@
+"""What only Kafka can get wrong, on a mock cluster: outages, callbacks, commits, forks."""
+
+import contextlib
+import gc
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, KafkaException
+from confluent_kafka import TopicPartition as KafkaPartition
+
+from kjo_django.testing.conformance import eventually
+from kjo_django.transports.base import OutgoingRecord, TopicPartition
+from kjo_django.transports.kafka import KafkaTransport, reading, subscription
+from tests.mock_kafka import OFFSET_COMMIT, MockKafka
+
+# The mock learns of a member that left when its session ends.
+QUICK = {"session.timeout.ms": 1000, "heartbeat.interval.ms": 100}
+
+
+@pytest.fixture(scope="module")
+def mock() -> Iterator[MockKafka]:
+    mock = MockKafka()
+    yield mock
+    mock.close()
+
+
+@pytest.fixture
+def topic(mock):
+    name = f"kjo-{uuid.uuid4().hex[:12]}"
+    mock.create_topic(name, 1)
+    return name
+
+
+@pytest.fixture
+def group():
+    return f"group-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def connect(mock):
+    """Make transports that are closed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options):
+            defaults = {"bootstrap.servers": mock.bootstrap_servers, **QUICK}
+            transport = KafkaTransport("test", {**defaults, **options})
+            stack.callback(transport.close)
+            return transport
+
+        yield make
+
+
+@pytest.fixture
+def transport(connect):
+    return connect()
+
+
+@pytest.fixture
+def subscribe(topic, group):
+    """Open subscriptions that are closed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(transport, **callbacks):
+            made = transport.subscribe([topic], group, **callbacks)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def publish(transport, topic, *contents, **fields):
+    outcomes = transport.publish(
+        [OutgoingRecord(topic, value, b"k", **fields) for value in contents]
+    )
+    assert [outcome.error for outcome in outcomes] == [None] * len(contents)
+
+
+def numbers(start, end):
+    return [b"%d" % number for number in range(start, end)]
+
+
+def read(subscription, count, max_records=500):
+    records = []
+
+    def enough():
+        records.extend(subscription.poll(max_records, 0.05))
+        return len(records) >= count
+
+    eventually(enough, 20, f"{count} records")
+    return records
+
+
+def values(records):
+    return [record.value for record in records]
+
+
+def join(*subscriptions):
+    def joined():
+        for each in subscriptions:
+            assert each.poll(0, 0.02) == []
+        return all(each.assignment() for each in subscriptions)
+
+    eventually(joined, 20, "an assignment")
+
+
+def committed(mock, topic, group, partition=0):
+    """Ask the broker, as an outsider."""
+    consumer = Consumer({"bootstrap.servers": mock.bootstrap_servers, "group.id": group})
+    try:
+        (found,) = consumer.committed([KafkaPartition(topic, partition)], timeout=5)
+        return found.offset
+    finally:
+        consumer.close()
+
+
+class Spy:
+    """The client of a subscription, with some of its methods replaced."""
+
+    def __init__(self, subscription, **methods):
+        self.client = subscription._consumer
+        self.methods = methods
+        subscription._consumer = self
+
+    def __getattr__(self, name):
+        return self.methods.get(name) or getattr(self.client, name)
+
+
+# --- Publishing -----------------------------------------------------------------------------------
+
+
+def test_a_record_too_large_is_its_own_error(transport, topic):
+    records = [OutgoingRecord(topic, value) for value in (b"1", b"x" * 2_000_000, b"2")]
+
+    before, large, after = transport.publish(records)
+
+    assert before.error is after.error is None
+    assert "MSG_SIZE_TOO_LARGE" in large.error
+    assert large.is_final
+    assert large.offset is None
+
+
+def test_a_partition_that_does_not_exist_is_its_own_error(transport, topic):
+    publish(transport, topic, b"so that the topic is known")
+
+    wrong, right = transport.publish(
+        [OutgoingRecord(topic, b"1", partition=7), OutgoingRecord(topic, b"2")]
+    )
+
+    assert "UNKNOWN_PARTITION" in wrong.error
+    assert right.error is None
+
+
+def test_a_full_queue_is_waited_for(connect, topic):
+    transport = connect(**{"queue.buffering.max.messages": 10, "linger.ms": 1})
+
+    publish(transport, topic, *numbers(0, 300))
+
+
+def test_one_record_does_not_wait_for_a_second_poll(transport, topic):
+    publish(transport, topic, b"connects")
+
+    started = time.monotonic()
+    publish(transport, topic, b"1")
+
+    assert time.monotonic() - started < 0.5
+
+
+def test_an_outage_fails_every_record_and_says_why(connect, mock, topic):
+    transport = connect(**{"delivery.timeout.ms": 1000})
+    publish(transport, topic, b"connects")
+
+    with mock.down():
+        outcomes = transport.publish([OutgoingRecord(topic, value) for value in numbers(0, 3)])
+
+    assert all("MSG_TIMED_OUT" in outcome.error for outcome in outcomes)
+    assert "Connection refused" in outcomes[0].error or "TRANSPORT" in outcomes[0].error
+    eventually(
+        lambda: transport.publish([OutgoingRecord(topic, b"again")])[0].error is None,
+        20,
+        "recovery",
+    )
+
+
+def test_a_fatal_error_replaces_the_producer(transport, topic):
+    publish(transport, topic, b"1")
+    slot = transport._publisher._producer
+    first = slot.get()
+    fatal = KafkaError(KafkaError._FATAL, "broken for good", fatal=True)
+
+    class Broken:
+        def produce(self, *_, **__):
+            raise KafkaException(fatal)
+
+        def poll(self, _):
+            return 0
+
+    slot._client = Broken()
+    (outcome,) = transport.publish([OutgoingRecord(topic, b"2")])
+
+    assert "broken for good" in outcome.error
+    publish(transport, topic, b"3")
+    assert slot.get() is not first
+
+
+def test_a_forked_child_publishes_with_a_producer_of_its_own(transport, topic, subscribe):
+    publish(transport, topic, b"parent")
+
+    child = os.fork()
+    if child == 0:  # no test framework may unwind in here
+        outcomes = transport.publish([OutgoingRecord(topic, b"child", b"k")])
+        os._exit(0 if outcomes[0].error is None else 1)
+
+    assert os.waitpid(child, 0)[1] == 0
+    publish(transport, topic, b"parent again")
+    assert values(read(subscribe(transport), 3)) == [b"parent", b"child", b"parent again"]
+
+
+def test_a_subscription_closed_in_a_child_stays_open_in_the_parent(transport, topic, subscribe):
+    subscription = subscribe(transport)
+    join(subscription)
+
+    child = os.fork()
+    if child == 0:
+        subscription.close()
+        del subscription
+        gc.collect()
+        os._exit(0)
+
+    assert os.waitpid(child, 0)[1] == 0
+    publish(transport, topic, b"1")
+    assert values(read(subscription, 1)) == [b"1"]
+
+
+def test_a_subscription_that_was_forgotten_is_closed(transport, topic, group, subscribe):
+    """The client's destructor alone would freeze the whole process."""
+    publish(transport, topic, b"1")
+    forgotten = transport.subscribe([topic], group)
+    read(forgotten, 1)
+
+    del forgotten
+    gc.collect()
+
+    assert values(read(subscribe(transport), 1)) == [b"1"]
+
+
+# --- Committing -----------------------------------------------------------------------------------
+
+
+def test_poll_commits_the_watermark_by_itself(transport, mock, topic, group, subscribe):
+    publish(transport, topic, *numbers(0, 5))
+    subscription = subscribe(transport)
+    records = read(subscription, 5)
+
+    subscription.acknowledge(records[:2] + records[3:])
+
+    def commits():
+        assert subscription.poll(10, 0.05) == []
+        return committed(mock, topic, group) == 2
+
+    eventually(commits, 10, "offset 2 committed, before the unsettled record")
+
+
+def test_a_rebalance_commits_only_the_contiguous_watermark(transport, mock, group):
+    topic = f"kjo-{uuid.uuid4().hex[:12]}"
+    mock.create_topic(topic, 2)
+    for partition in range(2):
+        publish(transport, topic, *numbers(0, 4), partition=partition)
+    taken = []
+
+    def finish(partitions, lost):
+        # All but offset 1 of each partition end while we wait.
+        first.acknowledge(record for record in taken if record.offset != 1)
+
+    first = transport.subscribe([topic], group, on_revoked=finish)
+    taken += read(first, 8)
+    second = transport.subscribe([topic], group)
+    join(first, second)
+    (moved,) = second.assignment()
+
+    assert committed(mock, topic, group, moved.partition) == 1
+    assert [record.offset for record in read(second, 3)] == [1, 2, 3]
+    first.close()
+    second.close()
+    assert committed(mock, topic, group, 0) == committed(mock, topic, group, 1) == 1
+
+
+def test_lost_partitions_are_not_committed(connect, mock, topic, group, subscribe):
+    transport = connect(
+        **{
+            "max.poll.interval.ms": 1000,
+            "commit_interval": timedelta(minutes=1),
+        }
+    )
+    publish(transport, topic, *numbers(0, 3))
+    lost = []
+    first = subscribe(
+        transport, on_revoked=lambda tps, was_lost: lost.append((list(tps), was_lost))
+    )
+    first.acknowledge(read(first, 3))
+    time.sleep(1.6)  # past max.poll.interval.ms, which nothing but time can reach
+
+    eventually(lambda: (first.poll(0, 0.05), lost)[1], 10, "the partition was lost")
+
+    assert lost == [([TopicPartition(topic, 0)], True)]
+    assert committed(mock, topic, group) < 0
+    assert values(read(first, 3)) == numbers(0, 3)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        KafkaError.ILLEGAL_GENERATION,
+        KafkaError.REBALANCE_IN_PROGRESS,
+        KafkaError.UNKNOWN_MEMBER_ID,
+        KafkaError.NOT_COORDINATOR,
+        KafkaError.OFFSET_METADATA_TOO_LARGE,
+    ],
+)
+def test_a_refused_commit_is_survived_and_made_up_for(
+    transport, mock, topic, group, subscribe, code
+):
+    publish(transport, topic, *numbers(0, 3))
+    subscription = subscribe(transport)
+    records = read(subscription, 3)
+    mock.refuse(OFFSET_COMMIT, code)
+
+    subscription.acknowledge(records)
+    subscription.flush()
+
+    def commits():
+        subscription.acknowledge(subscription.poll(10, 0.05))
+        return committed(mock, topic, group) == 3
+
+    eventually(commits, 15, "the commit was repeated")
+
+
+def test_a_failed_commit_is_reported(transport, mock, topic, subscribe):
+    publish(transport, topic, b"1")
+    subscription = subscribe(transport)
+    records = read(subscription, 1)
+    mock.refuse(OFFSET_COMMIT, KafkaError.OFFSET_METADATA_TOO_LARGE)
+
+    subscription.acknowledge(records)
+    subscription.flush()
+
+    assert "commit failed" in subscription.last_error
+    eventually(
+        lambda: subscription.poll(0, 0.05) == [] and subscription.last_error is None, 10, "healthy"
+    )
+
+
+def test_closing_while_a_revocation_waits_does_not_hang(connect, topic, group):
+    transport = connect(**{"partition.assignment.strategy": "range"})
+    first = transport.subscribe([topic], group)
+    join(first)
+    second = transport.subscribe([topic], group)
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        second.poll(0, 0.02)
+
+    first.close()
+    second.close()
+
+
+# --- Callbacks that fail, polls that are torn -----------------------------------------------------
+
+
+def fail(*_):
+    raise RuntimeError("a callback that fails")
+
+
+def test_failing_callbacks_of_the_project_lose_nothing(connect, topic, subscribe):
+    transport = connect(
+        **{
+            "statistics.interval.ms": 5,
+            "stats_cb": fail,
+            "error_cb": fail,
+            "throttle_cb": fail,
+        }
+    )
+    publish(transport, topic, *numbers(0, 3000))
+    subscription = subscribe(transport, on_assigned=fail, on_revoked=fail)
+
+    assert values(read(subscription, 3000, max_records=50)) == numbers(0, 3000)
+
+
+def test_an_outage_is_logged_in_a_few_lines(transport, mock, subscribe, caplog):
+    caplog.set_level(logging.INFO, "kjo_django.kafka")
+    open_one = subscribe(transport)
+    join(open_one)
+    caplog.clear()
+
+    with mock.down():
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            open_one.poll(10, 0.05)
+
+    assert 0 < len(caplog.records) < 15
+
+
+def test_a_failing_log_handler_loses_nothing(connect, topic, subscribe):
+    class Broken(logging.Filter):
+        def filter(self, _):
+            fail()
+
+    logger = logging.getLogger("kjo_django.kafka")
+    broken = Broken()
+    transport = connect(debug="cgrp")
+    publish(transport, topic, *numbers(0, 300))
+    logger.addFilter(broken)
+    logger.setLevel(logging.DEBUG)
+    try:
+        subscription = subscribe(transport)
+        assert values(read(subscription, 300, max_records=50)) == numbers(0, 300)
+    finally:
+        logger.removeFilter(broken)
+        logger.setLevel(logging.NOTSET)
+
+
+def test_a_poll_that_is_torn_apart_loses_nothing(transport, topic, subscribe, monkeypatch):
+    publish(transport, topic, *numbers(0, 200))
+    records = []
+    open_one = subscribe(transport)
+    records += read(open_one, 20, max_records=20)
+    real, calls = subscription.record_of, iter(range(1, 1000))
+
+    def interrupted(*arguments):
+        if next(calls) in (7, 60):
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(subscription, "record_of", interrupted)
+    interrupts = []
+
+    def all_read():
+        try:
+            records.extend(open_one.poll(50, 0.05))
+        except KeyboardInterrupt as interrupt:
+            interrupts.append(interrupt)
+        return len(records) >= 200
+
+    eventually(all_read, 20, "200 records")
+
+    assert len(interrupts) == 2
+    assert values(records) == numbers(0, 200)
+
+
+def test_an_interrupt_inside_a_callback_is_raised_and_loses_nothing(transport, topic, subscribe):
+    publish(transport, topic, *numbers(0, 50))
+    raised = []
+
+    def interrupt(_):
+        if not raised:
+            raised.append(True)
+            raise KeyboardInterrupt
+
+    open_one = subscribe(transport, on_assigned=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        read(open_one, 50)
+
+    assert values(read(open_one, 50)) == numbers(0, 50)
+
+
+def test_a_batch_the_client_failed_to_return_is_read_again(transport, topic, subscribe):
+    publish(transport, topic, *numbers(0, 100))
+    open_one = subscribe(transport)
+    records = read(open_one, 5, max_records=5)
+    failures = iter([True, True])
+
+    def consume(wanted, timeout):
+        messages = spy.client.consume(wanted, timeout)
+        if next(failures, False):
+            raise KafkaException(KafkaError(KafkaError._FAIL, "the batch is gone"))
+        return messages
+
+    spy = Spy(open_one, consume=consume)
+    records += read(open_one, 95, max_records=40)
+
+    assert values(records) == numbers(0, 100)
+
+
+def test_records_of_an_assignment_made_during_the_call_are_not_trusted(
+    transport, mock, topic, group, subscribe
+):
+    """A batch may hold records from before a partition went and came back in one call: they may lie
+    beyond the committed offset, and to settle them first would skip the ones before."""
+    publish(transport, topic, *numbers(0, 100))
+    open_one = subscribe(transport)
+    open_one.acknowledge(read(open_one, 10, max_records=10)[:4])
+    pending = iter([True])
+
+    def consume(wanted, timeout):
+        messages = spy.client.consume(wanted, timeout)
+        if next(pending, False):
+            partition = [KafkaPartition(topic, 0)]
+            open_one._on_revoke(spy.client, partition)
+            open_one._on_assign(spy.client, partition)
+        return messages
+
+    spy = Spy(open_one, consume=consume)
+    records = read(open_one, 96, max_records=40)
+
+    assert values(records) == numbers(4, 100)
+
+
+# --- Pausing, the stash, waking -------------------------------------------------------------------
+
+
+def test_polling_for_nothing_keeps_a_bounded_stash(transport, topic, subscribe, monkeypatch):
+    monkeypatch.setattr(reading, "STASH_RECORDS", 50)
+    contents = numbers(0, 2000)
+    publish(transport, topic, *contents)
+    open_one = subscribe(transport)
+    join(open_one)
+    taken = []
+
+    for _ in range(5):
+        for _ in range(3):
+            assert open_one.poll(0, 0.1) == []
+            assert len(open_one._reading._stash) <= 51
+        taken += open_one.poll(30, 0.1)
+    taken += read(open_one, 2000 - len(taken), max_records=200)
+
+    assert values(taken) == contents
+
+
+def test_the_stash_of_a_paused_partition_is_handed_out_after_the_resume(
+    transport, topic, subscribe
+):
+    publish(transport, topic, *numbers(0, 20))
+    open_one = subscribe(transport)
+    join(open_one)
+    eventually(lambda: open_one.poll(0, 0.05) == [] and open_one._reading._stash, 10, "a stash")
+    partitions = open_one.assignment()
+
+    open_one.pause(partitions)
+    assert open_one.poll(100, 0.2) == []
+    open_one.resume(partitions)
+
+    assert values(read(open_one, 20)) == numbers(0, 20)
+
+
+def test_a_partition_silent_after_a_resume_is_read_again(transport, topic, subscribe, monkeypatch):
+    monkeypatch.setattr(reading, "VERIFY_AFTER", 0.3)
+    publish(transport, topic, *numbers(0, 10))
+    open_one = subscribe(transport)
+    records = read(open_one, 5, max_records=5)
+    partitions = open_one.assignment()
+    open_one.pause(partitions)
+    open_one.poll(0, 0.05)
+    spy = Spy(open_one, resume=lambda _: None)  # the resume is lost, as in librdkafka#5591
+    open_one.resume(partitions)
+    open_one.poll(0, 0.05)
+    spy.methods.clear()
+
+    records += read(open_one, 5)
+
+    assert values(records) == numbers(0, 10)
+
+
+def test_wake_takes_less_than_a_tenth_of_a_second(transport, subscribe):
+    open_one = subscribe(transport)
+    join(open_one)
+    woken, delays = [], []
+
+    def wake():
+        woken.append(time.monotonic())
+        open_one.wake()
+
+    for _ in range(5):
+        timer = threading.Timer(0.15, wake)
+        timer.start()
+        open_one.poll(10, 10)
+        delays.append(time.monotonic() - woken[-1])
+        timer.join()
+
+    assert sorted(delays)[2] < 0.1
+
+
+# --- Outages --------------------------------------------------------------------------------------
+
+
+def test_an_outage_is_reported_and_over_without_help(transport, mock, topic, subscribe):
+    publish(transport, topic, *numbers(0, 3))
+    open_one = subscribe(transport)
+    open_one.acknowledge(read(open_one, 3))
+
+    with mock.down():
+        eventually(
+            lambda: open_one.poll(10, 0.05) == [] and open_one.last_error, 15, "an error is shown"
+        )
+    eventually(
+        lambda: open_one.poll(10, 0.05) == [] and open_one.last_error is None, 20, "it recovered"
+    )
+
+    publish(transport, topic, b"3")
+    assert values(read(open_one, 1)) == [b"3"]
+
+
+def test_subscribing_during_an_outage_works_once_it_is_over(transport, mock, topic, subscribe):
+    publish(transport, topic, b"1")
+    with mock.down():
+        open_one = subscribe(transport)
+        for _ in range(10):
+            assert open_one.poll(10, 0.05) == []
+
+    assert values(read(open_one, 1)) == [b"1"]
+
+
+def test_a_consumer_that_failed_for_good_is_replaced(transport, topic, subscribe):
+    publish(transport, topic, *numbers(0, 3))
+    lost = []
+    open_one = subscribe(transport, on_revoked=lambda tps, was_lost: lost.append(was_lost))
+    read(open_one, 3)
+    first = open_one._consumer
+
+    open_one._note(KafkaError(KafkaError._FATAL, "fenced", fatal=True))
+
+    assert values(read(open_one, 3)) == numbers(0, 3)
+    assert open_one._consumer is not first
+    assert lost == [True]
+
+
+def test_lag_follows_a_paused_partition(transport, topic, subscribe):
+    publish(transport, topic, *numbers(0, 3))
+    open_one = subscribe(transport)
+    open_one.acknowledge(read(open_one, 3))
+    open_one.pause(open_one.assignment())
+    open_one.poll(0, 0.05)
+
+    publish(transport, topic, *numbers(3, 8))
+
+    assert open_one.lag() == {TopicPartition(topic, 0): 5}
+
+
+def test_a_probe_names_what_answered_or_why_nothing_did(transport, mock):
+    assert mock.bootstrap_servers in transport.probe(5)
+
+
+@pytest.mark.parametrize("milliseconds", [-1, 0, 1_700_000_000_123, 2**62, -(2**62)])
+def test_any_timestamp_is_survived(milliseconds):
+    found = subscription.moment(milliseconds)
+
+    assert found is None or found.utcoffset() is not None
