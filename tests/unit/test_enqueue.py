@@ -325,6 +325,19 @@ def test_enqueue_many_of_a_log_transport_is_one_insert(transport, django_assert_
             write.enqueue_many([{"job": str(n)} for n in range(20)])
 
 
+@pytest.mark.postgres
+@pytest.mark.parametrize("with_ids", [False, True], ids=["anonymous", "with ids"])
+def test_on_postgresql_a_thousand_cost_as_many_queries_as_two(postgres, with_ids):
+    def enqueue(count: int) -> int:
+        ids = [f"{count}-{n}" for n in range(count)] if with_ids else None
+        payloads = [{"job": str(n)} for n in range(count)]
+        return count_queries(lambda: write.enqueue_many(payloads, ids=ids))
+
+    write.enqueue(job="warm")
+    assert enqueue(2) == enqueue(1000)
+    assert Job.objects.count() == 1003
+
+
 def test_the_answers_come_in_the_order_of_the_payloads():
     answers = write.enqueue_many([{"job": str(n)} for n in range(20)])
     stored = {job.pk: job.arguments["job"] for job in Job.objects.all()}

@@ -140,9 +140,10 @@ def test_a_far_deadline_is_not_forgotten_when_a_near_one_comes_first(watch):
         spin_until(lambda: False)
 
 
-def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behind(watch):
+def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behind():
     """The exception may come while the handler's thread waits for the watch itself."""
     # Given
+    watch = TimeoutWatch()  # of its own: nobody could stop one that is locked
     firing = threading.Event()
     leaving = threading.Event()
     ended = threading.Event()
@@ -178,6 +179,7 @@ def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behin
 
     threading.Thread(target=another, daemon=True).start()
     assert served.wait(5), "the watch is locked for ever"
+    watch.stop()
 
 
 def test_a_shutdown_sets_every_abort_flag(watch):
