@@ -124,7 +124,7 @@ class Pipeline:
         delay = OUTAGE_DELAY_MIN
         while True:
             try:
-                return self._run(list(deliveries), mode)
+                return self.run_once(deliveries, mode)
             except (DatabaseError, InterfaceError, OSError, PublishError) as error:
                 logger.error(
                     "The group cannot be settled, trying again in %.1f s: %s", delay, error
@@ -135,7 +135,8 @@ class Pipeline:
                     return list(deliveries)
                 delay = min(delay * 2, OUTAGE_DELAY_MAX)
 
-    def _run(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
+    def run_once(self, deliveries: Sequence[Delivery], mode: Mode) -> list[Delivery]:
+        """The same without patience: an outage is raised."""
         freshen_connections()
         if mode is Mode.POISON:
             return self._settle([_poison_outcome(d) for d in deliveries])

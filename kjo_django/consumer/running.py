@@ -57,7 +57,7 @@ def load_progress(value: str) -> Progress | None:
     """Undo ``dump_progress``; None for what it never wrote."""
     try:
         percent, text = json.loads(value)
-    except ValueError:
+    except (TypeError, ValueError):
         return None
     return Progress(percent, str(text))
 

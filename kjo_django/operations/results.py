@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -116,6 +117,20 @@ def status_of(queue: str, unique_id: str) -> MessageStatus | None:
         progress=progress_of([job.pk]).get(str(job.pk)) if is_open else None,
         job_id=str(job.pk),
     )
+
+
+def states_of(queue: str, unique_ids: Collection[str]) -> dict[str, str | None]:
+    """Return the state of each job, None for an unknown id, in two round trips (PJQ-57)."""
+    jobs = Job.objects.using(jobs_database()).defer("payload", "result")
+    rows = list(jobs.filter(queue=queue, unique_id__in=list(unique_ids)))
+    conf = get_settings().queue(queue)
+    names = {row.pk: lease_name(conf, row.message_id) for row in rows if row.state in states.OPEN}
+    leased = live_leases(list(names.values()))
+    found = {
+        row.unique_id: states.to_queue(row.status_with(leased=names.get(row.pk) in leased))
+        for row in rows
+    }
+    return {id: found.get(id) for id in unique_ids}
 
 
 def _status(job: Job) -> JobStatus:

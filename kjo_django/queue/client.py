@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, overload
@@ -197,7 +197,11 @@ class Queue:
             ``delay``, ``run_at``, ``expires_at``, ``key``, ``headers``, ``correlation_id``,
             ``serializer``.
         """
-        return self._store(self._builder.build(id, payload, **options), retry_failed)
+        return self._store(self.build(id, payload, **options), retry_failed)
+
+    def build(self, id: str, payload: Any, **options: Any) -> Job:
+        """Return the unsaved row of a job; everything is validated here, before any write."""
+        return self._builder.build(id, payload, **options)
 
     def enqueue_and_wait(
         self,
@@ -286,6 +290,10 @@ class Queue:
     def get_status(self, id: str) -> MessageStatus | None:
         """Return what is known of a job, None for an unknown id (PJQ-07)."""
         return results.status_of(self.name, id)
+
+    def get_states(self, ids: Collection[str]) -> dict[str, str | None]:
+        """Return the state of each job, None for an unknown id, in one go (PJQ-57)."""
+        return results.states_of(self.name, ids)
 
     def get_result(self, id: str, default: Any = NO_RESULT) -> Any:
         """Return a completed job's result while it lives, else ``default`` (PJQ-06).

@@ -1,1 +1,45 @@
-"""What a project, or the author of a backend, needs to test against kjo_django."""
+"""What a project, or the author of a backend, needs to test against kjo_django.
+
+``assert_enqueued``, ``refute_enqueued``, ``all_enqueued``, ``drain``, ``run_job`` and ``perform``
+are for a project's tests; ``conformance`` and ``coordination_conformance`` for backends. With
+pytest: ``pytest_plugins = ["kjo_django.testing.pytest_plugin"]``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kjo_django.testing.assertions import all_enqueued, assert_enqueued, refute_enqueued
+    from kjo_django.testing.draining import Drained, DrainedRun, drain, perform, run_job
+
+_PUBLIC = {
+    "Drained": "kjo_django.testing.draining",
+    "DrainedRun": "kjo_django.testing.draining",
+    "all_enqueued": "kjo_django.testing.assertions",
+    "assert_enqueued": "kjo_django.testing.assertions",
+    "drain": "kjo_django.testing.draining",
+    "perform": "kjo_django.testing.draining",
+    "refute_enqueued": "kjo_django.testing.assertions",
+    "run_job": "kjo_django.testing.draining",
+}
+
+__all__ = [
+    "Drained",
+    "DrainedRun",
+    "all_enqueued",
+    "assert_enqueued",
+    "drain",
+    "perform",
+    "refute_enqueued",
+    "run_job",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: pytest imports the plugin, and with it this package, before the apps are ready.
+    try:
+        return getattr(import_module(_PUBLIC[name]), name)
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

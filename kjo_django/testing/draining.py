@@ -1,0 +1,300 @@
+"""Running jobs in the test's own thread and transaction, through the pipeline workers use."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import uuid
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from django.db import connections
+from django.db.models import Q
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.conf import get_settings
+from kjo_django.consumer.execution import call, make_context
+from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.pipeline import Pipeline
+from kjo_django.consumer.timeouts import TimeoutWatch
+from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.coordination.base import Claim
+from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
+from kjo_django.messages.serializers import load_result, serializer_for
+from kjo_django.models import Job
+from kjo_django.producer import dispatch
+from kjo_django.producer.definition import JobDefinition
+from kjo_django.producer.enqueue import EnqueueResult
+from kjo_django.queue import Queue
+from kjo_django.transports.base import Record, Subscription, TopicPartition
+from kjo_django.worker.telling import tell, value_of
+
+logger = logging.getLogger("kjo_django")
+
+_offsets = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class DrainedRun:
+    """One run of a handler."""
+
+    job_id: str
+    handler: str
+    outcome: str
+    """completed, retried, dead, cancelled, duplicate or skipped."""
+    result: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class Drained:
+    """What ``drain`` ran, in order."""
+
+    runs: list[DrainedRun] = field(default_factory=list)
+
+    def count(self, outcome: str) -> int:
+        """How many runs ended so."""
+        return sum(run.outcome == outcome for run in self.runs)
+
+    @property
+    def completed(self) -> int:
+        """Runs that completed."""
+        return self.count("completed")
+
+    @property
+    def retried(self) -> int:
+        """Runs that failed with another attempt to come."""
+        return self.count("retried")
+
+    @property
+    def failed(self) -> int:
+        """Runs that ended in the dead letters."""
+        return self.count("dead")
+
+    @property
+    def results(self) -> list[Any]:
+        """What the completed ones returned."""
+        return [run.result for run in self.runs if run.outcome == "completed"]
+
+
+def drain(
+    *queues: str | Queue,
+    with_retries: bool = False,
+    with_delayed: bool = False,
+    raise_errors: bool = True,
+    limit: int = 10_000,
+) -> Drained:
+    """Run every job that is due, those included that jobs enqueue, and return what happened.
+
+    Works inside ``TestCase``: in this thread, on this connection, whatever the transport; nothing
+    is sent to a broker. Each payload has gone through its serializer. What handlers do with
+    ``transaction.on_commit`` is done after each job, as after a worker's commit.
+
+    :param queues: only these.
+    :param with_retries: run failed attempts again at once, whatever their back-off says.
+    :param with_delayed: run delayed jobs as if their time had come.
+    :param raise_errors: raise a handler's error once its outcome is recorded; with
+        ``with_retries``, only that of a last attempt.
+    :param limit: stop with an error after so many runs: jobs that enqueue themselves never end.
+    """
+    names = {queue.name if isinstance(queue, Queue) else queue for queue in queues}
+    drained = Drained()
+    with _runner() as runner:
+        while job := _next(names, with_retries, with_delayed):
+            if len(drained.runs) >= limit:
+                raise AssertionError(f"drain() ran {limit} jobs and more are due")
+            run = runner.run(job)
+            drained.runs.append(run)
+            if raise_errors and run.error is not None:
+                if run.outcome == "dead" or not with_retries:
+                    raise run.error
+    return drained
+
+
+def run_job(job: Job | EnqueueResult | uuid.UUID | str) -> Any:
+    """Run one open job, due or not, and return its result; its error is raised once recorded."""
+    key = job.pk if isinstance(job, Job) else job.job_id if isinstance(job, EnqueueResult) else job
+    row = Job.objects.using(dispatch.jobs_database()).filter(pk=key).first()
+    if row is None:
+        raise JobNotFoundError(f"There is no job {key}")
+    with _runner() as runner:
+        run = runner.run(row)
+    if run.error is not None:
+        raise run.error
+    if run.outcome != "completed":
+        raise JobFailedError(f"Job {key} was not run: {run.outcome}, it is {row.state}")
+    return run.result
+
+
+def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fields: Any) -> Any:
+    """Call a job's handler as a worker would, without storing anything, and return its result.
+
+    The payload and the result go through their serializers, and a context is passed where the
+    handler takes one. ``perform(send_receipt, order_id=7)``, ``perform(queue, {"url": "…"})``.
+
+    :raises PayloadError: payload or result cannot be serialized.
+    """
+    if isinstance(job, Queue):
+        (value,) = payload
+        row = job.build("test", value, **fields)
+    else:
+        row = job.build(dict(*payload, **fields))
+    delivery = _delivery_of(row)
+    if delivery.problem is not None:
+        raise delivery.problem
+    if delivery.handler is None:
+        raise MessageError("unknown_type", f"No handler is registered for {row.handler!r}")
+    known = {"created_at": row.created_at, "unique_id": row.unique_id}
+    context = make_context(delivery, attempt, row.max_attempts, known)
+    watch = TimeoutWatch()
+    try:
+        result = call(delivery, context, watch)
+    finally:
+        watch.stop()
+    return None if result is None else load_result(result, serializer_for(row.content_type))
+
+
+# --- Details --------------------------------------------------------------------------------------
+
+
+def _next(names: Collection[str], with_retries: bool, with_delayed: bool) -> Job | None:
+    rows = Job.objects.using(dispatch.jobs_database()).open().filter(destination="")
+    if names:
+        rows = rows.filter(queue__in=names)
+    wanted = Q(available_at__lte=timezone.now())
+    if with_retries:
+        wanted |= Q(attempts__gt=0)
+    if with_delayed:
+        wanted |= Q(attempts=0)
+    return rows.filter(wanted).order_by("available_at", "id").first()
+
+
+class _Nowhere(Subscription):
+    """Where the deliveries of a drain come from: acknowledging them is all there is to do."""
+
+    def poll(self, max_records: int, timeout: float) -> list[Record]:
+        return []
+
+    def acknowledge(self, records: Iterable[Record]) -> None:
+        return
+
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        return
+
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        return
+
+    def assignment(self) -> list[TopicPartition]:
+        return []
+
+    def close(self) -> None:
+        return
+
+
+class _NoLeases(LeaseBook):
+    """A test has no rivals, and its transaction no room for leases."""
+
+    def __init__(self) -> None:
+        super().__init__(uuid.uuid4().hex, timedelta(minutes=5), timedelta(minutes=5))
+
+    def claim(self, names: list[str], ttl: timedelta | None = None) -> list[Claim]:
+        return [Claim(True, 1)] * len(names)
+
+    def release(self, names: list[str]) -> None:
+        return
+
+    def is_vanished(self, token: str) -> bool:
+        return True
+
+
+class _Synchronous(Pipeline):
+    """The pipeline, but what dies is not published: a test needs no broker."""
+
+    def _settle(self, outcomes: list[Outcome]) -> list[Delivery]:
+        for outcome in outcomes:
+            outcome.notes["is_published"] = True
+        return super()._settle(outcomes)
+
+
+class _Runner:
+    def __init__(self, watch: TimeoutWatch) -> None:
+        self._outcomes: list[Outcome] = []
+        self._pipeline = _Synchronous(
+            _NoLeases(), watch, worker="drain", on_outcomes=self._outcomes.extend
+        )
+
+    def run(self, job: Job) -> DrainedRun:
+        self._outcomes.clear()
+        delivery = _delivery_of(job)
+        with _callbacks_run(dispatch.jobs_database()):
+            deferred = self._pipeline.run_once([delivery], delivery.mode)
+        tell(self._outcomes)
+        if deferred:
+            raise AssertionError(f"Job {job.pk} could not be run now: somebody else holds it")
+        (outcome,) = self._outcomes
+        is_done = outcome.result is Result.COMPLETED
+        return DrainedRun(
+            job_id=str(job.pk),
+            handler=job.handler,
+            outcome=outcome.result.value,
+            result=value_of(outcome) if is_done else None,
+            error=outcome.error,
+        )
+
+
+@contextlib.contextmanager
+def _runner() -> Iterator[_Runner]:
+    watch = TimeoutWatch()
+    try:
+        yield _Runner(watch)
+    finally:
+        watch.stop()
+
+
+def _delivery_of(job: Job) -> Delivery:
+    """Return what a transport would deliver of a job."""
+    queue = get_settings().queue(job.queue)
+    sent = dispatch.record_of(job, queue)
+    record = Record(
+        topic=queue.topic,
+        partition=0,
+        offset=next(_offsets),
+        key=sent.key,
+        value=sent.value,
+        headers=dict(sent.headers),
+        timestamp=timezone.now(),
+    )
+    try:
+        read = registry.route_of(queue.name).read(
+            record, max_bytes=get_settings().max_payload_bytes
+        )
+    except MessageError as problem:
+        return Delivery(record, _Nowhere(), queue, None, None, problem)
+    if read is None:
+        raise AssertionError(f"The route of queue {queue.name!r} does not take job {job.pk}")
+    message, handler = read
+    return Delivery(record, _Nowhere(), queue, message, handler)
+
+
+@contextlib.contextmanager
+def _callbacks_run(using: str) -> Iterator[None]:
+    """Inside a test's transaction, run what the block wanted done on commit, when it ends."""
+    connection = connections[using]
+    if not connection.in_atomic_block:
+        yield  # a real commit does it
+        return
+    callbacks: list[Any] = connection.run_on_commit
+    start = len(callbacks)
+    yield
+    while len(callbacks) > start:
+        _savepoints, function, robust = callbacks.pop(start)
+        try:
+            function()
+        except Exception:
+            if not robust:
+                raise
+            logger.exception("An on_commit callback failed")

@@ -1,0 +1,168 @@
+"""What workers do for one another: rescue, and the sessions of the dead."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import connections
+from django.test import override_settings
+from django.utils import timezone
+
+from kjo_django import Queue
+from kjo_django.backends import get_coordination
+from kjo_django.consumer.leases import alive_name
+from kjo_django.consumer.running import dump_progress, load_progress
+from kjo_django.ids import uuid7_floor
+from kjo_django.worker.rescuer import LEASE, Rescuer
+from kjo_django.worker.sessions import end_sessions_of_the_dead
+from tests.factories import JobFactory, WorkerFactory
+from tests.queueing.conftest import QUICK, wait_until
+
+
+def test_a_worker_rescues_jobs_whose_message_is_gone(queue: Queue, settings: Any) -> None:
+    """PJQ-10, PJQ-70, PJQ-F8, PJQ-F15: a periodic scan, wherever the message was lost."""
+    stalled: list[Any] = []
+    undo = queue.on("stalled", stalled.append)
+    settings.KJO = {**settings.KJO, "RESCUE_AFTER": 0.6}
+    # Given a job that was queued long ago, and no message
+    moment = timezone.now() - timedelta(hours=1)
+    JobFactory(
+        id=uuid.UUID(int=uuid7_floor(moment).int + 1),
+        queue=queue.name,
+        handler=queue.job_type,
+        unique_id="lost",
+        payload=b"7",
+        state="queued",
+        queued_at=moment,
+        available_at=moment,
+        topic=queue.name,
+        partition=0,
+        offset=0,
+    )
+    # When two workers run
+    queue.execute(lambda job: job.payload)
+    queue.start()
+    # Then
+    assert queue.wait("lost") == 7
+    undo()
+    assert stalled == ["lost"]
+
+
+def test_one_rescuer_works_at_a_time(file_queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PJQ-75, O-04: by lease; the next takes over when the first stops."""
+    settings_of = {"RESCUE_AFTER": 0.1}
+    working: list[str] = []
+    monkeypatch.setattr(
+        "kjo_django.worker.rescuer.rescue",
+        lambda: working.append(threading.current_thread().name),
+    )
+    with override_settings(KJO={**QUICK, **settings_of}):
+        rescuers = [Rescuer("first"), Rescuer("second")]
+        threads = [
+            threading.Thread(target=rescuer.run, name=str(n)) for n, rescuer in enumerate(rescuers)
+        ]
+        threads[0].start()
+        wait_until(lambda: working)
+        threads[1].start()
+        wait_until(lambda: len(working) > 5)
+        assert set(working) == {"0"}
+        rescuers[0].stop()
+        threads[0].join()
+        working.clear()
+        wait_until(lambda: working)
+        assert set(working) == {"1"}
+        rescuers[1].stop()
+        threads[1].join()
+        wait_until(lambda: not get_coordination().holders([LEASE]))
+
+
+@pytest.fixture
+def frozen(
+    postgres_database: None, settings: Any
+) -> Iterator[Callable[[str], psycopg.Connection[Any]]]:
+    """Open a session as a worker's lane does, in the middle of a transaction."""
+    settings.KJO = QUICK
+    opened: list[psycopg.Connection[Any]] = []
+
+    def open_session(token: str) -> psycopg.Connection[Any]:
+        parameters = connections["default"].get_connection_params()
+        for name in ("context", "cursor_factory", "prepare_threshold"):
+            parameters.pop(name, None)
+        session = psycopg.connect(**{**parameters, "application_name": f"kjo-{token} shop"})
+        session.execute("SELECT 1")
+        opened.append(session)
+        return session
+
+    yield open_session
+    for session in opened:
+        session.close()
+
+
+def is_ended(session: psycopg.Connection[Any]) -> bool:
+    try:
+        session.execute("SELECT 1")
+    except psycopg.OperationalError:
+        return True
+    return False
+
+
+@pytest.mark.postgres
+def test_only_sessions_of_proven_dead_workers_are_ended(
+    frozen: Callable[[str], psycopg.Connection[Any]],
+) -> None:
+    """PJQ-F9, PJQ-F10: dead is who neither the database nor coordination has heard of."""
+    ttl = timedelta(seconds=0.2)
+    living, quiet, dead = (WorkerFactory(heartbeat_at=timezone.now()) for _ in range(3))
+    for worker, hours in ((living, 1), (quiet, -1), (dead, -1)):
+        worker.heartbeat_at += timedelta(hours=hours)
+        worker.save()
+    get_coordination().claim([alive_name(quiet.pk.hex)], quiet.pk.hex, timedelta(minutes=1))
+    sessions = {worker.pk: frozen(worker.pk.hex) for worker in (living, quiet, dead)}
+    unknown = frozen("not-a-token")
+    # When nothing has stood still for long enough, nothing is ended
+    assert end_sessions_of_the_dead(timedelta(minutes=5)) == 0
+    wait_until(lambda: end_sessions_of_the_dead(ttl) == 1)
+    # Then
+    assert is_ended(sessions[dead.pk])
+    assert not is_ended(sessions[living.pk])
+    assert not is_ended(sessions[quiet.pk])
+    assert not is_ended(unknown)
+    assert end_sessions_of_the_dead(ttl) == 0
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("engine", ["postgres"], indirect=True)
+def test_sessions_of_lanes_bear_their_workers_name(queue: Queue) -> None:
+    names: list[str] = []
+
+    def handle(job: Any) -> None:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SELECT current_setting('application_name')")
+            names.append(cursor.fetchone()[0])
+
+    queue.execute(handle)
+    queue.start()
+    queue.enqueue_and_wait("a", 1)
+    token = queue._worker._worker.leases.token  # type: ignore[union-attr]
+    assert names[0].startswith(f"kjo-{token}")
+
+
+@pytest.mark.parametrize(
+    ("percent", "text"),
+    [(None, ""), (33.3, "a third"), (100, '\\"' * 500), (0, "\x00\n" * 300), (1, "✓" * 999)],
+)
+def test_progress_fits_a_mark(percent: Any, text: str) -> None:
+    value = dump_progress(percent, text)
+    assert len(value) <= 255
+    loaded = load_progress(value)
+    assert loaded is not None
+    assert loaded.percent == percent
+    assert text.replace("\x00", "").startswith(loaded.text)
+    assert load_progress("nonsense") is None
+    assert load_progress("7") is None
