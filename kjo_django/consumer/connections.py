@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 
 def freshen_connections() -> None:
@@ -29,3 +30,23 @@ def drop_broken_connections() -> None:
     for connection in connections.all(initialized_only=True):
         if not connection.in_atomic_block and not connection.is_usable():
             connection.close()
+
+
+def is_broken(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the connection can no longer carry its transaction."""
+    # closed_in_transaction: by the handler itself; SQLite's is_usable() would not tell.
+    if connection.connection is None or connection.closed_in_transaction:
+        return True
+    return bool(connection.errors_occurred and not connection.is_usable())
+
+
+def answers(using: str) -> bool:
+    """Return whether the database can be used now, on a new connection where the old one broke."""
+    connection = connections[using]
+    try:
+        if connection.connection is not None and not connection.is_usable():
+            connection.close()
+        connection.ensure_connection()
+        return connection.is_usable()
+    except (DatabaseError, InterfaceError, OSError):
+        return False

@@ -20,7 +20,12 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, settlement
-from kjo_django.consumer.connections import drop_broken_connections, freshen_connections
+from kjo_django.consumer.connections import (
+    answers,
+    drop_broken_connections,
+    freshen_connections,
+    is_broken,
+)
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.gate import Gate
@@ -216,7 +221,7 @@ class Pipeline:
                 outcome = attempted[0]
             # A database that answers again at once was not down: the job broke its connection or
             # its commit, and would do so for ever if that did not count as an attempt.
-            if outcome is None or not _answers(jobs_database()):
+            if outcome is None or not answers(jobs_database()):
                 raise
             outcome.error, outcome.value = outcome.error or error, None
             settlement.judge_failure(outcome, outcome.notes["max_attempts"])
@@ -283,7 +288,7 @@ class Pipeline:
         except ENDINGS as error:
             ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
-        if ran.error is not None and _is_broken(connection):
+        if ran.error is not None and is_broken(connection):
             # Gone, and with it the group's transaction; the error is the job's only if it was
             # alone in it, see above.
             raise ConnectionLost(outcome_of(delivery, ran, start, row)) from ran.error
@@ -383,23 +388,3 @@ def _poison_outcome(delivery: Delivery) -> Outcome:
     return Outcome(
         delivery, Result.DEAD, attempt=attempt, job=row, error=problem, reason=problem.reason
     )
-
-
-def _is_broken(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the connection can no longer carry its transaction."""
-    # closed_in_transaction: by the handler itself; SQLite's is_usable() would not tell.
-    if connection.connection is None or connection.closed_in_transaction:
-        return True
-    return bool(connection.errors_occurred and not connection.is_usable())
-
-
-def _answers(using: str) -> bool:
-    """Return whether the database can be used now, on a new connection where the old one broke."""
-    connection = connections[using]
-    try:
-        if connection.connection is not None and not connection.is_usable():
-            connection.close()
-        connection.ensure_connection()
-        return connection.is_usable()
-    except (DatabaseError, InterfaceError, OSError):
-        return False

@@ -109,9 +109,9 @@ def drain(
                 raise AssertionError(f"drain() ran {limit} jobs and more are due")
             run = runner.run(job)
             drained.runs.append(run)
-            if raise_errors and run.error is not None:
-                if run.outcome == "dead" or not with_retries:
-                    raise run.error
+            is_final = run.outcome == "dead" or not with_retries
+            if raise_errors and run.error is not None and is_final:
+                raise run.error
     return drained
 
 

@@ -26,6 +26,7 @@ from tests.settings import database as settings_of
 from tests.unit.conftest import DEFAULT, led_to, sqlite_settings
 
 KAFKA = "kjo_django.transports.kafka.KafkaTransport"
+STREAMS = "kjo_django.transports.redis_streams.RedisStreamsTransport"
 MEMORY = "kjo_django.transports.memory.MemoryTransport"
 QUICK: dict[str, Any] = {
     "SERVICE_NAME": "tests",
@@ -46,6 +47,7 @@ ENGINES = [
     "sqlite",
     pytest.param("postgres", marks=pytest.mark.postgres),
     pytest.param("kafka", marks=[pytest.mark.kafka, pytest.mark.redis, pytest.mark.postgres]),
+    pytest.param("redis_streams", marks=[pytest.mark.redis, pytest.mark.postgres]),
 ]
 
 
@@ -91,7 +93,7 @@ def postgres_database(
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
-    """The storage-contract's engines: memory, SQLite, PostgreSQL, and Kafka with Redis."""
+    """The contract's engines: memory, SQLite, PostgreSQL, Kafka with Redis, Redis Streams."""
     name: str = request.param
     kjo = dict(QUICK)
     is_file = name in ("memory", "sqlite")
@@ -103,13 +105,12 @@ def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
         kjo["TRANSPORTS"] = {
             "default": {"BACKEND": KAFKA, "OPTIONS": {"bootstrap.servers": servers}}
         }
-        settings.CACHES = {
-            **settings.CACHES,
-            "default": {
-                "BACKEND": "django_redis.cache.RedisCache",
-                "LOCATION": request.getfixturevalue("redis_server").url,
-            },
-        }
+    if name == "redis_streams":
+        kjo["TRANSPORTS"] = {"default": {"BACKEND": STREAMS, "OPTIONS": {"CACHE": "default"}}}
+    if name in ("kafka", "redis_streams"):
+        location = request.getfixturevalue("redis_server").url
+        cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": location}
+        settings.CACHES = {**settings.CACHES, "default": cache}
         kjo["COORDINATION"] = {
             "BACKEND": "kjo_django.coordination.redis.RedisCoordination",
             "OPTIONS": {"CACHE": "default", "KEY_PREFIX": f"{uuid.uuid4().hex[:8]}:"},

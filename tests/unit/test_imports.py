@@ -47,7 +47,8 @@ django.setup()
 import kjo_django
 for name in kjo_django.__all__:
     getattr(kjo_django, name)
-ADAPTERS = ("kjo_django.transports.kafka", "kjo_django.coordination.redis",
+ADAPTERS = ("kjo_django.transports.kafka", "kjo_django.transports.redis_streams",
+            "kjo_django.coordination.redis",
             "kjo_django.coordination.postgres", "kjo_django.messages.msgpack", "kjo_django.api",
             "kjo_django.contrib")
 for module in pkgutil.walk_packages(kjo_django.__path__, "kjo_django."):
