@@ -34,6 +34,11 @@ def _slow(name: str) -> set[str]:
     return {name}
 
 
+def _long(name: str) -> set[str]:
+    jobs.write_slowly.using(id=name, max_attempts=MANY).enqueue(job=name, milliseconds=600)
+    return {name}
+
+
 def _keyed(name: str) -> set[str]:
     key = f"key-{len(name) + ord(name[-1]) % 5}"
     jobs.write_keyed.using(id=name, max_attempts=MANY).enqueue(job=name, key=key)
@@ -74,10 +79,13 @@ class Load:
     """Enqueues until left. Its enqueues are repeated, under their unique ids, until one returns.
 
     :param rate: jobs a second, about.
+    :param long: let some jobs take long, so that there is something to interrupt at any moment. Not
+        for SQLite, where nobody else writes while they run.
     """
 
-    def __init__(self, rate: float = 100.0) -> None:
+    def __init__(self, rate: float = 100.0, *, long: bool = False) -> None:
         self._pause = 1 / rate
+        self._kinds = [*KINDS, *KINDS, _long] if long else KINDS
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="load")
         self._unexpected: BaseException | None = None
@@ -105,7 +113,7 @@ class Load:
         number = 0
         try:
             while not self._stopping.is_set():
-                self._enqueue(KINDS[number % len(KINDS)], f"job-{number}")
+                self._enqueue(self._kinds[number % len(self._kinds)], f"job-{number}")
                 number += 1
                 time.sleep(self._pause)  # the pace of the load, nothing waits for it
         except BaseException as error:

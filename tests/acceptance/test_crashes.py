@@ -30,13 +30,13 @@ def progress(engine: Engine, worker: Program) -> None:
 
 def kill_again_and_again(engine: Engine, kills: int) -> int:
     """Kill worker after worker while jobs are enqueued; return how many jobs there were."""
-    with Load(rate=60) as load:
+    with Load(rate=60, long=not engine.is_sqlite) as load:
         for number in range(kills):
             worker = engine.worker("--concurrency", "4")
             if number % 4:
                 progress(engine, worker)
             # Else while it boots: before it has connected, joined, or recovered anything.
-            moment = random.uniform(0, 0.4)
+            moment = random.choice([random.uniform(0, 0.4), random.uniform(0.4, 1.6)])
             engine.wait_for_moment(moment)
             worker.kill()
     last = engine.worker("--concurrency", "4")
@@ -68,7 +68,7 @@ def test_a_worker_killed_hundreds_of_times(engine: Engine) -> None:
 
 
 def kill_one_of_two(engine: Engine, kills: int) -> None:
-    with Load(rate=60) as load:
+    with Load(rate=60, long=not engine.is_sqlite) as load:
         workers = [engine.worker("--concurrency", "2") for _ in range(2)]
         for number in range(kills):
             victim = number % 2

@@ -57,6 +57,9 @@ def stop_in_the_middle(engine: Engine, tmp_path: Path, number: signal.Signals) -
     # When it is told to stop
     worker.signal(number)
     engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")
+    # And the job goes on for a while
+    engine.wait_for_moment(2)
+    assert worker.is_running
     let_go(tmp_path / "long")
     # Then the job ends, the exit code is 0, and nothing else was begun
     assert worker.wait() == 0, worker.log_tail()
