@@ -150,7 +150,7 @@ def letter(service: Engine, number: int) -> DeadLetter:
 
 def test_a_replay_killed_half_way(service: Engine) -> None:
     """Issue 5, item 6, smaller."""
-    kill_a_replay(service, 600)
+    kill_a_replay(service, 250)
 
 
 @pytest.mark.long
