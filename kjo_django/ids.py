@@ -7,6 +7,7 @@ only and pruning by age is a range of the primary key.
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 import uuid
@@ -14,8 +15,26 @@ from datetime import UTC, datetime, timedelta
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
+_POOLED = 512
+
 _lock = threading.Lock()
 _last_tick = 0
+_randoms: list[int] = []
+
+
+def _refill() -> None:
+    # One system call for many: each releases the interpreter lock, which other threads then take.
+    _randoms.extend(struct.unpack(f"{_POOLED}Q", os.urandom(8 * _POOLED)))
+
+
+def _forget() -> None:
+    """A forked child must not repeat its parent's ids."""
+    global _lock
+    _lock = threading.Lock()
+    _randoms.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def uuid7() -> uuid.UUID:
@@ -32,8 +51,11 @@ def uuid7() -> uuid.UUID:
         if tick <= _last_tick:
             tick = _last_tick + 1
         _last_tick = tick
+        if not _randoms:
+            _refill()
+        random = _randoms.pop()
     value = (tick >> 12) << 80 | 0x7 << 76 | (tick & 0xFFF) << 64
-    value |= 0b10 << 62 | int.from_bytes(os.urandom(8), "big") >> 2
+    value |= 0b10 << 62 | random >> 2
     return uuid.UUID(int=value)
 
 

@@ -49,6 +49,7 @@ class Handler:
         self.options = options
         self.is_async = inspect.iscoroutinefunction(function)
         self._signature = inspect.signature(function)
+        self._names = _plain_names(self._signature, options.takes_context)
 
     def __repr__(self) -> str:
         return f"<Handler {self.options.name}>"
@@ -75,6 +76,10 @@ class Handler:
 
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
         """Return why the handler cannot take this payload as keyword arguments, or None."""
+        if self._names is not None:
+            required, allowed = self._names
+            if required <= payload.keys() <= allowed:
+                return None
         try:
             if self.options.takes_context:
                 self._signature.bind(None, **payload)
@@ -146,6 +151,18 @@ def bind(queue: str, route: Route) -> None:
 def route_of(queue: str) -> Route:
     """Return how the records of this queue's topic are read."""
     return _routes.get(queue, JOBS)
+
+
+def _plain_names(
+    signature: inspect.Signature, takes_context: bool
+) -> tuple[frozenset[str], frozenset[str]] | None:
+    """Return the names an ordinary function needs and takes, None for one with ``*`` or ``/``."""
+    parameters = list(signature.parameters.values())[1 if takes_context else 0 :]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if any(parameter.kind not in kinds for parameter in parameters):
+        return None
+    required = frozenset(p.name for p in parameters if p.default is inspect.Parameter.empty)
+    return required, frozenset(parameter.name for parameter in parameters)
 
 
 _handlers: dict[str, Handler] = {}

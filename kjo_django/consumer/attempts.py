@@ -35,7 +35,7 @@ class ExpiredError(KjoError):
     """The job was not started by its ``expires_at``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Start:
     """The delivery may run."""
 

@@ -48,18 +48,24 @@ class JobContext:
     abort_reason: Abort | None = None
     noted_progress: tuple[float | None, str] | None = None
     """What ``progress`` was told last and nobody has stored yet."""
-    _aborted: threading.Event = field(default_factory=threading.Event)
+    _is_aborted: bool = False
+    _event: threading.Event | None = None
 
     @property
     def aborted(self) -> bool:
         """Whether the handler should end soon: the job was cancelled, the worker stops, the time is
         over, or another worker took the job over. A handler with a long loop should look at it."""
-        return self._aborted.is_set()
+        return self._is_aborted
 
     @property
     def cancel_event(self) -> threading.Event:
         """Set when the run is aborted; to wait on, where a handler would sleep (PJQ-21)."""
-        return self._aborted
+        # Made for those who ask: a lock and a condition for every job cost more than its row.
+        if self._event is None:
+            self._event = threading.Event()
+        if self._is_aborted:
+            self._event.set()
+        return self._event
 
     @property
     def correlation_id(self) -> str | None:
@@ -80,7 +86,9 @@ class JobContext:
         """Ask the handler to end; the worker's side of ``aborted``. The first reason stays."""
         if self.abort_reason is None:
             self.abort_reason = reason
-        self._aborted.set()
+        self._is_aborted = True
+        if self._event is not None:
+            self._event.set()
 
     def progress(self, percent: float | None = None, text: str = "") -> None:
         """Say how far the run has got; costs nothing, so call it as often as you like.

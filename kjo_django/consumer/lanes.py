@@ -34,7 +34,8 @@ class _Shard:
     def __init__(self, key: object, queue: str) -> None:
         self.key = key
         self.queue = queue
-        self.waiting: deque[Delivery] = deque()
+        # A list: most keys have one delivery, and an empty deque takes 600 bytes.
+        self.waiting: list[Delivery] = []
 
 
 @dataclass(slots=True)
@@ -71,12 +72,13 @@ class Lanes:
         self._shards: dict[object, _Shard] = {}
         self._ready: dict[str, deque[_Shard]] = {}
         self._running: dict[str, int] = {}
-        self._in_flight: dict[TopicPartition, int] = {}
+        # By plain (topic, partition) pairs: they equal TopicPartition and cost nothing to make.
+        self._in_flight: dict[tuple[str, int], int] = {}
         self._deferred: list[tuple[float, int, _Shard]] = []
         self._tickets = itertools.count()
         self._estimates: dict[str, float] = {}
         self._turn: deque[str] = deque()
-        self._held: dict[TopicPartition, float] = {}
+        self._held: dict[tuple[str, int], float] = {}
         self._paused: frozenset[str] = frozenset()
         self._idle = lanes
         self._lanes = lanes
@@ -188,7 +190,7 @@ class Lanes:
             ready.popleft()
 
     def _held_until(self, delivery: Delivery) -> float | None:
-        where = TopicPartition(delivery.record.topic, delivery.record.partition)
+        where = (delivery.record.topic, delivery.record.partition)
         due = self._held.get(where)
         if due is not None and due <= time.monotonic():
             del self._held[where]
@@ -202,7 +204,7 @@ class Lanes:
             cost = self._cost(head)
             if head.mode is not group.mode or (group.deliveries and budget < cost):
                 break
-            group.deliveries.append(shard.waiting.popleft())
+            group.deliveries.append(shard.waiting.pop(0))
             budget -= cost
             if group.mode is Mode.CONCURRENT:
                 break  # those of a group run at the same time, those of a key must not
@@ -223,7 +225,7 @@ class Lanes:
         self._idle -= 1
         self._peak = max(self._peak, self._lanes - self._idle)
         for delivery in group.deliveries:
-            where = TopicPartition(delivery.record.topic, delivery.record.partition)
+            where = (delivery.record.topic, delivery.record.partition)
             self._in_flight[where] = self._in_flight.get(where, 0) + 1
 
     # --- Finishing --------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ class Lanes:
             self._running[group.queue] -= 1
             self._idle += 1
             for delivery in group.deliveries:
-                where = TopicPartition(delivery.record.topic, delivery.record.partition)
+                where = (delivery.record.topic, delivery.record.partition)
                 self._in_flight[where] -= 1
             back = set(deferred)
             held: dict[object, list[Delivery]] = {}
@@ -251,7 +253,7 @@ class Lanes:
             self._changed.notify_all()
 
     def _return(self, shard: _Shard, held: list[Delivery], delay: float) -> None:
-        shard.waiting.extendleft(reversed(held))
+        shard.waiting[:0] = held
         self._waiting_count += len(held)
         if held and delay > 0:
             due = time.monotonic() + delay
@@ -284,7 +286,7 @@ class Lanes:
                 ]
                 if len(kept) != len(shard.waiting):
                     count += len(shard.waiting) - len(kept)
-                    shard.waiting = deque(kept)
+                    shard.waiting = kept
             self._waiting_count -= count
         return count
 

@@ -39,7 +39,7 @@ from kjo_django.consumer.outcomes import (
 )
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.rows import load_rows, row_id
-from kjo_django.consumer.savepoint import LazySavepoint
+from kjo_django.consumer.savepoint import Chain, LazySavepoint
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
 from kjo_django.exceptions import MessageError, PublishError
@@ -239,7 +239,7 @@ class Pipeline:
             fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
             rows = load_rows(using, deliveries, lock=True)
             ended: dict[EventKey, Outcome] = {}
-            resting = Resting()
+            resting, chain = Resting(), Chain()
             for delivery in deliveries:
                 key, row = keys[delivery], rows.get(row_id(delivery))
                 if delivery in resting:
@@ -261,10 +261,11 @@ class Pipeline:
                 if isinstance(start, Outcome):
                     outcome = start
                 else:
-                    outcome = self._attempt(connection, delivery, start, row)
+                    outcome = self._attempt(connection, chain, delivery, start, row)
                 outcomes += resting.noting([outcome])
                 if outcome.result in _RAN:
                     ended[key] = outcome
+            chain.close(connection)
             _take_markers_back(using, outcomes, keys, fresh)
             settlement.complete(using, [o for o in outcomes if o.result is Result.COMPLETED])
             acknowledge([o for o in outcomes if is_settled_by_group(o)], in_transaction=True)
@@ -274,6 +275,7 @@ class Pipeline:
     def _attempt(
         self,
         connection: BaseDatabaseWrapper,
+        chain: Chain,
         delivery: Delivery,
         start: attempts.Start,
         row: dict[str, Any] | None,
@@ -283,7 +285,7 @@ class Pipeline:
         ran = Ran(timezone.now(), 0.0)
         clock = time.perf_counter()
         try:
-            with LazySavepoint(connection):
+            with LazySavepoint(connection, chain):
                 ran.value = call(delivery, context, self._watch)
         except ENDINGS as error:
             ran.error, ran.abort_reason = error, context.abort_reason

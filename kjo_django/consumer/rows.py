@@ -12,6 +12,7 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer.attempts import COLUMNS
 from kjo_django.consumer.work import Delivery
 from kjo_django.models import Job
+from kjo_django.models.postgres import array_text, read_times_natively
 
 
 def row_id(delivery: Delivery) -> str:
@@ -54,8 +55,25 @@ def _uuid(text: str) -> uuid.UUID | None:
 
 def _rows_of(using: str, ids: Sequence[uuid.UUID], *, lock: bool) -> dict[str, Any]:
     """Return the rows keyed by the id's text, locked against everybody else where that exists."""
+    if connections[using].vendor == "postgresql":
+        return _rows_at_once(using, ids, lock=lock)
     rows = Job.objects.using(using).filter(pk__in=ids).order_by("pk")
     features = connections[using].features
     if lock and features.has_select_for_update:
         rows = rows.select_for_update(no_key=features.has_select_for_no_key_update)
     return {str(row["id"]): row for row in rows.values(*COLUMNS)}
+
+
+_ROWS = f"""
+SELECT id::text AS name, {", ".join(COLUMNS)} FROM kjo_job WHERE id = ANY(%s::uuid[])
+ORDER BY kjo_job.id
+"""  # noqa: S608 - column names of ours
+
+
+def _rows_at_once(using: str, ids: Sequence[uuid.UUID], *, lock: bool) -> dict[str, Any]:
+    """The same for PostgreSQL: a statement whose text does not grow with the group, and times read
+    by psycopg's own loader instead of Django's in Python (both aware; only the class differs)."""
+    with connections[using].cursor() as cursor:
+        read_times_natively(cursor)
+        cursor.execute(f"{_ROWS} FOR NO KEY UPDATE" if lock else _ROWS, [array_text(ids)])
+        return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in cursor.fetchall()}

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from django.db import Error, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+
+
+class Chain:
+    """The savepoints of one group: at most one is left open, behind a handler that succeeded, and
+    is released in one round trip with the opening of the next. PostgreSQL only."""
+
+    __slots__ = ("left_open",)
+
+    def __init__(self) -> None:
+        self.left_open: str | None = None
+
+    def close(self, connection: BaseDatabaseWrapper) -> None:
+        """Release what is left open: what follows belongs to the group, not to its last handler."""
+        if self.left_open is not None:
+            sid, self.left_open = self.left_open, None
+            with connection.cursor() as cursor:
+                cursor.execute(f"RELEASE SAVEPOINT {sid}")
 
 
 class LazySavepoint:
@@ -21,8 +39,9 @@ class LazySavepoint:
         the transaction unusable; its writes are undone.
     """
 
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+    def __init__(self, connection: BaseDatabaseWrapper, chain: Chain | None = None) -> None:
         self._connection = connection
+        self._chain = chain if connection.vendor == "postgresql" else None
         self._sid: str | None = None
         self._is_opening = False
 
@@ -38,12 +57,23 @@ class LazySavepoint:
     ) -> Any:
         if self._sid is None and not self._is_opening:
             self._is_opening = True
-            sid = self._connection.savepoint()
+            sid = self._open()
             self._is_opening = False
             # Below what the handler's own atomic blocks have pushed meanwhile.
             self._connection.savepoint_ids.insert(self._depth, sid)  # type: ignore[arg-type]
             self._sid = sid
         return execute(sql, params, many, context)
+
+    def _open(self) -> str | None:
+        connection, chain = self._connection, self._chain
+        if chain is None or chain.left_open is None:
+            return connection.savepoint()
+        connection.savepoint_state += 1
+        sid = f"s{threading.get_ident()}_x{connection.savepoint_state}"
+        previous, chain.left_open = chain.left_open, None
+        with connection.cursor() as cursor:
+            cursor.execute(f"RELEASE SAVEPOINT {previous}; SAVEPOINT {sid}")
+        return sid
 
     def __exit__(
         self,
@@ -66,6 +96,10 @@ class LazySavepoint:
                 # The connection is broken: the original error says why, and the transaction is
                 # lost as a whole.
                 connection.errors_occurred = True
+        elif self._sid is not None and self._chain is not None:
+            # Releasing it costs a round trip; the next one's opening or the commit does it.
+            self._chain.left_open = self._sid
+            self._forget()
         elif self._sid is not None:
             try:
                 connection.savepoint_commit(self._sid)

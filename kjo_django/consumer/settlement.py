@@ -30,6 +30,7 @@ from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
+from kjo_django.models.postgres import array_text
 from kjo_django.producer import dispatch
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, RetryPolicy
@@ -102,7 +103,13 @@ def _change_lifetimes(using: str, outcomes: Sequence[Outcome], now: datetime) ->
 def _complete_one_by_one(
     using: str, done: Sequence[Outcome], now: datetime, token: str | None
 ) -> set[Any]:
-    recorded = set()
+    if token is None:
+        ids = {outcome.job["id"] for outcome in done if outcome.job is not None}
+        if _complete_many(using, done, now) == len(done):
+            return ids
+        recorded = Job.objects.using(using).filter(pk__in=ids, finished_at=now)
+        return set(recorded.filter(state=JobState.COMPLETED).values_list("pk", flat=True))
+    won = set()
     for outcome in done:
         job = outcome.job
         assert job is not None
@@ -110,8 +117,35 @@ def _complete_one_by_one(
         if token is not None:
             rows = rows.filter(lease_token=token)
         if transition("complete", rows, **_completion(outcome, now)):
-            recorded.add(job["id"])
-    return recorded
+            won.add(job["id"])
+    return won
+
+
+def _complete_many(using: str, done: Sequence[Outcome], now: datetime) -> int:
+    """One statement, executed for each; returns how many rows it changed."""
+    connection = connections[using]
+    expected = states.expected("complete")
+    changes: dict[str, Any] = {}
+    rows = []
+    for outcome in done:
+        job = outcome.job
+        assert job is not None
+        changes = {"state": states.RESULT_OF["complete"], **_completion(outcome, now)}
+        values = [_FIELDS[n].get_db_prep_save(value, connection) for n, value in changes.items()]
+        id = _FIELDS["id"].get_db_prep_save(job["id"], connection)
+        rows.append([*values, id, job["generation"], *expected])
+    assignments = ", ".join(f"{connection.ops.quote_name(name)} = %s" for name in changes)
+    places = ", ".join(["%s"] * len(expected))
+    with connection.cursor() as cursor:
+        cursor.executemany(
+            f"UPDATE kjo_job SET {assignments} "  # noqa: S608 - names of ours
+            f"WHERE id = %s AND generation = %s AND state IN ({places})",
+            rows,
+        )
+        return int(cursor.rowcount)
+
+
+_FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
 
 
 def _completion(outcome: Outcome, now: datetime) -> dict[str, Any]:
@@ -145,12 +179,14 @@ def _complete_at_once(
     using: str, done: Sequence[Outcome], now: datetime, token: str | None
 ) -> set[Any]:
     """The same for PostgreSQL, in one round trip however many there are."""
-    rows = [
-        (job["id"], job["generation"], outcome.attempt, outcome.started_at, outcome.value)
-        for outcome in done
-        if (job := outcome.job) is not None
+    jobs = [(job, outcome) for outcome in done if (job := outcome.job) is not None]
+    columns: list[Any] = [
+        array_text(job["id"] for job, _ in jobs),
+        array_text(job["generation"] for job, _ in jobs),
+        array_text(outcome.attempt for _, outcome in jobs),
+        array_text(outcome.started_at for _, outcome in jobs),
+        [outcome.value for _, outcome in jobs],
     ]
-    columns = [list(column) for column in zip(*rows, strict=True)]
     with connections[using].cursor() as cursor:
         cursor.execute(_COMPLETE, [now, now, *columns, states.expected("complete"), token, token])
         return {row[0] for row in cursor.fetchall()}

@@ -19,7 +19,7 @@ MAX_ID_LENGTH = 200
 MAX_TYPE_LENGTH = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Message:
     """A message as it came from a transport, with its envelope read."""
 

@@ -47,7 +47,7 @@ class JsonSerializer:
     def loads(self, data: bytes) -> Any:
         """Deserialize; broken UTF-8, trailing data, NaN and absurd nesting are refused."""
         try:
-            return json.loads(data.decode(), parse_constant=_refuse_constant)
+            return _DECODER.decode(data.decode())
         except UnicodeDecodeError as error:
             raise MessageError("deserialization", f"Not valid UTF-8: {error}") from error
         except RecursionError as error:
@@ -66,6 +66,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 JSON = JsonSerializer()
 _serializers: dict[str, Serializer] = {JSON.content_type: JSON}
 _OPTIONAL = {"application/msgpack": "kjo_django.messages.msgpack"}

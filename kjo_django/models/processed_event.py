@@ -10,6 +10,7 @@ from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from kjo_django.ids import uuid7
+from kjo_django.models.postgres import array_text
 
 
 class EventKey(NamedTuple):
@@ -87,7 +88,7 @@ def _mark_from_arrays(connection: Any, keys: Sequence[EventKey], now: Any) -> se
     """PostgreSQL: one statement whose text does not grow with the group."""
     ids, services, types = (list(column) for column in zip(*keys, strict=True))
     with connection.cursor() as cursor:
-        cursor.execute(_FROM_ARRAYS, [now, [uuid7() for _ in keys], ids, services, types])
+        cursor.execute(_FROM_ARRAYS, [now, array_text(uuid7() for _ in keys), ids, services, types])
         return {EventKey(*row) for row in cursor.fetchall()}
 
 

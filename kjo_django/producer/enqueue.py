@@ -7,6 +7,7 @@ its error expires; a cancelled or expired one begins a new generation with the n
 
 from __future__ import annotations
 
+import contextlib
 import math
 import uuid
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
@@ -22,6 +23,7 @@ from kjo_django.conf import get_settings
 from kjo_django.exceptions import PayloadError, StorageError
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job, transition
+from kjo_django.models.postgres import is_psycopg3
 from kjo_django.producer import dispatch
 from kjo_django.producer.wakeups import RELAY_CHANNEL, after_commit
 from kjo_django.states import JobState
@@ -114,7 +116,63 @@ def store(jobs: Sequence[Job], *, revives_failed: bool = False) -> list[EnqueueR
 
 
 def _insert(using: str, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> None:
-    Job.objects.using(using).bulk_create(jobs, ignore_conflicts=ignore_conflicts, batch_size=1000)
+    """Store rows. ``bulk_create`` would open a transaction for one, and look at 27 placeholders a
+    row for many."""
+    connection = connections[using]
+    if ignore_conflicts:
+        Job.objects.using(using).bulk_create(jobs, ignore_conflicts=True, batch_size=1000)
+        return
+    # COPY is not seen by query wrappers, such as the savepoint of a handler that enqueues first
+    # thing: its rows would survive the handler's failure.
+    may_copy = connection.vendor == "postgresql" and not connection.execute_wrappers
+    if may_copy and len(jobs) >= _COPY_FROM and is_psycopg3():
+        _copy(connection, jobs)
+    else:
+        _insert_values(connection, jobs)
+    for job in jobs:
+        job._state.adding, job._state.db = False, using
+
+
+_COPY_FROM = 20
+_FIELDS = Job._meta.local_concrete_fields
+
+
+def _insert_values(connection: Any, jobs: Sequence[Job]) -> None:
+    columns = ", ".join(connection.ops.quote_name(field.column) for field in _FIELDS)
+    row = f"({', '.join(['%s'] * len(_FIELDS))})"
+    limit = connection.features.max_query_params or 30_000
+    size = min(1000, limit // len(_FIELDS))
+    with contextlib.ExitStack() as stack:
+        if len(jobs) > size:
+            stack.enter_context(transaction.atomic(using=connection.alias, savepoint=False))
+        cursor = stack.enter_context(connection.cursor())
+        for start in range(0, len(jobs), size):
+            chunk = jobs[start : start + size]
+            cursor.execute(
+                f"INSERT INTO kjo_job ({columns}) VALUES {', '.join([row] * len(chunk))}",  # noqa: S608
+                [
+                    field.get_db_prep_save(getattr(job, field.attname), connection)
+                    for job in chunk
+                    for field in _FIELDS
+                ],
+            )
+
+
+def _copy(connection: Any, jobs: Sequence[Job]) -> None:
+    columns = ", ".join(connection.ops.quote_name(field.column) for field in _FIELDS)
+    plain = [field.attname for field in _FIELDS]
+    at_headers = plain.index("headers")
+    headers = _FIELDS[at_headers]
+    with (
+        transaction.atomic(using=connection.alias, savepoint=False),
+        connection.cursor() as cursor,
+        cursor.copy(f"COPY kjo_job ({columns}) FROM STDIN") as copy,
+    ):
+        for job in jobs:
+            values = [getattr(job, name) for name in plain]
+            if values[at_headers] is not None:
+                values[at_headers] = headers.get_db_prep_save(values[at_headers], connection)
+            copy.write_row(values)
 
 
 def _tell(using: str, jobs: Sequence[Job], channel: str) -> None:

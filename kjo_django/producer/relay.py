@@ -32,6 +32,10 @@ from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
 
+_OF_A_MESSAGE = (
+    *("queue", "handler", "key", "generation", "attempts"),
+    *("payload", "content_type", "headers", "destination"),
+)
 LEASE_TTL = timedelta(seconds=10)
 REFUSED_DELAY = timedelta(seconds=30)
 """Until a row whose record is refused for what it is, is tried again."""
@@ -89,7 +93,7 @@ class Relay:
             queue__in=self._awake() if queues is None else queues,
         )
         # Results and errors are not part of a message: do not carry them over the wire.
-        jobs = list(due.defer("result", "error").order_by("available_at", "id")[:limit])
+        jobs = list(due.only(*_OF_A_MESSAGE).order_by("available_at", "id")[:limit])
         for queue_name in dict.fromkeys(job.queue for job in jobs):
             self._publish(using, queue_name, [job for job in jobs if job.queue == queue_name])
         return len(jobs)

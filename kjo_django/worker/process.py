@@ -109,6 +109,7 @@ class Worker:
         self._installs_signal_handlers = install_signal_handlers
         self._stopping = threading.Event()
         self._settled = 0
+        self._counting = threading.Lock()
         self._has_topics = False
         self._errors: dict[str, str | None] = {}
         self._error_at: dict[str, datetime] = {}
@@ -333,7 +334,8 @@ class Worker:
         for outcome in outcomes:
             if outcome.pause_seconds:
                 self._rest(outcome)
-        self._settled += len(outcomes)
+        with self._counting:
+            self._settled += len(outcomes)
         if self._max_messages is not None and self._settled >= self._max_messages:
             self.stop()
         tell(outcomes)

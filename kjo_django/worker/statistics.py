@@ -78,7 +78,10 @@ class Statistics:
         if counter is None:
             return
         delivery = outcome.delivery
-        bucket = self._buckets.setdefault((minute, delivery.queue.name, delivery.kind), _Bucket())
+        key = (minute, delivery.queue.name, delivery.kind)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _Bucket()
         bucket.counts[counter] += 1
         if outcome.result in (Result.COMPLETED, Result.RETRIED, Result.DEAD):
             self.processed += 1

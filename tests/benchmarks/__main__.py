@@ -86,8 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="drain, enqueue, relay, latency, wait, memory or a case such as drain.insert; may be "
-        "given several times",
+        help="drain, enqueue, relay, latency, memory or a case such as drain.insert; repeatable",
     )
     parser.add_argument("--engine", choices=(*ENGINES, "both"), default="both")
     parser.add_argument(

@@ -334,7 +334,8 @@ def test_on_postgresql_a_thousand_cost_as_many_queries_as_two(postgres, with_ids
         return count_queries(lambda: write.enqueue_many(payloads, ids=ids))
 
     write.enqueue(job="warm")
-    assert enqueue(2) == enqueue(1000)
+    # Many go by COPY, which needs a transaction of its own: BEGIN and COMMIT are told apart.
+    assert enqueue(1000) <= enqueue(2) + 2
     assert Job.objects.count() == 1003
 
 
@@ -599,3 +600,20 @@ def test_ids_grow_so_jobs_are_ordered_by_their_making():
     made = [write.enqueue(job=str(n)).job_id for n in range(10)]
     assert made == sorted(made)
     assert all(isinstance(one, uuid.UUID) for one in made)
+
+
+@pytest.mark.postgres
+def test_what_a_failing_handler_enqueued_first_thing_is_undone_however_many(postgres):
+    # Given: COPY is not seen by the wrapper that opens a handler's savepoint
+    from django.db import connection, transaction
+
+    from kjo_django.consumer.savepoint import LazySavepoint
+
+    # When
+    with transaction.atomic():
+        with pytest.raises(ZeroDivisionError), LazySavepoint(connection):
+            write.enqueue_many([{"job": str(n)} for n in range(100)])
+            raise ZeroDivisionError
+        write.enqueue(job="other")
+    # Then
+    assert [job.arguments["job"] for job in Job.objects.all()] == ["other"]

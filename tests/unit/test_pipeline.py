@@ -168,10 +168,7 @@ def test_the_number_of_queries_does_not_grow_with_the_group(bench, real_database
     # When
     few, many = queries_of(bench, 2), queries_of(bench, 60)
     # Then
-    if real_database == "postgresql":
-        assert len(many) == len(few)
-    else:  # SQLite has no UPDATE … FROM unnest: one UPDATE per job, and nothing else
-        assert len(many) == len(few) + 58
+    assert len(many) == len(few)
     writes = [sql.split()[0:3] for sql in many if sql.startswith(("INSERT", "UPDATE", "DELETE"))]
     events = [sql for sql in writes if any("processed_events" in word for word in sql)]
     assert len(events) == 1
@@ -182,7 +179,11 @@ def test_a_writing_handler_costs_its_own_statements_and_one_savepoint(bench, rea
     queries_of(bench, 1)
     idle = len(queries_of(bench, 10))
     writing = queries_of(bench, 10, ledger.write, job="a")
-    assert len(writing) == idle + 3 * 10
+    if real_database == "postgresql":
+        # A savepoint is released in one round trip with the opening of the next.
+        assert len(writing) == idle + 2 * 10 + 1
+    else:
+        assert len(writing) == idle + 3 * 10
 
 
 def test_the_handler_is_told_about_its_run(bench):

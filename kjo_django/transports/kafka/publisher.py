@@ -48,7 +48,7 @@ class Publisher:
             if not self._produce(producer, record, outcome, reports, deadline):
                 refusals += 1
         while len(reports) + refusals < len(records) and time.monotonic() < deadline:
-            producer.poll(SLICE)
+            producer.flush(SLICE)  # unlike poll, does not linger
         self._learn(producer, outcomes, reports)
         return outcomes
 
