@@ -25,6 +25,9 @@ FULL_WAIT = 0.05
 """Seconds between looks while the lanes are full."""
 REVOKE_WAIT = 5.0
 """Seconds a rebalance waits for running groups; well below every session timeout."""
+FIRST_RESTART, LAST_RESTART = 1.0, 30.0
+"""Seconds before it starts over after a failure, and the most it grows to by doubling (KJO-53). It
+never gives up. Connections to brokers are librdkafka's, by its ``reconnect.backoff.*``."""
 
 
 class Poller:
@@ -109,9 +112,10 @@ class Poller:
     # --- The thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        delay = 1.0
+        delay = FIRST_RESTART
         try:
             while not self._is_closed.is_set():
+                began = time.monotonic()
                 try:
                     self._poll_until_closed()
                 except Exception as error:
@@ -119,8 +123,11 @@ class Poller:
                     # alive: report, back off, start over with a new subscription.
                     logger.exception("Polling %s failed, starting over", ", ".join(self.topics))
                     self._on_error(str(error))
+                    if time.monotonic() - began > LAST_RESTART:
+                        # It had worked meanwhile: this is another outage.
+                        delay = FIRST_RESTART
                     self._is_closed.wait(delay)
-                    delay = min(delay * 2, 30.0)
+                    delay = min(delay * 2, LAST_RESTART)
         finally:
             connections.close_all()
 

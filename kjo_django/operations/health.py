@@ -22,7 +22,7 @@ from django.utils import timezone
 from kjo_django import conf as configuration
 from kjo_django import registry
 from kjo_django.backends import get_coordination, get_transport, transport_class
-from kjo_django.conf import get_settings
+from kjo_django.conf import QueueConf, get_settings
 from kjo_django.models import MetricBucket
 from kjo_django.operations import status, topics
 from kjo_django.operations.queues import paused_queues
@@ -32,7 +32,7 @@ logger = logging.getLogger("kjo_django")
 
 SETTINGS, DATABASE, COORDINATION, TRANSPORTS = "settings", "database", "coordination", "transports"
 TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
-FAILURES, PROGRESS = "failures", "progress"
+FAILURES, PROGRESS, SCALING = "failures", "progress", "scaling"
 
 LEAST_EXECUTIONS = 10
 """Below this many in the window a failure rate says nothing."""
@@ -54,7 +54,8 @@ class Thresholds:
 
 @dataclass(slots=True)
 class Check:
-    """One answer. ``ok`` is None where it was not checked."""
+    """One answer. ``ok`` is None where it was not checked; what is well and has a ``fix`` all the
+    same is a warning."""
 
     name: str
     ok: bool | None
@@ -129,7 +130,7 @@ def _answer(probe: _Probe, thresholds: Thresholds, seconds: float) -> Check:
     def ask() -> None:
         try:
             ok, detail, fix = probe.ask(thresholds, max(0.1, seconds))
-            answers.append(Check(probe.name, ok, detail, "" if ok else fix or probe.fix))
+            answers.append(Check(probe.name, ok, detail, fix if ok else fix or probe.fix))
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"
             answers.append(Check(probe.name, False, detail, probe.fix))
@@ -251,6 +252,33 @@ def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     )
 
 
+def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    """KJO-100: a partition has one reader, so workers beyond their number stand by. That is wasted,
+    not broken: a warning."""
+    conf = get_settings()
+    alive = [worker for worker in status.workers() if worker["is_alive"]]
+    idle = []
+    for name in registry.consumed_queue_names():
+        queue = conf.queue(name)
+        if not shares_by_partition(queue):
+            continue
+        count = sum(not worker["queues"] or name in worker["queues"] for worker in alive)
+        (topic,) = get_transport(queue.transport).describe_topics([queue.topic])
+        if topic.partitions is not None and count > topic.partitions:
+            idle.append(f"{name} has {count} workers for {topic.partitions} partitions")
+    if not idle:
+        return True, "no worker stands by for want of a partition", ""
+    fix = "Raise topic_options['partitions'] to twice the workers, or stop some."
+    return True, f"some stand by: {'; '.join(idle)}", fix
+
+
+def shares_by_partition(queue: QueueConf) -> bool:
+    """Return whether each partition of the queue's topic is read by one worker at a time. Leased
+    records (the database, Redis Streams) are shared by any number."""
+    capabilities = transport_class(queue.transport).capabilities
+    return capabilities.ordering and capabilities.replay
+
+
 def _recent(window: timedelta) -> tuple[int, int]:
     """Return how many jobs completed and failed lately, from the minute aggregates."""
     rows = MetricBucket.objects.using(jobs_database()).filter(minute__gte=timezone.now() - window)
@@ -272,4 +300,5 @@ PROBES = (
     _Probe(LAG, _lag, "Start more workers, or raise CONCURRENCY.", (*_STORED, TRANSPORTS)),
     _Probe(FAILURES, _failures, "Look at the open dead letters.", _STORED),
     _Probe(PROGRESS, _progress, "Start manage.py kjo_consume, or restart it.", _STORED),
+    _Probe(SCALING, _scaling, "See the transports.", (*_STORED, TRANSPORTS)),
 )

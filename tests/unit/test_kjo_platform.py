@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kjo_django.consumer import poller as poller_module
 from kjo_django.consumer.lanes import Lanes
 from kjo_django.consumer.poller import Poller
 from kjo_django.operations import topic_options
@@ -89,3 +92,67 @@ def test_a_pause_that_ends_while_somebody_else_has_the_partition():
     subscription.assigned = [partition]
     poller._apply_pauses(subscription)
     assert subscription.paused == set()
+
+
+# --- KJO-53: the connection is tried again, later each time, and for ever -------------------------
+
+
+class Waits(threading.Event):
+    """Notes how long it would have waited; set after so many times."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._most = most
+
+    def wait(self, timeout=None):
+        self.seconds.append(timeout)
+        if len(self.seconds) == self._most:
+            self.set()
+        return self.is_set()
+
+
+class Away:
+    """A transport nobody can subscribe to."""
+
+    def subscribe(self, *args, **kwargs):
+        raise ConnectionError("the broker is away")
+
+
+def failing_poller(times: int) -> tuple[Poller, Waits, list[str | None]]:
+    told: list[str | None] = []
+    lanes = Lanes(1, group_size=1, budget=1.0)
+    poller = Poller(Away(), "group", [], lanes, max_outstanding=1, on_error=told.append)
+    poller._is_closed = waits = Waits(times)
+    return poller, waits, told
+
+
+def test_the_poller_starts_over_after_1_s_doubling_to_30_s():
+    """KJO-53: 1000 ms at first, twice as long each time, 30000 ms at most; 10 times and more."""
+    poller, waits, told = failing_poller(12)
+    poller._run()
+    assert waits.seconds == [1, 2, 4, 8, 16, 30, 30, 30, 30, 30, 30, 30]
+    assert told == ["the broker is away"] * 12
+
+
+def test_an_outage_after_good_times_begins_with_1_s_again(monkeypatch):
+    """KJO-53."""
+    poller, waits, _ = failing_poller(4)
+    clock = iter([0, 1, 1, 2, 100, 200, 300, 300])
+    monkeypatch.setattr(poller_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    poller._run()
+    assert waits.seconds == [1, 2, 1, 2]
+
+
+def test_the_clients_own_reconnecting_is_passed_through():
+    """KJO-53: to every kind of client, untouched; librdkafka's own unless given."""
+    given = {"reconnect.backoff.ms": 1000, "reconnect.backoff.max.ms": 30_000}
+    options = KafkaOptions(
+        "default", {"bootstrap.servers": "nowhere:1", **given, "retries": 10, "retry.backoff.ms": 1}
+    )
+    for config in (options.producer(), options.consumer("group"), options.admin()):
+        assert given.items() <= config.items()
+        assert config["retry.backoff.ms"] == 1
+    assert options.producer()["retries"] == 10
+    assert "retries" not in options.consumer("group")
+    assert not given.keys() & OPTIONS.consumer("group").keys()

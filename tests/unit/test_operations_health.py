@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 
 import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
 from django.utils import timezone
 
 from kjo_django.backends import get_transport
@@ -178,3 +181,56 @@ def test_a_probe_that_raises_is_a_failed_check(monkeypatch):
 
     monkeypatch.setattr(MemoryTransport, "lag", lag)
     assert check("lag").ok is False
+
+
+# --- KJO-100: the partitions bound the workers ----------------------------------------------------
+
+
+def partitioned(settings, count):
+    options = {"partitions": count}
+    settings.KJO = {**settings.KJO, "QUEUES": {"emails": {"topic_options": options}}}
+    get_transport().clear()
+    topics.create()
+
+
+def test_more_workers_than_partitions_are_a_warning(settings):
+    """KJO-100: the third of two partitions stands by; all is well, but told."""
+    # Given
+    partitioned(settings, 2)
+    WorkerFactory.create_batch(2, queues=["emails"])
+    WorkerFactory(queues=["emails"], stale=True)
+    WorkerFactory(queues=["other"])
+    # When, then
+    found = check("scaling")
+    assert (found.ok, found.fix) == (True, "")
+    # When
+    WorkerFactory(queues=["emails"])
+    # Then
+    found = check("scaling")
+    assert found.ok is True
+    assert found.detail == "some stand by: emails has 3 workers for 2 partitions"
+    assert "twice the workers" in found.fix
+
+
+def test_the_command_says_warning(settings, capsys):
+    """KJO-100."""
+    partitioned(settings, 1)
+    WorkerFactory.create_batch(2, queues=["emails"])
+    with contextlib.suppress(SystemExit, CommandError):
+        call_command("kjo_health")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "  scaling " in line)
+    assert line.startswith("warning  scaling")
+
+
+def test_where_any_number_of_workers_shares_a_topic_none_stands_by(settings):
+    """KJO-100: the database hands out records, not partitions."""
+    settings.KJO = {"QUEUES": {"emails": {}}}
+    WorkerFactory.create_batch(20, queues=["emails"])
+    assert check("scaling").fix == ""
+
+
+def test_a_topic_that_is_missing_is_told_elsewhere(memory):
+    """KJO-100."""
+    WorkerFactory.create_batch(2, queues=["emails"])
+    memory.clear()
+    assert (check("scaling").ok, check("topics").ok) == (True, False)

@@ -40,6 +40,8 @@ class Command(KjoCommand):
         words = {True: "ok", False: "FAILED", None: "skipped"}
         for check in answer["checks"]:
             word = styles[check["ok"]](words[check["ok"]].ljust(7))
+            if check["ok"] and check["fix"]:
+                word = self.style.WARNING("warning")
             self.stdout.write(f"{word}  {check['name'].ljust(12)}  {check['detail']}")
             if check["fix"]:
                 self.stdout.write(f"{'':23}{check['fix']}")
