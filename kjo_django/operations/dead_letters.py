@@ -70,6 +70,7 @@ class DeadLetterFilter:
 
     ids: Collection[UUID | str] | None = None
     queue: str | None = None
+    """Of this queue, and of the one that carries its messages' retries."""
     handler: str | None = None
     reason: str | None = None
     error: str | None = None
@@ -93,9 +94,12 @@ def select(selection: Selection) -> QuerySet[DeadLetter]:
     if isinstance(selection, QuerySet):
         return selection.using(using).filter(state=DeadLetterState.OPEN).order_by("pk")
     rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
-    exact = {"queue": selection.queue, "handler": selection.handler, "reason": selection.reason}
+    exact = {"handler": selection.handler, "reason": selection.reason}
     exact["fingerprint"] = selection.fingerprint
     rows = rows.filter(**{name: value for name, value in exact.items() if value is not None})
+    if selection.queue is not None:
+        retries = get_settings().queue(selection.queue).retries
+        rows = rows.filter(queue__in={selection.queue, retries})
     if selection.ids is not None:
         rows = rows.filter(pk__in=[_id(each) for each in selection.ids])
     if selection.error:

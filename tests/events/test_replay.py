@@ -134,6 +134,31 @@ def test_the_command_runs_them_here(dead_events) -> None:
     assert "Run here: 3 completed" in out.getvalue()
 
 
+def test_a_queue_includes_what_died_of_its_retries(transport) -> None:
+    """KII-30: ``--queue user-events`` finds both; the name of the retries finds only those."""
+
+    @event_handler("T", topic=TOPIC)
+    def handle(event: BaseEvent) -> None:
+        raise PermanentError("at once") if event.data["n"] else ValueError("and again")
+
+    service = Service()
+    for number in range(2):
+        send(BaseEvent(type="T", data={"n": number}).to_bytes())
+    service.run()
+    letters = DeadLetter.objects.order_by("queue").values_list("queue", "error")
+    assert list(letters) == [(TOPIC, "at once"), (f"{TOPIC}-retry", "and again")]
+    retries = DeadLetterFilter(queue=f"{TOPIC}-retry")
+    assert [letter.error for letter in dead_letters.select(retries)] == ["and again"]
+    assert not dead_letters.select(DeadLetterFilter(queue="ledger")).exists()
+    # When
+    out = io.StringIO()
+    call_command("kjo_replay_dlq", "--queue", TOPIC, "--json", stdout=out)
+    service.close()
+    # Then
+    assert json.loads(out.getvalue())["replayed"] == 2
+    assert not DeadLetter.objects.filter(state=DeadLetterState.OPEN).exists()
+
+
 def test_edited_and_replayed(dead_events) -> None:
     """KII-30: repair and republish; the dead letter keeps what died."""
     letter = DeadLetter.objects.order_by("pk").first()

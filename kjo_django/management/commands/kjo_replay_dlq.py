@@ -30,7 +30,7 @@ class Command(KjoCommand):
         super().add_arguments(parser)
         add = parser.add_argument
         add("--source", choices=("table", "topic"), default="table")
-        add("--queue", help="Only dead letters of this queue.")
+        add("--queue", help="Only dead letters of this queue and its retries.")
         add("--type", dest="handler", help="Only those of this handler.")
         add("--reason", help="Only those that died for this reason, such as exhausted.")
         add("--error", help="Only those whose error contains this text.")
