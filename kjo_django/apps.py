@@ -20,11 +20,13 @@ class KjoConfig(AppConfig):
     def ready(self) -> None:
         """Import ``jobs``, ``consumers`` and ``producers`` of the installed apps."""
         from kjo_django import checks, registry  # noqa: F401 - registers by import
+        from kjo_django.contrib.tasks.loading import load_backends
         from kjo_django.producer.wiring import above
 
         above.ensure_topics = _ensure_topics
         above.make_worker = _make_worker
         above.status_of = _status_of
+        load_backends()
         autodiscover_modules("jobs", "consumers", "producers")
 
 

@@ -11,6 +11,8 @@ E005    the coordination that cannot be made
 E006    a fault in topic_options
 E007    an unknown database alias
 E008    PAUSABLE_ERRORS or ERROR_RECOVERY_DELAYS that mean nothing
+E009    OPTIONS in TASKS that are wrong (contrib.tasks)
+E010    a queue in TASKS that cannot carry tasks (contrib.tasks)
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats

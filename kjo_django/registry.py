@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -89,6 +89,10 @@ class Handler:
             return str(error)
         return None
 
+    def fitted(self, headers: Mapping[str, bytes]) -> Handler:
+        """Return what runs a message with these headers: itself, where they change nothing."""
+        return self
+
     judges_itself: bool = False
     """Whether the handler finds out by itself that a message has taken effect, from the state of
     the item it is about. Its marker then only keeps two transactions from running it at once; an
@@ -134,7 +138,8 @@ class Route:
         message = envelope.read(
             record.value, record.headers, max_bytes=max_bytes, timestamp=record.timestamp
         )
-        return message, find(message.type)
+        handler = find(message.type)
+        return message, handler.fitted(record.headers) if handler is not None else None
 
 
 JOBS = Route()

@@ -1,0 +1,137 @@
+"""The backend: a task is a job of kjo_django."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from django.core.checks import CheckMessage, Error
+from django.core.exceptions import ImproperlyConfigured
+
+from kjo_django import conf, registry
+from kjo_django.contrib.tasks.compat import (
+    DEFAULT_TASK_QUEUE_NAME,
+    BaseTaskBackend,
+    InvalidTask,
+    normalize_json,
+    task_enqueued,
+)
+from kjo_django.contrib.tasks.definition import CHECKS, KJOTask, KJOTaskResult
+from kjo_django.contrib.tasks.handlers import register_handler
+
+OPTIONS = ("atomic", "max_attempts", "result_ttl", "timeout")
+"""What ``OPTIONS`` may hold: defaults for tasks that do not say."""
+MAX_QUEUE_LENGTH = 100
+
+
+class KJOBackend(BaseTaskBackend):
+    """Stores tasks as jobs, in the caller's transaction; ``kjo_consume`` runs them.
+
+    Made while modules that declare tasks are imported, before the models are there, and once per
+    thread: it connects to nothing and keeps nothing.
+    """
+
+    task_class = KJOTask
+    supports_defer = True
+    supports_async_task = True
+    supports_get_result = True
+    supports_priority = False
+    runs_on_kjo = True
+
+    def __init__(self, alias: str, params: dict[str, Any]) -> None:
+        super().__init__(alias, params)
+        queues = sorted(filter(_is_queue_name, self.queues))
+        register_handler(queues[0] if queues else DEFAULT_TASK_QUEUE_NAME)
+        for name in queues:
+            if name not in conf.declared_queues():
+                conf.declare_queue(name)
+
+    def enqueue(self, task: Any, args: Any, kwargs: Any) -> KJOTaskResult:
+        """Store the task as a job, joining the caller's transaction.
+
+        :raises InvalidTask: the task cannot be run here; with ``QUEUES`` empty, also a queue that
+            nobody declared, which no worker would consume.
+        :raises TypeError: it does not take these arguments, or they are not JSON.
+        :raises PayloadError: they are too large.
+        """
+        from kjo_django.contrib.tasks import results
+
+        self.validate_task(task)
+        if not self.queues:
+            _known_queue(task.queue_name)
+        args, kwargs = normalize_json(list(args)), normalize_json(dict(kwargs))
+        first = (None,) if task.takes_context else ()
+        try:
+            inspect.signature(task.func).bind(*first, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{task.module_path}: {error}") from None
+        result = results.store_task(self, task, args, kwargs)
+        if result.is_new:
+            task_enqueued.send_robust(sender=type(self), task_result=result)
+        return result
+
+    def get_result(self, result_id: str) -> KJOTaskResult:
+        """Return what is known of a task that was enqueued on this backend.
+
+        :raises TaskResultDoesNotExist: there is none, or its lifetime is over.
+        """
+        from kjo_django.contrib.tasks import results
+
+        return results.get_result(self, result_id)
+
+    def default(self, task: Any, name: str) -> Any:
+        """Return a task's option, or what ``OPTIONS`` says where it says nothing.
+
+        :raises ImproperlyConfigured: ``OPTIONS`` are wrong.
+        """
+        value = getattr(task, name, None)
+        if value is not None or name not in OPTIONS:
+            return value
+        for problem in self._problems():
+            raise ImproperlyConfigured(problem.msg)
+        return self.options.get(name)
+
+    def check(self, **kwargs: Any) -> list[CheckMessage]:
+        """Check the options and the queues; nothing is connected to."""
+        return [*self._problems(), *self._queue_problems()]
+
+    def _problems(self) -> Iterator[CheckMessage]:
+        where = f"TASKS[{self.alias!r}]['OPTIONS']"
+        for name, value in self.options.items():
+            if name not in OPTIONS:
+                close = difflib.get_close_matches(str(name), OPTIONS, n=1)
+                hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(OPTIONS)}."
+                yield Error(f"{where} has no key {name!r}.", hint=hint, id="kjo.E009")
+            elif value is not None:
+                try:
+                    CHECKS[name](value)
+                except (TypeError, ValueError) as error:
+                    text = f"{where}[{name!r}] must be {error}, not {value!r:.80}."
+                    yield Error(text, id="kjo.E009")
+
+    def _queue_problems(self) -> Iterator[CheckMessage]:
+        for name in sorted(self.queues, key=str):
+            where = f"TASKS[{self.alias!r}]['QUEUES']"
+            if not _is_queue_name(name):
+                text = f"{where} has {name!r:.120}; a queue has 1 to {MAX_QUEUE_LENGTH} characters."
+                yield Error(text, id="kjo.E010")
+            elif registry.route_of(name) is not registry.JOBS:
+                yield Error(
+                    f"{where} has {name!r}, whose topic carries no jobs but records of its own.",
+                    hint="Give the tasks a queue that no template consumer or event handler has.",
+                    id="kjo.E010",
+                )
+
+
+def _is_queue_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= MAX_QUEUE_LENGTH
+
+
+def _known_queue(name: str) -> None:
+    known = registry.queue_names()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else "Declare it in KJO['QUEUES']."
+        raise InvalidTask(f"Queue {name!r} is consumed by no worker. {hint}")

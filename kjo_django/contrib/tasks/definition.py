@@ -1,0 +1,185 @@
+"""Tasks with what a job can have, and results that tell the job's true state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.utils import timezone
+
+from kjo_django.conf import duration, whole
+from kjo_django.contrib.tasks.compat import (
+    DEFAULT_TASK_BACKEND_ALIAS,
+    DEFAULT_TASK_PRIORITY,
+    DEFAULT_TASK_QUEUE_NAME,
+    TASK_REFRESH_ATTRS,
+    InvalidTask,
+    Task,
+    TaskContext,
+    TaskResult,
+    task_backends,
+)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("True or False")
+    return value
+
+
+def _identity(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 255:
+        raise ValueError("text of 1 to 255 characters")
+    return value
+
+
+def _key(value: Any) -> Any:
+    return value if callable(value) else _identity(value)
+
+
+def _end(value: Any) -> Any:
+    if isinstance(value, timedelta) and value > timedelta(0):
+        return value
+    if isinstance(value, datetime) and timezone.is_aware(value):
+        return value
+    raise ValueError("a positive timedelta or an aware datetime")
+
+
+def _lifetime(value: Any) -> timedelta:
+    if not isinstance(value, timedelta) or value < timedelta(milliseconds=1):
+        raise ValueError("a timedelta of at least a millisecond")
+    return value
+
+
+CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "max_attempts": whole(1),
+    "timeout": duration,
+    "unique_id": _identity,
+    "key": _key,
+    "expires": _end,
+    "result_ttl": _lifetime,
+    "atomic": _flag,
+}
+"""What each option of a task must be; ``OPTIONS`` of the backend are checked by the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KJOTask(Task):  # type: ignore[type-arg]
+    """A task with the options of a job; None leaves one to the backend's ``OPTIONS``, then to the
+    queue."""
+
+    max_attempts: int | None = None
+    timeout: timedelta | float | None = None
+    """Longest run of an attempt, timedelta or seconds."""
+    unique_id: str | None = None
+    """One job per queue and id: enqueued again, the answer is the result that is there."""
+    key: str | Callable[..., str] | None = None
+    """Tasks of one key run one at a time and in order. A function is given the task's arguments."""
+    expires: timedelta | datetime | None = None
+    """Not started by then, never started; a timedelta counts from when it is enqueued."""
+    result_ttl: timedelta | None = None
+    """How long its result and its errors are kept."""
+    atomic: bool | None = None
+    """False: run outside the transaction that records the outcome."""
+
+    def __post_init__(self) -> None:
+        for name, check in CHECKS.items():
+            value = getattr(self, name)
+            if value is not None:
+                try:
+                    check(value)
+                except (TypeError, ValueError) as error:
+                    raise InvalidTask(f"{name} must be {error}, not {value!r:.80}") from None
+        # Not super(): a dataclass with slots is another class than the one super() would know.
+        Task.__post_init__(self)
+
+    def using(self, **options: Any) -> KJOTask:
+        """Return a copy with options for the next enqueues; those that are None stay as they are.
+
+        :raises TypeError: there is no such option.
+        """
+        for name in options:
+            if name not in _USABLE:
+                known = ", ".join(sorted(_USABLE))
+                raise TypeError(f"using() has no option {name!r}; it takes {known}")
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(self, **given)
+
+
+_USABLE = {"priority", "queue_name", "run_after", "backend", *CHECKS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KJOTaskResult(TaskResult):  # type: ignore[type-arg,misc]
+    """A result that also knows what the four states of the framework cannot say."""
+
+    job_status: str = ""
+    """pending, scheduled, queued, processing, failing, completed, failed or cancelled."""
+    is_new: bool = field(default=True, compare=False)
+    """Of an enqueue: whether it stored a job. False where the unique id was taken."""
+
+    def refresh(self) -> None:
+        """Reload what may have changed."""
+        self._take(self.task.get_backend().get_result(self.id))
+
+    async def arefresh(self) -> None:
+        """``refresh`` from asynchronous code."""
+        self._take(await self.task.get_backend().aget_result(self.id))
+
+    def _take(self, fresh: Any) -> None:
+        for name in (*TASK_REFRESH_ATTRS, "job_status"):
+            object.__setattr__(self, name, getattr(fresh, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KJOTaskContext(TaskContext):  # type: ignore[type-arg,misc]
+    """A task's context that can also do what a job's can."""
+
+    job: Any
+    """The ``JobContext``: idempotency key, abort flag, progress."""
+
+
+def task(
+    function: Callable[..., Any] | None = None,
+    *,
+    priority: int = DEFAULT_TASK_PRIORITY,
+    queue_name: str = DEFAULT_TASK_QUEUE_NAME,
+    backend: str = DEFAULT_TASK_BACKEND_ALIAS,
+    takes_context: bool = False,
+    **options: Any,
+) -> Any:
+    """Declare a task with the options of ``KJOTask``, on every version of the framework.
+
+    Django 6.0's own decorator takes none but its own; for the rest the two are the same.
+    """
+    if "run_after" in options:
+        raise TypeError("run_after is no option of the decorator; use .using(run_after=…)")
+
+    def declare(function: Callable[..., Any]) -> Any:
+        return task_backends[backend].task_class(
+            func=function,
+            priority=priority,
+            queue_name=queue_name,
+            backend=backend,
+            takes_context=takes_context,
+            run_after=None,
+            **options,
+        )
+
+    return declare if function is None else declare(function)
+
+
+def changed_options(task: Any) -> dict[str, Any]:
+    """Return a task's own options that say something and can be written down."""
+    given = {name: getattr(task, name, None) for name in CHECKS}
+    return {name: v for name, v in given.items() if v is not None and not callable(v)}
+
+
+def restored(task: Any, **changes: Any) -> Any:
+    """Return a copy as it was enqueued, without validating: what was valid then may not be now."""
+    copy = object.__new__(type(task))
+    for one in fields(task):
+        object.__setattr__(copy, one.name, changes.get(one.name, getattr(task, one.name)))
+    return copy

@@ -1,0 +1,315 @@
+"""Between tasks and job rows. Imported when the models are there, never before."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import uuid
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.utils import timezone
+from django.utils.dateparse import parse_datetime, parse_duration
+from django.utils.duration import duration_iso_string
+
+from kjo_django import conf, states
+from kjo_django.consumer.context import JobContext
+from kjo_django.consumer.leases import lease_name
+from kjo_django.consumer.work import Outcome, Result
+from kjo_django.contrib.tasks import handlers
+from kjo_django.contrib.tasks.compat import (
+    InvalidTask,
+    TaskError,
+    TaskResultDoesNotExist,
+    TaskResultStatus,
+    task_backends,
+    task_finished,
+    task_started,
+)
+from kjo_django.contrib.tasks.definition import (
+    KJOTaskContext,
+    KJOTaskResult,
+    changed_options,
+    restored,
+)
+from kjo_django.contrib.tasks.handlers import NAME, TaskCall, find_task
+from kjo_django.exceptions import MessageError
+from kjo_django.messages.serializers import JSON, serializer_for
+from kjo_django.models import Job, JobFailure
+from kjo_django.operations.jobs import live_leases
+from kjo_django.producer.definition import EnqueueOptions, new_job
+from kjo_django.producer.dispatch import jobs_database
+from kjo_django.producer.enqueue import milliseconds, result_of, store
+from kjo_django.states import JobState, JobStatus
+
+logger = logging.getLogger("kjo_django")
+
+
+def store_task(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) -> KJOTaskResult:
+    """Store a task as a job and return its result, or the one that has its unique id.
+
+    :raises InvalidTask: another task, or a job that is none, has the unique id.
+    """
+    job = _job_of(backend, task, args, kwargs)
+    answer = store([job])[0]
+    if answer.is_new:
+        return _result(job, [], job.status, task=task, alias=backend.alias, call=_call_of(job))
+    held = Job.objects.using(jobs_database()).get(pk=answer.job_id)
+    call = _call_of(held) if held.handler == NAME else None
+    if call is None or call.path != task.module_path:
+        raise InvalidTask(f"{job.unique_id!r} is the unique id of another job of {job.queue!r}.")
+    return _result_of_row(held, call, backend.alias, is_new=False)
+
+
+def get_result(backend: Any, result_id: Any) -> KJOTaskResult:
+    """Return the result of a task that was enqueued on this backend.
+
+    :raises TaskResultDoesNotExist: there is none, or its lifetime is over.
+    """
+    try:
+        key = uuid.UUID(str(result_id))
+        job = Job.objects.using(jobs_database()).get(pk=key, handler=NAME)
+        call = _call_of(job)
+        if call.backend == backend.alias and not _is_over(job):
+            return _result_of_row(job, call, backend.alias)
+    except (ValueError, Job.DoesNotExist, MessageError):
+        pass
+    raise TaskResultDoesNotExist(result_id)
+
+
+def begin(task: Any, call: TaskCall, context: JobContext) -> KJOTaskContext:
+    """Say that a run begins, and return what the task may know of it."""
+    now = timezone.now()
+    result = KJOTaskResult(
+        task=_restored_task(task, call, context.queue),
+        id=context.job_id,
+        status=TaskResultStatus.RUNNING,
+        enqueued_at=context.created_at,
+        started_at=now,
+        finished_at=None,
+        last_attempted_at=now,
+        args=call.args,
+        kwargs=call.kwargs,
+        backend=call.backend,
+        errors=[],
+        worker_ids=[""] * (context.attempt - 1) + [conf.default_worker_name()],
+        job_status=str(JobStatus.PROCESSING),
+    )
+    task_started.send_robust(sender=_backend_class(call.backend), task_result=result)
+    return KJOTaskContext(task_result=result, job=context)
+
+
+def tell_finished(outcome: Outcome) -> None:
+    """Send ``task_finished`` for an outcome that is durable and the last."""
+    if outcome.job is None or outcome.result not in _ENDS:
+        return
+    job = _row_after(outcome)
+    call = _call_of(job)
+    sender = _backend_class(call.backend)
+    if outcome.result is Result.COMPLETED:
+        result = _result_of_row(job, call, call.backend, worker=conf.default_worker_name())
+        task_finished.send_robust(sender=sender, task_result=result)
+        return
+    try:
+        result = _result_of_row(job, call, call.backend)
+    except Exception as error:
+        # Its task cannot be imported, which is why it failed: there is nothing to send.
+        logger.warning("No task_finished for job %s: %s", job.pk, error)
+        return
+    try:
+        raise outcome.error or RuntimeError("no error")
+    except BaseException:
+        # Within the handling of the error: the framework's own receiver logs it with its traceback.
+        task_finished.send_robust(sender=sender, task_result=result)
+
+
+_ENDS = (Result.COMPLETED, Result.DEAD, Result.CANCELLED)
+
+
+# --- Details --------------------------------------------------------------------------------------
+
+
+def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) -> Job:
+    now = timezone.now()
+    key = getattr(task, "key", None)
+    expires = getattr(task, "expires", None)
+    timeout = backend.default(task, "timeout")
+    headers = {handlers.TASK: task.module_path}
+    if backend.default(task, "atomic") is False:
+        headers[handlers.PLAIN] = "1"
+    if inspect.iscoroutinefunction(task.func):
+        headers[handlers.ASYNC] = "1"
+    if timeout is not None:
+        headers[handlers.TIMEOUT] = repr(conf.duration(timeout).total_seconds())
+    options = EnqueueOptions(
+        id=getattr(task, "unique_id", None),
+        key=str(key(*args, **kwargs)) if callable(key) else key,
+        run_at=task.run_after,
+        expires_at=now + expires if isinstance(expires, timedelta) else expires,
+        headers=headers,
+    )
+    queue = conf.get_settings().queue(task.queue_name)
+    return new_job(
+        options,
+        queue=queue,
+        handler=NAME,
+        payload={
+            "task": task.module_path,
+            "backend": backend.alias,
+            "args": args,
+            "kwargs": kwargs,
+            "using": _written(task),
+        },
+        serializer=JSON,
+        key=options.key or "",
+        max_attempts=backend.default(task, "max_attempts") or queue.max_attempts,
+        result_ttl=milliseconds(backend.default(task, "result_ttl"), queue.result_ttl),
+    )
+
+
+_TIMES = ("expires", "result_ttl", "run_after", "timeout")
+
+
+def _written(task: Any) -> dict[str, Any]:
+    """Return a task's options as JSON has them: durations and moments in ISO 8601."""
+    given = changed_options(task)
+    if task.run_after is not None:
+        given["run_after"] = task.run_after
+    for name, value in given.items():
+        if isinstance(value, timedelta):
+            given[name] = duration_iso_string(value)
+        elif isinstance(value, datetime):
+            given[name] = value.isoformat()
+    return given
+
+
+def _restored_task(task: Any, call: TaskCall, queue: str) -> Any:
+    """Return the task as it was enqueued."""
+    changes: dict[str, Any] = {"queue_name": queue, "backend": call.backend, "run_after": None}
+    for name, value in call.using.items():
+        if isinstance(value, str) and name in _TIMES:
+            value = parse_duration(value) if value.startswith("P") else parse_datetime(value)
+        changes[name] = value
+    return restored(task, **changes)
+
+
+def _call_of(job: Job) -> TaskCall:
+    return TaskCall.read(serializer_for(job.content_type).loads(bytes(job.payload)))
+
+
+def _is_over(job: Job) -> bool:
+    expires_at = job.result_expires_at
+    return job.state in states.FINAL and expires_at is not None and expires_at <= timezone.now()
+
+
+def _result_of_row(
+    job: Job, call: TaskCall, alias: str, *, worker: str = "", is_new: bool = True
+) -> KJOTaskResult:
+    failures: list[JobFailure] = []
+    if job.attempts > 1 or (job.attempts and job.state != JobState.COMPLETED):
+        rows = JobFailure.objects.using(jobs_database())
+        failures = list(rows.filter(job_id=job.pk, generation=job.generation))
+    task = _restored_task(find_task(call.path), call, job.queue)
+    return _result(
+        job, failures, _status(job), task=task, alias=alias, call=call, worker=worker, is_new=is_new
+    )
+
+
+def _result(
+    job: Job,
+    failures: Sequence[JobFailure],
+    status: JobStatus,
+    *,
+    task: Any,
+    alias: str,
+    call: TaskCall,
+    worker: str = "",
+    is_new: bool = True,
+) -> KJOTaskResult:
+    begun = [failure.started_at for failure in failures if failure.started_at]
+    last = max([*begun, *([job.started_at] if job.started_at else [])], default=None)
+    result = KJOTaskResult(
+        task=task,
+        id=str(job.pk),
+        status=TaskResultStatus[states.to_django_tasks(status)],
+        enqueued_at=job.created_at,
+        started_at=min(begun, default=last),
+        finished_at=job.finished_at,
+        last_attempted_at=last,
+        args=call.args,
+        kwargs=call.kwargs,
+        backend=alias,
+        errors=[
+            TaskError(
+                exception_class_path=_class_path(failure.error_type),
+                traceback=failure.traceback or f"{failure.error}\n",
+            )
+            for failure in failures
+        ],
+        worker_ids=_workers(job, failures, status, worker),
+        job_status=str(status),
+        is_new=is_new,
+    )
+    if status == JobStatus.COMPLETED:
+        object.__setattr__(result, "_return_value", result_of(job))
+    return result
+
+
+def _status(job: Job) -> JobStatus:
+    """A running atomic task shows by the lease its worker holds in coordination."""
+    now = timezone.now()
+    if job.state in states.FINAL or job.available_at > now:
+        return job.status_with(leased=False, now=now)
+    name = lease_name(conf.get_settings().queue(job.queue), job.message_id)
+    return job.status_with(leased=name in live_leases([name]), now=now)
+
+
+def _workers(job: Job, failures: Sequence[JobFailure], status: JobStatus, worker: str) -> list[str]:
+    """Return one entry per attempt begun; empty where nothing tells who ran it."""
+    count = job.attempts + (status == JobStatus.PROCESSING)
+    workers = [""] * count
+    for failure in failures:
+        if 0 < failure.attempt <= count:
+            workers[failure.attempt - 1] = failure.worker
+    if count and not workers[-1]:
+        workers[-1] = worker
+    return workers
+
+
+def _class_path(path: str) -> str:
+    return path if "." in path else f"builtins.{path}"
+
+
+def _row_after(outcome: Outcome) -> Job:
+    """Return the job's row as the outcome left it; of a completion without asking for it."""
+    row, message = outcome.job, outcome.delivery.message
+    assert row is not None
+    assert message is not None
+    if outcome.result is not Result.COMPLETED:
+        return Job.objects.using(jobs_database()).get(pk=row["id"])
+    after = {
+        **row,
+        "state": JobState.COMPLETED,
+        "attempts": outcome.attempt,
+        "started_at": outcome.started_at,
+        "finished_at": timezone.now(),
+        "result": outcome.value,
+    }
+    return Job(
+        **after,
+        queue=outcome.delivery.queue.name,
+        handler=message.type,
+        payload=message.payload,
+        content_type=message.content_type,
+    )
+
+
+def _backend_class(alias: str) -> type[Any]:
+    """Return the sender of the signals."""
+    from kjo_django.contrib.tasks.backend import KJOBackend
+
+    try:
+        return type(task_backends[alias])
+    except Exception:
+        return KJOBackend  # the worker's settings know the alias no longer
