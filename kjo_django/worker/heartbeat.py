@@ -72,6 +72,8 @@ class Heartbeat:
             while not self._stopping.wait(min(CONTROL_INTERVAL, beat, renewal)):
                 now = time.monotonic()
                 try:
+                    if now >= next_beat:
+                        self._touch()
                     self._read_controls()
                     self._worker.running.look_after(self._worker.leases.token)
                     if now >= next_renewal:
@@ -86,11 +88,15 @@ class Heartbeat:
         finally:
             connections.close_all()
 
+    def _touch(self) -> None:
+        """Tell a liveness probe, before anything that an outage could stop: a worker that waits for
+        its database is alive, and restarting it would not help."""
+        if self._worker.heartbeat_file:
+            Path(self._worker.heartbeat_file).write_text(f"{timezone.now().isoformat()}\n")
+
     def _beat(self) -> None:
         self._worker.leases.show_alive()
         self._worker.ensure_topics()
-        if self._worker.heartbeat_file:
-            Path(self._worker.heartbeat_file).write_text(f"{timezone.now().isoformat()}\n")
         self._write()
         self._worker.statistics.flush()
         end_sessions_of_the_dead(self._worker.leases.alive_ttl)

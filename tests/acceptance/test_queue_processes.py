@@ -120,6 +120,10 @@ def test_a_frozen_worker_loses(engine: Engine, handler: Any, tmp_path: Path) -> 
     assert (job.state, job.attempts) == ("completed", 2)
     assert ledger.get_result("job")["pid"] == second.pid
     assert not engine.failures.exists()
+    if handler is not wait_for:
+        engine.wait_until(
+            engine.entries.filter(job="job", note="attempt 1").exists, "The first never came back"
+        )
     # And of its writes, those inside the transaction are undone; outside they are at-least-once
     notes = sorted(engine.entries.filter(job="job").values_list("note", flat=True))
     assert notes == (["attempt 2"] if handler is wait_for else ["attempt 1", "attempt 2"])

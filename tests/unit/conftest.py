@@ -7,6 +7,7 @@ test: product code, routers and ``transaction.atomic()`` then all mean it, in ev
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,11 +63,13 @@ def _migrated_file(
 def _migrated_postgres(
     django_db_setup: None, django_db_blocker: Any, postgres_server: Any
 ) -> Iterator[dict[str, Any]]:
-    settings = settings_of(postgres_server.createdb("kjo_unit"))
+    # A name of its own: directories that share the server set up this fixture again.
+    name = f"kjo_unit_{uuid.uuid4().hex[:12]}"
+    settings = settings_of(postgres_server.createdb(name))
     with django_db_blocker.unblock(), led_to(settings):
         call_command("migrate", verbosity=0)
     yield settings
-    postgres_server.dropdb("kjo_unit")
+    postgres_server.dropdb(name)
 
 
 @pytest.fixture

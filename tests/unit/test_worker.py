@@ -433,3 +433,27 @@ def test_an_outage_of_the_transport_is_its_last_error_and_passes(transport, capl
         get_transport().fail(None)
         Job.objects.update(available_at=timezone.now())
         wait_until(finished)
+
+
+def test_the_heartbeat_file_is_written_while_the_database_is_away(settings, sqlite_file, tmp_path):
+    # Given a worker whose duties in the database fail
+    from django.db import OperationalError
+
+    from kjo_django.worker.heartbeat import Heartbeat
+
+    settings.KJO = {**settings.KJO, "HEARTBEAT_INTERVAL": 0.1}
+    alive = tmp_path / "alive"
+    heartbeat = Heartbeat(Worker(["ledger"], heartbeat_file=str(alive)))
+
+    def away() -> None:
+        raise OperationalError("the database is away")
+
+    heartbeat._read_controls = away
+    # When it beats
+    heartbeat.start()
+    deadline = time.monotonic() + 10
+    while not alive.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    heartbeat._stopping.set()
+    # Then a liveness probe sees it
+    assert alive.exists()
