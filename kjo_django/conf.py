@@ -101,9 +101,15 @@ def texts(value: Any) -> tuple[str, ...]:
     return tuple(text(item) for item in value)
 
 
-def option(convert: Callable[[Any], Any], default: Any, help: str) -> Any:
-    """Declare a setting: its type, its default and a line for the reference."""
-    kwargs: dict[str, Any] = {"metadata": {"convert": convert, "help": help}}
+def option(
+    convert: Callable[[Any], Any], default: Any, help: str, *, is_secret: bool = False
+) -> Any:
+    """Declare a setting: its type, its default and a line for the reference.
+
+    :param is_secret: its value is never shown.
+    """
+    metadata = {"convert": convert, "help": help, "is_secret": is_secret}
+    kwargs: dict[str, Any] = {"metadata": metadata, "repr": not is_secret}
     if isinstance(default, (dict, list)):
         kwargs["default_factory"] = lambda: type(default)(default)
     else:
@@ -261,6 +267,12 @@ class Settings:
     retention_metrics: timedelta = option(
         duration, timedelta(days=30), "kjo_prune: metric buckets and dead workers."
     )
+    metrics_token: str | None = option(
+        optional_text,
+        None,
+        "What Prometheus sends as 'Authorization: Bearer …' to the metrics view; never shown.",
+        is_secret=True,
+    )
 
     @property
     def effective_sent_ttl(self) -> timedelta:
@@ -391,10 +403,10 @@ def convert(kind: type[Any], given: Any, where: str) -> tuple[Any, list[Problem]
         try:
             values[declared.name] = declared.metadata["convert"](value)
         except ValueError as error:
+            shown = type(value).__name__ if declared.metadata["is_secret"] else f"{value!r:.80}"
             problems.append(
                 Problem(
-                    f"{where}[{key!r}] must be {error}, not {value!r:.80}.",
-                    declared.metadata["help"],
+                    f"{where}[{key!r}] must be {error}, not {shown}.", declared.metadata["help"]
                 )
             )
     return kind(**values), problems

@@ -194,14 +194,22 @@ class RedisCoordination(Coordination):
     # --- Health -----------------------------------------------------------------------------------
 
     def probe(self, timeout: float) -> str:
-        """Ask for the version, in a thread of its own since the cache may have no timeouts."""
-        outcome: list[str | Exception] = []
+        """Ask for the version."""
+        info = self._info("server", timeout)
+        kind = "valkey" if info.get("server_name") == "valkey" else "redis"
+        return f"{kind} {info.get(f'{kind}_version', '')} ({self._setting})"
+
+    def memory_bytes(self, timeout: float) -> int:
+        """Return the memory the server uses (KJO-102)."""
+        return int(self._info("memory", timeout)["used_memory"])
+
+    def _info(self, section: str, timeout: float) -> dict[str, Any]:
+        """Ask in a thread of its own, since the cache may have no timeouts."""
+        outcome: list[dict[str, Any] | Exception] = []
 
         def ask() -> None:
             try:
-                info = self._client().info("server")
-                kind = "valkey" if info.get("server_name") == "valkey" else "redis"
-                outcome.append(f"{kind} {info.get(f'{kind}_version', '')} ({self._setting})")
+                outcome.append(self._client().info(section))
             except Exception as error:
                 outcome.append(error)
 

@@ -31,7 +31,7 @@ class HealthView(View):
 
     def get(self, request: HttpRequest) -> JsonResponse:
         """Check."""
-        sees_details = _may_see(request)
+        sees_details = may_see(request)
         thresholds = self.thresholds
         if sees_details:
             try:
@@ -52,7 +52,8 @@ class HealthView(View):
         return response
 
 
-def _may_see(request: HttpRequest) -> bool:
+def may_see(request: HttpRequest) -> bool:
+    """Return whether somebody is logged in who may see jobs."""
     user = getattr(request, "user", None)
     try:
         return user is not None and bool(user.has_perm(PERMISSION))

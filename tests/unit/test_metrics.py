@@ -1,0 +1,379 @@
+"""Metrics for Prometheus: what is measured, what it costs, and who may read it (KJO-102)."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import AnonymousUser, Permission
+from django.db import DatabaseError, connection
+from django.test import RequestFactory
+from django.test.utils import CaptureQueriesContext
+from django.urls import include, path, reverse
+from django.utils import timezone
+from prometheus_client.parser import text_string_to_metric_families
+
+from kjo_django import conf, registry
+from kjo_django.backends import get_coordination, get_transport
+from kjo_django.contrib.prometheus import collecting, exposition
+from kjo_django.contrib.prometheus.views import MetricsView
+from kjo_django.coordination.redis import RedisCoordination
+from kjo_django.exceptions import CoordinationError, PublishError
+from kjo_django.operations import topics
+from kjo_django.transports.base import OutgoingRecord, TopicPartition
+from kjo_django.transports.memory import MemoryTransport
+from kjo_django.worker.statistics import BOUNDS, bound_of
+from tests.conformance.test_coordination_redis import cache_at
+from tests.factories import (
+    DeadLetterFactory,
+    JobFactory,
+    MetricBucketFactory,
+    QueueControlFactory,
+    WorkerFactory,
+)
+
+pytestmark = pytest.mark.django_db(transaction=True)
+TOKEN = "a-token-of-Prometheus"
+urlpatterns = [path("kjo/metrics", include("kjo_django.contrib.prometheus.urls"))]
+
+
+@pytest.fixture(autouse=True)
+def _memory(settings, monkeypatch):
+    settings.KJO = {
+        "TRANSPORTS": {
+            "default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"},
+        },
+        "QUEUES": {"emails": {"topic_options": {"partitions": 2}}},
+        "METRICS_TOKEN": TOKEN,
+    }
+    transport = get_transport()
+    transport.clear()
+    topics.create()
+    # Never the hour's first seconds: what a test counted would belong to the hour before.
+    noon = timezone.now().replace(minute=30, second=0, microsecond=0)
+    monkeypatch.setattr(collecting, "timezone", SimpleNamespace(now=lambda: noon))
+    yield
+    transport.clear()
+
+
+def get(by=None, **headers):
+    request = RequestFactory().get("/kjo/metrics", headers=headers)
+    request.user = by or AnonymousUser()
+    return MetricsView.as_view()(request)
+
+
+def scrape():
+    """The families by name, as Prometheus' own client reads them."""
+    response = get(authorization=f"Bearer {TOKEN}")
+    assert response.status_code == 200, response.content
+    families = list(text_string_to_metric_families(response.content.decode()))
+    assert len({family.name for family in families}) == len(families)
+    return {family.name: family for family in families}
+
+
+def value(families, name, suffix="", **labels):
+    """The one sample with these labels."""
+    family = families[name.removesuffix("_total")]
+    (found,) = (
+        sample.value
+        for sample in family.samples
+        if sample.name == name + suffix and labels.items() <= sample.labels.items()
+    )
+    return found
+
+
+def histogram(seconds):
+    counts = [0] * BOUNDS
+    for duration in seconds:
+        counts[bound_of(duration)] += 1
+    return counts
+
+
+# --- What is measured -----------------------------------------------------------------------------
+
+
+def test_the_embedded_default_has_metrics_too(settings):
+    """KJO-102: with nothing configured but the token, and nothing in any table."""
+    settings.KJO = {"METRICS_TOKEN": TOKEN}
+    families = scrape()
+    assert value(families, "kjo_workers_alive") == 0
+    assert value(families, "kjo_collected", part="lag") == 1
+
+
+def test_what_workers_did_is_added_up_over_workers_and_minutes():
+    """KJO-102: success and failure rates by queue and handler."""
+    kind = {"queue": "emails", "handler": "shop.send"}
+    now = collecting.timezone.now()
+    MetricBucketFactory(**kind, minute=now, completed_count=5, failed_count=1, retried_count=2)
+    MetricBucketFactory(**kind, minute=now, completed_count=7, duplicate_count=3, skipped_count=4)
+    MetricBucketFactory(**kind, minute=now - timedelta(minutes=1), completed_count=1)
+    families = scrape()
+    for name, count in (
+        ("completed", 13),
+        ("failed", 1),
+        ("retried", 2),
+        ("duplicate", 3),
+        ("skipped", 4),
+    ):
+        assert value(families, f"kjo_jobs_{name}_total", **kind) == count
+        assert families[f"kjo_jobs_{name}"].type == "counter"
+
+
+def test_a_new_hour_begins_with_nothing():
+    """What is read is bounded, and pruning never takes anything from a counter."""
+    MetricBucketFactory(
+        queue="emails", handler="shop.send", minute=collecting.timezone.now() - timedelta(hours=1)
+    )
+    assert not [
+        sample
+        for sample in scrape()["kjo_jobs_completed"].samples
+        if sample.labels["handler"] == "shop.send"
+    ]
+
+
+def test_every_handler_is_told_of_before_it_ran():
+    """Or an hour's first failure would be no increase."""
+    handler = registry.handlers()[0]
+    labels = {"queue": handler.options.queue, "handler": handler.name}
+    families = scrape()
+    assert value(families, "kjo_jobs_failed_total", **labels) == 0
+    assert value(families, "kjo_job_run_seconds", "_count", **labels) == 0
+
+
+@pytest.mark.parametrize("name", ["run", "wait"])
+def test_durations_are_histograms_with_percentiles(name):
+    """KJO-102: p50, p95 and p99 of the processing duration, from cumulative buckets."""
+    # Given: half takes 3 ms, some 100 ms, one an age
+    counts = histogram([0.003] * 50 + [0.1] * 49 + [100_000])
+    kind = {"queue": "emails", "handler": "shop.send"}
+    now = collecting.timezone.now()
+    MetricBucketFactory(**kind, minute=now, **{f"{name}_histogram": counts})
+    MetricBucketFactory(**kind, minute=now, **{f"{name}_histogram": []})
+    # When
+    family = scrape()[f"kjo_job_{name}_seconds"]
+    # Then
+    assert family.type == "histogram"
+    lines = [sample for sample in family.samples if kind.items() <= sample.labels.items()]
+    buckets = [(float(s.labels["le"]), s.value) for s in lines if s.name.endswith("_bucket")]
+    assert [le for le, _ in buckets] == [0.001 * 2**n for n in range(BOUNDS - 1)] + [math.inf]
+    assert [count for _, count in buckets] == sorted(count for _, count in buckets)
+    assert buckets[-1] == (math.inf, 100)
+    assert [sample.value for sample in lines if sample.name.endswith("_count")] == [100]
+    assert quantile(0.50, buckets) <= 0.004
+    assert 0.064 < quantile(0.95, buckets) <= 0.128
+    assert 0.064 < quantile(0.99, buckets) <= 0.128
+
+
+def quantile(share, buckets):
+    """The upper bound of the bucket it lies in."""
+    return next(le for le, count in buckets if count >= share * buckets[-1][1])
+
+
+def test_the_lag_of_each_partition():
+    """KJO-102."""
+    get_transport().publish([OutgoingRecord("emails", b"x", partition=1)] * 3)
+    families = scrape()
+    assert value(families, "kjo_consumer_lag", queue="emails", partition="0") == 0
+    assert value(families, "kjo_consumer_lag", queue="emails", partition="1") == 3
+
+
+def test_the_production_rate_is_that_of_the_last_minute(monkeypatch):
+    """KJO-102."""
+    monkeypatch.undo()
+    JobFactory.create_batch(6, queue="emails")
+    families = scrape()
+    assert value(families, "kjo_production_rate", queue="emails") == 0.1
+    assert value(families, "kjo_production_rate", queue="ledger") == 0
+
+
+def test_many_jobs_shorten_the_time_the_production_rate_is_of(monkeypatch):
+    """KJO-102: ten rows are looked at, and took ten seconds."""
+    monkeypatch.undo()
+    monkeypatch.setattr(collecting, "PRODUCTION_ROWS", 10)
+    JobFactory.create_batch(20, queue="emails", created_at=timezone.now() - timedelta(seconds=10))
+    assert value(scrape(), "kjo_production_rate", queue="emails") == pytest.approx(1.0, rel=0.2)
+
+
+def test_the_queues_the_relay_and_the_workers_as_they_are(monkeypatch):
+    """KJO-102."""
+    now = collecting.timezone.now()
+    JobFactory(queue="emails", available_at=now - timedelta(seconds=90))
+    JobFactory(queue="emails", queued=True, available_at=now - timedelta(seconds=120))
+    DeadLetterFactory.create_batch(2, queue="emails")
+    QueueControlFactory(queue="paused", is_paused=True)
+    alive = {"heartbeat_at": now, "in_flight_count": 2, "rss_bytes": 1000, "concurrency": 4}
+    WorkerFactory.create_batch(2, **alive)
+    WorkerFactory(**{**alive, "heartbeat_at": now - timedelta(hours=1)})
+    families = scrape()
+    assert value(families, "kjo_outbox_backlog") == 1
+    assert value(families, "kjo_outbox_oldest_seconds") == 90
+    assert value(families, "kjo_oldest_waiting_seconds", queue="emails") == 120
+    assert value(families, "kjo_dead_letters_open", queue="emails") == 2
+    assert value(families, "kjo_queue_paused", queue="paused") == 1
+    assert value(families, "kjo_queue_paused", queue="emails") == 0
+    assert value(families, "kjo_workers_alive") == 2
+    assert value(families, "kjo_jobs_running") == 4
+    assert value(families, "kjo_worker_lanes") == 8
+    assert value(families, "kjo_workers_memory_bytes") == 2000
+
+
+@pytest.mark.redis
+def test_the_memory_of_redis(settings, redis_server):
+    """KJO-102: where it coordinates."""
+    assert scrape()["kjo_redis_memory_bytes"].samples == []
+    settings.CACHES = {**settings.CACHES, "kjo": cache_at(redis_server.url)}
+    backend = "kjo_django.coordination.redis.RedisCoordination"
+    settings.KJO = {
+        **settings.KJO,
+        "COORDINATION": {"BACKEND": backend, "OPTIONS": {"CACHE": "kjo"}},
+    }
+    assert isinstance(get_coordination(), RedisCoordination)
+    assert 100_000 < value(scrape(), "kjo_redis_memory_bytes") < 10**10
+
+
+def test_what_does_not_answer_is_left_out_and_told_of(monkeypatch):
+    """KJO-102: the rest is there all the same."""
+
+    def refuse(self, *args):
+        raise PublishError("the broker is away")
+
+    class Away:
+        def memory_bytes(self, timeout):
+            raise CoordinationError("redis is away")
+
+    monkeypatch.setattr(MemoryTransport, "lag", refuse)
+    monkeypatch.setattr(collecting, "get_coordination", Away)
+    families = scrape()
+    assert value(families, "kjo_collected", part="lag") == 0
+    assert value(families, "kjo_collected", part="redis") == 0
+    assert families["kjo_consumer_lag"].samples == []
+    assert value(families, "kjo_workers_alive") == 0
+
+
+# --- What it costs --------------------------------------------------------------------------------
+
+
+def queries():
+    with CaptureQueriesContext(
+        connection,
+    ) as captured:
+        scrape()
+    return [query["sql"] for query in captured]
+
+
+def test_the_number_of_queries_does_not_grow_and_none_counts_all_jobs(monkeypatch):
+    """KJO-102."""
+    lag = {TopicPartition("emails", number): 1 for number in range(50)}
+    monkeypatch.setattr(MemoryTransport, "lag", lambda self, topics, group: lag)
+    few = queries()
+    now = collecting.timezone.now()
+    for number in range(20):
+        JobFactory(queue=f"q{number}", available_at=now)
+        DeadLetterFactory(queue=f"q{number}")
+        MetricBucketFactory(queue=f"q{number}", handler=f"h{number}", minute=now)
+        WorkerFactory(heartbeat_at=now)
+        QueueControlFactory(queue=f"q{number}")
+    many = queries()
+    assert len(many) == len(few) <= 15
+    for statement in many:
+        if "COUNT(" in statement and 'FROM "kjo_job"' in statement:
+            assert "LIMIT" in statement, statement
+
+
+# --- Who may read it ------------------------------------------------------------------------------
+
+
+def somebody(*permissions):
+    made = get_user_model().objects.create_user("u")
+    made.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    return get_user_model().objects.get(pk=made.pk)
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer ö"]
+)
+def test_without_the_token_nobody_reads(header):
+    response = get(authorization=header)
+    assert (response.status_code, response["WWW-Authenticate"]) == (401, "Bearer")
+    assert b"kjo_" not in response.content
+
+
+@pytest.mark.parametrize("header", ["Bearer None", "Bearer ", ""])
+def test_no_token_lets_nobody_in(settings, header):
+    settings.KJO = {**settings.KJO, "METRICS_TOKEN": None}
+    assert get(authorization=header).status_code == 401
+
+
+def test_the_token_or_the_permission_to_see_jobs_is_enough():
+    response = get(authorization=f"bearer {TOKEN}")
+    assert response.status_code == 200
+    assert response["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert response["Cache-Control"] == "no-store"
+    assert get(by=somebody("view_job")).status_code == 200
+
+
+def test_who_may_not_see_jobs_sees_no_metrics():
+    assert get(by=somebody("view_worker")).status_code == 401
+
+
+@pytest.mark.urls(__name__)
+def test_it_is_included_where_the_project_wants_it(client):
+    assert reverse("kjo_prometheus:metrics") == "/kjo/metrics"
+    answer = client.get("/kjo/metrics", headers={"authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code == 200
+    assert client.post("/kjo/metrics").status_code in (403, 405)
+
+
+def test_a_database_that_is_away_is_a_503(monkeypatch):
+    def refuse(timeout):
+        raise DatabaseError("at 10.0.0.1")
+
+    monkeypatch.setattr("kjo_django.contrib.prometheus.views.collect", refuse)
+    response = get(authorization=f"Bearer {TOKEN}")
+    assert response.status_code == 503
+    assert b"10.0.0.1" not in response.content
+
+
+def test_the_token_is_never_shown(settings):
+    assert TOKEN not in repr(conf.get_settings())
+    settings.KJO = {"METRICS_TOKEN": 12345678}
+    (problem,) = conf.problems()
+    assert "METRICS_TOKEN" in problem.message
+    assert "12345678" not in problem.message + problem.hint
+
+
+# --- The format -----------------------------------------------------------------------------------
+
+
+def test_labels_and_help_are_escaped():
+    odd = 'a "quoted"\\ name\nin two lines, ünïcode}'
+    family = exposition.Family("kjo_x", "gauge", "Two\nlines \\ and more.")
+    family.add(1.5, queue=odd, other="b")
+    (read,) = text_string_to_metric_families(exposition.render([family]))
+    assert read.documentation == "Two\nlines \\ and more."
+    (sample,) = read.samples
+    assert (sample.labels, sample.value) == ({"queue": odd, "other": "b"}, 1.5)
+
+
+def test_a_histogram_needs_a_count_for_each_bound_and_an_open_one():
+    family = exposition.Family("kjo_x", "histogram", "X.")
+    with pytest.raises(ValueError):
+        family.add_histogram((0.1, 0.2), (1, 2))
+
+
+def test_the_hour_is_the_one_of_utc(monkeypatch):
+    """Where local hours begin at half past, too."""
+    moment = datetime(2026, 1, 2, 3, 20, tzinfo=UTC)
+    kolkata = moment.astimezone(timezone.get_fixed_timezone(330))
+    monkeypatch.setattr(collecting, "timezone", SimpleNamespace(now=lambda: kolkata))
+    for minute, count in ((59, 100), (60, 10), (80, 1)):
+        MetricBucketFactory(
+            queue="emails",
+            handler="shop.send",
+            minute=datetime(2026, 1, 2, 2, 0, tzinfo=UTC) + timedelta(minutes=minute),
+            completed_count=count,
+        )
+    assert value(scrape(), "kjo_jobs_completed_total", handler="shop.send") == 11
