@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kjo_django.consumer.model_consumer import ModelConsumer
+    from kjo_django.consumer.stream_template import AbstractStreamConsumer
     from kjo_django.consumer.template import AbstractConsumer
     from kjo_django.events.event import BaseEvent
     from kjo_django.events.handlers import event_handler
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kjo_django.producer.enqueue import EnqueueResult
     from kjo_django.producer.hooks import enqueue_on_save
     from kjo_django.producer.model_producer import ModelProducer
+    from kjo_django.producer.stream_template import AbstractStreamProducer
     from kjo_django.producer.template import AbstractProducer
     from kjo_django.queue import Queue
 
@@ -32,6 +34,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AbstractConsumer": "kjo_django.consumer.template",
     "AbstractProducer": "kjo_django.producer.template",
+    "AbstractStreamConsumer": "kjo_django.consumer.stream_template",
+    "AbstractStreamProducer": "kjo_django.producer.stream_template",
     "BaseEvent": "kjo_django.events.event",
     "DlqConfig": "kjo_django.kdlq.config",
     "EnqueueResult": "kjo_django.producer.enqueue",
@@ -56,6 +60,8 @@ _PUBLIC = {
 __all__ = [
     "AbstractConsumer",
     "AbstractProducer",
+    "AbstractStreamConsumer",
+    "AbstractStreamProducer",
     "BaseEvent",
     "DlqConfig",
     "EnqueueResult",
