@@ -65,4 +65,9 @@ def returns_what_is_no_json() -> object:
     return object()
 
 
+@task(backend="immediate")
+def elsewhere(number: int) -> int:
+    return 2 * number
+
+
 def was_a_task() -> None: ...

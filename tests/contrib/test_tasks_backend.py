@@ -31,6 +31,7 @@ from kjo_django.contrib.tasks.compat import (
 from kjo_django.exceptions import PayloadError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import jobs as operations
+from kjo_django.testing import drain
 from tests.contrib.conftest import NAME
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench
@@ -263,6 +264,31 @@ def test_a_return_value_that_is_no_json_fails(tasks: Any, work: Work) -> None:
     assert [error.exception_class for error in result.errors] == [TypeError]
 
 
+def test_a_task_of_another_backend_may_be_sent_here(tasks: Any, work: Work, settings: Any) -> None:
+    """Its class has none of our options then."""
+    from kjo_django.contrib.tasks import compat
+
+    plain = compat.Task(
+        func=tasks.elsewhere.func,
+        priority=0,
+        backend="default",
+        queue_name="default",
+        run_after=None,
+    )
+    result = plain.enqueue(2)
+    work()
+    assert plain.get_result(result.id).return_value == 4
+
+
+def test_within_a_test_case_drain_runs_tasks(tasks: Any) -> None:
+    results = [tasks.add.enqueue(1), tasks.note.enqueue(7), tasks.write_async.enqueue("a")]
+    drained = drain()
+    for result in results:
+        result.refresh()
+    assert [result.return_value for result in results] == [2, None, "a"]
+    assert drained.completed == 3
+
+
 # --- What a message may name ----------------------------------------------------------------------
 
 
@@ -387,6 +413,23 @@ def test_signals_tell_of_what_is_stored(tasks: Any, work: Work) -> None:
         ("started", "KJOBackend", "RUNNING", 1),
         ("finished", "FAILED", "FAILED", 1),
     ]
+
+
+def test_receivers_may_ask_the_database_when_an_asynchronous_task_starts(
+    tasks: Any, work: Work
+) -> None:
+    counts: list[int] = []
+
+    def start(**facts: Any) -> None:
+        counts.append(Job.objects.count())
+
+    task_started.connect(start)
+    try:
+        tasks.write_async.enqueue("a")
+        work()
+    finally:
+        task_started.disconnect(start)
+    assert counts == [1]
 
 
 def test_a_failure_is_logged_with_its_traceback(

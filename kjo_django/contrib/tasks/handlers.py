@@ -112,22 +112,24 @@ class TaskHandler(registry.Handler):
 
 def run(context: Any, call: TaskCall) -> Any:
     """Call a task's function; an asynchronous one on an event loop of its own."""
-    task, first = _begin(context, call)
+    from kjo_django.contrib.tasks import results
+
+    task = find_task(call.path)
+    given = results.begin(task, call, context)
+    results.tell_started(given.task_result)
+    first = (given,) if task.takes_context else ()
     return normalize_json(task.call(*first, *call.args, **call.kwargs))
 
 
 async def run_async(context: Any, call: TaskCall) -> Any:
     """Await a task's function; one that is no longer asynchronous runs in a thread."""
-    task, first = _begin(context, call)
-    return normalize_json(await task.acall(*first, *call.args, **call.kwargs))
-
-
-def _begin(context: Any, call: TaskCall) -> tuple[Any, tuple[Any, ...]]:
     from kjo_django.contrib.tasks import results
 
     task = find_task(call.path)
     given = results.begin(task, call, context)
-    return task, (given,) if task.takes_context else ()
+    await results.atell_started(given.task_result)
+    first = (given,) if task.takes_context else ()
+    return normalize_json(await task.acall(*first, *call.args, **call.kwargs))
 
 
 _OPTIONS = registry.HandlerOptions(name=NAME, takes_context=True)

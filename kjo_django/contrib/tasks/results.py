@@ -79,7 +79,7 @@ def get_result(backend: Any, result_id: Any) -> KJOTaskResult:
 
 
 def begin(task: Any, call: TaskCall, context: JobContext) -> KJOTaskContext:
-    """Say that a run begins, and return what the task may know of it."""
+    """Return what a task may know of its run, which begins now."""
     now = timezone.now()
     result = KJOTaskResult(
         task=_restored_task(task, call, context.queue),
@@ -96,8 +96,17 @@ def begin(task: Any, call: TaskCall, context: JobContext) -> KJOTaskContext:
         worker_ids=[""] * (context.attempt - 1) + [conf.default_worker_name()],
         job_status=str(JobStatus.PROCESSING),
     )
-    task_started.send_robust(sender=_backend_class(call.backend), task_result=result)
     return KJOTaskContext(task_result=result, job=context)
+
+
+def tell_started(result: Any) -> None:
+    """Send ``task_started``."""
+    task_started.send_robust(sender=_backend_class(result.backend), task_result=result)
+
+
+async def atell_started(result: Any) -> None:
+    """Send ``task_started`` from an event loop, on which receivers could not ask the database."""
+    await task_started.asend_robust(sender=_backend_class(result.backend), task_result=result)
 
 
 def tell_finished(outcome: Outcome) -> None:
