@@ -1,0 +1,153 @@
+"""A dead-letter topic that takes nothing for a while, on a real Kafka (issue 5, item 4; KII-F3)."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from kjo_django import BaseEvent, event_handler
+from kjo_django.backends import get_transport
+from kjo_django.models import DeadLetter
+from kjo_django.transports.base import OutgoingRecord, Record, TopicSpec
+from kjo_django.worker import Worker
+from tests.events.bench import EVENTS
+
+pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("real_database")]
+WAIT = 40
+REFUSED = "A dead letter was not published"
+
+
+class Topics:
+    """The topics of a test: ``source`` and ``dead``, which can be taken away and given back."""
+
+    def __init__(self, servers: str) -> None:
+        self.source = f"it-dead-{uuid.uuid4().hex[:8]}"
+        self.dead = f"{self.source}-dlq"
+        self._admin = AdminClient({"bootstrap.servers": servers})
+
+    def take_away(self) -> None:
+        """From now on the broker takes no dead letters."""
+        wait_until(self._is_there)
+        for answer in self._admin.delete_topics([self.dead]).values():
+            answer.result(30)
+        wait_until(lambda: not self._is_there())
+
+    def _is_there(self) -> bool:
+        return self.dead in self._admin.list_topics(timeout=10).topics
+
+    def give_back(self) -> None:
+        get_transport().ensure_topics([TopicSpec(self.dead, 1)])
+
+    def send(self, value: bytes) -> None:
+        """Publish to the source as another service would."""
+        (answer,) = get_transport().publish([OutgoingRecord(self.source, value, b"u1")])
+        assert answer.error is None
+
+    def lag(self) -> int:
+        """Records of the source whose offsets are not committed."""
+        return sum(get_transport().lag([self.source], "interview-service-group").values())
+
+    def read_dead(self) -> list[Record]:
+        """Every record of the dead-letter topic; waits a moment for another copy."""
+        subscription = get_transport().subscribe([self.dead], uuid.uuid4().hex)
+        found: list[Record] = []
+        try:
+            wait_until(lambda: found.extend(subscription.poll(100, 0.5)) or found)
+            found += subscription.poll(100, 2.0)
+        finally:
+            subscription.close()
+        return found
+
+
+@pytest.fixture
+def topics(settings, kafka_server) -> Topics:
+    options = {
+        "bootstrap.servers": kafka_server.bootstrap_servers,
+        "delivery.timeout.ms": 2_000,
+        "topic.metadata.propagation.max.ms": 500,
+        "topic.metadata.refresh.interval.ms": 1_000,
+        "commit_interval": timedelta(seconds=0.1),
+    }
+    settings.KJO = {
+        **EVENTS,
+        "TRANSPORTS": {
+            "default": {
+                "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
+                "OPTIONS": options,
+            }
+        },
+        "POLL_INTERVAL": 0.2,
+        "SHUTDOWN_GRACE": 5,
+        "CONCURRENCY": 1,
+    }
+    return Topics(kafka_server.bootstrap_servers)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, "It never happened"
+        time.sleep(0.05)
+
+
+@contextmanager
+def working(topic: str) -> Iterator[None]:
+    """A worker of the events, stopped at the end as a deployment stops it."""
+    worker = Worker([topic, f"{topic}-retry"])
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        worker.stop()
+        thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("mended", ["while it runs", "by a restart"])
+def test_what_is_not_acknowledged_commits_nothing(topics: Topics, caplog, mended: str) -> None:
+    """Nothing before the broker has it; then one copy, one row, and no second one ever."""
+    handled: list[str] = []
+
+    @event_handler("T", topic=topics.source)
+    def handle(event: BaseEvent) -> None:
+        handled.append(event.id)
+
+    # Given a worker whose dead letters the broker does not take
+    with working(topics.source):
+        topics.take_away()
+        topics.send(b"poison")
+        wait_until(lambda: REFUSED in caplog.text)
+        assert (topics.lag(), DeadLetter.objects.count()) == (1, 0)
+        # When the broker does while the worker tries on
+        if mended == "while it runs":
+            topics.give_back()
+            wait_until(DeadLetter.objects.exists)
+    if mended == "by a restart":
+        # Or the worker is stopped, which commits nothing, and another one makes the topic
+        assert (topics.lag(), DeadLetter.objects.count()) == (1, 0)
+        with working(topics.source):
+            wait_until(DeadLetter.objects.exists)
+    wait_until(lambda: topics.lag() == 0)
+    # Then there is one copy of it and one row
+    (copy,) = topics.read_dead()
+    assert (copy.key, copy.value) == (b"u1", b"poison")
+    letter = DeadLetter.objects.get()
+    assert (letter.topic, letter.offset, letter.reason) == (topics.source, 0, "deserialization")
+    # And a worker that starts again goes on behind it, and adds nothing
+    event = BaseEvent(type="T", data={"userId": "u1"})
+    with working(topics.source):
+        topics.send(event.to_bytes())
+        wait_until(lambda: handled)
+        wait_until(lambda: topics.lag() == 0)
+    assert handled == [event.id]
+    assert [record.value for record in topics.read_dead()] == [b"poison"]
+    assert DeadLetter.objects.count() == 1
