@@ -97,7 +97,7 @@ def test_a_message_is_redelivered(processor) -> None:
     "processor", [answers(ProcessingStatus.ERROR), raises(ValueError("wrong")), answers("OK")]
 )
 def test_anything_else_is_killed(processor) -> None:
-    """KDLQ-10, 15; KDLQ-F3: with where it came from, what was raised and when."""
+    """KDLQ-10, KDLQ-15; KDLQ-F3: with where it came from, what was raised and when."""
     before = timezone.now().timestamp() * 1000 - 1
     assert accept(processor) is Status.ROUTED_TO_DLQ
     dead = the_one("DLQ")
@@ -191,6 +191,30 @@ def test_counters_nobody_can_read_count_as_none(value) -> None:
         record(headers={"KDLQ_Redelivered": value}),
     )
     assert the_one("again").headers["KDLQ_Redelivered"] == b"\x00\x00\x00\x01"
+
+
+@pytest.mark.parametrize(
+    ("status", "topic"),
+    [(ProcessingStatus.MUST_BE_REDELIVERED, "again"), (ProcessingStatus.ERROR, "DLQ")],
+)
+def test_whoever_processed_it_last_is_named(status, topic) -> None:
+    """KDLQ-16: the consumer's id in UTF-8, always, and once."""
+    message = record(headers={"KDLQ_PrcMarker": b"somebody before"})
+    with KDLQMessageConsumer(
+        "Prüfer",
+        DlqConfig("DLQ", redelivery_topic="again", redelivery_delay=NOW),
+        answers(status),
+    ) as consumer:
+        consumer.accept(message)
+    assert the_one(topic).headers["KDLQ_PrcMarker"] == "Prüfer".encode()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (255, 256), (2**31 - 1, 2**31 - 1)])
+def test_kills_are_counted_in_four_bytes(before, after) -> None:
+    """KDLQ-15: big-endian; at its largest it stays."""
+    message = record(headers={"KDLQ_Kills": struct.pack(">i", before)})
+    accept(answers(ProcessingStatus.ERROR), message, max_kills=-1)
+    assert the_one("DLQ").headers["KDLQ_Kills"] == struct.pack(">i", after)
 
 
 def test_exceptions_may_mean_redelivery() -> None:
