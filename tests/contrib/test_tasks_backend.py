@@ -34,7 +34,7 @@ from kjo_django.operations import jobs as operations
 from kjo_django.testing import drain
 from tests.contrib.conftest import NAME
 from tests.ledger.models import Entry
-from tests.unit.deliveries import Bench
+from tests.unit.deliveries import MEMORY, Bench
 
 pytestmark = pytest.mark.django_db
 Work = Callable[..., Bench]
@@ -164,6 +164,27 @@ def test_a_worker_runs_it(tasks: Any, work: Work) -> None:
     assert result.last_attempted_at == result.started_at
 
 
+def test_the_relay_publishes_it_where_the_transport_is_a_log(
+    tasks: Any, work: Work, settings: Any
+) -> None:
+    settings.KJO = {**settings.KJO, **MEMORY}
+    result = tasks.add.enqueue(2)
+    assert (result.status, result.job_status) == ("READY", "pending")
+    bench = work()
+    result.refresh()
+    assert result.return_value == 3
+    assert bench.measured == ["tests.contrib.declared.add"]
+
+
+def test_a_task_whose_worker_died_too_often_has_failed(tasks: Any, work: Work) -> None:
+    result = tasks.add.using(max_attempts=2).enqueue(1)
+    Job.objects.update(max_attempts=0)
+    work()
+    result.refresh()
+    assert (result.status, result.job_status) == ("FAILED", "failed")
+    assert [error.exception_class.__name__ for error in result.errors] == ["StalledError"]
+
+
 def test_none_is_a_return_value(tasks: Any, work: Work) -> None:
     result = tasks.write.enqueue("a")
     with pytest.raises(ValueError, match="not finished"):
@@ -247,6 +268,7 @@ def test_what_is_not_started_in_time_fails(tasks: Any, work: Work) -> None:
     work("mails")
     result.refresh()
     assert (result.status, result.attempts) == ("FAILED", 0)
+    assert [error.exception_class.__name__ for error in result.errors] == ["ExpiredError"]
     assert DeadLetter.objects.get().reason == "expired"
 
 

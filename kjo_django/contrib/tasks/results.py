@@ -216,7 +216,7 @@ def _result_of_row(
     job: Job, call: TaskCall, alias: str, *, worker: str = "", is_new: bool = True
 ) -> KJOTaskResult:
     failures: list[JobFailure] = []
-    if job.attempts > 1 or (job.attempts and job.state != JobState.COMPLETED):
+    if job.attempts > (job.state == JobState.COMPLETED) or job.state == JobState.FAILED:
         rows = JobFailure.objects.using(jobs_database())
         failures = list(rows.filter(job_id=job.pk, generation=job.generation))
     task = _restored_task(find_task(call.path), call, job.queue)

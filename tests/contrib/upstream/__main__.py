@@ -20,7 +20,7 @@ from typing import Any
 from tests.contrib.upstream import applies, source
 from tests.services.maven import cache_directory
 
-TESTS_FOR_THE_BACKPORT = "Django==6.0"
+TESTS_FOR_THE_BACKPORT = "Django==6.0.10"
 ROOT = Path(__file__).parents[3]
 
 
