@@ -253,6 +253,22 @@ def test_what_does_not_answer_is_left_out_and_told_of(monkeypatch):
     assert value(families, "kjo_workers_alive") == 0
 
 
+def test_it_is_the_same_on_every_database(real_database):
+    """KJO-102: SQLite files and PostgreSQL; the queries are written for both."""
+    now = collecting.timezone.now()
+    kind = {"queue": "emails", "handler": "shop.send"}
+    MetricBucketFactory(**kind, minute=now, completed_count=5, run_histogram=histogram([0.003] * 5))
+    JobFactory(queue="emails", available_at=now - timedelta(seconds=90))
+    DeadLetterFactory(queue="emails")
+    families = scrape()
+    assert value(families, "kjo_jobs_completed_total", **kind) == 5
+    assert value(families, "kjo_job_run_seconds", "_bucket", **kind, le="0.002") == 0
+    assert value(families, "kjo_job_run_seconds", "_bucket", **kind, le="0.004") == 5
+    assert value(families, "kjo_oldest_waiting_seconds", queue="emails") == 90
+    assert value(families, "kjo_dead_letters_open", queue="emails") == 1
+    assert value(families, "kjo_collected", part="lag") == 1
+
+
 # --- What it costs --------------------------------------------------------------------------------
 
 
