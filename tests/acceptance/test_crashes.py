@@ -1,4 +1,5 @@
 """Promises 1 and 2 under SIGKILL (issue 2, item 4): nothing is lost, each job takes effect once.
+PJQ-77: deliveries are at least once, and handlers outside transactions are told so.
 
 The long versions kill as often as KJO_KILLS says: ``KJO_KILLS=500 pytest -m long``.
 """

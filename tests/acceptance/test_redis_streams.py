@@ -57,6 +57,7 @@ def streams(
 def test_a_worker_killed_with_ten_jobs_in_flight_leaves_them_to_others_RST_F1(
     streams: StreamEngine,
 ) -> None:
+    """RST-34: ten in flight are not lost with a crash."""
     # Given a worker in the middle of ten jobs
     names = [f"job-{number}" for number in range(10)]
     jobs.write_slowly.enqueue_many({"job": name, "milliseconds": 2000} for name in names)

@@ -38,6 +38,7 @@ def let_go(path: Path) -> None:
 
 
 def test_what_runs_may_end(any_engine: Engine, tmp_path: Path) -> None:
+    """RST-10, RST-F13: shutdown waits for what runs."""
     stop_in_the_middle(any_engine, tmp_path, signal.SIGTERM)
 
 

@@ -8,5 +8,7 @@ Absolute figures say more about the machine and its load than about the code. So
 in the same round and on the same input, a loop somebody would write by hand for just this purpose
 (`limits/`), and what counts is their ratio.
 
+PJQ-67: throughput is measured, not promised.
+
 Every measurement is a process of its own (`measure.py`) on a fresh database and a fresh topic.
 """

@@ -1,4 +1,5 @@
-"""The database transport on a SQLite file passes the suite of every transport."""
+"""PJQ-66: the database transport on a SQLite file passes the suite of every transport; it is what
+FileStorage was: one node, persistent, no server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory transport passes the suite of every transport."""
+"""PJQ-65: the memory transport passes the suite of every transport."""
 
 from typing import cast
 

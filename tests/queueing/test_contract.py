@@ -129,7 +129,7 @@ def test_an_id_is_accepted_once(queue: Queue) -> None:
 
 
 def test_failing_and_failed(queue: Queue) -> None:
-    """PJQ-09, PJQ-18, PJQ-19, PJQ-26, PJQ-28, PJQ-34, PJQ-50, PJQ-60, PJQ-F1, PJQ-F3: three
+    """PJQ-09, PJQ-18, PJQ-19, PJQ-26, PJQ-28, PJQ-34, PJQ-50, PJQ-58, PJQ-60, PJQ-F1, PJQ-F3: three
     retries are three executions, and the end is an error with everything in it."""
 
     def handle(job: Any) -> None:
@@ -217,8 +217,8 @@ def test_cancelled_and_enqueued_again(queue: Queue) -> None:
 
 
 def test_results_and_errors_live_side_by_side(queue: Queue) -> None:
-    """PJQ-11, PJQ-12, PJQ-25, PJQ-37, PJQ-40 … 43, PJQ-F2, PJQ-F20, O-02: each for as long as its
-    own enqueue said, results and errors alike; then its id is free again."""
+    """PJQ-11, PJQ-12, PJQ-25, PJQ-37, PJQ-40 … 43, PJQ-79, PJQ-F2, PJQ-F20, O-02: each for as long
+    as its own enqueue said, results and errors alike; then its id is free again."""
     is_broken = True
 
     def handle(job: Any) -> Any:
@@ -256,8 +256,8 @@ def test_results_and_errors_live_side_by_side(queue: Queue) -> None:
 
 
 def test_bytes_survive_everything(make_queue: Callable[..., Queue]) -> None:
-    """PJQ-30, PJQ-68, PJQ-F17, PJQ-F12, PJQ-F18: enqueue, retry, dead letter, replay and result;
-    and ids are never taken apart."""
+    """PJQ-30, PJQ-44, PJQ-68, PJQ-F17, PJQ-F12, PJQ-F18: enqueue, retry, dead letter, replay and
+    result; and ids are never taken apart."""
     queue = make_queue(serializer=MSGPACK, max_attempts=2)
     frames = {"frames": [bytes(range(256)), b"\x00\xff"], "n": 1}
     is_broken = True

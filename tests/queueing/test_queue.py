@@ -229,7 +229,7 @@ def test_what_can_be_cancelled(queue: Queue) -> None:
 
 
 def test_events_of_this_queue_only(queue: Queue, django_capture_on_commit_callbacks: Any) -> None:
-    """PJQ-09, PJQ-F12: with the caller's ids, never parsed."""
+    """PJQ-09, PJQ-F12, X-14: with the caller's ids, never parsed."""
     heard: list[Any] = []
     undo = [
         queue.on(event, lambda *arguments, event=event: heard.append((event, *arguments)))

@@ -165,6 +165,7 @@ def test_the_table_of_wrong_values_knows_every_key():
     ("key", "value"), [(key, value) for key, wrong in WRONG.items() for value in wrong], ids=repr
 )
 def test_a_value_of_a_wrong_type_is_named_with_what_it_must_be(key, value):
+    """X-13: durations are timedeltas or seconds, other units are in the name."""
     # When
     problem = only(Settings, {key: value})
     # Then

@@ -22,7 +22,7 @@ def read(**options):
 
 
 def test_the_defaults_are_one_partition_one_replica_and_automatic_creation():
-    """KJO-88, KJO-89, KJO-90."""
+    """X-12: the only place that has a default. KJO-88, KJO-89, KJO-90."""
     options, findings = read()
     assert (options.partitions, options.replication_factor, options.auto_create) == (1, 1, True)
     assert findings.errors == findings.warnings == []

@@ -1344,6 +1344,7 @@ def test_outcomes_are_told_once_they_are_durable(bench, monkeypatch):
 
 
 def test_a_worker_that_is_not_alive_loses_its_leases(bench):
+    """PJQ-59: workers vanish with their sign of life."""
     silent = Bench(worker="silent", alive=False)
     assert alive_name("silent") not in get_coordination().holders([alive_name("silent")])
     ledger.write.enqueue(job="a")
@@ -1381,6 +1382,7 @@ def test_a_rate_limit_defers_what_else_of_its_partition_is_in_the_group(bench, s
 
 
 def test_the_database_transport_acknowledges_in_the_same_transaction(bench, transport):
+    """X-11: acknowledged with the durable outcome."""
     if transport == "database":
         ledger.write.enqueue(job="a")
         bench.run()

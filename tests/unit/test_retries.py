@@ -187,6 +187,7 @@ def policy(**options) -> RetryPolicy:
 
 
 def test_an_attempt_left_is_a_retry_and_the_last_one_is_exhausted():
+    """X-7: one policy decides for every handler."""
     assert policy().decide(ValueError("x"), 4, 5).retry
     assert policy().decide(ValueError("x"), 5, 5) == retries.Decision(
         False, timedelta(0), None, "exhausted"
@@ -234,6 +235,7 @@ def test_no_delay_leads_beyond_the_calendar(decide):
 
 
 def test_a_retry_without_a_delay_backs_off_and_counts_like_any_attempt():
+    """PJQ-51, X-6: retries are not immediate."""
     assert policy().decide(Retry(), 3, 9).delay == timedelta(seconds=4)
     assert not policy().decide(Retry(delay=timedelta(1)), 9, 9).retry
 

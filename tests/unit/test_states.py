@@ -107,6 +107,7 @@ def test_a_queued_job_due_later_is_scheduled_unless_it_waits_for_a_retry():
 
 @pytest.mark.parametrize("state", states.OPEN)
 def test_an_open_job_under_a_live_lease_is_processing(state):
+    """X-4: processing is derived from the lease, never stored."""
     assert shown(state, leased=True) == "processing"
     assert shown(state, lease_expires_at=timezone.now() + SOON) == "processing"
     assert shown(state, lease_expires_at=timezone.now() + PAST) == state

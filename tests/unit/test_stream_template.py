@@ -155,6 +155,8 @@ def test_a_task_that_cannot_be_stored_is_told_and_leaves_the_transaction_usable_
 
 
 def test_three_retries_are_four_executions_RST_13_RST_18_X_1(quick):
+    """RST-33: what is exhausted is a dead letter."""
+
     # Given
     def fail(payload):
         raise RuntimeError("the model is overloaded " + "x" * 900)
