@@ -60,7 +60,7 @@ class Coordination(abc.ABC):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
 
-    # --- Leases ---------------------------------------------------------------------------------
+    # --- Leases -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:

@@ -69,7 +69,7 @@ class CoordinationConformance:
             thread.join(60)
         assert failures == []
 
-    # --- Leases: KJO-60, KJO-65, KJO-F1 ---------------------------------------------------------
+    # --- Leases: KJO-60, KJO-65, KJO-F1 -----------------------------------------------------------
 
     def test_a_free_name_is_claimed_once(self, coordination: Coordination, name: str) -> None:
         assert coordination.claim([name], "me", MINUTE) == [Claim(True, 1)]
@@ -227,7 +227,7 @@ class CoordinationConformance:
         coordination.release(names[:1], "me")
         assert set(coordination.holders(names)) == set(names[1:])
 
-    # --- Marks: KJO-13, KJO-14, KJO-27, KJO-28 ---------------------------------------------------
+    # --- Marks: KJO-13, KJO-14, KJO-27, KJO-28 ----------------------------------------------------
 
     def test_marks_are_kept_and_replaced(self, coordination: Coordination, name: str) -> None:
         """KJO-16: changed content is sent again and its hash overwritten."""
