@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -110,6 +111,9 @@ if os.environ.get("REDIS_URL"):
 
 # What one test asks for in the processes it starts: keys of KJO, and what they log.
 KJO.update(json.loads(os.environ.get("KJO_TEST_SETTINGS", "{}")))
+for _transport in KJO.get("TRANSPORTS", {}).values():
+    if seconds := _transport.get("OPTIONS", {}).get("request_timeout"):
+        _transport["OPTIONS"]["request_timeout"] = timedelta(seconds=seconds)
 if os.environ.get("KJO_TEST_LOG_LEVEL"):
     logging.basicConfig(
         level=os.environ["KJO_TEST_LOG_LEVEL"],

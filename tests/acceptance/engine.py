@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ class Engine:
                     "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
                     "OPTIONS": {
                         "bootstrap.servers": self.servers.kafka,
+                        "request_timeout": timedelta(seconds=5),
                         "producer": self.producer_options,
                         "consumer": {
                             "session.timeout.ms": SESSION_TIMEOUT_MS,
@@ -144,7 +146,7 @@ class Engine:
         environment |= {
             "DJANGO_SETTINGS_MODULE": "tests.settings",
             "DATABASE_URL": self.servers.database_url,
-            "KJO_TEST_SETTINGS": json.dumps(self._kjo()),
+            "KJO_TEST_SETTINGS": json.dumps(self._kjo(), default=timedelta.total_seconds),
             "KJO_TEST_LOG_LEVEL": "INFO",
             "PYTHONUNBUFFERED": "1",
         }
