@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import confluent_kafka
-from confluent_kafka import Producer
 
 PRODUCER = 0
-FETCH, OFFSET_COMMIT = 1, 8
+OFFSET_COMMIT = 8
+END, TOPIC, VALUE, HEADERS = 0, 1, 4, 10
 
 
 class MockKafka:
@@ -52,6 +52,20 @@ class MockKafka:
             (ctypes.c_int * len(codes))(*codes),
         )
 
+    def publish_with_header(self, topic: str, value: bytes, header: bytes) -> None:
+        """Publish what the Python client cannot: a header name of any bytes."""
+        lib, text, size = self._lib, ctypes.create_string_buffer(512), 512
+        config = lib.rd_kafka_conf_new()
+        servers = self.bootstrap_servers.encode()
+        assert not lib.rd_kafka_conf_set(config, b"bootstrap.servers", servers, text, size)
+        client = ctypes.c_void_p(lib.rd_kafka_new(PRODUCER, config, text, size))
+        headers = ctypes.c_void_p(lib.rd_kafka_headers_new(1))
+        assert not lib.rd_kafka_header_add(headers, header, len(header), b"v", 1)
+        fields = [TOPIC, topic.encode(), VALUE, value, ctypes.c_size_t(len(value))]
+        assert not lib.rd_kafka_producev(client, *fields, HEADERS, headers, END)
+        assert not lib.rd_kafka_flush(client, 10_000)
+        lib.rd_kafka_destroy(client)
+
     def close(self) -> None:
         self._lib.rd_kafka_mock_cluster_destroy(self._cluster)
         self._lib.rd_kafka_destroy(self._client)
@@ -65,10 +79,16 @@ def library() -> ctypes.CDLL:
         *site.glob("confluent_kafka/.dylibs/librdkafka*.dylib"),
     ]
     lib = ctypes.CDLL(str(bundled[0]) if bundled else "librdkafka.so.1")
-    pointer = ctypes.c_void_p
+    pointer, text, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
     signatures: dict[str, tuple[object, list[object]]] = {
         "rd_kafka_new": (pointer, [ctypes.c_int, pointer, ctypes.c_char_p, ctypes.c_size_t]),
         "rd_kafka_destroy": (None, [pointer]),
+        "rd_kafka_conf_new": (pointer, []),
+        "rd_kafka_conf_set": (ctypes.c_int, [pointer, text, text, text, size]),
+        "rd_kafka_headers_new": (pointer, [size]),
+        "rd_kafka_header_add": (ctypes.c_int, [pointer, text, ctypes.c_ssize_t, text, size]),
+        "rd_kafka_producev": (ctypes.c_int, [pointer]),
+        "rd_kafka_flush": (ctypes.c_int, [pointer, ctypes.c_int]),
         "rd_kafka_mock_cluster_new": (pointer, [pointer, ctypes.c_int]),
         "rd_kafka_mock_cluster_destroy": (None, [pointer]),
         "rd_kafka_mock_cluster_bootstraps": (ctypes.c_char_p, [pointer]),
@@ -89,9 +109,3 @@ def library() -> ctypes.CDLL:
         function.restype = result
         function.argtypes = arguments
     return lib
-
-
-def start() -> MockKafka:
-    """Return a running mock cluster, on whichever librdkafka confluent-kafka loaded."""
-    assert Producer  # loaded first, so that both use one copy of the library
-    return MockKafka()

@@ -221,32 +221,47 @@ def test_a_forked_child_publishes_with_a_producer_of_its_own(transport, topic, s
     assert values(read(subscribe(transport), 3)) == [b"parent", b"child", b"parent again"]
 
 
-def test_a_subscription_closed_in_a_child_stays_open_in_the_parent(transport, topic, subscribe):
-    subscription = subscribe(transport)
-    join(subscription)
+def test_a_subscription_forgotten_in_a_child_stays_open_in_the_parent(transport, topic, group):
+    """The client's destructor would abort the child, whose threads it misses."""
+    open_one = transport.subscribe([topic], group)
+    join(open_one)
 
     child = os.fork()
     if child == 0:
-        subscription.close()
-        del subscription
+        open_one.close()
+        del open_one
         gc.collect()
         os._exit(0)
 
     assert os.waitpid(child, 0)[1] == 0
     publish(transport, topic, b"1")
-    assert values(read(subscription, 1)) == [b"1"]
+    assert values(read(open_one, 1)) == [b"1"]
+    open_one.close()
 
 
-def test_a_subscription_that_was_forgotten_is_closed(transport, topic, group, subscribe):
-    """The client's destructor alone would freeze the whole process."""
+def test_a_subscription_that_was_forgotten_is_closed(transport, mock, topic, group, caplog):
+    """The client's destructor alone may freeze the whole process."""
     publish(transport, topic, b"1")
     forgotten = transport.subscribe([topic], group)
-    read(forgotten, 1)
+    forgotten.acknowledge(read(forgotten, 1))
 
     del forgotten
     gc.collect()
 
-    assert values(read(subscribe(transport), 1)) == [b"1"]
+    assert committed(mock, topic, group) == 1
+    assert "never closed" in caplog.text
+
+
+def test_the_group_is_left_before_the_client_is_closed(transport, topic, subscribe):
+    """Closing it with partitions still in hand may freeze the whole process."""
+    open_one = subscribe(transport)
+    join(open_one)
+    held = []
+    spy = Spy(open_one, close=lambda: (held.append(open_one.assignment()), spy.client.close()))
+
+    open_one.close()
+
+    assert held == [[]]
 
 
 # --- Committing -----------------------------------------------------------------------------------
@@ -290,7 +305,7 @@ def test_a_rebalance_commits_only_the_contiguous_watermark(transport, mock, grou
     assert committed(mock, topic, group, 0) == committed(mock, topic, group, 1) == 1
 
 
-def test_lost_partitions_are_not_committed(connect, mock, topic, group, subscribe):
+def test_lost_partitions_are_not_committed(connect, mock, topic, group, subscribe, monkeypatch):
     transport = connect(
         **{
             "max.poll.interval.ms": 1000,
@@ -303,11 +318,14 @@ def test_lost_partitions_are_not_committed(connect, mock, topic, group, subscrib
         transport, on_revoked=lambda tps, was_lost: lost.append((list(tps), was_lost))
     )
     first.acknowledge(read(first, 3))
+    commits = []
+    monkeypatch.setattr(first._committer, "now", lambda *arguments: commits.append(arguments))
     time.sleep(1.6)  # past max.poll.interval.ms, which nothing but time can reach
 
     eventually(lambda: (first.poll(0, 0.05), lost)[1], 10, "the partition was lost")
 
     assert lost == [([TopicPartition(topic, 0)], True)]
+    assert commits == []
     assert committed(mock, topic, group) < 0
     assert values(read(first, 3)) == numbers(0, 3)
 
@@ -641,6 +659,21 @@ def test_lag_follows_a_paused_partition(transport, topic, subscribe):
 
 def test_a_probe_names_what_answered_or_why_nothing_did(transport, mock):
     assert mock.bootstrap_servers in transport.probe(5)
+
+
+def test_a_header_name_that_is_not_text_holds_nothing_up(transport, mock, topic, subscribe):
+    """Read often enough for the interpreter to specialize the call, it killed the process."""
+    publish(transport, topic, *numbers(0, 100), headers={"a": b"b"})
+    for _ in range(20):
+        mock.publish_with_header(topic, b"foreign", b"caf\xe9")
+    publish(transport, topic, b"ours", headers={"a": b"b"})
+
+    *before, ours = read(subscribe(transport), 121)
+
+    assert ours.headers == before[99].headers == {"a": b"b"}
+    for record in before[100:]:
+        assert record.value == b"foreign"
+        assert list(record.headers) == [subscription.UNREADABLE_HEADERS]
 
 
 @pytest.mark.parametrize("milliseconds", [-1, 0, 1_700_000_000_123, 2**62, -(2**62)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from operator import methodcaller
 from typing import Any
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, KafkaException
@@ -43,6 +44,14 @@ SLICE = 0.05
 
 MOST_RECORDS = 10_000
 """Records of one poll, whatever was asked for."""
+
+UNREADABLE_HEADERS = "kjo-unreadable-headers"
+"""The only header of a record whose headers cannot be read; its value says why."""
+
+read_headers = methodcaller("headers")
+"""The client fails by returning a list of null pointers beside an error. Calls that the interpreter
+has specialized do not look for such an error, and to iterate that list kills the process; a call by
+way of C always looks."""
 
 FLUSH_TIMEOUT = 5.0
 LEAVE_TIMEOUT = 10.0
@@ -453,7 +462,6 @@ class KafkaSubscription(Subscription):
 
 def record_of(message: Any, offset: int, reader: Reader) -> Record:
     """Return a message as ours."""
-    headers = message.headers()
     kind, milliseconds = message.timestamp()
     return Record(
         reader.partition.topic,
@@ -461,11 +469,24 @@ def record_of(message: Any, offset: int, reader: Reader) -> Record:
         offset,
         message.key(),
         message.value(),
-        {name: value or b"" for name, value in headers} if headers else {},
+        headers_of(message),
         None if kind == TIMESTAMP_NOT_AVAILABLE else moment(milliseconds),
         reader.assignment.epoch,
         reader.assignment,
     )
+
+
+def headers_of(message: Any) -> dict[str, bytes]:
+    """Return the headers; the last one of a name wins.
+
+    A name that is not UTF-8 makes the client raise, at every try. The record is handed out all the
+    same, with `UNREADABLE_HEADERS` alone: it must not hold up its partition for ever.
+    """
+    try:
+        headers = read_headers(message)
+    except Exception as error:
+        return {UNREADABLE_HEADERS: describe(error.__cause__ or error).encode()}
+    return {name: value or b"" for name, value in headers} if headers else {}
 
 
 def moment(milliseconds: int) -> datetime | None:
