@@ -13,7 +13,14 @@ from tests.services.errors import ServiceError
 from tests.services.provisioning import provision
 
 
+WORKERS = 3
+"""Most tests wait: for servers to come back, leases to end, processes to start. Side by side they
+wait at the same time; each worker has servers of its own."""
+
+
 def main(arguments: list[str]) -> int:
+    if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
+        arguments = ["-n", str(WORKERS), *arguments]
     arguments = ["--durations=15", "--durations-min=5", *arguments]
     # Not left to the fixtures: installing may take longer than a test is given.
     try:

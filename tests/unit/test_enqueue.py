@@ -566,7 +566,11 @@ def test_arguments_that_do_not_fit_the_signature_are_refused(payload):
         write.enqueue(**payload)
 
 
-@pytest.mark.parametrize("value", [math.nan, object(), b"x", "\ud800", {1, 2}], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, object(), b"x", "\ud800", {1, 2}],
+    ids=["nan", "object", "bytes", "surrogate", "set"],
+)
 def test_a_payload_that_is_no_json_is_refused(value):
     with writing_nothing(), pytest.raises(PayloadError):
         write.enqueue(job=value)
