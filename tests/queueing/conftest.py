@@ -95,7 +95,8 @@ def postgres_database(
 def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
     """The contract's engines: memory, SQLite, PostgreSQL, Kafka with Redis, Redis Streams."""
     name: str = request.param
-    kjo = dict(QUICK)
+    # A consumer group of its own too: one that is stopped while it joins keeps its group waiting.
+    kjo = {**QUICK, "SERVICE_NAME": f"tests-{uuid.uuid4().hex[:8]}"}
     is_file = name in ("memory", "sqlite")
     request.getfixturevalue("file_database" if is_file else "postgres_database")
     if name == "memory":
