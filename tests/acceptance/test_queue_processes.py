@@ -30,10 +30,21 @@ def engine(name: str, request: pytest.FixtureRequest) -> Engine:
 @pytest.mark.timeout(300)
 def test_two_hundred_jobs_cancelled_while_they_are_consumed(engine: Engine) -> None:
     """PJQ-05, PJQ-52, PJQ-53, PJQ-F4: each was either cancelled and never ran, or ran."""
+    cancel_while_consumed(engine, 200)
+
+
+@EVERY
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_thousands_of_jobs_cancelled_while_they_are_consumed(engine: Engine) -> None:
+    cancel_while_consumed(engine, 3000)
+
+
+def cancel_while_consumed(engine: Engine, count: int) -> None:
     # Given
     worker = engine.ready_worker("--concurrency", "2")
     # When each is cancelled at some moment of its life
-    ids = [f"job-{number}" for number in range(200)]
+    ids = [f"job-{number}" for number in range(count)]
     answers = {}
     for id in ids:
         ledger.enqueue(id, {"seconds": 0.005})

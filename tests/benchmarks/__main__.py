@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="drain, enqueue, relay, latency, memory or a case such as drain.insert; repeatable",
+        help="drain, enqueue, relay, latency, wait, memory or a case such as drain.insert; may be "
+        "given several times",
     )
     parser.add_argument("--engine", choices=(*ENGINES, "both"), default="both")
     parser.add_argument(

@@ -136,6 +136,13 @@ def all_cases(engine: str, jobs: int | None = None, concurrency: int | None = No
             about="from before enqueue() in another process to the commit of the job's outcome",
         ),
         Case(
+            "wait",
+            engine,
+            Step("wait.run", {"count": 200, "has_celery": engine == REAL}),
+            most_rounds=1,
+            about="enqueue_and_wait() of a no-op; limit: Celery's delay().get() on Redis alone",
+        ),
+        Case(
             "memory",
             engine,
             Step("drain.run", {"handler": "no_op", "count": sizes.memory, **worker}),

@@ -23,6 +23,7 @@ NOTES = {
     "p50_ms": "ms p50",
     "p95_ms": "ms p95",
     "p99_ms": "ms p99",
+    "celery_p50_ms": "ms p50 of Celery on Redis alone",
     "idle_cpu_percent": "% of a core while idle",
     "rss_before_mb": "MB before",
     "rss_at_a_fifth_mb": "MB at a fifth",
@@ -31,6 +32,7 @@ NOTES = {
 }
 SHOWN = {
     "latency": ("p50_ms", "p95_ms", "p99_ms", "idle_cpu_percent"),
+    "wait": ("p50_ms", "p95_ms", "p99_ms", "celery_p50_ms"),
     "memory": ("rss_before_mb", "rss_at_a_fifth_mb", "rss_after_mb", "rss_peak_mb"),
     "drain": ("seconds_to_first",),
 }

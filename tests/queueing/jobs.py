@@ -12,8 +12,10 @@ ledger = Queue("ledger")
 
 
 @ledger.handler
-def write(job: Any) -> dict[str, Any]:
-    """Add the job's one entry, after as long as its payload says."""
+def write(job: Any) -> dict[str, Any] | None:
+    """Add the job's one entry, after as long as its payload says; do nothing without a payload."""
+    if job.payload is None:
+        return None
     time.sleep(job.payload.get("seconds", 0))
     Entry.objects.create(job=job.id, note=str(job.payload.get("note", "")))
     return {"id": job.id, "attempts": job.attempts}

@@ -1,0 +1,151 @@
+"""A request that waits for its job: ``enqueue_and_wait`` of a no-op, beside Celery's ``get()``.
+
+Both sides have one caller and a worker process of their own on this machine, and take turns. The
+promises differ: ours commits the job to PostgreSQL, sends it through Kafka and commits its outcome
+with the marker; Celery's goes through Redis alone and is gone if that is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kjo_django.worker.process import Worker
+from tests.benchmarks import child
+from tests.benchmarks.errors import BenchmarkError
+from tests.queueing.jobs import ledger
+from tests.services.maven import cache_directory
+
+BLOCK = 20
+"""Calls of one side before it is the other's turn."""
+WARM_UP = 20
+CELERY = "celery[redis]>=5.5,<6"
+SIDE = Path(__file__).resolve().parent.parent / "celery_side.py"
+
+Sides = dict[str, dict[str, float]]
+
+
+def run(count: int, has_celery: bool) -> Sides | dict[str, float]:
+    """Make so many calls on each side, in turns."""
+    with _ours():
+        if not has_celery:
+            _call(WARM_UP, "warm")
+            return _figures(_call(count, "call"))
+        with _celery() as celery:
+            _call(WARM_UP, "warm")
+            celery(WARM_UP)
+            took: dict[str, list[float]] = {"ours": [], "limit": []}
+            for number in range(0, count, BLOCK):
+                took["ours"] += _call(BLOCK, f"call-{number}")
+                took["limit"] += celery(BLOCK)
+    figures = {side: _figures(times) for side, times in took.items()}
+    figures["ours"]["celery_p50_ms"] = figures["limit"]["p50_ms"]
+    return figures
+
+
+def work() -> None:
+    """Our worker process, until stdin is closed."""
+    is_over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), is_over.set()), daemon=True).start()
+    Worker(["ledger"]).run(until=is_over.is_set)
+
+
+def _call(count: int, name: str) -> list[float]:
+    took = []
+    for number in range(count):
+        began = time.perf_counter()
+        ledger.enqueue_and_wait(f"{name}-{number}", None, timeout=60)
+        took.append(time.perf_counter() - began)
+    return took
+
+
+@contextmanager
+def _ours() -> Iterator[None]:
+    command = child.command("wait.work", {})
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        try:
+            yield
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+
+
+@contextmanager
+def _celery() -> Iterator[Any]:
+    python = _celery_python()
+    environment = {name: os.environ[name] for name in ("REDIS_URL", "KJO_BENCHMARK_TOPIC", "PATH")}
+    worker = subprocess.Popen(
+        [python, str(SIDE), "worker"], env=environment, stderr=subprocess.DEVNULL
+    )
+    client = subprocess.Popen(
+        [python, str(SIDE), "client"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def call(count: int) -> list[float]:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdin.write(f"{count}\n")
+        client.stdin.flush()
+        line = client.stdout.readline()
+        if not line:
+            raise BenchmarkError("Celery's side gave no answer")
+        return [float(seconds) for seconds in json.loads(line)]
+
+    try:
+        yield call
+    finally:
+        client.kill()
+        worker.terminate()
+        try:
+            worker.wait(15)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+        client.wait()
+
+
+def _celery_python() -> str:
+    """Return the Python of an environment with Celery, made on first use and kept."""
+    given = os.environ.get("KJO_CELERY_PYTHON")
+    if given:
+        return given
+    folder = cache_directory() / "celery"
+    python = folder / "bin" / "python"
+    done = folder / "installed"
+    if not done.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", CELERY]
+        finished = subprocess.run(install, capture_output=True, text=True)
+        if finished.returncode:
+            raise BenchmarkError(f"Celery cannot be installed: {finished.stderr[-500:]}")
+        done.touch()
+    return str(python)
+
+
+def _figures(times: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles([seconds * 1000 for seconds in times], n=100, method="inclusive")
+    return {
+        "jobs_per_second": len(times) / sum(times),
+        "p50_ms": cuts[49],
+        "p95_ms": cuts[94],
+        "p99_ms": cuts[98],
+    }
