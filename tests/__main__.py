@@ -12,7 +12,6 @@ import pytest
 from tests.services.errors import ServiceError
 from tests.services.provisioning import provision
 
-
 WORKERS = 3
 """Most tests wait: for servers to come back, leases to end, processes to start. Side by side they
 wait at the same time; each worker has servers of its own."""
