@@ -177,7 +177,7 @@ def test_a_database_in_memory_is_a_warning(settings, database):
     [(86_400_000, []), (60 * 86_400_000, ["W005"]), (-1, ["W005"]), (None, [])],
 )
 def test_markers_must_outlive_the_messages_of_their_topic(settings, retention_ms, ids):
-    """KII-F10."""
+    """KII-F10, X-10: the longest window of the three is the one nothing may outlive."""
     options = {} if retention_ms is None else {"retention_ms": retention_ms}
     kjo = {"TRANSPORTS": MEMORY, "QUEUES": {"a": {"topic_options": options}}}
     assert [id for id, *_ in found(settings, kjo, CheckWarning)] == ids
