@@ -33,8 +33,8 @@ def state_of(queue: Queue, id: str) -> str | None:
 
 
 def test_request_and_response(queue: Queue) -> None:
-    """PJQ-64, PJQ-01, PJQ-02, PJQ-04, PJQ-06, PJQ-07, PJQ-16, PJQ-20, PJQ-22, PJQ-23, PJQ-24, PJQ-61,
-    PJQ-F16, PJQ-F19: any value goes in, any value comes out, None included."""
+    """PJQ-01, PJQ-02, PJQ-04, PJQ-06, PJQ-07, PJQ-16, PJQ-20, PJQ-22, PJQ-23, PJQ-24, PJQ-61,
+    PJQ-64, PJQ-F16, PJQ-F19: any value goes in, any value comes out, None included."""
     # Given a handler that returns what it was given
     seen: list[Any] = []
     queue.execute(lambda job: (seen.append(job), job.payload)[1])
