@@ -20,6 +20,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import jobs
 from kjo_django.operations.jobs import CancelResult, Outcomes
+from kjo_django.operations.progress import progress_of
 from kjo_django.producer.enqueue import result_of
 
 PAYLOAD_FIELDS = ("shown_payload", "shown_result", "headers")
@@ -92,7 +93,10 @@ class JobAdmin(KjoAdmin):
         Button("requeue", _("Requeue"), "retry"),
         Button("cancel", _("Cancel this job"), "cancel"),
     )
-    what_it_is = ("id", "handler", "queue", "unique_id", "key", "shown_state", "shown_attempts")
+    what_it_is = (
+        *("id", "handler", "queue", "unique_id", "key"),
+        *("shown_state", "shown_attempts", "shown_progress"),
+    )
     what_it_became = ("generation", "created_at", "available_at", "expires_at", "queued_at")
     how_it_ended = ("started_at", "finished_at", "shown_error", "result_expires_at")
     where_it_is = ("topic", "partition", "offset", "content_type")
@@ -148,6 +152,15 @@ class JobAdmin(KjoAdmin):
     def shown_attempts(self, job: Job) -> str:
         """Return how many of how many."""
         return f"{job.attempts}/{job.max_attempts}"
+
+    @admin.display(description=_("progress"))
+    def shown_progress(self, job: Job) -> str:
+        """Return how far the running handler says it has got."""
+        progress = progress_of([job.pk]).get(str(job.pk))
+        if progress is None:
+            return "-"
+        percent = "" if progress.percent is None else f"{progress.percent} %"
+        return inert(f"{percent} {progress.text}".strip())
 
     @admin.display(description=_("error"))
     def shown_error(self, job: Job) -> str:

@@ -16,7 +16,8 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.admin import display, filters
-from kjo_django.backends import get_transport
+from kjo_django.backends import get_coordination, get_transport
+from kjo_django.consumer.running import dump_progress, progress_name
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, QueueControl
@@ -475,3 +476,19 @@ def test_workers_are_shown_alive_or_gone(admin_client):
     WorkerFactory(name="bye", state="stopped")
     page = admin_client.get(list_url("worker")).content.decode()
     assert page.count("kjo-alive") == page.count("kjo-gone") == page.count("kjo-stopped") == 1
+
+
+def test_a_running_job_shows_how_far_it_says_it_is(admin_client):
+    # Given
+    job = JobFactory()
+    page = reverse("admin:kjo_django_job_change", args=[job.pk])
+    assert (
+        "42" not in admin_client.get(page).content.decode().split("field-shown_progress")[1][:200]
+    )
+    # When its handler says so
+    mark = {progress_name(str(job.pk)): dump_progress(42, EVIL)}
+    get_coordination().set_marks(mark, timedelta(minutes=1))
+    # Then people see it, inert
+    shown = admin_client.get(page).content.decode().split("field-shown_progress")[1][:400]
+    assert "42 %" in shown
+    assert EVIL not in shown
