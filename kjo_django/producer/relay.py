@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
+from typing import NamedTuple
+from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 from django.utils import timezone
@@ -26,6 +28,7 @@ from kjo_django.coordination.base import Listener
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, transition
+from kjo_django.models.job import JobQuerySet
 from kjo_django.producer import dispatch
 from kjo_django.producer.wakeups import RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -44,6 +47,16 @@ REST_MAX = 30.0
 
 
 OUTAGES = (PublishError, CoordinationError, DatabaseError, InterfaceError)
+
+
+class Sent(NamedTuple):
+    """Where a job's message went."""
+
+    id: UUID
+    generation: int
+    attempts: int
+    partition: int | None
+    offset: int | None
 
 
 def lease_of(queue: str) -> str:
@@ -76,6 +89,7 @@ class Relay:
         self._stopping = threading.Event()
         self._listener: Listener | None = None
         self._rests: dict[str, tuple[float, float]] = {}
+        self._unrecorded: dict[UUID, tuple[str, Sent]] = {}
         self.published_count = 0
 
     # --- One batch --------------------------------------------------------------------------------
@@ -87,16 +101,19 @@ class Relay:
         """
         using = dispatch.jobs_database()
         limit = get_settings().relay_batch_size
-        due = Job.objects.using(using).filter(
-            state__in=states.AWAITING_PUBLISH,
-            available_at__lte=timezone.now(),
-            queue__in=self._awake() if queues is None else queues,
-        )
+        wanted = self._awake() if queues is None else queues
+        due = self._awaiting(wanted).filter(available_at__lte=timezone.now())
         # Results and errors are not part of a message: do not carry them over the wire.
         jobs = list(due.only(*_OF_A_MESSAGE).order_by("available_at", "id")[:limit])
         for queue_name in dict.fromkeys(job.queue for job in jobs):
             self._publish(using, queue_name, [job for job in jobs if job.queue == queue_name])
         return len(jobs)
+
+    def _awaiting(self, queues: Collection[str]) -> JobQuerySet:
+        """Return the rows that wait to be published, now or later."""
+        using = dispatch.jobs_database()
+        rows = Job.objects.using(using).filter(state__in=states.AWAITING_PUBLISH, queue__in=queues)
+        return rows.exclude(pk__in=list(self._unrecorded)) if self._unrecorded else rows
 
     def _publish(self, using: str, queue_name: str, jobs: list[Job]) -> None:
         queue = get_settings().queue(queue_name)
@@ -140,20 +157,12 @@ class Relay:
         records = [(j, a) for j, a in accepted if j.destination]
         refused = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is not None]
         now = timezone.now()
-        if sent and connections[using].vendor == "postgresql":
-            self._record_at_once(using, topic, sent)
-        else:
-            with transaction.atomic(using=using):
-                for job, answer in sent:
-                    rows = Job.objects.using(using).at(job.pk, job.generation)
-                    transition(
-                        "publish",
-                        rows.filter(attempts=job.attempts),
-                        topic=topic,
-                        partition=answer.partition,
-                        offset=answer.offset,
-                        queued_at=now,
-                    )
+        if sent:
+            self._record_sent(
+                using,
+                topic,
+                [Sent(j.pk, j.generation, j.attempts, a.partition, a.offset) for j, a in sent],
+            )
         if records:
             self._record_others(using, records)
         self.published_count += len(accepted)
@@ -167,23 +176,77 @@ class Relay:
                 )
         self._on_error(refused[0][1].error if refused else None)
 
+    def _record_sent(self, using: str, topic: str, sent: Sequence[Sent]) -> None:
+        """Note where jobs went, without waiting for rows that are locked.
+
+        A consumer that was quicker than this note has the row locked for as long as its job runs.
+        Such a row is left for later, and not published again meanwhile.
+        """
+        if connections[using].vendor == "postgresql":
+            recorded = self._record_at_once(using, topic, sent)
+        else:
+            recorded = self._record_each(using, topic, sent)
+        for one in sent:
+            self._unrecorded.pop(one.id, None)
+        missing = {one.id: one for one in sent if one.id not in recorded}
+        if missing:
+            rows = Job.objects.using(using).filter(
+                pk__in=list(missing), state__in=states.AWAITING_PUBLISH
+            )
+            for id, generation, attempts in rows.values_list("pk", "generation", "attempts"):
+                if (generation, attempts) == missing[id][1:3]:
+                    self._unrecorded[id] = (topic, missing[id])
+
+    def _record_late(self) -> None:
+        """Note what was locked when it was published."""
+        by_topic: dict[str, list[Sent]] = {}
+        for topic, one in self._unrecorded.values():
+            by_topic.setdefault(topic, []).append(one)
+        for topic, sent in by_topic.items():
+            self._record_sent(dispatch.jobs_database(), topic, sent)
+
     _RECORD = """
+WITH v AS (
+    SELECT * FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::int[], %s::bigint[])
+        AS v (id, generation, attempts, partition, position)
+), free AS (
+    SELECT id FROM kjo_job WHERE id IN (SELECT id FROM v) FOR NO KEY UPDATE SKIP LOCKED
+)
 UPDATE kjo_job SET state = 'queued', topic = %s, partition = v.partition, "offset" = v.position,
     queued_at = now()
-FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::int[], %s::bigint[])
-    AS v (id, generation, attempts, partition, position)
+FROM v JOIN free USING (id)
 WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
     AND kjo_job.attempts = v.attempts AND kjo_job.state = ANY(%s)
+RETURNING kjo_job.id
 """
 
-    def _record_at_once(
-        self, using: str, topic: str, sent: Sequence[tuple[Job, Published]]
-    ) -> None:
-        """The same for PostgreSQL in one round trip."""
-        rows = [(j.pk, j.generation, j.attempts, a.partition, a.offset) for j, a in sent]
-        columns = [list(column) for column in zip(*rows, strict=True)]
+    def _record_at_once(self, using: str, topic: str, sent: Sequence[Sent]) -> set[UUID]:
+        """Note them in one round trip; return whose rows were."""
+        columns = [list(column) for column in zip(*sent, strict=True)]
         with connections[using].cursor() as cursor:
-            cursor.execute(self._RECORD, [topic, *columns, states.expected("publish")])
+            cursor.execute(self._RECORD, [*columns, topic, states.expected("publish")])
+            return {row[0] for row in cursor.fetchall()}
+
+    def _record_each(self, using: str, topic: str, sent: Sequence[Sent]) -> set[UUID]:
+        """The same for other databases."""
+        now, recorded = timezone.now(), set()
+        with transaction.atomic(using=using):
+            free = {one.id for one in sent}
+            if connections[using].features.has_select_for_update_skip_locked:
+                rows = Job.objects.using(using).filter(pk__in=list(free))
+                free = set(rows.select_for_update(skip_locked=True).values_list("pk", flat=True))
+            for one in sent:
+                rows = Job.objects.using(using).at(one.id, one.generation)
+                if one.id in free and transition(
+                    "publish",
+                    rows.filter(attempts=one.attempts),
+                    topic=topic,
+                    partition=one.partition,
+                    offset=one.offset,
+                    queued_at=now,
+                ):
+                    recorded.add(one.id)
+        return recorded
 
     _RECORD_OTHERS = """
 UPDATE kjo_job SET state = 'completed', topic = kjo_job.destination, partition = v.partition,
@@ -220,6 +283,10 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
         try:
             while not self._stopping.is_set():
                 try:
+                    if self._unrecorded:
+                        self._record_late()
+                        # As long as another relay has no reason to publish them again.
+                        self._take_queues()
                     # A read first: an idle relay, or one on standby, writes nothing.
                     is_full = (
                         self._is_due()
@@ -278,9 +345,7 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
         return next_due is not None and next_due <= timezone.now()
 
     def _next_due(self) -> datetime | None:
-        waiting = Job.objects.using(dispatch.jobs_database()).filter(
-            state__in=states.AWAITING_PUBLISH, queue__in=self._awake()
-        )
+        waiting = self._awaiting(self._awake())
         return waiting.order_by("available_at").values_list("available_at", flat=True).first()
 
     def stop(self) -> None:
