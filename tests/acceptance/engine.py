@@ -50,7 +50,7 @@ QUICK: dict[str, Any] = {
     "RECORD_LEASE": 2,
     "TOPIC_OPTIONS": {"partitions": 4, "replication_factor": 1},
 }
-SESSION_TIMEOUT_MS = 2000
+SESSION_TIMEOUT_MS = 1500
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Engine:
                         "producer": self.producer_options,
                         "consumer": {
                             "session.timeout.ms": SESSION_TIMEOUT_MS,
-                            "heartbeat.interval.ms": 400,
+                            "heartbeat.interval.ms": 300,
                         },
                     },
                 }

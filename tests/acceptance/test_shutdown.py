@@ -37,9 +37,9 @@ def let_go(path: Path) -> None:
     path.with_name(f"{path.name}.go").touch()
 
 
-def test_what_runs_may_end(any_engine: Engine, tmp_path: Path) -> None:
+def test_what_runs_may_end(engine: Engine, tmp_path: Path) -> None:
     """RST-10, RST-F13: shutdown waits for what runs."""
-    stop_in_the_middle(any_engine, tmp_path, signal.SIGTERM)
+    stop_in_the_middle(engine, tmp_path, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
@@ -59,7 +59,7 @@ def stop_in_the_middle(engine: Engine, tmp_path: Path, number: signal.Signals) -
     worker.signal(number)
     engine.wait_until(lambda: "finishing what runs" in worker.log, "It was not told")
     # And the job goes on for a while
-    engine.wait_for_moment(2)
+    engine.wait_for_moment(1.5)
     assert worker.is_running
     let_go(tmp_path / "long")
     # Then the job ends, the exit code is 0, and nothing else was begun
@@ -119,19 +119,17 @@ def test_a_job_longer_than_the_grace_period(engine: Engine, tmp_path: Path) -> N
     assert engine.failures.count() == 0
 
 
-def test_drain(any_engine: Engine) -> None:
+def test_drain(engine: Engine) -> None:
     """--drain ends when all that is due is done, what handlers enqueue included."""
     jobs.spawn.enqueue(job="parent", children=20)
     names = [f"job-{number}" for number in range(100)]
     jobs.write.enqueue_many({"job": name} for name in names)
     jobs.write.using(delay=timedelta(hours=1)).enqueue(job="later")
-    worker = any_engine.drain("--processes", "2")
+    worker = engine.drain("--processes", "2")
     assert not worker.is_running
-    any_engine.assert_each_ran_once(
-        [*names, "parent", *(f"parent/{number}" for number in range(20))]
-    )
+    engine.assert_each_ran_once([*names, "parent", *(f"parent/{number}" for number in range(20))])
     # What is due later waits
-    assert any_engine.jobs.filter(state__in=OPEN).count() == 1
+    assert engine.jobs.filter(state__in=OPEN).count() == 1
 
 
 def test_max_messages(engine: Engine) -> None:
