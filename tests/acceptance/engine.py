@@ -194,6 +194,26 @@ class Engine:
         )
         return worker
 
+    def freeze(self, worker: Program) -> None:
+        """Stop a worker, but not within a write: with SQLite that would hold the whole file, and
+        what is asked here is what others do meanwhile."""
+
+        def stopped() -> bool:
+            worker.freeze()
+            try:
+                if connections[ALIAS].vendor == "sqlite":
+                    with connections[ALIAS].cursor() as cursor:
+                        cursor.execute("PRAGMA busy_timeout = 200")
+                WorkerRow.objects.using(ALIAS).filter(pid=-1).update(pid=-1)
+            except OperationalError:
+                worker.thaw()
+                raise
+            finally:
+                connections[ALIAS].close()
+            return True
+
+        self.wait_until(stopped, f"{worker} never stopped writing")
+
     def partitions_of(self, pid: int) -> list[Any]:
         """The partitions the worker process last said it has."""
         return [

@@ -23,7 +23,7 @@ def freeze_in_the_middle(engine: Engine, path: Path, definition: Any) -> tuple[P
     frozen = engine.ready_worker("--concurrency", "2")
     definition.enqueue(job="job", path=str(path))
     engine.wait_until(lambda: started(path, frozen.pid), "The first worker did not start it")
-    frozen.freeze()
+    engine.freeze(frozen)
     other = engine.worker("--concurrency", "2")
     return frozen, other
 

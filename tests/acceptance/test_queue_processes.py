@@ -114,7 +114,7 @@ def test_a_frozen_worker_loses(engine: Engine, handler: Any, tmp_path: Path) -> 
     handler.using(id="job", max_attempts=2).enqueue(job="job", path=str(path))
     engine.wait_until(Path(f"{path}.{first.pid}").exists, "The first worker never ran it")
     # When the process stands still in the middle of the job
-    first.freeze()
+    engine.freeze(first)
     second = engine.worker()
     # Then the other one runs it
     engine.wait_until(Path(f"{path}.{second.pid}").exists, "The second worker never ran it")
@@ -151,7 +151,7 @@ def test_a_freeze_spends_the_last_attempt(engine: Engine, handler: Any, tmp_path
     first = engine.ready_worker()
     handler.using(id="job", max_attempts=1).enqueue(job="job", path=str(path))
     engine.wait_until(Path(f"{path}.{first.pid}").exists, "The first worker never ran it")
-    first.freeze()
+    engine.freeze(first)
     second = engine.worker()
     engine.wait_until(engine.dead_letters.exists, "It was never given up")
     assert engine.dead_letters.get().reason == "stalled"
