@@ -82,6 +82,13 @@ def text(value: Any) -> str:
     return value
 
 
+def short_text(value: Any) -> str:
+    """Text of at most 100 characters."""
+    if not isinstance(value, str) or len(value) > 100:
+        raise ValueError("text of at most 100 characters")
+    return value
+
+
 def optional_text(value: Any) -> str | None:
     """Text that is not empty, or None."""
     return None if value is None else text(value)
@@ -266,6 +273,20 @@ class Settings:
     )
     retention_metrics: timedelta = option(
         duration, timedelta(days=30), "kjo_prune: metric buckets and dead workers."
+    )
+    release: str = option(
+        short_text,
+        "",
+        "Version of the project's code, shown beside workers and errors; a change marks a deploy.",
+    )
+    redact: tuple[str, ...] = option(
+        texts,
+        ("password", "passwd", "secret", "token", "api_key", "apikey", "authorization", "cookie"),
+        "Fields of payloads and results that nobody is shown: those whose name has one of these in "
+        "it, in any case.",
+    )
+    operations_queue: str = option(
+        text, "default", "Queue of the jobs that carry out large replays and changes of jobs."
     )
     metrics_token: str | None = option(
         optional_text,

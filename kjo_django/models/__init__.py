@@ -1,5 +1,6 @@
 """The state of jobs, one file per model."""
 
+from kjo_django.models.dashboard import Dashboard
 from kjo_django.models.dead_letter import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.models.embedded import Lease, Mark, TransportMessage, TransportSubscription
 from kjo_django.models.job import Job, JobQuerySet, message_id, transition
@@ -10,6 +11,7 @@ from kjo_django.models.queue_control import QueueControl
 from kjo_django.models.worker import Worker
 
 __all__ = [
+    "Dashboard",
     "DeadLetter",
     "DeadLetterReason",
     "DeadLetterState",

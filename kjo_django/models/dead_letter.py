@@ -81,6 +81,13 @@ class DeadLetter(models.Model):
         default="",
         help_text=_("Equal for failures of the same error in the same place of the same handler."),
     )
+    release = models.CharField(
+        _("release"),
+        max_length=100,
+        blank=True,
+        default="",
+        help_text=_("KJO['RELEASE'] of the worker it failed in."),
+    )
     attempts = models.PositiveIntegerField(_("attempts"), default=0)
     replay_count = models.PositiveIntegerField(_("replays"), default=0)
     failed_at = models.DateTimeField(_("failed at"), default=timezone.now)

@@ -24,6 +24,11 @@ class MetricBucket(models.Model):
     failed_count = models.PositiveBigIntegerField(_("failed"), default=0)
     duplicate_count = models.PositiveBigIntegerField(_("duplicates"), default=0)
     skipped_count = models.PositiveBigIntegerField(_("skipped"), default=0)
+    lag = models.PositiveBigIntegerField(
+        _("lag"),
+        null=True,
+        help_text=_("Records not acknowledged yet, last seen in this minute; no handler."),
+    )
     run_histogram = models.JSONField(
         _("run times"),
         default=list,

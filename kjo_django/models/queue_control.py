@@ -17,6 +17,18 @@ class QueueControl(models.Model):
         blank=True,
         help_text=_("Groups of this queue one worker runs at once; empty: as configured."),
     )
+    max_attempts = models.PositiveIntegerField(
+        _("max attempts"),
+        null=True,
+        blank=True,
+        help_text=_("Executions before a job is dead-lettered; empty: as each job was enqueued."),
+    )
+    backoff_base = models.PositiveIntegerField(
+        _("back-off"),
+        null=True,
+        blank=True,
+        help_text=_("Seconds before the second attempt; doubles each time. Empty: as configured."),
+    )
     changed_by = models.CharField(_("changed by"), max_length=150, blank=True, default="")
     updated_at = models.DateTimeField(_("updated at"), auto_now=True)
 

@@ -18,8 +18,16 @@ class Worker(models.Model):
         """What the process does now."""
 
         RUNNING = "running", _("Running")
+        QUIET = "quiet", _("Quiet")
         STOPPING = "stopping", _("Stopping")
         STOPPED = "stopped", _("Stopped")
+
+    class Wish(models.TextChoices):
+        """What an operator asked of the process; obeyed within two seconds."""
+
+        NONE = "", _("None")
+        QUIET = "quiet", _("Start nothing more")
+        STOP = "stop", _("Stop")
 
     id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
     name = models.CharField(_("name"), max_length=255)
@@ -28,6 +36,12 @@ class Worker(models.Model):
     queues = models.JSONField(_("queues"), default=list)
     state = models.CharField(
         _("state"), max_length=10, choices=State.choices, default=State.RUNNING
+    )
+    wish = models.CharField(
+        _("asked to"), max_length=10, choices=Wish.choices, blank=True, default=Wish.NONE
+    )
+    release = models.CharField(
+        _("release"), max_length=100, blank=True, default="", help_text=_("KJO['RELEASE'] there.")
     )
     concurrency = models.PositiveIntegerField(_("concurrency"), default=1)
     is_relaying = models.BooleanField(_("relaying"), default=False)

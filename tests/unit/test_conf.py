@@ -115,6 +115,7 @@ RIGHT = {
     conf.optional_text: None,
     conf.mapping: {},
     conf.texts: [],
+    conf.short_text: "x",
 }
 WRONG = {
     "SERVICE_NAME": ["", "  ", None, 5, b"x"],
@@ -150,6 +151,9 @@ WRONG = {
     "RETENTION_FAILED": [0],
     "RETENTION_PROCESSED_EVENTS": [0],
     "RETENTION_METRICS": [0],
+    "RELEASE": [None, 5, "x" * 101],
+    "REDACT": ["password", [""], None],
+    "OPERATIONS_QUEUE": ["", 5, None],
     "METRICS_TOKEN": ["", "  ", 5],
 }
 
