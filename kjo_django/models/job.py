@@ -116,6 +116,7 @@ class Job(models.Model):
         ordering = ("-id",)
         default_permissions = ("view", "delete")
         permissions = (
+            ("enqueue_job", _("Can enqueue jobs")),
             ("retry_job", _("Can requeue jobs")),
             ("cancel_job", _("Can cancel jobs")),
             ("view_payload", _("Can see payloads, results and tracebacks")),
