@@ -39,6 +39,8 @@ class MetricBucket(models.Model):
         default=list,
         help_text=_("Counts of times from due to started by upper bound 1 ms · 2^n."),
     )
+    run_seconds_sum = models.FloatField(_("seconds run"), default=0.0)
+    wait_seconds_sum = models.FloatField(_("seconds waited"), default=0.0)
 
     class Meta:
         db_table = "kjo_metric_bucket"

@@ -42,6 +42,8 @@ class _Bucket:
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     runs: list[int] = field(default_factory=lambda: [0] * BOUNDS)
     waits: list[int] = field(default_factory=lambda: [0] * BOUNDS)
+    run_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
 
 class Statistics:
@@ -93,9 +95,13 @@ class Statistics:
             self.last_error, self.last_error_at = error_text(outcome.error), timezone.now()
         if outcome.started_at is not None:
             bucket.runs[bound_of(outcome.seconds)] += 1
+            bucket.run_seconds += outcome.seconds
             due = outcome.job["available_at"] if outcome.job else delivery.record.timestamp
             if due is not None:
-                bucket.waits[bound_of((outcome.started_at - due).total_seconds())] += 1
+                # A clock that stepped back counts as no time: a sum never falls.
+                waited = max(0.0, (outcome.started_at - due).total_seconds())
+                bucket.waits[bound_of(waited)] += 1
+                bucket.wait_seconds += waited
 
     @property
     def uptime(self) -> float:
@@ -128,6 +134,8 @@ class Statistics:
                 **bucket.counts,
                 "run_histogram": bucket.runs,
                 "wait_histogram": bucket.waits,
+                "run_seconds_sum": bucket.run_seconds,
+                "wait_seconds_sum": bucket.wait_seconds,
             },
         )
         if is_new:
@@ -136,6 +144,8 @@ class Statistics:
             setattr(row, name, getattr(row, name) + count)
         row.run_histogram = _sum(row.run_histogram, bucket.runs)
         row.wait_histogram = _sum(row.wait_histogram, bucket.waits)
+        row.run_seconds_sum += bucket.run_seconds
+        row.wait_seconds_sum += bucket.wait_seconds
         row.save(using=using)
 
     def _take_back(self, buckets: dict[Any, _Bucket]) -> None:
@@ -146,6 +156,8 @@ class Statistics:
                     present.counts[name] += count
                 present.runs = _sum(present.runs, bucket.runs)
                 present.waits = _sum(present.waits, bucket.waits)
+                present.run_seconds += bucket.run_seconds
+                present.wait_seconds += bucket.wait_seconds
 
 
 def _sum(left: Sequence[int], right: Sequence[int]) -> list[int]:

@@ -150,7 +150,8 @@ def test_durations_are_histograms_with_percentiles(name):
     counts = histogram([0.003] * 50 + [0.1] * 49 + [100_000])
     kind = {"queue": "emails", "handler": "shop.send"}
     now = collecting.timezone.now()
-    MetricBucketFactory(**kind, minute=now, **{f"{name}_histogram": counts})
+    sums = {f"{name}_seconds_sum": 100_005.05}
+    MetricBucketFactory(**kind, minute=now, **{f"{name}_histogram": counts}, **sums)
     MetricBucketFactory(**kind, minute=now, **{f"{name}_histogram": []})
     # When
     family = scrape()[f"kjo_job_{name}_seconds"]
@@ -162,6 +163,8 @@ def test_durations_are_histograms_with_percentiles(name):
     assert [count for _, count in buckets] == sorted(count for _, count in buckets)
     assert buckets[-1] == (math.inf, 100)
     assert [sample.value for sample in lines if sample.name.endswith("_count")] == [100]
+    # The mean is rate(_sum) / rate(_count).
+    assert [sample.value for sample in lines if sample.name.endswith("_sum")] == [100_005.05]
     assert quantile(0.50, buckets) <= 0.004
     assert 0.064 < quantile(0.95, buckets) <= 0.128
     assert 0.064 < quantile(0.99, buckets) <= 0.128
@@ -377,7 +380,7 @@ def test_labels_and_help_are_escaped():
 def test_a_histogram_needs_a_count_for_each_bound_and_an_open_one():
     family = exposition.Family("kjo_x", "histogram", "X.")
     with pytest.raises(ValueError):
-        family.add_histogram((0.1, 0.2), (1, 2))
+        family.add_histogram((0.1, 0.2), (1, 2), 0.5)
 
 
 def test_the_hour_is_the_one_of_utc(monkeypatch):

@@ -50,7 +50,7 @@ def with_suffixes() -> set[str]:
     return {
         name + suffix
         for name, kind in exported().items()
-        for suffix in (("_bucket", "_count") if kind == "histogram" else ("",))
+        for suffix in (("_bucket", "_count", "_sum") if kind == "histogram" else ("",))
     }
 
 

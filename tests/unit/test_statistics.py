@@ -88,6 +88,8 @@ def test_a_flush_writes_a_row_per_minute_queue_and_handler(statistics):
     assert row.run_histogram[2] == 2  # from 2 to 4 ms
     assert row.wait_histogram[9] == 2  # from 256 to 512 ms
     assert (sum(row.run_histogram), sum(row.wait_histogram)) == (2, 2)
+    assert row.run_seconds_sum == pytest.approx(0.006)
+    assert row.wait_seconds_sum == pytest.approx(1.0)
     assert row.minute.second == 0
     assert written["ledger.refuse"].failed_count == 1
     assert written[""].duplicate_count == 1
@@ -101,6 +103,14 @@ def test_a_second_flush_adds_to_the_same_minute(statistics, monkeypatch):
         statistics.flush()
     row = MetricBucket.objects.get()
     assert (row.completed_count, sum(row.run_histogram)) == (2, 2)
+    assert (row.run_seconds_sum, row.wait_seconds_sum) == (1.0, 0.0)
+
+
+def test_a_job_that_started_before_it_was_due_takes_nothing_off_the_sum(statistics):
+    """A counter that falls is taken for a restart by Prometheus."""
+    statistics.add([outcome(waited=-30, seconds=0.5), outcome(waited=2, seconds=0.5)])
+    statistics.flush()
+    assert MetricBucket.objects.get().wait_seconds_sum == 2.0
 
 
 def test_nothing_new_writes_nothing(statistics, django_assert_num_queries):
@@ -134,6 +144,7 @@ def test_what_an_outage_kept_from_being_written_is_written_later(statistics, mon
     rows = MetricBucket.objects.all()
     assert sum(row.completed_count for row in rows) == 2
     assert sum(sum(row.run_histogram) for row in rows) == 2
+    assert sum(row.run_seconds_sum for row in rows) == 1.0
 
 
 def test_lanes_count_at_the_same_time(statistics):

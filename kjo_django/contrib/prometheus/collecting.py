@@ -86,6 +86,8 @@ class _Done:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
     runs: list[int] = field(default_factory=lambda: [0] * BOUNDS)
     waits: list[int] = field(default_factory=lambda: [0] * BOUNDS)
+    run_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
 
 def _executions(now: datetime) -> Iterable[Family]:
@@ -99,9 +101,16 @@ def _executions(now: datetime) -> Iterable[Family]:
     for handler in registry.handlers():
         done[handler.options.queue, handler.name] = _Done()
     rows = MetricBucket.objects.using(jobs_database()).filter(minute__gte=hour).order_by()
-    columns = ("queue", "handler", "run_histogram", "wait_histogram", *_COUNTERS)
-    for queue, handler_name, runs, waits, *counts in rows.values_list(*columns).iterator():
+    columns = (
+        *("queue", "handler", "run_histogram", "wait_histogram"),
+        *("run_seconds_sum", "wait_seconds_sum", *_COUNTERS),
+    )
+    for queue, handler_name, runs, waits, ran, waited, *counts in rows.values_list(
+        *columns
+    ).iterator():
         sums = done[queue, handler_name]
+        sums.run_seconds += ran
+        sums.wait_seconds += waited
         for name, count in zip(_COUNTERS, counts, strict=True):
             sums.counts[name] += count
         _add(sums.runs, runs)
@@ -115,8 +124,9 @@ def _executions(now: datetime) -> Iterable[Family]:
     run = Family("kjo_job_run_seconds", "histogram", f"Run times of attempts, {_SINCE}.")
     wait = Family("kjo_job_wait_seconds", "histogram", f"Times from due to started, {_SINCE}.")
     for (queue, handler_name), sums in found:
-        run.add_histogram(LE, sums.runs, queue=queue, handler=handler_name)
-        wait.add_histogram(LE, sums.waits, queue=queue, handler=handler_name)
+        labels = {"queue": queue, "handler": handler_name}
+        run.add_histogram(LE, sums.runs, sums.run_seconds, **labels)
+        wait.add_histogram(LE, sums.waits, sums.wait_seconds, **labels)
     yield run
     yield wait
 

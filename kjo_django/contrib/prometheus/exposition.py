@@ -31,16 +31,20 @@ class Family:
         """Add a line."""
         self.samples.append(Sample(suffix, tuple(labels.items()), value))
 
-    def add_histogram(self, bounds: Sequence[float], counts: Sequence[int], **labels: str) -> None:
+    def add_histogram(
+        self, bounds: Sequence[float], counts: Sequence[int], summed: float, **labels: str
+    ) -> None:
         """Add the lines of a histogram.
 
         :param counts: by bucket, not yet added up; one more than there are bounds, the last open.
+        :param summed: all that was observed, added up.
         """
         total = 0
         for bound, count in zip((*bounds, None), counts, strict=True):
             total += count
             le = "+Inf" if bound is None else repr(bound)
             self.add(total, "_bucket", **labels, le=le)
+        self.add(summed, "_sum", **labels)
         self.add(total, "_count", **labels)
 
 
