@@ -29,6 +29,7 @@ item_sent              item_id, topic, content_hash, message_type, batch_id
 item_send_failed       item_id, topic, error, message_type, batch_id
 worker_started         worker_id, name
 worker_stopped         worker_id, name
+worker_asked           worker_id, wish, actor
 =====================  ===========================================================================
 """
 
@@ -64,6 +65,7 @@ item_sent = Signal()
 item_send_failed = Signal()
 worker_started = Signal()
 worker_stopped = Signal()
+worker_asked = Signal()
 
 
 def send(signal: Signal, sender: str, **kwargs: Any) -> None:

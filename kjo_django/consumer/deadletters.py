@@ -10,6 +10,7 @@ from uuid import UUID
 
 from django.utils import timezone
 
+from kjo_django.conf import get_settings
 from kjo_django.consumer.work import Delivery, Outcome
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, storable_text
@@ -91,6 +92,7 @@ def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> Dead
         error=error_text(outcome.error),
         traceback=traceback_text(outcome.error),
         fingerprint=fingerprint(handler, outcome.error),
+        release=get_settings().release,
         attempts=outcome.attempt,
         replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
         failed_at=now,

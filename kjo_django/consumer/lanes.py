@@ -273,22 +273,18 @@ class Lanes:
 
     # --- Control ----------------------------------------------------------------------------------
 
-    def discard(self, partitions: Iterable[TopicPartition]) -> int:
-        """Forget what waits of these partitions: they went to another consumer."""
+    def discard(self, partitions: Iterable[TopicPartition]) -> list[Delivery]:
+        """Forget what waits of these partitions, and return it: it goes to another consumer."""
         gone = set(partitions)
-        count = 0
+        dropped: list[Delivery] = []
         with self._changed:
             for shard in self._shards.values():
-                kept = [
-                    d
-                    for d in shard.waiting
-                    if TopicPartition(d.record.topic, d.record.partition) not in gone
-                ]
-                if len(kept) != len(shard.waiting):
-                    count += len(shard.waiting) - len(kept)
-                    shard.waiting = kept
-            self._waiting_count -= count
-        return count
+                leaving = [d for d in shard.waiting if d.place in gone]
+                if leaving:
+                    dropped += leaving
+                    shard.waiting = [d for d in shard.waiting if d.place not in gone]
+            self._waiting_count -= len(dropped)
+        return dropped
 
     def wait_for(self, partitions: Iterable[TopicPartition] | None, timeout: float) -> bool:
         """Wait until nothing of these partitions (None: of any) is running; False when it lasts

@@ -62,6 +62,7 @@ class Poller:
         self._subscription: Subscription | None = None
         self._is_draining = threading.Event()
         self._is_closed = threading.Event()
+        self.is_quiet = False
         self._wanted_pauses: frozenset[str] = frozenset()
         self._paused_topics: frozenset[str] = frozenset()
         self._resume_at: dict[TopicPartition, float] = {}
@@ -99,6 +100,12 @@ class Poller:
         self._is_closed.set()
         self.wake()
         self.thread.join(timeout)
+
+    def set_quiet(self, is_quiet: bool) -> None:
+        """Fetch nothing, or again, as a member of the group. What waits in the lanes goes to others
+        where the transport can hand records back; the partitions of a log stay here with it."""
+        self.is_quiet = is_quiet
+        self.wake()
 
     def set_paused(self, queues: frozenset[str]) -> None:
         """Fetch nothing of these queues, and of all others again."""
@@ -150,7 +157,10 @@ class Poller:
 
     def _poll_once(self, subscription: Subscription) -> None:
         room = self._max_outstanding - self._lanes.outstanding
-        if self._is_draining.is_set() or room <= 0:
+        if self.is_quiet and subscription.hands_back and self._lanes.waiting:
+            waiting = self._lanes.discard(subscription.assignment())
+            subscription.hand_back([delivery.record for delivery in waiting])
+        if self._is_draining.is_set() or self.is_quiet or room <= 0:
             subscription.poll(0, 0.0)
             self._is_closed.wait(FULL_WAIT)
             return

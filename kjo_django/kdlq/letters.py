@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from django.db.models import F
 from django.utils import timezone
 
+from kjo_django.conf import get_settings
 from kjo_django.consumer.deadletters import error_text, fingerprint, traceback_text
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
@@ -60,6 +61,7 @@ def record_letter(
         topic=record.topic,
         partition=record.partition,
         offset=record.offset,
+        release=get_settings().release,
         error_type=storable_text(import_path(type(error)), 255) if error else "",
         error=error_text(error),
         traceback=traceback_text(error),

@@ -417,6 +417,26 @@ class TransportConformance:
         assert [record.position for record in again] == [record.position for record in taken]
         assert values(again) == [b"1", b"2", b"3"]
 
+    def test_what_is_handed_back_goes_to_others_and_the_rest_stays(
+        self, transport: Transport, topic: str, group: str
+    ) -> None:
+        """A quiet worker holds up nothing that it has not begun."""
+        # Given one consumer that has everything
+        first = self.subscribe(transport, topic, group)
+        if not first.hands_back:
+            pytest.skip("its consumers keep what they were given until they close")
+        self.publish_values(transport, topic, b"1", b"2", b"3", key=None)
+        held = self.read(first, 3)
+        # When it gives up some of it
+        first.hand_back(held[1:])
+        # Then the other one gets that
+        second = self.subscribe(transport, topic, group)
+        assert sorted(values(self.read(second, 2))) == sorted(values(held[1:]))
+        # And what it kept is its own to settle
+        self.settle(first, held[:1])
+        first.close()
+        self.read_nothing(second)
+
     def test_what_is_acknowledged_is_not_delivered_again(
         self, transport: Transport, topic: str, group: str
     ) -> None:

@@ -138,6 +138,15 @@ class Subscription(abc.ABC):
         """
         self.acknowledge(records)
 
+    hands_back: bool = False
+    """Whether ``hand_back`` gives records to others; else they are its consumer's until ``close``,
+    as those of a log's partition are."""
+
+    def hand_back(self, records: Iterable[Record]) -> None:
+        """Give up records that were not begun: they are delivered again, to others at once. Called
+        by the owner's thread. Default: they stay this consumer's."""
+        return
+
     @abc.abstractmethod
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Hand out nothing more of these partitions until resumed; survives rebalances for as long

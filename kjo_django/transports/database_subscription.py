@@ -357,6 +357,20 @@ class DatabaseSubscription(Subscription):
 
     # --- The rest ---------------------------------------------------------------------------------
 
+    hands_back = True
+
+    def hand_back(self, records: Iterable[Record]) -> None:
+        """Free these rows; while the database is away they stay held, until it is asked again."""
+        ids = self._mine(records)
+        rows = held_rows(self._alias, self._token)
+
+        def free() -> None:
+            for chunk in batches(self._alias, ids):
+                rows.filter(id__in=chunk).update(lease_token="", lease_expires_at=None)
+
+        self._insist(free)
+        self._forget(ids)  # not renewed any more, so at worst they come back by the lease
+
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Leave these topics alone; rows already handed out stay this consumer's."""
         self._paused.update(partitions)

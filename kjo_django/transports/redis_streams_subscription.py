@@ -250,6 +250,23 @@ class RedisStreamsSubscription(Subscription):
         except RedisError as error:
             self.last_error = f"Redis: {error}"
 
+    hands_back = True
+
+    def hand_back(self, records: Iterable[Record]) -> None:
+        """Let others claim these entries; while Redis is away, once their lease is over."""
+        given: dict[str, list[bytes]] = {}
+        with self._lock:
+            for record in records:
+                stream, id = self._streams.get(record.topic), record.token[1]
+                if stream is not None and self._held[stream].pop(id, ...) is None:
+                    given.setdefault(stream, []).append(id)
+        try:
+            for stream, ids in given.items():
+                first = [self._name, RELEASED, LONG_SILENT]
+                self._run(self._client(), _TRANSFER, stream, first, ids)
+        except RedisError as error:
+            self.last_error = f"Redis: {error}"
+
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Read nothing of these streams; what is held stays held."""
         self._paused.update(partitions)

@@ -13,7 +13,6 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer.connections import drop_broken_connections
-from kjo_django.models import QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.worker.sessions import end_sessions_of_the_dead
@@ -108,8 +107,8 @@ class Heartbeat:
             "hostname": worker.hostname,
             "pid": _pid(),
             "queues": [queue.name for queue in worker.queues],
-            "state": state
-            or (WorkerRow.State.STOPPING if worker.lanes.is_stopped else WorkerRow.State.RUNNING),
+            "state": state or self._state(),
+            "release": get_settings().release,
             "concurrency": worker.concurrency,
             "is_relaying": worker.is_relaying,
             "processed_count": worker.statistics.processed,
@@ -127,13 +126,14 @@ class Heartbeat:
         if not rows.filter(pk=worker.id).update(**values):
             rows.create(pk=worker.id, **values)
 
+    def _state(self) -> WorkerRow.State:
+        if self._worker.lanes.is_stopped or self._worker.controls.is_stopped:
+            return WorkerRow.State.STOPPING
+        return WorkerRow.State.QUIET if self._worker.controls.is_quiet else WorkerRow.State.RUNNING
+
     def _read_controls(self) -> None:
-        rows = QueueControl.objects.using(jobs_database()).all()
-        controls = list(rows)
-        self._worker.set_controls(
-            frozenset(row.queue for row in controls if row.is_paused),
-            {row.queue: row.concurrency for row in controls if row.concurrency},
-        )
+        if self._worker.controls.read():
+            self._write()
 
 
 def _pid() -> int:

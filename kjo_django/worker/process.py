@@ -46,13 +46,14 @@ from kjo_django.operations import topics
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.relay import Relay
 from kjo_django.transports.base import TopicPartition
+from kjo_django.worker.controls import Controls
 from kjo_django.worker.draining import waiting_records
 from kjo_django.worker.heartbeat import Heartbeat
 from kjo_django.worker.listening import PublishListener
 from kjo_django.worker.rescuer import Rescuer
 from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import Statistics
-from kjo_django.worker.supervisor import STOP_SIGNALS
+from kjo_django.worker.supervisor import LEFT_RUNNING, STOP_SIGNALS
 from kjo_django.worker.telling import tell, tell_waiters
 
 logger = logging.getLogger("kjo_django")
@@ -113,15 +114,14 @@ class Worker:
         self._has_topics = False
         self._errors: dict[str, str | None] = {}
         self._error_at: dict[str, datetime] = {}
-        self.queue_limits: dict[str, int] = {}
-        self._asked_limits: dict[str, int] = {}
+        self.controls = Controls(self)
         self._lane_threads: list[threading.Thread] = []
         self._lanes_lock = threading.Lock()
         self.lanes = Lanes(
             self.concurrency,
             group_size=conf.group_size,
             budget=conf.group_budget.total_seconds(),
-            limit_of=self._limit_of,
+            limit_of=self.controls.limit_of,
         )
         alive_ttl = 3 * conf.heartbeat_interval
         self.leases = LeaseBook(self.id.hex, conf.processing_ttl, alive_ttl)
@@ -163,26 +163,17 @@ class Worker:
             for (alias, group), queues in groups.items()
         ]
 
-    def _limit_of(self, queue: str) -> int:
-        limit = self.queue_limits.get(queue)
-        if limit is None:
-            # Without a limit of its own a queue may use every lane of this worker, however many
-            # --concurrency gave it.
-            own = self._asked_limits.get(queue) or get_settings().queue(queue).limit
-            limit = self.queue_limits[queue] = own or self.concurrency
-        return limit
-
     @property
     def slots(self) -> int:
         """Groups that may run at once: its lanes, or fewer where its queues allow no more."""
-        return min(self.concurrency, sum(self._limit_of(queue.name) for queue in self.queues) or 1)
+        limits = sum(self.controls.limit_of(queue.name) for queue in self.queues)
+        return min(self.concurrency, limits or 1)
 
     def set_concurrency(self, queue: str, count: int) -> None:
         """Run up to ``count`` groups of this queue at once, with more lanes if that needs them; an
         operator's limit of the queue goes before (KJO-58)."""
         with self._lanes_lock:
-            self._asked_limits[queue] = count
-            self.queue_limits.pop(queue, None)
+            self.controls.ask_limit(queue, count)
             more = max(0, count - self.concurrency)
             self.concurrency += more
             self.lanes.add_lanes(more)
@@ -218,7 +209,9 @@ class Worker:
             is_drained = self._stop()
             if restore is not None:
                 restore()
-        return 0 if is_drained else 1
+        if is_drained:
+            return 0
+        return LEFT_RUNNING if self.controls.is_stopped else 1
 
     def stop(self) -> None:
         """Begin to stop; thread-safe, returns at once."""
@@ -368,13 +361,6 @@ class Worker:
         """When that was first met."""
         outages = [self._error_at[source] for source, error in self._errors.items() if error]
         return outages[0] if outages else self.statistics.last_error_at
-
-    def set_controls(self, paused: frozenset[str], limits: dict[str, int]) -> None:
-        """Obey what operators asked of the queues."""
-        self.lanes.set_paused(paused)
-        for poller in self.pollers:
-            poller.set_paused(paused)
-        self.queue_limits = dict(limits)
 
     # --- Draining ---------------------------------------------------------------------------------
 

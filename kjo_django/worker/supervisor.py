@@ -15,6 +15,9 @@ from django.db import connections
 logger = logging.getLogger("kjo_django")
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
+LEFT_RUNNING = 3
+"""Exit code of a worker an operator stopped while jobs went on past the grace period: it is not
+started again, as one that ends with 1 is."""
 QUICK_DEATH = 5.0
 """A child that lived shorter than this many seconds is started again with growing delay."""
 
@@ -23,7 +26,8 @@ def supervise(count: int, work: Callable[[], int]) -> int:
     """Run ``work`` in ``count`` child processes until told to stop or all have ended by themselves.
 
     Forks before any connection or thread exists, so children share no socket. A child that ends
-    with 0 has finished (``--drain``, ``--max-messages``); one that dies is replaced.
+    with 0 has finished (``--drain``, ``--max-messages``, an operator's stop); one that dies is
+    replaced.
 
     :returns: 0 when every child ended with 0.
     """
@@ -83,7 +87,7 @@ class _Supervisor:
             if started is None:
                 continue
             code = os.waitstatus_to_exitcode(status)
-            if code == 0 or self._is_stopping:
+            if code in (0, LEFT_RUNNING) or self._is_stopping:
                 self._worst = self._worst or code
                 continue
             self._replace(pid, code, started)

@@ -208,3 +208,8 @@ def test_headers_about_the_error_are_bounded():
     headers = record_for_topic(outcome(raised(ValueError("ü" * 5000)))).headers
     assert len(headers[names.DLQ_EXCEPTION_MESSAGE].decode()) == MAX_HEADER_MESSAGE
     assert len(headers[names.DLQ_EXCEPTION_STACKTRACE].decode()) <= 4000
+
+
+def test_the_row_says_in_which_release_it_failed(settings):
+    settings.KJO = {**settings.KJO, "RELEASE": "2026.11"}
+    assert dead_letter_of(outcome(ValueError("no")), None, timezone.now()).release == "2026.11"
