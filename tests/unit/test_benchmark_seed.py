@@ -1,0 +1,89 @@
+"""The seeded database of the benchmarks: the same each time, and consistent in itself."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.db import connection
+from django.db.models import Count, Max, Min, Sum
+
+from kjo_django.models import DeadLetter, Job, JobFailure, MetricBucket, ProcessedEvent
+from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.seeding import kinds
+from tests.benchmarks.seeding.filling import fill
+
+pytestmark = pytest.mark.postgres
+
+NOW = datetime(2026, 1, 8, tzinfo=UTC)
+JOBS, LETTERS = 20_000, 400
+
+
+def digest(table: str) -> str:
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT md5(string_agg(t::text, '\n' ORDER BY id)) FROM {table} AS t")
+        return str(cursor.fetchone()[0])
+
+
+def test_a_seeded_database_is_one_of_seven_days_of_work(postgres):
+    counts = fill(JOBS, LETTERS, now=NOW)
+
+    assert counts["kjo_job"] == JOBS
+    assert counts["kjo_dead_letter"] == LETTERS
+    ends = Job.objects.aggregate(first=Min("created_at"), last=Max("created_at"))
+    assert ends["last"] <= NOW
+    assert ends["first"] - (NOW - timedelta(days=7)) < timedelta(hours=1)
+    states = dict(Job.objects.order_by().values_list("state").annotate(Count("pk")))
+    assert set(states) == {"completed", "failed", "cancelled", "pending", "queued", "failing"}
+    assert states["completed"] > 0.9 * JOBS
+    assert set(Job.objects.order_by().values_list("handler", flat=True).distinct()) == {
+        kind.handler for kind in kinds.KINDS
+    }
+    assert DeadLetter.objects.values("fingerprint").distinct().count() > 10
+
+
+def test_what_came_of_the_jobs_adds_up(postgres):
+    fill(JOBS, LETTERS, now=NOW)
+
+    completed = Job.objects.filter(state="completed")
+    assert ProcessedEvent.objects.count() == completed.count()
+    assert {job.message_id for job in completed[:50]} <= set(
+        ProcessedEvent.objects.values_list("event_id", flat=True)
+    )
+    buckets = MetricBucket.objects.aggregate(
+        completed=Sum("completed_count"), failed=Sum("failed_count")
+    )
+    assert buckets["completed"] == completed.count()
+    assert buckets["failed"] == Job.objects.filter(state="failed").count()
+    dead = DeadLetter.objects.filter(state="open")
+    assert set(dead.values_list("job__state", flat=True)) == {"failed"}
+    last_tries = JobFailure.objects.filter(job__state="failed", attempt=3)
+    assert last_tries.count() == Job.objects.filter(state="failed").count()
+
+
+def test_nothing_of_it_is_due_and_its_indexes_are_back(postgres):
+    fill(JOBS, LETTERS, now=NOW)
+
+    assert not Job.objects.filter(state__in=("pending", "failing"), available_at__lte=NOW).exists()
+    with connection.cursor() as cursor:
+        found = connection.introspection.get_constraints(cursor, Job._meta.db_table)
+    wanted = {index.name for index in Job._meta.indexes}
+    assert wanted | {"kjo_job_unique_id"} <= set(found)
+
+
+def test_the_same_numbers_give_the_same_rows(postgres, django_db_blocker):
+    digests = []
+    for _ in range(2):
+        fill(JOBS, LETTERS, now=NOW)
+        digests.append([digest("kjo_job"), digest("kjo_dead_letter"), digest("kjo_job_failure")])
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "TRUNCATE kjo_job, processed_events, kjo_metric_bucket, kjo_worker CASCADE"
+            )
+    assert digests[0] == digests[1]
+
+
+def test_it_refuses_tables_that_have_rows(postgres):
+    fill(100, 1, now=NOW)
+    with pytest.raises(BenchmarkError, match="rows already"):
+        fill(100, 1, now=NOW)
