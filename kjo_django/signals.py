@@ -25,6 +25,7 @@ message_skipped        record
 message_discarded      dead_letter_id, queue, handler, note
 queue_paused           queue, actor
 queue_resumed          queue, actor
+queue_changed          queue, actor, changes
 item_sent              item_id, topic, content_hash, message_type, batch_id
 item_send_failed       item_id, topic, error, message_type, batch_id
 worker_started         worker_id, name
@@ -61,6 +62,7 @@ message_kill_failed = Signal()
 message_skipped = Signal()
 queue_paused = Signal()
 queue_resumed = Signal()
+queue_changed = Signal()
 item_sent = Signal()
 item_send_failed = Signal()
 worker_started = Signal()

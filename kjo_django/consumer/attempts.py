@@ -8,6 +8,7 @@ from typing import Any
 
 from kjo_django import states
 from kjo_django.conf import get_settings
+from kjo_django.consumer import policies
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import KjoError, StalledError
@@ -75,6 +76,7 @@ def judge(
         if _is_held_by_another(row, leases, now):
             return Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
         attempts, limit = row["attempts"], row["max_attempts"]
+    limit = policies.limit_of(delivery.queue.name, limit, attempts)
     attempt = attempts + delivery.deliveries
     if row is not None and row["expires_at"] is not None and row["expires_at"] <= now:
         error: KjoError = ExpiredError(f"Not started by {row['expires_at'].isoformat()}")

@@ -14,6 +14,7 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
+from kjo_django.consumer import policies
 from kjo_django.consumer.deadletters import (
     dead_letter_of,
     error_text,
@@ -40,12 +41,14 @@ from kjo_django.states import JobState
 logger = logging.getLogger("kjo_django")
 
 
-def policy(handler: Handler | None = None) -> RetryPolicy:
-    """Return the retry policy of the settings, with the handler's own back-off if it has one."""
+def policy(handler: Handler | None = None, queue: str = "") -> RetryPolicy:
+    """Return the retry policy: the handler's own back-off if it has one, else what an operator
+    asked of the queue, else the settings'."""
     conf = get_settings()
     own = handler.options.backoff if handler is not None else None
+    base = policies.policy_of(queue).backoff_base or conf.backoff_base
     return RetryPolicy(
-        own or Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter),
+        own or Backoff(base, max(base, conf.backoff_max), conf.backoff_jitter),
         conf.error_recovery_delays,
         conf.pausable_errors,
     )
@@ -55,7 +58,10 @@ def judge_failure(outcome: Outcome, max_attempts: int) -> None:
     """Turn a failed attempt into a retry or a death, in place."""
     error = outcome.error
     assert error is not None
-    decision = policy(outcome.delivery.handler).decide(error, outcome.attempt, max_attempts)
+    queue = outcome.delivery.queue.name
+    # Asked again: an operator may have changed it since the attempt began.
+    limit = policies.limit_of(queue, max_attempts, outcome.attempt - 1)
+    decision = policy(outcome.delivery.handler, queue).decide(error, outcome.attempt, limit)
     if decision.pause is not None:
         outcome.pause_seconds = decision.pause.total_seconds()
     if decision.retry:

@@ -29,7 +29,6 @@ from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import republishing
 from kjo_django.operations.jobs import (
-    Observer,
     Outcomes,
     close_as_replayed,
     requeue_chunk,
@@ -43,7 +42,14 @@ from kjo_django.operations.reports import (
     ReplayReport,
 )
 from kjo_django.operations.reprocessing import NOWHERE, Reprocessor
-from kjo_django.operations.rows import Progress, chunks, lock, no_progress, tell_after_commit
+from kjo_django.operations.rows import (
+    Observer,
+    Progress,
+    chunks,
+    lock,
+    no_progress,
+    tell_after_commit,
+)
 from kjo_django.producer import dispatch
 from kjo_django.producer.enqueue import check_payload_size
 from kjo_django.producer.wakeups import after_commit

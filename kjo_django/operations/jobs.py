@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -30,6 +30,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, transition
 from kjo_django.operations.rows import (
+    Observer,
     Progress,
     batched,
     chunks,
@@ -44,9 +45,6 @@ from kjo_django.producer.wakeups import call_waiters
 logger = logging.getLogger("kjo_django")
 
 Selection = QuerySet[Job] | Iterable[Job | uuid.UUID | str]
-Observer = Callable[[Sequence[Any]], None]
-"""Told of the rows changed, inside the transaction that changes them: for audit trails."""
-
 LOCKED_RETRIES = (0.02, 0.1)
 """Seconds before a locked row is looked at again: a relay holds one for a moment only."""
 PUBLISH_BATCH = 50

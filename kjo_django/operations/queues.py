@@ -1,19 +1,37 @@
-"""Pausing and resuming queues. Running workers obey within two seconds, and a pause survives
-rebalances and restarts: it is a row."""
+"""Pausing and resuming queues, and their limits. Running workers obey within two seconds, and what
+was asked survives rebalances and restarts: it is a row."""
 
 from __future__ import annotations
 
+import enum
 import functools
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 from django.db import transaction
+from django.dispatch import Signal
 from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
-from kjo_django.operations.rows import tell_after_commit
+from kjo_django.operations.rows import Observer, tell_after_commit
 from kjo_django.producer.dispatch import jobs_database
+
+
+class Unchanged(enum.Enum):
+    """Says that a limit stays what it is, where None says: as configured."""
+
+    UNCHANGED = enum.auto()
+
+
+UNCHANGED: Final = Unchanged.UNCHANGED
+LIMITS = {
+    "concurrency": ("", 1000),
+    "max_attempts": ("", 1000),
+    "backoff_base": (" of seconds", 86_400),
+}
+"""What may be asked of a queue: the unit, and the most."""
 
 
 def pause(queue: str, *, actor: str = "") -> bool:
@@ -24,6 +42,36 @@ def pause(queue: str, *, actor: str = "") -> bool:
 def resume(queue: str, *, actor: str = "") -> bool:
     """Undo ``pause``. False: the queue was not paused."""
     return _set_paused(queue, False, actor)
+
+
+def set_policy(
+    queue: str,
+    *,
+    concurrency: int | Unchanged | None = UNCHANGED,
+    max_attempts: int | Unchanged | None = UNCHANGED,
+    backoff_base: timedelta | int | Unchanged | None = UNCHANGED,
+    actor: str = "",
+    on_changed: Observer | None = None,
+) -> bool:
+    """Change limits of a queue for all its jobs, also those enqueued before; what is not given
+    stays, None goes back to what is configured. Running workers obey within two seconds.
+
+    :param concurrency: groups of the queue one worker runs at once, 1 to 1,000.
+    :param max_attempts: executions before a job is dead-lettered, 1 to 1,000, in place of the
+        number each job was enqueued with. A job that has had more gets the one it waits for.
+    :param backoff_base: delay before the second attempt, which doubles each time: 1 second to a
+        day, in whole seconds. Handlers with a back-off of their own keep it.
+    :param on_changed: told of the row inside the transaction.
+    :returns: False: all of it was so before.
+    :raises ValueError: a value is out of its range, or the queue's name is none.
+    """
+    given = {"concurrency": concurrency, "max_attempts": max_attempts, "backoff_base": backoff_base}
+    changes = {
+        name: _checked(name, value) for name, value in given.items() if value is not UNCHANGED
+    }
+    return bool(changes) and _change(
+        queue, changes, actor, signals.queue_changed, on_changed, {"changes": changes}
+    )
 
 
 def paused_queues() -> set[str]:
@@ -53,6 +101,10 @@ def overview() -> list[dict[str, Any]]:
             "consumer_group": queue.consumer_group,
             "dead_letter_topic": queue.dead_letter_topic,
             "concurrency": (control and control.concurrency) or queue.concurrency,
+            "max_attempts": (control and control.max_attempts) or queue.max_attempts,
+            "backoff_base_seconds": (control and control.backoff_base)
+            or conf.backoff_base.total_seconds(),
+            "asked": {limit: getattr(control, limit, None) for limit in LIMITS},
             "is_paused": bool(control and control.is_paused),
             "changed_by": control.changed_by if control else "",
         }
@@ -65,7 +117,31 @@ def _controls() -> list[QueueControl]:
     return list(QueueControl.objects.using(jobs_database()).all())
 
 
+def _checked(name: str, value: Any) -> int | None:
+    unit, most = LIMITS[name]
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+        value = int(seconds) if seconds.is_integer() and name == "backoff_base" else None
+    elif value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name} must be a whole number{unit} from 1 to {most:,}, or None")
+    return value
+
+
 def _set_paused(queue: str, is_paused: bool, actor: str) -> bool:
+    signal = signals.queue_paused if is_paused else signals.queue_resumed
+    return _change(queue, {"is_paused": is_paused}, actor, signal)
+
+
+def _change(
+    queue: str,
+    changes: dict[str, Any],
+    actor: str,
+    signal: Signal,
+    on_changed: Observer | None = None,
+    told: dict[str, Any] | None = None,
+) -> bool:
     if not queue or len(queue) > 100:
         raise ValueError(f"No queue has the name {queue!r:.120}")
     using = jobs_database()
@@ -73,11 +149,16 @@ def _set_paused(queue: str, is_paused: bool, actor: str) -> bool:
     with transaction.atomic(using=using):
         # A write first, and a conditional one: of two operators one changes the queue.
         rows.bulk_create([QueueControl(queue=queue)], ignore_conflicts=True)
-        changed = rows.filter(queue=queue, is_paused=not is_paused).update(
-            is_paused=is_paused, changed_by=actor[:150], updated_at=timezone.now()
+        changed = (
+            rows.filter(queue=queue)
+            .exclude(**changes)
+            .update(**changes, changed_by=actor[:150], updated_at=timezone.now())
         )
         if changed:
-            signal = signals.queue_paused if is_paused else signals.queue_resumed
-            told = functools.partial(signals.send, signal, sender=queue, queue=queue, actor=actor)
-            tell_after_commit(using, told)
+            if on_changed is not None:
+                on_changed([rows.get(queue=queue)])
+            tell = functools.partial(
+                signals.send, signal, sender=queue, queue=queue, actor=actor, **(told or {})
+            )
+            tell_after_commit(using, tell)
     return bool(changed)

@@ -13,13 +13,14 @@ from django.db import connections
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
+from kjo_django.consumer import policies
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.pipeline import Pipeline
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
-from kjo_django.models import Job
+from kjo_django.models import Job, QueueControl
 from kjo_django.producer import dispatch
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
 
@@ -43,9 +44,12 @@ class Reprocessor:
         )
 
     def __enter__(self) -> Reprocessor:
+        policies.join()
+        policies.learn(QueueControl.objects.using(dispatch.jobs_database()))
         return self
 
     def __exit__(self, *error: object) -> None:
+        policies.leave()
         self._watch.stop()
 
     def run(self, record: Record, queue: QueueConf) -> Result:

@@ -15,6 +15,8 @@ T = TypeVar("T")
 CHUNK = 500
 """Rows of one transaction; keeps locks short and fits the parameters SQLite binds."""
 
+Observer = Callable[[Sequence[Any]], None]
+"""Told of the rows changed, inside the transaction that changes them: for audit trails."""
 Progress = Callable[[int, int | None], None]
 """Called with how many are done and how many there are in all, if that is known."""
 

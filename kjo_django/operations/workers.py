@@ -14,8 +14,8 @@ from django.utils import timezone
 
 from kjo_django import signals
 from kjo_django.models import Worker
-from kjo_django.operations.jobs import Observer, Outcomes
-from kjo_django.operations.rows import batched, tell_after_commit
+from kjo_django.operations.jobs import Outcomes
+from kjo_django.operations.rows import Observer, batched, tell_after_commit
 from kjo_django.operations.status import alive_within
 from kjo_django.producer.dispatch import jobs_database
 

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kjo_django.conf import get_settings
+from kjo_django.consumer import policies
 from kjo_django.models import QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.producer.dispatch import jobs_database
@@ -52,10 +53,19 @@ class Controls:
         # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
         wish = own.values_list("wish", flat=True).first() or ""
         self._limits = {row.queue: row.concurrency for row in controls if row.concurrency}
+        policies.learn(controls)
         has_changed = self._obey(wish)
         self._pause(frozenset(row.queue for row in controls if row.is_paused))
         self._worker.lanes.look_again()
         return has_changed
+
+    def open(self) -> None:
+        """The worker begins."""
+        policies.join()
+
+    def close(self) -> None:
+        """The worker has ended."""
+        policies.leave()
 
     def _obey(self, wish: str) -> bool:
         is_quiet = wish == WorkerRow.Wish.QUIET

@@ -37,6 +37,7 @@ class Heartbeat:
     def register(self) -> None:
         """Make the worker known and learn the controls before the first job is started."""
         self._worker.leases.show_alive()
+        self._worker.controls.open()
         try:
             self._write()
             self._read_controls()
@@ -58,6 +59,7 @@ class Heartbeat:
         except (DatabaseError, InterfaceError) as error:
             logger.error("The worker could not say goodbye: %s", error)
         self._worker.leases.say_goodbye()
+        self._worker.controls.close()
 
     def _run(self) -> None:
         conf = get_settings()

@@ -1,0 +1,92 @@
+"""What operators asked of a queue's retries, and how attempts are judged by it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from kjo_django.conf import get_settings
+from kjo_django.consumer import policies, settlement
+from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.models import QueueControl
+from kjo_django.registry import Handler, HandlerOptions
+from kjo_django.retries import Backoff
+from kjo_django.transports.base import Record
+from tests.unit.deliveries import Silent
+
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(autouse=True)
+def _reader():
+    policies.join()
+    yield
+    policies.leave()
+
+
+def ask(**limits) -> None:
+    policies.learn([QueueControl(queue="ledger", **limits)])
+
+
+def failed(
+    attempt: int, *, max_attempts: int = 3, options: HandlerOptions | None = None
+) -> Outcome:
+    handler = Handler(lambda: None, options or HandlerOptions("tests.fails"))
+    queue = get_settings().queue("ledger")
+    delivery = Delivery(Record("ledger", 0, 0, None, b"", {}), Silent(), queue, None, handler)
+    outcome = Outcome(delivery, Result.COMPLETED, attempt=attempt, error=ValueError("no"))
+    settlement.judge_failure(outcome, max_attempts)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("asked", "attempt", "result"),
+    [
+        (None, 2, Result.RETRIED),
+        (None, 3, Result.DEAD),
+        (5, 3, Result.RETRIED),
+        (5, 5, Result.DEAD),
+        (1, 1, Result.DEAD),
+        (2, 3, Result.DEAD),
+    ],
+)
+def test_the_limit_asked_goes_before_the_jobs_own(asked, attempt, result):
+    ask(max_attempts=asked)
+    outcome = failed(attempt)
+    assert outcome.result is result
+    if result is Result.DEAD:
+        assert outcome.reason == "exhausted"
+
+
+def test_a_limit_lowered_below_what_is_spent_still_grants_the_run_that_was_promised():
+    ask(max_attempts=2)
+    assert policies.limit_of("ledger", own=9, spent=4) == 5
+    assert policies.limit_of("other", own=9, spent=4) == 9
+
+
+def test_so_does_a_limit_that_is_taken_back():
+    """Or the job would end as stalled, whose worker never died."""
+    assert policies.limit_of("ledger", own=3, spent=4) == 5
+
+
+def test_the_back_off_asked_goes_before_the_settings_and_behind_the_handlers(settings):
+    # Given
+    settings.KJO = {**settings.KJO, "BACKOFF_BASE": 1, "BACKOFF_MAX": 60, "BACKOFF_JITTER": 0}
+    own = HandlerOptions("tests.own", backoff=Backoff(timedelta(seconds=7), HOUR, 0))
+    ask(backoff_base=600)
+    # Then
+    assert settlement.policy(None, "ledger").backoff.delay(1) == timedelta(minutes=10)
+    assert settlement.policy(None, "other").backoff.delay(1) == timedelta(seconds=1)
+    handler = Handler(lambda: None, own)
+    assert settlement.policy(handler, "ledger").backoff.delay(1) == timedelta(seconds=7)
+
+
+def test_they_are_forgotten_with_their_last_reader():
+    ask(max_attempts=9)
+    policies.join()
+    policies.leave()
+    assert policies.policy_of("ledger").max_attempts == 9
+    policies.leave()
+    assert policies.policy_of("ledger") == policies.AS_CONFIGURED
+    policies.join()
