@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kjo_django.consumer.context import BatchItem, JobContext
     from kjo_django.consumer.model_consumer import ModelConsumer
     from kjo_django.consumer.stream_template import AbstractStreamConsumer
     from kjo_django.consumer.template import AbstractConsumer
@@ -37,9 +38,11 @@ _PUBLIC = {
     "AbstractStreamConsumer": "kjo_django.consumer.stream_template",
     "AbstractStreamProducer": "kjo_django.producer.stream_template",
     "BaseEvent": "kjo_django.events.event",
+    "BatchItem": "kjo_django.consumer.context",
     "DlqConfig": "kjo_django.kdlq.config",
     "EnqueueResult": "kjo_django.producer.enqueue",
     "EventIdempotencyService": "kjo_django.events.idempotency",
+    "JobContext": "kjo_django.consumer.context",
     "JobDefinition": "kjo_django.producer.definition",
     "KDLQMessageConsumer": "kjo_django.kdlq.consumer",
     "ModelConsumer": "kjo_django.consumer.model_consumer",
@@ -63,9 +66,11 @@ __all__ = [
     "AbstractStreamConsumer",
     "AbstractStreamProducer",
     "BaseEvent",
+    "BatchItem",
     "DlqConfig",
     "EnqueueResult",
     "EventIdempotencyService",
+    "JobContext",
     "JobDefinition",
     "KDLQMessageConsumer",
     "ModelConsumer",

@@ -36,6 +36,8 @@ class HandlerOptions:
     atomic: bool = True
     """Run in the transaction that records the outcome. False: outside, under a renewed lease."""
     takes_context: bool = False
+    batch: int | None = None
+    """Most jobs one call takes; None for a function of one job."""
     serializer: Serializer = JSON
     result_serializer: Serializer | None = None
     """None: as the payload."""
@@ -119,6 +121,50 @@ class Handler:
             return ""
         value = payload.get(declared) if isinstance(declared, str) else declared(**payload)
         return "" if value is None else str(value)
+
+
+class BatchHandler(Handler):
+    """A function that takes a list of ``consumer.context.BatchItem``.
+
+    :raises ImproperlyConfigured: it does not take one list and nothing else.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: HandlerOptions) -> None:
+        super().__init__(function, options)
+        if options.takes_context:
+            raise ImproperlyConfigured(
+                f"The job {options.name}: with batch=…, each item is its own context; leave "
+                "takes_context out."
+            )
+        try:
+            self._signature.bind([])
+        except TypeError as error:
+            raise ImproperlyConfigured(
+                f"The job {options.name}: a function with batch=… takes one list: {error}"
+            ) from error
+
+    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass the payload of one item as it is.
+
+        :raises MessageError: it is no object.
+        """
+        if not isinstance(value, dict):
+            raise MessageError(
+                "invalid", f"The payload must be an object, not {type(value).__name__}"
+            )
+        return (value,), {}
+
+    def check_arguments(self, payload: dict[str, Any]) -> str | None:
+        """The function's signature tells nothing of a payload: any object will do."""
+        return None
+
+
+def handler_of(function: Callable[..., Any], options: HandlerOptions) -> Handler:
+    """Return what runs a function under these options.
+
+    :raises ImproperlyConfigured: the function cannot be called as they ask.
+    """
+    return Handler(function, options) if options.batch is None else BatchHandler(function, options)
 
 
 class Route:

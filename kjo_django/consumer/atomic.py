@@ -17,6 +17,7 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, settlement
+from kjo_django.consumer.batches import Batch, Started, in_steps, run_batch
 from kjo_django.consumer.connections import answers, is_broken
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
@@ -86,31 +87,37 @@ class AtomicRunner:
             rows = load_rows(using, deliveries, lock=True)
             ended: dict[EventKey, Outcome] = {}
             resting, chain = Resting(), Chain()
-            for delivery in deliveries:
-                key, row = keys[delivery], rows.get(row_id(delivery))
-                if delivery in resting:
-                    outcomes.append(Outcome(delivery, Result.DEFERRED, job=row, reason="paused"))
-                    continue
-                earlier = ended.get(key)
-                if earlier is not None:
-                    # Two records of one message in a group, as a crashed relay leaves them: the
-                    # row read above tells nothing of what the first just ended with.
-                    outcomes.append(_repeated(delivery, row, earlier))
-                    continue
-                start = attempts.judge(
-                    delivery,
-                    row,
-                    is_fresh=key in fresh,
-                    leases=self._leases,
-                    now=timezone.now(),
-                )
-                if isinstance(start, Outcome):
-                    outcome = start
-                else:
-                    outcome = self._attempt(connection, chain, delivery, start, row)
-                outcomes += resting.noting([outcome])
-                if outcome.result in _RAN:
-                    ended[key] = outcome
+            for step in in_steps(deliveries, keys):
+                started: list[Started] = []
+                new: list[Outcome] = []
+                for delivery in step:
+                    key, row = keys[delivery], rows.get(row_id(delivery))
+                    if delivery in resting:
+                        new.append(Outcome(delivery, Result.DEFERRED, job=row, reason="paused"))
+                        continue
+                    earlier = ended.get(key)
+                    if earlier is not None:
+                        # Two records of one message in a group, as a crashed relay leaves them: the
+                        # row read above tells nothing of what the first just ended with.
+                        outcomes.append(_repeated(delivery, row, earlier))
+                        continue
+                    start = attempts.judge(
+                        delivery,
+                        row,
+                        is_fresh=key in fresh,
+                        leases=self._leases,
+                        now=timezone.now(),
+                    )
+                    if isinstance(start, Outcome):
+                        new.append(start)
+                    else:
+                        started.append((delivery, start, row))
+                if started:
+                    new += self._attempt(connection, chain, started)
+                outcomes += resting.noting(new)
+                for outcome in new:
+                    if outcome.result in _RAN:
+                        ended[keys[outcome.delivery]] = outcome
             chain.close(connection)
             _take_markers_back(using, outcomes, keys, fresh)
             settlement.complete(using, [o for o in outcomes if o.result is Result.COMPLETED])
@@ -122,11 +129,12 @@ class AtomicRunner:
         self,
         connection: BaseDatabaseWrapper,
         chain: Chain,
-        delivery: Delivery,
-        start: attempts.Start,
-        row: dict[str, Any] | None,
-    ) -> Outcome:
+        started: Sequence[Started],
+    ) -> list[Outcome]:
         """Call one handler behind its savepoint."""
+        delivery, start, row = started[0]
+        if delivery.batch is not None:
+            return self._attempt_batch(connection, chain, started)
         context = make_context(delivery, start.attempt, start.max_attempts, row)
         ran = Ran(timezone.now(), 0.0)
         clock = time.perf_counter()
@@ -141,7 +149,28 @@ class AtomicRunner:
             # alone in it, see above.
             raise ConnectionLost(outcome_of(delivery, ran, start, row)) from ran.error
         self._on_measure(delivery.kind, ran.seconds)
-        return outcome_of(delivery, ran, start, row)
+        return [outcome_of(delivery, ran, start, row)]
+
+    def _attempt_batch(
+        self, connection: BaseDatabaseWrapper, chain: Chain, started: Sequence[Started]
+    ) -> list[Outcome]:
+        def attempt(batch: Batch) -> list[Ran]:
+            try:
+                with LazySavepoint(connection, chain):
+                    return batch.call(self._watch)
+            except ENDINGS as error:
+                if is_broken(connection):
+                    delivery, start, row = batch.started[0]
+                    ran = Ran(timezone.now(), 0.0, error=error)
+                    raise ConnectionLost(outcome_of(delivery, ran, start, row)) from error
+                raise
+
+        ran = run_batch(Batch(started), attempt, passing=(ConnectionLost,))
+        self._on_measure(started[0][0].kind, sum(one.seconds for one in ran) / len(ran))
+        return [
+            outcome_of(delivery, one, start, row)
+            for (delivery, start, row), one in zip(started, ran, strict=True)
+        ]
 
 
 def _repeated(delivery: Delivery, row: dict[str, Any] | None, earlier: Outcome) -> Outcome:

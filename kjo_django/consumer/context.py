@@ -6,9 +6,10 @@ import enum
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
+from typing import Any, Protocol
 
-from kjo_django.exceptions import JobCancelledError
+from kjo_django.exceptions import JobCancelledError, Retry
 from kjo_django.messages import headers as names
 
 
@@ -20,6 +21,13 @@ class Abort(enum.Enum):
     SHUTDOWN = "the worker stops"
     LOST = "another worker took it over"
     TIMEOUT = "it exceeded its timeout"
+
+
+class Abortable(Protocol):
+    """What can be asked to end early: a run, or all of a batch."""
+
+    def abort(self, reason: Abort | None = None) -> None:
+        """Ask for it."""
 
 
 @dataclass(slots=True)
@@ -102,3 +110,30 @@ class JobContext:
         if percent is not None and not 0 <= percent <= 100:
             raise ValueError(f"percent must be from 0 to 100, not {percent!r}")
         self.noted_progress = (percent, text)
+
+
+@dataclass(slots=True)
+class BatchItem(JobContext):
+    """One job of a batch: its payload, what its run may know, and how it is to end."""
+
+    payload: Any = None
+    """The decoded payload: the arguments it was enqueued with."""
+    error: Exception | None = None
+    """What ``fail`` was told."""
+
+    def fail(self, error: Exception) -> None:
+        """End this item as a handler of its own would by raising ``error``: a retry, or death.
+
+        The others of the batch are not touched, and neither is what the handler wrote so far: write
+        for an item inside ``atomic()`` where a failure is to undo that. The latest word counts.
+        """
+        if not isinstance(error, Exception):
+            raise TypeError(f"fail() takes an exception, not {type(error).__name__}")
+        self.error = error
+
+    def retry(self, reason: str = "retry requested", *, delay: timedelta | None = None) -> None:
+        """Ask for another attempt of this item; ``fail`` with ``Retry``.
+
+        :param delay: until then; the back-off's if not given.
+        """
+        self.fail(Retry(reason, delay=delay))

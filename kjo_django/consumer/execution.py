@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from asgiref.sync import async_to_sync
 from django.utils import timezone
 
-from kjo_django.consumer.context import Abort, JobContext
+from kjo_django.consumer.context import Abort, Abortable, JobContext
 from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import JobTimeoutError, PayloadError, PermanentError
@@ -39,13 +39,27 @@ class Ran:
     """Milliseconds its outcome is kept, where the run changed that."""
 
 
+C = TypeVar("C", bound=JobContext)
+
+
 def make_context(
     delivery: Delivery, attempt: int, max_attempts: int, row: dict[str, Any] | None
 ) -> JobContext:
     """Describe the run to the handler."""
+    return describe(JobContext, delivery, attempt, max_attempts, row)
+
+
+def describe(
+    kind: type[C],
+    delivery: Delivery,
+    attempt: int,
+    max_attempts: int,
+    row: dict[str, Any] | None,
+) -> C:
+    """Describe the run by a context of this class."""
     message = delivery.message
     assert message is not None
-    return JobContext(
+    return kind(
         job_id=message.job_id or message.id,
         attempt=attempt,
         max_attempts=max_attempts,
@@ -100,7 +114,7 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
         with carrying(context.headers):
             if handler.is_async:
                 coroutine = handler.function(*positional, **named)
-                value, error = async_to_sync(_contained)(coroutine, context, limit)
+                value, error = async_to_sync(contained)(coroutine, context, limit)
                 if error is not None:
                     raise error
             else:
@@ -108,10 +122,14 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
                     value = handler.function(*positional, **named)
     finally:
         watch.running.leave(context)
-    return _wrap(delivery, value)
+    return wrapped(delivery, value)
 
 
-def _wrap(delivery: Delivery, value: Any) -> bytes | None:
+def wrapped(delivery: Delivery, value: Any) -> bytes | None:
+    """Wrap and serialize a handler's result.
+
+    :raises PermanentError: it cannot be stored.
+    """
     if value is None:
         return None
     assert delivery.message is not None
@@ -125,19 +143,23 @@ def _wrap(delivery: Delivery, value: Any) -> bytes | None:
         raise PermanentError(f"The handler's result cannot be stored: {error}") from error
 
 
-async def _contained(
-    coroutine: Coroutine[Any, Any, Any], context: JobContext, seconds: float | None
+async def contained(
+    coroutine: Coroutine[Any, Any, Any], context: Abortable, seconds: float | None
 ) -> tuple[Any, BaseException | None]:
     """Keep from the event loop what would end it instead of the attempt."""
     try:
-        return await _with_limit(coroutine, context, seconds), None
+        return await with_limit(coroutine, context, seconds), None
     except ENDINGS as error:
         return None, error
 
 
-async def _with_limit(
-    coroutine: Coroutine[Any, Any, Any], context: JobContext, seconds: float | None
+async def with_limit(
+    coroutine: Coroutine[Any, Any, Any], context: Abortable, seconds: float | None
 ) -> Any:
+    """Await a coroutine, ending it after so many seconds.
+
+    :raises HandlerTimeout: it took longer.
+    """
     if seconds is None:
         return await coroutine
     try:
@@ -150,20 +172,8 @@ async def _with_limit(
         raise HandlerTimeout(f"The handler exceeded its timeout of {seconds:g} s") from None
 
 
-def call_concurrently(
-    pairs: Sequence[tuple[Delivery, JobContext]], watch: TimeoutWatch
-) -> list[Ran]:
-    """Run asynchronous handlers at the same time on one event loop, outside any transaction."""
-    return async_to_sync(_gather)(pairs, watch)
-
-
-async def _gather(pairs: Sequence[tuple[Delivery, JobContext]], watch: TimeoutWatch) -> list[Ran]:
-    return await asyncio.gather(
-        *(_run_one(delivery, context, watch) for delivery, context in pairs)
-    )
-
-
-async def _run_one(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> Ran:
+async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> Ran:
+    """Run an asynchronous handler on the loop this is awaited on, outside any transaction."""
     started_at, start = timezone.now(), time.perf_counter()
     handler = delivery.handler
     assert handler is not None
@@ -172,7 +182,7 @@ async def _run_one(delivery: Delivery, context: JobContext, watch: TimeoutWatch)
         positional, named = arguments_of(delivery, context)
         with carrying(context.headers):
             coroutine = handler.function(*positional, **named)
-            value = _wrap(delivery, await _with_limit(coroutine, context, time_limit(delivery)))
+            value = wrapped(delivery, await with_limit(coroutine, context, time_limit(delivery)))
     except ENDINGS as error:
         ran = Ran(started_at, time.perf_counter() - start, error=error)
         ran.abort_reason, ran.result_ttl = context.abort_reason, context.result_ttl

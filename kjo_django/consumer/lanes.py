@@ -161,14 +161,18 @@ class Lanes:
         self._set_aside(ready)
         if not ready:
             return Group([], Mode.POISON, queue)
-        group = Group([], ready[0].waiting[0].mode, queue)
+        first = ready[0].waiting[0]
+        group = Group([], first.mode, queue)
         size = CONCURRENT_GROUP if group.mode is Mode.CONCURRENT else self._size
+        if first.batch is not None:
+            # One call for what is there is worth more than a lane for each share of it.
+            size, share = max(size, first.batch), max(share, first.batch)
         budget = self._budget
         while ready and len(group.deliveries) < size and len(group._shards) < share:
             shard = ready[0]
             if shard.waiting[0].mode is not group.mode:
                 break
-            if group.deliveries and budget < self._cost(shard.waiting[0]):
+            if not self._has_room(group, shard.waiting[0], budget):
                 break
             ready.popleft()
             group._shards.append(shard)
@@ -201,14 +205,24 @@ class Lanes:
         """Move deliveries of one shard into the group, in order; return the budget left."""
         while shard.waiting and len(group.deliveries) < size:
             head = shard.waiting[0]
-            cost = self._cost(head)
-            if head.mode is not group.mode or (group.deliveries and budget < cost):
+            if head.mode is not group.mode or not self._has_room(group, head, budget):
                 break
             group.deliveries.append(shard.waiting.pop(0))
-            budget -= cost
+            budget -= self._cost(head)
             if group.mode is Mode.CONCURRENT:
                 break  # those of a group run at the same time, those of a key must not
         return budget
+
+    def _has_room(self, group: Group, delivery: Delivery, budget: float) -> bool:
+        if not group.deliveries or budget >= self._cost(delivery):
+            return True
+        # The batch a group begins with is filled whatever it costs: that is one call. Only those
+        # that can be in it, so not a second one of a key.
+        return (
+            len(group.deliveries) < (delivery.batch or 0)
+            and group.deliveries[0].handler is delivery.handler
+            and group.deliveries[-1].shard != delivery.shard
+        )
 
     def _cost(self, delivery: Delivery) -> float:
         mode = delivery.mode

@@ -16,7 +16,8 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, settlement
-from kjo_django.consumer.execution import ENDINGS, Ran, call, call_concurrently, make_context
+from kjo_django.consumer.batches import Batch, Started, call_concurrently, in_steps, run_batch
+from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import Resting, acknowledge, outcome_of
 from kjo_django.consumer.rows import load_rows, row_id
@@ -42,11 +43,16 @@ class PlainRunner:
             return self._run_group(deliveries)
         outcomes: list[Outcome] = []
         resting = Resting()
-        for delivery in deliveries:
-            if delivery in resting:
-                outcomes.append(Outcome(delivery, Result.DEFERRED, reason="paused"))
-            else:
-                outcomes += resting.noting(self._run_group([delivery]))
+        service = get_settings().service_name
+        for step in in_steps(deliveries, {d: d.event_key(service) for d in deliveries}):
+            awake = [delivery for delivery in step if delivery not in resting]
+            outcomes += [
+                Outcome(delivery, Result.DEFERRED, reason="paused")
+                for delivery in step
+                if delivery in resting
+            ]
+            if awake:
+                outcomes += resting.noting(self._run_group(awake))
         return outcomes
 
     def _run_group(self, deliveries: Sequence[Delivery]) -> list[Outcome]:
@@ -61,13 +67,12 @@ class PlainRunner:
         finally:
             self._leases.let_rows_go(held)
 
-    def _claim(
-        self, deliveries: Sequence[Delivery]
-    ) -> tuple[list[tuple[Delivery, attempts.Start, Any]], list[Outcome]]:
+    def _claim(self, deliveries: Sequence[Delivery]) -> tuple[list[Started], list[Outcome]]:
         """Decide what may run and take the row leases, in one short transaction."""
         using, service = jobs_database(), get_settings().service_name
         now = timezone.now()
-        started, ended = [], []
+        started: list[Started] = []
+        ended: list[Outcome] = []
         with settlement.in_transaction(using):
             wanted = {d: d.event_key(service) for d in deliveries}
             rows = load_rows(using, deliveries, lock=True)
@@ -107,14 +112,16 @@ class PlainRunner:
         )
         return bool(changed)
 
-    def _call(self, started: Sequence[tuple[Delivery, attempts.Start, Any]]) -> list[Ran]:
-        pairs = [
-            (delivery, make_context(delivery, start.attempt, start.max_attempts, row))
-            for delivery, start, row in started
-        ]
-        if len(pairs) > 1 or (pairs[0][0].handler and pairs[0][0].handler.is_async):
-            return call_concurrently(pairs, self._watch)
-        delivery, context = pairs[0]
+    def _call(self, started: Sequence[Started]) -> list[Ran]:
+        delivery, start, row = started[0]
+        assert delivery.handler is not None
+        if delivery.handler.is_async:
+            return call_concurrently(started, self._watch)
+        if delivery.batch is not None:
+            batch = run_batch(Batch(started), lambda batch: batch.call(self._watch))
+            self._on_measure(delivery.kind, sum(one.seconds for one in batch) / len(batch))
+            return batch
+        context = make_context(delivery, start.attempt, start.max_attempts, row)
         ran, clock = Ran(timezone.now(), 0.0), time.perf_counter()
         try:
             ran.value = call(delivery, context, self._watch)
@@ -124,9 +131,7 @@ class PlainRunner:
         self._on_measure(delivery.kind, ran.seconds)
         return [ran]
 
-    def _record(
-        self, started: Sequence[tuple[Delivery, attempts.Start, Any]], ran: Sequence[Ran]
-    ) -> list[Outcome]:
+    def _record(self, started: Sequence[Started], ran: Sequence[Ran]) -> list[Outcome]:
         """Commit completions with their markers; what lost its lease is dropped."""
         using, service = jobs_database(), get_settings().service_name
         outcomes = [

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kjo_django.consumer.context import Abort, JobContext
+from kjo_django.consumer.context import Abort, Abortable
 from kjo_django.consumer.running import RunningJobs
 from kjo_django.exceptions import JobTimeoutError
 
@@ -31,7 +31,7 @@ class HandlerTimeout(JobTimeoutError):
 class _Run:
     thread_id: int
     deadline: float
-    context: JobContext
+    context: Abortable
     is_fired: bool = False
 
 
@@ -48,7 +48,7 @@ class TimeoutWatch:
         self._is_stopped = False
 
     @contextmanager
-    def limit(self, context: JobContext, seconds: float | None) -> Iterator[None]:
+    def limit(self, context: Abortable, seconds: float | None) -> Iterator[None]:
         """Raise ``HandlerTimeout`` in this thread if the block takes longer."""
         if seconds is None:
             yield

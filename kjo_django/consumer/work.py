@@ -54,6 +54,11 @@ class Delivery:
         return Mode.CONCURRENT if self.handler.is_async else Mode.PLAIN
 
     @property
+    def batch(self) -> int | None:
+        """Most deliveries its handler takes in one call; None for a handler of one."""
+        return self.handler.options.batch if self.handler is not None else None
+
+    @property
     def lease(self) -> str:
         """Its lease's name."""
         assert self.message is not None

@@ -213,6 +213,7 @@ def _lifetime(value: Any) -> timedelta:
 MAX_QUEUE_LENGTH = 100
 _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "queue": _queue_name,
+    "batch": whole(1),
     "max_attempts": whole(1),
     "timeout": duration,
     "result_ttl": _lifetime,
@@ -232,6 +233,7 @@ def job(
     result_ttl: timedelta | None = None,
     atomic: bool = True,
     takes_context: bool = False,
+    batch: int | None = None,
     serializer: Serializer = JSON,
 ) -> Callable[[F], JobDefinition]: ...
 def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
@@ -249,6 +251,9 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
         database happen once. False: outside any transaction, under a renewed lease; use it for slow
         calls to other systems, with ``context.idempotency_key``.
     :param takes_context: pass a ``JobContext`` as the first argument.
+    :param batch: most jobs one call takes: the function gets a list of ``BatchItem`` instead of
+        arguments, and returns None or a list of one result for each. It is called with what is
+        there: nothing waits for a batch to be full.
     :param serializer: how its payloads and results become bytes.
     """
     for option, check in _CHECKS.items():
@@ -260,10 +265,8 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
                 raise ValueError(message) from None
 
     def declare(function: Callable[..., Any]) -> JobDefinition:
-        handler = registry.Handler(
-            function,
-            registry.HandlerOptions(name=name or registry.default_name(function), **options),
-        )
+        own = registry.HandlerOptions(name=name or registry.default_name(function), **options)
+        handler = registry.handler_of(function, own)
         registry.register(handler)
         return JobDefinition(handler)
 

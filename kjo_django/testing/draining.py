@@ -6,17 +6,19 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from django.db import connections
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
+from kjo_django.consumer.attempts import Start
+from kjo_django.consumer.batches import Batch
 from kjo_django.consumer.execution import call, make_context
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.pipeline import Pipeline
@@ -90,6 +92,8 @@ def drain(
 ) -> Drained:
     """Run every job that is due, those included that jobs enqueue, and return what happened.
 
+    A batch handler gets what is due when its first job is, as many as it takes, of a key one.
+
     Works inside ``TestCase``: in this thread, on this connection, whatever the transport; nothing
     is sent to a broker. Each payload has gone through its serializer. What handlers do with
     ``transaction.on_commit`` is done after each job, as after a worker's commit.
@@ -104,14 +108,16 @@ def drain(
     names = {queue.name if isinstance(queue, Queue) else queue for queue in queues}
     drained = Drained()
     with _runner() as runner:
-        while job := _next(names, with_retries, with_delayed):
+        while job := _due(names, with_retries, with_delayed).first():
             if len(drained.runs) >= limit:
                 raise AssertionError(f"drain() ran {limit} jobs and more are due")
-            run = runner.run(job)
-            drained.runs.append(run)
-            is_final = run.outcome == "dead" or not with_retries
-            if raise_errors and run.error is not None and is_final:
-                raise run.error
+            due = _due(names, with_retries, with_delayed)
+            runs = runner.run_together([job, *_companions(job, due)])
+            drained.runs += runs
+            for run in runs:
+                is_final = run.outcome == "dead" or not with_retries
+                if raise_errors and run.error is not None and is_final:
+                    raise run.error
     return drained
 
 
@@ -134,7 +140,8 @@ def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fi
     """Call a job's handler as a worker would, without storing anything, and return its result.
 
     The payload and the result go through their serializers, and a context is passed where the
-    handler takes one. ``perform(send_receipt, order_id=7)``, ``perform(queue, {"url": "…"})``.
+    handler takes one; a batch handler is given a batch of one.
+    ``perform(send_receipt, order_id=7)``, ``perform(queue, {"url": "…"})``.
 
     :raises PayloadError: payload or result cannot be serialized.
     """
@@ -149,10 +156,16 @@ def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fi
     if delivery.handler is None:
         raise MessageError("unknown_type", f"No handler is registered for {row.handler!r}")
     known = {"created_at": row.created_at, "unique_id": row.unique_id}
-    context = make_context(delivery, attempt, row.max_attempts, known)
     watch = TimeoutWatch()
     try:
-        result = call(delivery, context, watch)
+        if delivery.batch is None:
+            context = make_context(delivery, attempt, row.max_attempts, known)
+            result = call(delivery, context, watch)
+        else:
+            (ran,) = Batch([(delivery, Start(attempt, row.max_attempts), known)]).call(watch)
+            if ran.error is not None:
+                raise ran.error
+            result = ran.value
     finally:
         watch.stop()
     return None if result is None else load_result(result, serializer_for(row.content_type))
@@ -161,7 +174,23 @@ def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fi
 # --- Details --------------------------------------------------------------------------------------
 
 
-def _next(names: Collection[str], with_retries: bool, with_delayed: bool) -> Job | None:
+def _companions(job: Job, due: QuerySet[Job]) -> list[Job]:
+    """Return what a worker would put in one batch with a job."""
+    handler = registry.find(job.handler)
+    size = handler.options.batch if handler is not None else None
+    if size is None:
+        return []
+    keys = {job.key} - {""}
+    found: list[Job] = []
+    others = due.filter(queue=job.queue, handler=job.handler).exclude(pk=job.pk)
+    for other in others[: 10 * size]:
+        if other.key not in keys and len(found) < size - 1:
+            found.append(other)
+            keys |= {other.key} - {""}
+    return found
+
+
+def _due(names: Collection[str], with_retries: bool, with_delayed: bool) -> QuerySet[Job]:
     rows = Job.objects.using(dispatch.jobs_database()).open().filter(destination="")
     if names:
         rows = rows.filter(queue__in=names)
@@ -170,7 +199,7 @@ def _next(names: Collection[str], with_retries: bool, with_delayed: bool) -> Job
         wanted |= Q(attempts__gt=0)
     if with_delayed:
         wanted |= Q(attempts=0)
-    return rows.filter(wanted).order_by("available_at", "id").first()
+    return rows.filter(wanted).order_by("available_at", "id")
 
 
 class _Nowhere(Subscription):
@@ -228,14 +257,24 @@ class _Runner:
         )
 
     def run(self, job: Job) -> DrainedRun:
+        (run,) = self.run_together([job])
+        return run
+
+    def run_together(self, jobs: Sequence[Job]) -> list[DrainedRun]:
+        """Run jobs of one handler as one group."""
         self._outcomes.clear()
-        delivery = _delivery_of(job)
+        deliveries = [_delivery_of(job) for job in jobs]
         with _callbacks_run(dispatch.jobs_database()):
-            deferred = self._pipeline.run_once([delivery], delivery.mode)
+            deferred = self._pipeline.run_once(deliveries, deliveries[0].mode)
         tell(self._outcomes)
-        if deferred:
-            raise AssertionError(f"Job {job.pk} could not be run now: somebody else holds it")
-        (outcome,) = self._outcomes
+        for job, delivery in zip(jobs, deliveries, strict=True):
+            if delivery in deferred:
+                raise AssertionError(f"Job {job.pk} could not be run now: somebody else holds it")
+        ended = {outcome.delivery: outcome for outcome in self._outcomes}
+        return [self._run_of(job, ended[d]) for job, d in zip(jobs, deliveries, strict=True)]
+
+    @staticmethod
+    def _run_of(job: Job, outcome: Outcome) -> DrainedRun:
         is_done = outcome.result is Result.COMPLETED
         return DrainedRun(
             job_id=str(job.pk),

@@ -60,6 +60,14 @@ def _async(name: str) -> set[str]:
     return {name}
 
 
+def _together(name: str) -> set[str]:
+    names = {f"{name}/{number}" for number in range(3)}
+    with transaction.atomic(using=ALIAS):
+        for each in sorted(names):
+            jobs.write_together.using(id=each, max_attempts=MANY).enqueue(job=each)
+    return names
+
+
 KINDS: list[Callable[[str], set[str]]] = [
     _write,
     _keyed,
@@ -72,6 +80,7 @@ KINDS: list[Callable[[str], set[str]]] = [
     _write,
     _async,
     _in_transaction,
+    _together,
 ]
 
 

@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from kjo_django import PermanentError, Retry, job
+from kjo_django import BatchItem, PermanentError, Retry, job
 from kjo_django.exceptions import RateLimitExceededError
 from tests.ledger.models import Entry
 
@@ -137,6 +137,15 @@ def wait_for(context, job: str, path: str) -> dict:
     _wait_for_file(path)
     Entry.objects.create(job=job, note=f"attempt {context.attempt}")
     return {"pid": os.getpid(), "attempt": context.attempt}
+
+
+@job(queue="ledger", batch=10)
+def write_together(batch: list[BatchItem]) -> list[str]:
+    """Add an entry for each of the batch, then wait as ``wait_for`` does where one asks for it."""
+    Entry.objects.bulk_create([Entry(job=item.payload["job"]) for item in batch])
+    for path in {item.payload["path"] for item in batch if item.payload.get("path")}:
+        _wait_for_file(path)
+    return [item.payload["job"] for item in batch]
 
 
 @job(queue="ledger", takes_context=True, atomic=False)

@@ -21,7 +21,7 @@ from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
 from kjo_django.models import Job, TransportMessage
 from kjo_django.producer.definition import JobDefinition
 from kjo_django.producer.relay import Relay
-from kjo_django.registry import Handler, HandlerOptions
+from kjo_django.registry import HandlerOptions
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription
 
@@ -142,7 +142,8 @@ def as_job(function: Callable[..., Any], name: str | None = None, **options: Any
     """Declare a function as a job of the ledger's queue, replacing one of its name."""
     name = name or f"bench.{function.__name__}"
     registry.unregister(name)
-    handler = Handler(function, HandlerOptions(name=name, **{"queue": "ledger", **options}))
+    own = HandlerOptions(name=name, **{"queue": "ledger", **options})
+    handler = registry.handler_of(function, own)
     registry.register(handler)
     return JobDefinition(handler)
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kjo_django.consumer.context import JobContext
-from kjo_django.consumer.execution import _with_limit
+from kjo_django.consumer.execution import with_limit
 from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
 from kjo_django.exceptions import JobCancelledError, JobTimeoutError
 
@@ -210,8 +210,8 @@ def test_the_context_tells_its_abort(context):
 # --- Coroutines -----------------------------------------------------------------------------------
 
 
-def run_with_limit(coroutine, context, seconds):
-    return asyncio.run(_with_limit(coroutine, context, seconds))
+def runwith_limit(coroutine, context, seconds):
+    return asyncio.run(with_limit(coroutine, context, seconds))
 
 
 async def linger(seconds: float = NEVER) -> str:
@@ -221,13 +221,13 @@ async def linger(seconds: float = NEVER) -> str:
 
 def test_a_coroutine_is_ended(context):
     with pytest.raises(HandlerTimeout, match=r"0\.05 s"):
-        run_with_limit(linger(), context, SOON)
+        runwith_limit(linger(), context, SOON)
     assert context.aborted
 
 
 @pytest.mark.parametrize("limit", [None, NEVER])
 def test_a_coroutine_in_time_returns_its_value(context, limit):
-    assert run_with_limit(linger(0), context, limit) == "done"
+    assert runwith_limit(linger(0), context, limit) == "done"
     assert not context.aborted
 
 
@@ -237,6 +237,6 @@ def test_a_timeout_of_the_coroutines_own_is_its_own_error(context):
             await asyncio.sleep(NEVER)
 
     with pytest.raises(TimeoutError) as raised:
-        run_with_limit(impatient(), context, NEVER)
+        runwith_limit(impatient(), context, NEVER)
     assert not isinstance(raised.value, HandlerTimeout)
     assert not context.aborted
