@@ -13,6 +13,8 @@ job_failed             job_id, unique_id, queue, handler, error, attempt, reason
 job_stalled            job_id, unique_id, queue, handler, attempt
 job_cancelled          job_id, unique_id, queue, handler
 job_requeued           job_id, unique_id, queue, handler
+job_run_now            job_id, unique_id, queue, handler, actor
+job_moved              job_id, unique_id, queue, handler, to_queue, actor
 message_dead_lettered  dead_letter_id, queue, handler, reason, error
 message_replayed       dead_letter_id, queue, handler
 event_skipped          topic, event_type
@@ -50,6 +52,8 @@ job_failed = Signal()
 job_stalled = Signal()
 job_cancelled = Signal()
 job_requeued = Signal()
+job_run_now = Signal()
+job_moved = Signal()
 message_dead_lettered = Signal()
 message_replayed = Signal()
 message_discarded = Signal()

@@ -139,7 +139,7 @@ class JobDefinition:
         if problem is not None:
             raise TypeError(f"{self.name}: {problem}")
         declared, given = self.handler.options, self.options
-        queue = get_settings().queue(_known_queue(given.queue) if given.queue else declared.queue)
+        queue = get_settings().queue(known_queue(given.queue) if given.queue else declared.queue)
         key = given.key if given.key is not None else self.handler.key_of(payload)
         if len(key) > 255:
             raise ValueError(f"{self.name}: the key has {len(key)} characters, 255 are allowed")
@@ -188,7 +188,7 @@ def new_job(
     )
 
 
-def _known_queue(name: str) -> str:
+def known_queue(name: str) -> str:
     """Return the name, or refuse a queue that no worker would ever consume."""
     known = registry.queue_names()
     if name not in known:

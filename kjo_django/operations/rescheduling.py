@@ -1,0 +1,249 @@
+"""Run now, and move to another queue: what changes when and where an open job runs, not how often.
+
+A job whose message is on its way already gets another one. The old one is not looked for: when its
+time comes, its consumer finds that its attempt, or its generation, is past and drops it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from django.db import IntegrityError, transaction
+from django.db.models import Q
+from django.utils import timezone
+
+from kjo_django import registry, signals, states
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.models import Job, transition
+from kjo_django.operations.jobs import Outcomes, Selection, send, take
+from kjo_django.operations.rows import (
+    Observer,
+    Progress,
+    chunks,
+    no_progress,
+    tell_after_commit,
+)
+from kjo_django.producer import dispatch
+from kjo_django.producer.definition import known_queue
+from kjo_django.states import JobState
+
+logger = logging.getLogger("kjo_django")
+
+
+class RunNowResult(enum.StrEnum):
+    """What asking one job to run now ended with; a final job answers with its state."""
+
+    DUE = "due"
+    """It was due later and is due now."""
+    UNCHANGED = "unchanged"
+    """It was due already: it waits for a worker."""
+    NOT_FOUND = "not_found"
+    PROCESSING = "processing"
+
+
+class MoveResult(enum.StrEnum):
+    """What moving one job ended with; a final job answers with its state."""
+
+    MOVED = "moved"
+    UNCHANGED = "unchanged"
+    """It is in that queue."""
+    TAKEN = "taken"
+    """Another job of that queue has its unique id."""
+    OTHER_KIND = "other_kind"
+    """It is no job of a handler: messages of other services and records for them stay where the
+    topics of their kind are."""
+    NOT_FOUND = "not_found"
+    PROCESSING = "processing"
+
+
+def run_now(
+    jobs: Selection,
+    *,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
+) -> Outcomes:
+    """Let scheduled jobs, and failing ones that wait for their next attempt, run now.
+
+    No attempt is spent and none is given back: what comes is the attempt that was to come.
+
+    :param actor: who asked, for the signal and the log.
+    :param on_changed: told of the jobs of each chunk inside its transaction.
+    """
+    outcomes = Outcomes()
+    for keys in chunks(jobs):
+        with transaction.atomic(using=dispatch.jobs_database()):
+            _run_chunk_now(keys, outcomes, actor, on_changed)
+        progress(outcomes.total, None)
+    _log("Made due", outcomes, actor)
+    return outcomes
+
+
+def change_queue(
+    jobs: Selection,
+    queue: str,
+    *,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
+) -> Outcomes:
+    """Move open jobs to another queue, with the attempts they have spent and the time they are due.
+
+    Each begins a new generation there, so the message it had never runs; its idempotency key is
+    another one, as after a requeue.
+
+    :param queue: where to; the jobs keep their handler, so a worker of that queue must have it.
+    :param actor: who asked, for the signal and the log.
+    :param on_changed: told of the jobs of each chunk inside its transaction, before they change.
+    :raises ValueError: no queue has this name, or nobody here consumes it.
+    """
+    target = get_settings().queue(known_queue(queue))
+    if not target.consume:
+        raise ValueError(f"No worker of this project consumes the queue {queue!r}")
+    outcomes = Outcomes()
+    for keys in chunks(jobs):
+        with transaction.atomic(using=dispatch.jobs_database()):
+            _move_chunk(keys, target, outcomes, actor, on_changed)
+        progress(outcomes.total, None)
+    _log(f"Moved to {queue}", outcomes, actor)
+    return outcomes
+
+
+# --- Run now --------------------------------------------------------------------------------------
+
+
+def _run_chunk_now(
+    keys: Sequence[Any], outcomes: Outcomes, actor: str, on_changed: Observer | None
+) -> None:
+    now = timezone.now()
+    open_jobs = _take_open(keys, outcomes)
+    later = [job for job in open_jobs if job.available_at > now]
+    outcomes.add(RunNowResult.UNCHANGED, len(open_jobs) - len(later))
+    if not later:
+        return
+    using = dispatch.jobs_database()
+    # They are locked, but a database that cannot lock rows leaves it to this condition.
+    rows = Job.objects.using(using).filter(available_at__gt=now, state__in=states.OPEN)
+    for name in sorted({job.queue for job in later}):
+        ids = [job.pk for job in later if job.queue == name]
+        rows.filter(pk__in=ids).update(available_at=now)
+        send(using, ids, get_settings().queue(name))
+    if on_changed is not None:
+        on_changed(later)
+    outcomes.add(RunNowResult.DUE, len(later))
+    outcomes.changed_count += len(later)
+    tell_after_commit(using, functools.partial(_tell, signals.job_run_now, later, actor=actor))
+
+
+# --- Move -----------------------------------------------------------------------------------------
+
+
+def _move_chunk(
+    keys: Sequence[Any],
+    target: QueueConf,
+    outcomes: Outcomes,
+    actor: str,
+    on_changed: Observer | None,
+) -> None:
+    leaving = []
+    for job in _take_open(keys, outcomes):
+        if job.queue == target.name:
+            outcomes.add(MoveResult.UNCHANGED)
+        elif job.destination or _kind(job.queue) is not _kind(target.name):
+            outcomes.add(MoveResult.OTHER_KIND)
+        else:
+            leaving.append(job)
+    moved = [job for job in leaving if job.unique_id is None]
+    _move(moved, target)
+    for job in leaving:
+        if job.unique_id is not None:
+            if _move_named(job, target):
+                moved.append(job)
+            else:
+                outcomes.add(MoveResult.TAKEN)
+    if not moved:
+        return
+    if on_changed is not None:
+        on_changed(moved)
+    using = dispatch.jobs_database()
+    send(using, [job.pk for job in moved], target)
+    outcomes.add(MoveResult.MOVED, len(moved))
+    outcomes.changed_count += len(moved)
+    tell_after_commit(
+        using,
+        functools.partial(_tell, signals.job_moved, moved, actor=actor, to_queue=target.name),
+    )
+
+
+def _kind(queue: str) -> object:
+    return registry.route_of(queue)
+
+
+def _move_named(job: Job, target: QueueConf) -> bool:
+    """Move a job with a unique id, unless that is taken in the other queue."""
+    using = dispatch.jobs_database()
+    if Job.objects.using(using).filter(queue=target.name, unique_id=job.unique_id).exists():
+        return False
+    try:
+        with transaction.atomic(using=using):
+            _move([job], target)
+    except IntegrityError:
+        return False  # taken this moment
+    return True
+
+
+def _move(jobs: Sequence[Job], target: QueueConf) -> None:
+    using = dispatch.jobs_database()
+    state = dispatch.initial_state(target)
+    rows = Job.objects.using(using).filter(pk__in=[job.pk for job in jobs])
+    changes: dict[str, Any] = {
+        "queue": target.name,
+        "queued_at": timezone.now() if state == JobState.QUEUED else None,
+        "lease_token": "",
+        "lease_expires_at": None,
+        "topic": "",
+        "partition": None,
+        "offset": None,
+    }
+    # One that has failed stays failing; on a transactional transport its message is there all the
+    # same, elsewhere the relay takes both states.
+    is_failing = Q(state=JobState.FAILING)
+    transition("requeue", rows.filter(~is_failing, state__in=states.OPEN), state=state, **changes)
+    transition("requeue", rows.filter(is_failing), state=JobState.FAILING, **changes)
+
+
+# --- Both -----------------------------------------------------------------------------------------
+
+
+def _take_open(keys: Sequence[Any], outcomes: Outcomes) -> list[Job]:
+    """Lock the open jobs nobody is processing, and count the others."""
+    taken = take(keys)
+    outcomes.add(RunNowResult.NOT_FOUND, taken.missing_count)
+    outcomes.add(RunNowResult.PROCESSING, taken.busy_count)
+    for job in taken.free:
+        if job.state in states.FINAL:
+            outcomes.add(job.state)
+    return [job for job in taken.free if job.state in states.OPEN]
+
+
+def _tell(signal: Any, jobs: Sequence[Job], **more: Any) -> None:
+    for job in jobs:
+        signals.send(
+            signal,
+            sender=job.handler,
+            job_id=str(job.pk),
+            unique_id=job.unique_id,
+            queue=job.queue,
+            handler=job.handler,
+            **more,
+        )
+
+
+def _log(verb: str, outcomes: Outcomes, actor: str) -> None:
+    if outcomes.changed_count:
+        by = f" for {actor}" if actor else ""
+        logger.info("%s %d jobs%s", verb, outcomes.changed_count, by)
