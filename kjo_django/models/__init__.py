@@ -5,7 +5,7 @@ from kjo_django.models.dead_letter import DeadLetter, DeadLetterReason, DeadLett
 from kjo_django.models.embedded import Lease, Mark, TransportMessage, TransportSubscription
 from kjo_django.models.job import Job, JobQuerySet, message_id, transition
 from kjo_django.models.job_failure import JobFailure
-from kjo_django.models.metric_bucket import MetricBucket
+from kjo_django.models.metric_bucket import MetricBucket, MetricRollup
 from kjo_django.models.processed_event import EventKey, ProcessedEvent
 from kjo_django.models.queue_control import QueueControl
 from kjo_django.models.worker import Worker
@@ -22,6 +22,7 @@ __all__ = [
     "Lease",
     "Mark",
     "MetricBucket",
+    "MetricRollup",
     "ProcessedEvent",
     "QueueControl",
     "TransportMessage",

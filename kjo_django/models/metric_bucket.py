@@ -1,4 +1,4 @@
-"""Minute aggregates, so that no screen ever counts jobs."""
+"""Aggregates by minute, quarter and hour, so that no screen ever counts jobs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from django.utils.translation import gettext_lazy as _
 
 from kjo_django.ids import uuid7
 
+BOUNDS = 24
+"""Upper bounds of 1 ms · 2^n, n below this; the last stands for everything above."""
 
-class MetricBucket(models.Model):
-    """What one worker did with one handler in one minute; screens add them up.
+
+def bound_of(seconds: float) -> int:
+    """Return the index of the histogram's bucket."""
+    return min(max(int(seconds * 1000), 0).bit_length(), BOUNDS - 1)
+
+
+class Figures(models.Model):
+    """What one worker did with one handler in some time; screens add them up.
 
     One row per worker keeps writers from waiting for each other.
     """
 
     id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
-    minute = models.DateTimeField(_("minute"))
+    minute = models.DateTimeField(_("minute"), help_text=_("When the time begins."))
     queue = models.CharField(_("queue"), max_length=100)
     handler = models.CharField(_("handler"), max_length=100)
     worker_id = models.UUIDField(_("worker"))
@@ -43,6 +51,16 @@ class MetricBucket(models.Model):
     wait_seconds_sum = models.FloatField(_("seconds waited"), default=0.0)
 
     class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return f"{self.queue} {self.minute:%H:%M}"
+
+
+class MetricBucket(Figures):
+    """The figures of one minute."""
+
+    class Meta:
         db_table = "kjo_metric_bucket"
         verbose_name = _("metric bucket")
         verbose_name_plural = _("metric buckets")
@@ -55,5 +73,24 @@ class MetricBucket(models.Model):
             ),
         )
 
-    def __str__(self) -> str:
-        return f"{self.queue} {self.minute:%H:%M}"
+
+class MetricRollup(Figures):
+    """The figures of a longer time, for charts of days: these would read a million minutes."""
+
+    QUARTER, HOUR = 15, 60
+    LENGTHS = (QUARTER, HOUR)
+
+    minutes = models.PositiveSmallIntegerField(_("minutes"))
+
+    class Meta:
+        db_table = "kjo_metric_rollup"
+        verbose_name = _("metric roll-up")
+        verbose_name_plural = _("metric roll-ups")
+        ordering = ("minute",)
+        default_permissions = ()
+        constraints = (
+            models.UniqueConstraint(
+                fields=("minutes", "minute", "queue", "handler", "worker_id"),
+                name="kjo_metric_rollup_key",
+            ),
+        )

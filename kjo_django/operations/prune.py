@@ -26,6 +26,7 @@ from kjo_django.models import (
     Lease,
     Mark,
     MetricBucket,
+    MetricRollup,
     ProcessedEvent,
     Worker,
 )
@@ -97,6 +98,11 @@ class _Pruner:
                 "metric_buckets",
                 MetricBucket.objects.filter(minute__lt=self._now - kept.metrics),
                 "minute",
+            ),
+            "metric_rollups": self._rows(
+                "metric_rollups",
+                MetricRollup.objects.filter(minute__lt=self._now - kept.metrics),
+                "pk",
             ),
             "workers": self._rows(
                 "workers", Worker.objects.filter(heartbeat_at__lt=self._now - kept.metrics), "pk"

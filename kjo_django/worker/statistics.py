@@ -12,16 +12,15 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
+from django.db.models import QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import QueueConf
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.work import Outcome, Result
-from kjo_django.models import MetricBucket
+from kjo_django.models import MetricBucket, MetricRollup
+from kjo_django.models.metric_bucket import BOUNDS, bound_of
 from kjo_django.producer.dispatch import jobs_database
-
-BOUNDS = 24
-"""Upper bounds of 1 ms · 2^n, n below this; the last stands for everything above."""
 
 _COUNTERS = {
     Result.COMPLETED: "completed_count",
@@ -30,11 +29,6 @@ _COUNTERS = {
     Result.DUPLICATE: "duplicate_count",
     Result.SKIPPED: "skipped_count",
 }
-
-
-def bound_of(seconds: float) -> int:
-    """Return the index of the histogram's bucket."""
-    return min(max(int(seconds * 1000), 0).bit_length(), BOUNDS - 1)
 
 
 @dataclass(slots=True)
@@ -125,8 +119,24 @@ class Statistics:
 
     def _write(self, using: str, key: tuple[datetime, str, str], bucket: _Bucket) -> None:
         minute, queue, handler = key
-        row, is_new = MetricBucket.objects.using(using).get_or_create(
-            minute=minute,
+        self._add(MetricBucket.objects.using(using), minute, queue, handler, bucket)
+        for minutes in MetricRollup.LENGTHS:
+            start = minute.replace(minute=minute.minute // minutes * minutes)
+            rows = MetricRollup.objects.using(using).filter(minutes=minutes)
+            self._add(rows, start, queue, handler, bucket, minutes=minutes)
+
+    def _add(
+        self,
+        rows: QuerySet[Any],
+        start: datetime,
+        queue: str,
+        handler: str,
+        bucket: _Bucket,
+        **which: int,
+    ) -> None:
+        row, is_new = rows.get_or_create(
+            **which,
+            minute=start,
             queue=queue,
             handler=handler,
             worker_id=self._worker_id,
@@ -146,7 +156,7 @@ class Statistics:
         row.wait_histogram = _sum(row.wait_histogram, bucket.waits)
         row.run_seconds_sum += bucket.run_seconds
         row.wait_seconds_sum += bucket.wait_seconds
-        row.save(using=using)
+        row.save(using=rows.db)
 
     def _take_back(self, buckets: dict[Any, _Bucket]) -> None:
         with self._lock:

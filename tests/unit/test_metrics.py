@@ -22,10 +22,10 @@ from kjo_django.contrib.prometheus import collecting, exposition
 from kjo_django.contrib.prometheus.views import MetricsView
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
+from kjo_django.models.metric_bucket import BOUNDS, bound_of
 from kjo_django.operations import topics
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
 from kjo_django.transports.memory import MemoryTransport
-from kjo_django.worker.statistics import BOUNDS, bound_of
 from tests.conformance.test_coordination_redis import cache_at
 from tests.factories import (
     DeadLetterFactory,

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kjo_django.conf import get_settings
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.ids import uuid7
-from kjo_django.models import MetricBucket
+from kjo_django.models import MetricBucket, MetricRollup
+from kjo_django.models.metric_bucket import BOUNDS, bound_of
 from kjo_django.registry import find
 from kjo_django.transports.base import Record
-from kjo_django.worker.statistics import BOUNDS, Statistics, bound_of
+from kjo_django.worker.statistics import Statistics
 from tests.unit.deliveries import Silent
 
 pytestmark = pytest.mark.django_db
@@ -104,6 +105,24 @@ def test_a_second_flush_adds_to_the_same_minute(statistics, monkeypatch):
     row = MetricBucket.objects.get()
     assert (row.completed_count, sum(row.run_histogram)) == (2, 2)
     assert (row.run_seconds_sum, row.wait_seconds_sum) == (1.0, 0.0)
+
+
+def test_the_minutes_of_a_quarter_and_an_hour_are_rolled_up(statistics, monkeypatch):
+    hour = timezone.now().replace(minute=0, second=30, microsecond=0)
+    for minute in (1, 14, 16):
+        now = hour.replace(minute=minute)
+        monkeypatch.setattr(timezone, "now", lambda now=now: now)
+        statistics.add([outcome(waited=0, seconds=0.5)])
+        statistics.flush()
+
+    rows = MetricRollup.objects.order_by("minutes", "minute")
+    assert [(row.minutes, row.minute.minute, row.completed_count) for row in rows] == [
+        (15, 0, 2),
+        (15, 15, 1),
+        (60, 0, 3),
+    ]
+    assert sum(rows.last().run_histogram) == 3
+    assert MetricBucket.objects.count() == 3
 
 
 def test_a_job_that_started_before_it_was_due_takes_nothing_off_the_sum(statistics):

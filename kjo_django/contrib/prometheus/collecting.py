@@ -17,12 +17,12 @@ from kjo_django.backends import get_coordination
 from kjo_django.contrib.prometheus.exposition import Family
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import Job, MetricBucket
+from kjo_django.models.metric_bucket import BOUNDS
 from kjo_django.operations import status
 from kjo_django.operations.counting import COUNT_LIMIT, grouped_counts
 from kjo_django.operations.health import lag_by_partition
 from kjo_django.operations.queues import overview
 from kjo_django.producer.dispatch import jobs_database
-from kjo_django.worker.statistics import BOUNDS
 
 logger = logging.getLogger("kjo_django")
 

@@ -1,0 +1,294 @@
+"""Figures over time from the aggregates workers write; jobs are never counted for them.
+
+Up to two hours are told by the minute, up to a day by the quarter, more by the hour: a chart reads
+some thousand rows at most, however much was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from django.db.models import Min, Q, QuerySet, Sum
+from django.utils import timezone
+
+from kjo_django.models import MetricBucket, MetricRollup, Worker
+from kjo_django.models.metric_bucket import BOUNDS
+from kjo_django.producer.dispatch import jobs_database
+
+COUNTERS = ("completed", "retried", "failed", "duplicate", "skipped")
+RATE_MINUTES = 2
+"""Minutes, the last whole ones, the present rate is that of."""
+LAG_AGE = timedelta(minutes=3)
+"""A lag seen longer ago than that is not the present one."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """What was done in some time. Seconds everywhere; None where nothing was measured."""
+
+    completed: int = 0
+    retried: int = 0
+    failed: int = 0
+    duplicate: int = 0
+    """Dropped, since they had taken effect before."""
+    skipped: int = 0
+    """Meant for others, or not to be run any more."""
+    runs: list[int] = field(default_factory=lambda: [0] * BOUNDS, repr=False)
+    waits: list[int] = field(default_factory=lambda: [0] * BOUNDS, repr=False)
+    run_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+    @property
+    def run_p50(self) -> float | None:
+        """Half the attempts ran no longer."""
+        return percentile(self.runs, 0.5)
+
+    @property
+    def run_p95(self) -> float | None:
+        """95 of 100 attempts ran no longer."""
+        return percentile(self.runs, 0.95)
+
+    @property
+    def run_p99(self) -> float | None:
+        """99 of 100 attempts ran no longer."""
+        return percentile(self.runs, 0.99)
+
+    @property
+    def wait_p50(self) -> float | None:
+        """Half the attempts waited no longer, from due to started."""
+        return percentile(self.waits, 0.5)
+
+    @property
+    def wait_p95(self) -> float | None:
+        """95 of 100 waited no longer."""
+        return percentile(self.waits, 0.95)
+
+    @property
+    def wait_p99(self) -> float | None:
+        """99 of 100 waited no longer."""
+        return percentile(self.waits, 0.99)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add an aggregate's row."""
+        for name in COUNTERS:
+            setattr(self, name, getattr(self, name) + row[f"{name}_count"])
+        _sum(self.runs, row["run_histogram"])
+        _sum(self.waits, row["wait_histogram"])
+        self.run_seconds += row["run_seconds_sum"]
+        self.wait_seconds += row["wait_seconds_sum"]
+
+
+@dataclass(slots=True)
+class Point(Figures):
+    """The figures of one time of a series."""
+
+    time: datetime = datetime.min
+    """When it begins."""
+    minutes: float = 1.0
+    """How long it is; shorter for the present one."""
+    lag: int | None = None
+
+    @property
+    def completed_per_minute(self) -> float:
+        """Jobs completed a minute."""
+        return self.completed / self.minutes
+
+    @property
+    def retried_per_minute(self) -> float:
+        """Attempts a minute that will be repeated."""
+        return self.retried / self.minutes
+
+    @property
+    def failed_per_minute(self) -> float:
+        """Jobs a minute that ended as dead letters."""
+        return self.failed / self.minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points evenly spaced, the oldest first, none left out."""
+
+    width: timedelta
+    points: list[Point]
+
+
+@dataclass(slots=True)
+class Totals(Figures):
+    """The figures of a time that ends now."""
+
+    per_minute: float = 0.0
+    """Jobs completed a minute, of the last whole minutes."""
+    lag: int = 0
+    """As workers saw it last."""
+
+
+@dataclass(slots=True)
+class Summary(Figures):
+    """The figures of a queue or a handler."""
+
+    sparkline: list[int] = field(default_factory=list)
+    """Jobs completed in each minute, the oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deploy:
+    """The first start of a release."""
+
+    time: datetime
+    release: str
+
+
+def series(length: timedelta, *, queue: str | None = None, handler: str | None = None) -> Series:
+    """Return what was done in the time up to now.
+
+    :param queue: of this queue only.
+    :param handler: of this handler only.
+    """
+    now = timezone.now()
+    rows, width = _table(length)
+    end = _floor(now, width) + width
+    count = max(1, -(-length // width))
+    start = end - count * width
+    points = [_point(start + index * width, width, now) for index in range(count)]
+    for row in _rows(_of(rows, queue, handler), start):
+        index = (row["minute"] - start) // width
+        if 0 <= index < count:
+            point = points[index]
+            point.add(row)
+            if row["lag"] is not None:
+                point.lag = (point.lag or 0) + row["lag"]
+    return Series(width, points)
+
+
+def totals(length: timedelta) -> Totals:
+    """Return the counts of the time up to now, the present rate and lag; no percentiles."""
+    now = timezone.now()
+    rows, width = _table(length)
+    whole = _floor(now, timedelta(minutes=1))
+    sums = rows.filter(minute__gte=_floor(now - length, width)).aggregate(
+        **{name: Sum(f"{name}_count") for name in COUNTERS}
+    )
+    minutes = MetricBucket.objects.using(jobs_database())
+    since = whole - timedelta(minutes=RATE_MINUTES)
+    rate = minutes.filter(minute__gte=since, minute__lt=whole).aggregate(
+        done=Sum("completed_count", default=0)
+    )
+    found = Totals(per_minute=rate["done"] / RATE_MINUTES, lag=_present_lag(now))
+    for name in COUNTERS:
+        setattr(found, name, sums[name] or 0)
+    return found
+
+
+def by_queue(length: timedelta = timedelta(hours=1)) -> dict[str, Summary]:
+    """Return the figures of each queue; at most two hours, since these are read by the minute."""
+    return _summaries(length, "queue")
+
+
+def by_handler(length: timedelta = timedelta(hours=1)) -> dict[str, Summary]:
+    """Return the figures of each handler; at most two hours."""
+    return {name: each for name, each in _summaries(length, "handler").items() if name}
+
+
+def deploys(length: timedelta) -> list[Deploy]:
+    """Return the releases whose first worker started in the time up to now, oldest first."""
+    rows = Worker.objects.using(jobs_database()).exclude(release="").order_by()
+    starts = rows.values("release").annotate(first=Min("started_at"))
+    found = starts.filter(first__gte=timezone.now() - length).order_by("first")[:50]
+    return [Deploy(row["first"], row["release"]) for row in found]
+
+
+def percentile(histogram: Sequence[int], share: float) -> float | None:
+    """Return the seconds below which a share of the measurements lies, estimated within its bound.
+
+    What lies beyond the last bound counts as that bound.
+    """
+    total = sum(histogram)
+    if not total:
+        return None
+    wanted = share * total
+    below = 0
+    for index, count in enumerate(histogram):
+        if count and below + count >= wanted:
+            upper = 0.001 * 2**index
+            lower = upper / 2 if index else 0.0
+            return (
+                lower if index == BOUNDS - 1 else lower + (upper - lower) * (wanted - below) / count
+            )
+        below += count
+    return None
+
+
+# --- Details --------------------------------------------------------------------------------------
+
+_COLUMNS = (
+    *("minute", "queue", "handler", "lag", "run_histogram", "wait_histogram"),
+    *("run_seconds_sum", "wait_seconds_sum"),
+    *(f"{name}_count" for name in COUNTERS),
+)
+
+
+def _table(length: timedelta) -> tuple[QuerySet[Any], timedelta]:
+    """Return the aggregates fine enough for a time, and how long each is."""
+    using = jobs_database()
+    if length <= timedelta(hours=2):
+        return MetricBucket.objects.using(using).order_by(), timedelta(minutes=1)
+    minutes = MetricRollup.QUARTER if length <= timedelta(days=1) else MetricRollup.HOUR
+    rows = MetricRollup.objects.using(using).filter(minutes=minutes).order_by()
+    return rows, timedelta(minutes=minutes)
+
+
+def _of(rows: QuerySet[Any], queue: str | None, handler: str | None) -> QuerySet[Any]:
+    if queue is not None:
+        rows = rows.filter(queue=queue)
+    if handler is not None:
+        rows = rows.filter(handler=handler)
+    return rows
+
+
+def _rows(rows: QuerySet[Any], start: datetime) -> Iterable[dict[str, Any]]:
+    return rows.filter(minute__gte=start).values(*_COLUMNS).iterator(chunk_size=2000)
+
+
+def _point(start: datetime, width: timedelta, now: datetime) -> Point:
+    whole = width / timedelta(minutes=1)
+    gone = max(1.0, (now - start) / timedelta(minutes=1))
+    return Point(time=start, minutes=min(whole, gone))
+
+
+def _summaries(length: timedelta, by: str) -> dict[str, Summary]:
+    minute = timedelta(minutes=1)
+    count = min(120, max(1, -(-length // minute)))
+    start = _floor(timezone.now(), minute) + minute - count * minute
+    found: dict[str, Summary] = {}
+    rows = MetricBucket.objects.using(jobs_database()).order_by()
+    for row in _rows(rows, start):
+        summary = found.get(row[by])
+        if summary is None:
+            summary = found[row[by]] = Summary(sparkline=[0] * count)
+        summary.add(row)
+        index = (row["minute"] - start) // minute
+        if 0 <= index < count:
+            summary.sparkline[index] += row["completed_count"]
+    return found
+
+
+def _present_lag(now: datetime) -> int:
+    rows = MetricBucket.objects.using(jobs_database()).filter(
+        Q(lag__isnull=False), minute__gte=now - LAG_AGE
+    )
+    seen = rows.order_by("minute").values_list("queue", "worker_id", "lag")[:10_000]
+    latest = {(queue, worker): lag or 0 for queue, worker, lag in seen}
+    return sum(latest.values())
+
+
+def _floor(moment: datetime, width: timedelta) -> datetime:
+    seconds = int(width.total_seconds())
+    return datetime.fromtimestamp(int(moment.timestamp()) // seconds * seconds, UTC)
+
+
+def _sum(into: list[int], histogram: Sequence[int]) -> None:
+    for index, count in enumerate(histogram[:BOUNDS]):
+        into[index] += count

@@ -1,0 +1,161 @@
+"""Figures over time, from the aggregates."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.utils import timezone
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kjo_django.models import MetricBucket, MetricRollup, Worker
+from kjo_django.models.metric_bucket import BOUNDS, bound_of
+from kjo_django.operations import metrics
+from tests.factories import WorkerFactory
+
+NOW = datetime(2026, 5, 4, 10, 37, 20, tzinfo=UTC)
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch):
+    monkeypatch.setattr(timezone, "now", lambda: NOW)
+
+
+def histogram(*seconds):
+    counts = [0] * BOUNDS
+    for each in seconds:
+        counts[bound_of(each)] += 1
+    return counts
+
+
+def bucket(minutes_ago=0, *, model=MetricBucket, queue="mail", handler="shop.send", **figures):
+    minutes = figures.get("minutes", 1)
+    start = NOW - timedelta(minutes=minutes_ago)
+    start = start.replace(second=0, minute=start.minute // minutes * minutes if minutes < 60 else 0)
+    figures.setdefault("worker_id", "019a0000-0000-7000-8000-000000000001")
+    return model.objects.create(minute=start, queue=queue, handler=handler, **figures)
+
+
+@pytest.mark.django_db
+def test_an_hour_is_told_by_the_minute_and_no_minute_is_left_out():
+    bucket(0, completed_count=3)
+    bucket(2, completed_count=5, failed_count=1)
+
+    found = metrics.series(HOUR)
+
+    assert found.width == timedelta(minutes=1)
+    assert len(found.points) == 60
+    assert [point.completed for point in found.points[-4:]] == [0, 5, 0, 3]
+    assert found.points[-3].failed == 1
+    gaps = {b.time - a.time for a, b in zip(found.points, found.points[1:], strict=False)}
+    assert gaps == {timedelta(minutes=1)}
+
+
+@pytest.mark.django_db
+def test_workers_and_handlers_are_added_up():
+    other = "019a0000-0000-7000-8000-000000000002"
+    bucket(1, completed_count=3, run_histogram=histogram(0.010), run_seconds_sum=0.01)
+    bucket(1, completed_count=4, worker_id=other, run_histogram=histogram(0.010, 0.5))
+    bucket(1, completed_count=5, handler="shop.bill", queue="bills")
+
+    assert metrics.series(HOUR).points[-2].completed == 12
+    assert metrics.series(HOUR, queue="mail").points[-2].completed == 7
+    assert metrics.series(HOUR, handler="shop.bill").points[-2].completed == 5
+    assert sum(metrics.series(HOUR, queue="mail").points[-2].runs) == 3
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("length", "minutes", "count"),
+    [(timedelta(days=1), 15, 96), (timedelta(days=7), 60, 168), (timedelta(hours=2), 1, 120)],
+)
+def test_long_times_are_told_by_longer_ones(length, minutes, count):
+    for each in MetricRollup.LENGTHS:
+        bucket(each, model=MetricRollup, minutes=each, completed_count=each)
+    bucket(1, completed_count=1)
+
+    found = metrics.series(length)
+
+    assert len(found.points) == count
+    assert found.width == timedelta(minutes=minutes)
+    assert sum(point.completed for point in found.points) == minutes
+
+
+@pytest.mark.django_db
+def test_the_present_time_counts_as_long_as_it_is():
+    bucket(0, model=MetricRollup, minutes=15, completed_count=70)
+
+    point = metrics.series(timedelta(days=1)).points[-1]
+
+    assert point.completed_per_minute == pytest.approx(70 / (7 + 20 / 60))
+
+
+@pytest.mark.django_db
+def test_the_lag_is_the_sum_of_what_each_worker_saw_last():
+    other = "019a0000-0000-7000-8000-000000000002"
+    bucket(2, handler="", lag=100)
+    bucket(1, handler="", lag=40)
+    bucket(1, handler="", lag=2, worker_id=other)
+    bucket(10, handler="", lag=9, worker_id="019a0000-0000-7000-8000-000000000003")
+
+    points = metrics.series(HOUR).points
+
+    assert [point.lag for point in points[-4:]] == [None, 100, 42, None]
+    assert metrics.totals(HOUR).lag == 42
+
+
+@pytest.mark.django_db
+def test_totals_count_the_time_and_the_present_rate(django_assert_max_num_queries):
+    bucket(0, completed_count=1000)
+    bucket(1, completed_count=60, failed_count=2, duplicate_count=3, skipped_count=4)
+    bucket(2, completed_count=20)
+    bucket(61, completed_count=7)
+
+    with django_assert_max_num_queries(3):
+        found = metrics.totals(HOUR)
+
+    assert (found.completed, found.failed, found.duplicate, found.skipped) == (1080, 2, 3, 4)
+    assert found.per_minute == 40
+
+
+@pytest.mark.django_db
+def test_queues_have_a_sparkline_and_percentiles(django_assert_num_queries):
+    bucket(0, completed_count=3, wait_histogram=histogram(*[0.002] * 99, 10))
+    bucket(59, completed_count=1)
+    bucket(0, queue="bills", handler="shop.bill", completed_count=9)
+
+    with django_assert_num_queries(1):
+        found = metrics.by_queue()
+
+    assert set(found) == {"mail", "bills"}
+    assert found["mail"].sparkline == [1, *[0] * 58, 3]
+    assert found["mail"].wait_p50 == pytest.approx(0.003, abs=0.001)
+    assert found["mail"].wait_p99 < 0.005 < 8 < metrics.percentile(found["mail"].waits, 1)
+    assert found["mail"].run_p95 is None
+    assert set(metrics.by_handler()) == {"shop.send", "shop.bill"}
+
+
+@pytest.mark.django_db
+def test_a_deploy_is_the_first_start_of_a_release():
+    for release, hours in (("1", 30), ("1", 1), ("2", 3), ("2", 2), ("", 1)):
+        WorkerFactory(release=release, started_at=NOW - timedelta(hours=hours))
+    assert Worker.objects.count() == 5
+
+    found = metrics.deploys(timedelta(days=1))
+
+    assert found == [metrics.Deploy(NOW - timedelta(hours=3), "2")]
+
+
+@given(st.lists(st.floats(0, 1000), min_size=1, max_size=200), st.floats(0.01, 1))
+def test_a_percentile_lies_within_the_bounds_of_its_measurement(seconds, share):
+    found = metrics.percentile(histogram(*seconds), share)
+    exact = sorted(seconds)[max(0, -(-int(share * len(seconds) * 1e9) // 10**9) - 1)]
+    index = bound_of(exact)
+    assert found is not None
+    assert found >= 0
+    assert bound_of(found) in (index - 1, index, index + 1)
+
+
+def test_nothing_measured_has_no_percentile():
+    assert metrics.percentile([0] * BOUNDS, 0.5) is None
+    assert metrics.percentile([], 0.5) is None
