@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from django.db import DatabaseError, InterfaceError
 
+from kjo_django import tracing
 from kjo_django.consumer import attempts, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import drop_broken_connections, freshen_connections
@@ -182,6 +183,8 @@ class Pipeline:
         failed = [o for o in outcomes if o.result in _NOT_DONE]
         stuck: set[int] = set()
         if failed:
+            if tracing.tracer is not None:
+                tracing.tracer.failing(failed)
             stuck = {id(o) for o in settlement.publish_dead(o for o in failed if is_dead(o))}
             using = jobs_database()
             durable = [outcome for outcome in failed if id(outcome) not in stuck]
@@ -192,6 +195,9 @@ class Pipeline:
         acknowledge(settled, in_transaction=False)
         deferred = [o.delivery for o in outcomes if o.result is Result.DEFERRED or id(o) in stuck]
         self._leases.release([o.delivery.lease for o in outcomes if o.delivery.message is not None])
+        if tracing.tracer is not None:
+            tracing.tracer.settled(settled)
+            tracing.tracer.given_back(deferred)
         self._tell_handlers(settled)
         self._on_outcomes(settled)
         return deferred
@@ -209,6 +215,8 @@ class Pipeline:
     def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Release what an outage kept from settling; the attempt is not spent."""
         self._leases.release([d.lease for d in deliveries if d.message is not None])
+        if tracing.tracer is not None:
+            tracing.tracer.given_back(deliveries)
 
 
 def _poison_outcome(delivery: Delivery) -> Outcome:

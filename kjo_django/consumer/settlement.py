@@ -301,6 +301,11 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
     if not is_retry:
         changes["result_ttl"] = outcome.notes.get("result_ttl", job["result_ttl"])
         changes["result_expires_at"] = now + timedelta(milliseconds=changes["result_ttl"])
+    if names.TRACE_FOLLOWS in delivery.record.headers:
+        # Left there for the next attempt, whoever makes its message.
+        own = delivery.record.headers.items()
+        kept = {name: value for name, value in own if name not in names.OF_A_MESSAGE}
+        changes["headers"] = names.for_row(kept)
     rows = (
         Job.objects.using(using).at(job["id"], job["generation"]).filter(attempts=job["attempts"])
     )

@@ -30,6 +30,7 @@ from kjo_django.ids import uuid7
 from kjo_django.models import Job, transition
 from kjo_django.models.job import JobQuerySet
 from kjo_django.producer import dispatch
+from kjo_django.producer.sends import publish
 from kjo_django.producer.wakeups import RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
 
@@ -120,7 +121,7 @@ class Relay:
         transport = get_transport(queue.transport)
         made = [_record_or_refusal(job, queue) for job in jobs]
         records = [one for one in made if isinstance(one, OutgoingRecord)]
-        answered = iter(transport.publish(records) if records else ())
+        answered = iter(publish(transport, records) if records else ())
         answers = [one if isinstance(one, Published) else next(answered) for one in made]
         if queue_name == dispatch.OUTGOING and any(answer.error is None for answer in answers):
             # Records for many topics: one that is missing must not hold up those of others.

@@ -1,0 +1,67 @@
+"""What runs here: known to whatever the handler calls, in its thread or on its event loop."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from typing import Any
+
+from kjo_django import tracing
+from kjo_django.consumer.context import JobContext
+from kjo_django.consumer.work import Delivery
+from kjo_django.messages import headers as names
+from kjo_django.messages.carried import carrying
+
+_running: ContextVar[Running | None] = ContextVar("kjo_running", default=None)
+worker_name: ContextVar[str] = ContextVar("kjo_worker", default="")
+"""Of the worker this thread is a lane of."""
+
+
+class Running:
+    """Entered around the call of a handler; what the handler publishes inherits from its message,
+    and its trace goes on."""
+
+    __slots__ = ("_carried", "_scope", "_token", "context", "delivery")
+
+    def __init__(self, delivery: Delivery, context: JobContext) -> None:
+        self.delivery = delivery
+        self.context = context
+        self._scope: AbstractContextManager[object] | None = None
+        self._carried = carrying(context.headers)
+        self._token: Token[Running | None] | None = None
+
+    def __enter__(self) -> Running:
+        self._token = _running.set(self)
+        self._carried.__enter__()
+        if tracing.tracer is not None:
+            self._scope = tracing.tracer.running(self.delivery, self.context)
+            self._scope.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._scope is not None:
+            self._scope.__exit__(*error)
+        self._carried.__exit__(None, None, None)
+        if self._token is not None:
+            _running.reset(self._token)
+
+
+def running() -> Running | None:
+    """Return the run of a handler this is part of, or None."""
+    return _running.get()
+
+
+def facts_of(delivery: Delivery, attempt: int | None = None) -> dict[str, Any]:
+    """Return what a log record that concerns a delivery says in its ``extra``; never a payload."""
+    message, record = delivery.message, delivery.record
+    handler = delivery.kind or (message.type if message is not None else "")
+    return {
+        "job_id": (message.job_id or message.id) if message is not None else "",
+        "handler": handler or names.text(record.headers, names.TYPE),
+        "queue": delivery.queue.name,
+        "attempt": attempt,
+        "message_id": message.id if message is not None else "",
+        "topic": record.topic,
+        "partition": record.partition,
+        "offset": record.offset,
+    }
