@@ -35,10 +35,13 @@ class Tracer(Protocol):
         :param transport: the alias of the transport.
         """
 
-    def running(self, delivery: Any, context: Any) -> AbstractContextManager[object]:
-        """Enclose a handler's run, in its thread or task, of a ``Delivery`` with a ``JobContext``.
+    def running(
+        self, deliveries: Sequence[Any], contexts: Sequence[Any]
+    ) -> AbstractContextManager[object]:
+        """Enclose a handler's run, in its thread or task: of a ``Delivery`` with a ``JobContext``,
+        or of a batch of them.
 
-        What the run ends with is told later, by ``settled`` or ``given_back``.
+        What each ends with is told later, by ``settled`` or ``given_back``.
         """
 
     def failing(self, outcomes: Sequence[Any]) -> None:

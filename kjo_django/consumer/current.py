@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import Any
@@ -19,22 +20,32 @@ worker_name: ContextVar[str] = ContextVar("kjo_worker", default="")
 
 class Running:
     """Entered around the call of a handler; what the handler publishes inherits from its message,
-    and its trace goes on."""
+    and its trace goes on.
 
-    __slots__ = ("_carried", "_scope", "_token", "context", "delivery")
+    :param deliveries: one, or those of a batch.
+    :param contexts: of each of them.
+    :param headers: what is inherited from.
+    """
 
-    def __init__(self, delivery: Delivery, context: JobContext) -> None:
-        self.delivery = delivery
-        self.context = context
+    __slots__ = ("_carried", "_contexts", "_deliveries", "_scope", "_token")
+
+    def __init__(
+        self,
+        deliveries: Sequence[Delivery],
+        contexts: Sequence[JobContext],
+        headers: Mapping[str, str],
+    ) -> None:
+        self._deliveries = deliveries
+        self._contexts = contexts
         self._scope: AbstractContextManager[object] | None = None
-        self._carried = carrying(context.headers)
+        self._carried = carrying(headers)
         self._token: Token[Running | None] | None = None
 
     def __enter__(self) -> Running:
         self._token = _running.set(self)
         self._carried.__enter__()
         if tracing.tracer is not None:
-            self._scope = tracing.tracer.running(self.delivery, self.context)
+            self._scope = tracing.tracer.running(self._deliveries, self._contexts)
             self._scope.__enter__()
         return self
 
@@ -44,6 +55,17 @@ class Running:
         self._carried.__exit__(None, None, None)
         if self._token is not None:
             _running.reset(self._token)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What ``facts_of`` says of the run; of a batch, what its items have in common."""
+        first, *others = [
+            facts_of(delivery, context.attempt)
+            for delivery, context in zip(self._deliveries, self._contexts, strict=True)
+        ]
+        for other in others:
+            first = {name: value for name, value in first.items() if other[name] == value}
+        return first
 
 
 def running() -> Running | None:

@@ -110,7 +110,7 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
     limit = time_limit(delivery)
     watch.running.enter(context)
     try:
-        with Running(delivery, context):
+        with Running((delivery,), (context,), context.headers):
             positional, named = arguments_of(delivery, context)
             if handler.is_async:
                 coroutine = handler.function(*positional, **named)
@@ -179,7 +179,7 @@ async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) ->
     assert handler is not None
     watch.running.enter(context)
     try:
-        with Running(delivery, context):
+        with Running((delivery,), (context,), context.headers):
             positional, named = arguments_of(delivery, context)
             coroutine = handler.function(*positional, **named)
             value = wrapped(delivery, await with_limit(coroutine, context, time_limit(delivery)))

@@ -19,7 +19,12 @@ from django.db import OperationalError
 from opentelemetry import baggage, trace
 from opentelemetry import context as contexts
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
@@ -271,6 +276,25 @@ def test_lanes_in_threads_do_not_mix_their_traces(settings, sqlite_file, spans):
     assert {trace_of(run) for run in runs} == {
         trace_of(spans.one(f"request {number}")) for number in range(20)
     }
+
+
+def test_a_worker_that_stops_exports_what_is_held_back(settings, sqlite_file):
+    """Supervised ones leave by os._exit, where nothing else would."""
+    settings.KJO = KJO | {"POLL_INTERVAL": 0.1}
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
+    contrib.instrument(provider)
+    try:
+        ledger.write.enqueue(job="a")
+        worker = Worker(["ledger"], max_messages=1)
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        thread.join(60)
+        told = {span.name for span in exporter.get_finished_spans()}
+        assert told == {"enqueue ledger.write", "process ledger.write"}
+    finally:
+        contrib.uninstrument()
+        provider.shutdown()
 
 
 # --- Many at once ---------------------------------------------------------------------------------

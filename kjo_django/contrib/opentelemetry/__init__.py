@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django import tracing
+from kjo_django import signals, tracing
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 __all__ = ["instrument", "uninstrument"]
+
+_FLUSH = "kjo_django.contrib.opentelemetry"
 
 
 def instrument(
@@ -39,9 +41,13 @@ def instrument(
             "kjo_django.contrib.opentelemetry needs opentelemetry-api: "
             "pip install 'kjo-django[tracing]'"
         ) from error
-    tracing.install(OpenTelemetryTracer(tracer_provider, record_exceptions=record_exceptions))
+    tracer = OpenTelemetryTracer(tracer_provider, record_exceptions=record_exceptions)
+    tracing.install(tracer)
+    signals.worker_stopped.disconnect(dispatch_uid=_FLUSH)
+    signals.worker_stopped.connect(tracer.flush, weak=False, dispatch_uid=_FLUSH)
 
 
 def uninstrument() -> None:
     """Trace no more; runs that have begun end without a span."""
     tracing.install(None)
+    signals.worker_stopped.disconnect(dispatch_uid=_FLUSH)

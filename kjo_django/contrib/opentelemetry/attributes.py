@@ -4,7 +4,7 @@ could be a person's: of ids only those that are UUIDs, as ours are."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kjo_django.backends import transport_class
@@ -82,9 +82,15 @@ def of_delivery(delivery: Delivery) -> Attributes:
     return told
 
 
-def of_run(delivery: Delivery, context: JobContext) -> Attributes:
-    """Describe an attempt."""
-    return {**of_delivery(delivery), ATTEMPT: context.attempt}
+def of_run(deliveries: Sequence[Delivery], contexts: Sequence[JobContext]) -> Attributes:
+    """Describe an attempt; of a batch what its items have in common, and how many they are."""
+    first, *others = [
+        {**of_delivery(delivery), ATTEMPT: context.attempt}
+        for delivery, context in zip(deliveries, contexts, strict=True)
+    ]
+    for other in others:
+        first = {name: value for name, value in first.items() if other.get(name) == value}
+    return {**first, MESSAGE_COUNT: len(deliveries)} if others else first
 
 
 def handler_of(delivery: Delivery) -> str:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextvars import Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -55,6 +55,9 @@ class Open:
     """What makes current again what was before, in the same thread or task."""
     ended_at: int | None = None
     """Nanoseconds since the epoch."""
+    shared: int = 1
+    """Deliveries that are run under it and have no outcome yet: those of a batch."""
+    outcomes: set[str] = field(default_factory=set)
 
 
 def enter(span: Span, under: Context | None = None) -> Open:

@@ -23,12 +23,16 @@ from kjo_django.contrib.opentelemetry import attributes as told
 from kjo_django.contrib.opentelemetry.scopes import Open, OpenEnded, Scope, end, enter, quiet
 from kjo_django.messages import headers as names
 from kjo_django.models import Job
-from kjo_django.transports.base import OutgoingRecord
+from kjo_django.transports.base import OutgoingRecord, Record
 
 MAX_LINKS = 64
 """Of a batch, however large; the SDK keeps 128 by default."""
+FLUSH_MILLISECONDS = 5_000
 ROLLED_BACK = "rolled_back"
 """The outcome of a run whose group's transaction failed: it runs again by itself."""
+
+MIXED = "mixed"
+"""The outcome of a batch whose items ended differently."""
 
 _W3C = TraceContextTextMapPropagator()
 _TRACE = (names.TRACEPARENT, names.TRACESTATE)
@@ -41,7 +45,16 @@ class OpenTelemetryTracer:
         self, tracer_provider: trace.TracerProvider | None = None, *, record_exceptions: bool = True
     ) -> None:
         self._tracer = trace.get_tracer("kjo_django", __version__, tracer_provider)
+        self._provider = tracer_provider
         self._with_text = record_exceptions
+
+    @quiet
+    def flush(self, **kwargs: Any) -> None:
+        """Export what is held back. A worker that stops calls it: a supervised one leaves its
+        process without the clean-up in which the SDK does so itself."""
+        flush = getattr(self._provider or trace.get_tracer_provider(), "force_flush", None)
+        if flush is not None:
+            flush(FLUSH_MILLISECONDS)
 
     # --- What is current --------------------------------------------------------------------------
 
@@ -96,34 +109,44 @@ class OpenTelemetryTracer:
 
     # --- Handling ---------------------------------------------------------------------------------
 
-    def running(self, delivery: Delivery, context: JobContext) -> AbstractContextManager[object]:
-        """A span for the attempt, child of what its message carries."""
-        return OpenEnded(lambda: self._begin_run(delivery, context), with_text=self._with_text)
+    def running(
+        self, deliveries: Sequence[Delivery], runs: Sequence[JobContext]
+    ) -> AbstractContextManager[object]:
+        """A span for the attempt, child of what its message carries; for a batch one that links to
+        what its messages carry."""
+        return OpenEnded(lambda: self._begin_run(deliveries, runs), with_text=self._with_text)
 
     @quiet
-    def _begin_run(self, delivery: Delivery, context: JobContext) -> Open | None:
-        _finish(delivery, ROLLED_BACK)
-        around = trace.get_current_span().get_span_context()
-        span, under = self._start_process(delivery, told.of_run(delivery, context), around)
-        delivery.trace = enter(span, under)
-        return delivery.trace  # type: ignore[no-any-return]
+    def _begin_run(self, deliveries: Sequence[Delivery], runs: Sequence[JobContext]) -> Open | None:
+        for delivery in deliveries:
+            _finish(delivery, ROLLED_BACK)
+        span, under = self._start_process(deliveries, told.of_run(deliveries, runs))
+        opened = enter(span, under)
+        opened.shared = len(deliveries)
+        for delivery in deliveries:
+            delivery.trace = opened
+        return opened
 
     def _start_process(
-        self, delivery: Delivery, attributes: told.Attributes, around: SpanContext
+        self, deliveries: Sequence[Delivery], attributes: told.Attributes
     ) -> tuple[Span, contexts.Context]:
-        headers = delivery.record.headers
-        under = _W3C.extract(told.text_headers(headers, _TRACE), contexts.get_current())
-        links = _links([_read(told.text_headers(headers, (names.TRACE_FOLLOWS,)).values())])
-        parent = trace.get_current_span(under).get_span_context()
-        if around.is_valid and around != parent:
+        under = contexts.get_current()
+        around = trace.get_current_span().get_span_context()
+        wanted = [_read(_of(delivery.record, names.TRACE_FOLLOWS)) for delivery in deliveries]
+        if len(deliveries) == 1:
+            carried = told.text_headers(deliveries[0].record.headers, _TRACE)
+            under = _W3C.extract(carried, under)
+        else:
+            wanted = [_read(_of(each.record, names.TRACEPARENT)) for each in deliveries] + wanted
+        if around != trace.get_current_span(under).get_span_context():
             # Run within something else: an operator's request, a test.
-            links.append(Link(around))
+            wanted.insert(0, around)
         span = self._tracer.start_span(
-            f"process {told.handler_of(delivery)}",
+            f"process {told.handler_of(deliveries[0])}",
             context=under,
             kind=SpanKind.CONSUMER,
             attributes=attributes,
-            links=links,
+            links=_links(wanted),
         )
         return span, under
 
@@ -149,8 +172,7 @@ class OpenTelemetryTracer:
 
     def _tell_death(self, outcome: Outcome) -> None:
         attributes = told.of_delivery(outcome.delivery) | {told.ATTEMPT: outcome.attempt}
-        around = trace.get_current_span().get_span_context()
-        span, _ = self._start_process(outcome.delivery, attributes, around)
+        span, _ = self._start_process([outcome.delivery], attributes)
         if outcome.error is not None:
             span.set_attribute(told.ERROR_TYPE, told.error_type(outcome.error))
             span.set_status(Status(StatusCode.ERROR, told.error_type(outcome.error)))
@@ -200,7 +222,7 @@ class _Publishing(Scope):
             # By the conventions: the producer is who makes the context that messages carry.
             kind=SpanKind.PRODUCER if any(bare) else SpanKind.CLIENT,
             attributes=attributes,
-            links=_links(_read([_traceparent(record.headers)]) for record in records),
+            links=_links(_read(_of(record, names.TRACEPARENT)) for record in records),
         )
         opened = enter(span)
         own = {name: value.encode() for name, value in (_current_headers() or {}).items()}
@@ -229,13 +251,13 @@ def _without_trace(headers: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in headers.items() if name not in _TRACE}
 
 
-def _traceparent(headers: Mapping[str, Any]) -> str:
-    return told.text_headers(headers, (names.TRACEPARENT,)).get(names.TRACEPARENT, "")
+def _of(record: Record | OutgoingRecord, name: str) -> str:
+    return told.text_headers(record.headers, (name,)).get(name, "")
 
 
-def _read(traceparents: Iterable[str]) -> SpanContext:
+def _read(traceparent: str) -> SpanContext:
     """Return the span a traceparent names; an invalid context where it names none."""
-    carrier = {names.TRACEPARENT: "".join(traceparents)}
+    carrier = {names.TRACEPARENT: traceparent}
     under = _W3C.extract(carrier, contexts.Context())
     return trace.get_current_span(under).get_span_context()
 
@@ -255,7 +277,11 @@ def _finish(delivery: Delivery, outcome: str, reason: str = "") -> None:
     opened, delivery.trace = delivery.trace, None
     if not isinstance(opened, Open):
         return
-    opened.span.set_attribute(told.OUTCOME, outcome)
+    opened.outcomes.add(outcome)
     if reason:
         opened.span.set_attribute(told.REASON, reason)
-    end(opened)
+    opened.shared -= 1
+    if opened.shared <= 0:
+        (one, *others) = sorted(opened.outcomes)
+        opened.span.set_attribute(told.OUTCOME, MIXED if others else one)
+        end(opened)
