@@ -391,6 +391,61 @@ def test_a_group_that_was_rolled_back_says_so_and_then_how_it_ended(bench, spans
     ]
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_batch_is_one_span_that_links_to_its_jobs_traces(bench, spans, atomic, is_async):
+    """A span has one parent, and these jobs are of several requests."""
+
+    def index(batch) -> None:
+        with spans.tracer.start_as_current_span("bulk insert"):
+            batch[1].fail(ValueError("only this one"))
+
+    async def aindex(batch) -> None:
+        index(batch)
+
+    definition = as_job(aindex if is_async else index, "bench.index", batch=10, atomic=atomic)
+    for name in "abc":
+        with spans.request():
+            definition.enqueue(job=name)
+    bench.run()
+    made = spans.named("enqueue bench.index")
+    batch = spans.one("process bench.index")
+    assert linked(batch) == {span.context.span_id for span in made}
+    assert batch.parent is None
+    assert is_child(spans.one("bulk insert"), batch)
+    assert batch.attributes["messaging.batch.message_count"] == 3
+    assert batch.attributes["kjo.attempt"] == 1
+    assert batch.attributes["kjo.outcome"] == "mixed"
+    assert "messaging.message.id" not in batch.attributes
+    assert [event.attributes["exception.message"] for event in batch.events] == ["only this one"]
+    # And the one that failed is tried again alone, in its own trace
+    bench.run_until_done()
+    again = spans.named("process bench.index")[1]
+    assert is_child(again, made[1])
+    assert linked(again) == {batch.context.span_id}
+
+
+def test_a_batch_that_raises_says_so_and_its_items_runs_follow(bench, spans):
+    def index(batch) -> None:
+        if any(item.payload["job"] == "b" for item in batch):
+            raise PermanentError("b")
+
+    definition = as_job(index, "bench.index", batch=10)
+    for name in "abc":
+        definition.enqueue(job=name)
+    bench.run()
+    made = spans.named("enqueue bench.index")
+    batch, *alone = spans.named("process bench.index")
+    assert batch.attributes["kjo.outcome"] == "rolled_back"
+    assert batch.status.status_code is StatusCode.ERROR
+    found = {
+        run.parent.span_id: run.attributes["kjo.outcome"]
+        for run in sorted(alone, key=lambda span: span.start_time)
+    }
+    ids = [span.context.span_id for span in made]
+    assert found == {ids[0]: "completed", ids[1]: "dead", ids[2]: "completed"}
+
+
 # --- Failures -------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,7 @@ class Open:
     shared: int = 1
     """Deliveries that are run under it and have no outcome yet: those of a batch."""
     outcomes: set[str] = field(default_factory=set)
+    has_error: bool = False
 
 
 def enter(span: Span, under: Context | None = None) -> Open:
@@ -78,10 +79,16 @@ def leave(opened: Open, error: BaseException | None, *, with_text: bool) -> None
         contexts.detach(opened.token)
     opened.ended_at = time.time_ns()
     if error is not None:
-        opened.span.set_attribute(ERROR_TYPE, error_type(error))
-        opened.span.set_status(Status(StatusCode.ERROR, error_type(error)))
-        if with_text:
-            opened.span.record_exception(error)
+        note_error(opened, error, with_text=with_text)
+
+
+def note_error(opened: Open, error: BaseException, *, with_text: bool) -> None:
+    """Give the span an error's status."""
+    opened.has_error = True
+    opened.span.set_attribute(ERROR_TYPE, error_type(error))
+    opened.span.set_status(Status(StatusCode.ERROR, error_type(error)))
+    if with_text:
+        opened.span.record_exception(error)
 
 
 @quiet

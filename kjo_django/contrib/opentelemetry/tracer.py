@@ -12,7 +12,7 @@ from typing import Any
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kjo_django import __version__
@@ -20,7 +20,15 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer.context import JobContext
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.contrib.opentelemetry import attributes as told
-from kjo_django.contrib.opentelemetry.scopes import Open, OpenEnded, Scope, end, enter, quiet
+from kjo_django.contrib.opentelemetry.scopes import (
+    Open,
+    OpenEnded,
+    Scope,
+    end,
+    enter,
+    note_error,
+    quiet,
+)
 from kjo_django.messages import headers as names
 from kjo_django.models import Job
 from kjo_django.transports.base import OutgoingRecord, Record
@@ -156,10 +164,13 @@ class OpenTelemetryTracer:
         letter and its topic, it is what they link to."""
         for outcome in outcomes:
             opened = outcome.delivery.trace
-            if isinstance(opened, Open) and opened.span.get_span_context().is_valid:
-                carried = _carried(opened.span)
-                follows = carried.get(names.TRACEPARENT, "").encode()
-                outcome.delivery.record.headers[names.TRACE_FOLLOWS] = follows
+            if not isinstance(opened, Open) or not opened.span.get_span_context().is_valid:
+                continue
+            follows = _carried(opened.span).get(names.TRACEPARENT, "")
+            outcome.delivery.record.headers[names.TRACE_FOLLOWS] = follows.encode()
+            if outcome.error is not None and (opened.shared > 1 or not opened.has_error):
+                # Nothing was raised: an item of a batch failed, or the commit did.
+                note_error(opened, outcome.error, with_text=self._with_text)
 
     @quiet
     def settled(self, outcomes: Sequence[Outcome]) -> None:
@@ -173,10 +184,9 @@ class OpenTelemetryTracer:
     def _tell_death(self, outcome: Outcome) -> None:
         attributes = told.of_delivery(outcome.delivery) | {told.ATTEMPT: outcome.attempt}
         span, _ = self._start_process([outcome.delivery], attributes)
+        outcome.delivery.trace = opened = Open(span, None)
         if outcome.error is not None:
-            span.set_attribute(told.ERROR_TYPE, told.error_type(outcome.error))
-            span.set_status(Status(StatusCode.ERROR, told.error_type(outcome.error)))
-        outcome.delivery.trace = Open(span, None)
+            note_error(opened, outcome.error, with_text=False)
 
     @quiet
     def given_back(self, deliveries: Sequence[Delivery]) -> None:
