@@ -12,7 +12,8 @@ PROGRAM = '''
 import importlib, pkgutil, sys, threading, time
 
 BLOCKED = ("confluent_kafka", "redis", "django_redis", "rest_framework", "drf_spectacular",
-           "psycopg", "psycopg2", "prometheus_client", "opentelemetry", "msgpack", "orjson", "django_tasks")
+           "psycopg", "psycopg2", "prometheus_client", "opentelemetry", "msgpack", "orjson",
+           "django_tasks")
 
 class Blocker:
     """These packages are not installed here."""
