@@ -152,6 +152,10 @@ class Batch:
                 len(self.items),
                 self.handler.name,
                 error,
+                extra={
+                    "handler": self.handler.name,
+                    "queue": self.started[0][0].queue.name,
+                },
             )
         parts: list[Ran | Batch] = []
         for one in self.started:

@@ -1,26 +1,25 @@
-"""What runs here: known to whatever the handler calls, in its thread or on its event loop."""
+"""Around a handler's call: what it publishes inherits, its trace goes on, log records know it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
+from contextvars import Token
 from typing import Any
 
 from kjo_django import tracing
 from kjo_django.consumer.context import JobContext
 from kjo_django.consumer.work import Delivery
+from kjo_django.current import Run, running
 from kjo_django.messages import headers as names
 from kjo_django.messages.carried import carrying
 
-_running: ContextVar[Running | None] = ContextVar("kjo_running", default=None)
-worker_name: ContextVar[str] = ContextVar("kjo_worker", default="")
-"""Of the worker this thread is a lane of."""
+_TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
 
 class Running:
-    """Entered around the call of a handler; what the handler publishes inherits from its message,
-    and its trace goes on.
+    """A handler's run: entered around its call, in its thread or task.
 
     :param deliveries: one, or those of a batch.
     :param contexts: of each of them.
@@ -39,10 +38,10 @@ class Running:
         self._contexts = contexts
         self._scope: AbstractContextManager[object] | None = None
         self._carried = carrying(headers)
-        self._token: Token[Running | None] | None = None
+        self._token: Token[Run | None] | None = None
 
     def __enter__(self) -> Running:
-        self._token = _running.set(self)
+        self._token = running.set(self)
         self._carried.__enter__()
         if tracing.tracer is not None:
             self._scope = tracing.tracer.running(self._deliveries, self._contexts)
@@ -54,7 +53,7 @@ class Running:
             self._scope.__exit__(*error)
         self._carried.__exit__(None, None, None)
         if self._token is not None:
-            _running.reset(self._token)
+            running.reset(self._token)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -67,10 +66,11 @@ class Running:
             first = {name: value for name, value in first.items() if other[name] == value}
         return first
 
-
-def running() -> Running | None:
-    """Return the run of a handler this is part of, or None."""
-    return _running.get()
+    @property
+    def trace_id(self) -> str:
+        """Of the trace its message carries, or ""; of a batch, of its first."""
+        found = _TRACE_ID.match(self._contexts[0].headers.get(names.TRACEPARENT, ""))
+        return found[1] if found else ""
 
 
 def facts_of(delivery: Delivery, attempt: int | None = None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kjo_django import tracing
 from kjo_django.consumer import attempts, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import drop_broken_connections, freshen_connections
+from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import acknowledge, is_dead
@@ -129,7 +130,8 @@ class Pipeline:
                 suspects.add(delivery)
                 apart.append(order.apart(delivery))
             elif not claim.acquired:
-                logger.debug("Already processing %s, it waits here", delivery.lease)
+                waits = "Already processing %s, it waits here"
+                logger.debug(waits, delivery.lease, extra=facts_of(delivery))
                 deferred.append(order.put_off(delivery))
             elif order.is_apart(delivery):
                 apart.append(delivery)
@@ -210,7 +212,8 @@ class Pipeline:
                     handler.on_settled(outcome)
                 except Exception:
                     # The state is committed; a hook cannot take it back (KJO-F12).
-                    logger.exception("The hook of %s failed", handler.name)
+                    facts = facts_of(outcome.delivery, outcome.attempt)
+                    logger.exception("The hook of %s failed", handler.name, extra=facts)
 
     def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Release what an outage kept from settling; the attempt is not spent."""

@@ -143,7 +143,7 @@ class Relay:
         delay = min(2 * self._rests[queue][1], REST_MAX) if queue in self._rests else 1.0
         self._rests[queue] = (time.monotonic() + delay, delay)
         message = "%d messages of queue %s were not taken, trying again in %.0f s: %s"
-        logger.error(message, len(errors), queue, delay, errors[0])
+        logger.error(message, len(errors), queue, delay, errors[0], extra={"queue": queue})
 
     def _awake(self) -> list[str]:
         now = time.monotonic()
@@ -169,7 +169,8 @@ class Relay:
         self.published_count += len(accepted)
         for job, answer in refused:
             if answer.is_final:
-                logger.error("The message of job %s was refused: %s", job.pk, answer.error)
+                refusal = "The message of job %s was refused: %s"
+                logger.error(refusal, job.pk, answer.error, extra=job.log_facts)
                 Job.objects.using(using).at(job.pk, job.generation).filter(
                     attempts=job.attempts, state__in=states.AWAITING_PUBLISH
                 ).update(
@@ -370,7 +371,7 @@ def _record_or_refusal(job: Job, queue: QueueConf) -> OutgoingRecord | Published
     try:
         return dispatch.record_of(job, queue)
     except Exception as error:
-        logger.exception("The message of job %s cannot be made", job.pk)
+        logger.exception("The message of job %s cannot be made", job.pk, extra=job.log_facts)
         return Published(error=f"{type(error).__name__}: {error}", is_final=True)
 
 
