@@ -143,17 +143,20 @@ _HISTOGRAM = """
 """
 BUCKETS = f"""
 INSERT INTO kjo_metric_bucket (id, minute, queue, handler, worker_id, completed_count,
-    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram)
+    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram,
+    run_seconds_sum, wait_seconds_sum)
 SELECT md5(minute::text || counted.handler || worker)::uuid, minute, counted.queue,
     counted.handler, seed_worker.id, completed, retried, failed, 0, 0, NULL,
-    {_HISTOGRAM.format(power="run")}, {_HISTOGRAM.format(power="6")}
+    {_HISTOGRAM.format(power="run")}, {_HISTOGRAM.format(power="6")},
+    run_seconds, ran * 0.05
 FROM (
     SELECT date_trunc('minute', started_at) AS minute, queue, handler,
         ("offset" %% 4)::int AS worker,
         count(*) FILTER (WHERE state = 'completed') AS completed,
         count(*) FILTER (WHERE state = 'failed') AS failed,
         sum(attempts) - count(*) FILTER (WHERE state <> 'failing') AS retried,
-        sum(attempts) AS ran
+        sum(attempts) AS ran,
+        coalesce(sum(extract(epoch FROM finished_at - started_at)), 0) AS run_seconds
     FROM kjo_job WHERE started_at IS NOT NULL GROUP BY 1, 2, 3, 4
 ) AS counted
     JOIN seed_worker ON seed_worker.slot = worker
@@ -161,12 +164,13 @@ FROM (
 """
 LAGS = """
 INSERT INTO kjo_metric_bucket (id, minute, queue, handler, worker_id, completed_count,
-    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram)
+    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram,
+    run_seconds_sum, wait_seconds_sum)
 SELECT md5(minute::text || queue)::uuid, minute, queue, '', seed_worker.id, 0, 0, 0, 0, 0,
     (300 * (1 + sin(extract(epoch FROM minute) / 3600))
         + hashtext(minute::text || queue) %% 50 + 50)
         ::int,
-    '[]', '[]'
+    '[]', '[]', 0, 0
 FROM (SELECT DISTINCT queue FROM seed_kind) AS kind
     CROSS JOIN generate_series(date_trunc('minute', %(now)s::timestamptz) - interval '7 days',
         date_trunc('minute', %(now)s::timestamptz), interval '1 minute') AS minute
