@@ -176,6 +176,27 @@ FROM (SELECT DISTINCT queue FROM seed_kind) AS kind
         date_trunc('minute', %(now)s::timestamptz), interval '1 minute') AS minute
     JOIN seed_worker ON seed_worker.slot = 0
 """
+ROLLUPS = f"""
+INSERT INTO kjo_metric_rollup (id, minutes, minute, queue, handler, worker_id, completed_count,
+    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram,
+    run_seconds_sum, wait_seconds_sum)
+SELECT md5(minutes::text || begun || summed.queue || summed.handler || worker_id)::uuid, minutes,
+    begun, summed.queue, summed.handler, worker_id, completed, retried, failed, 0, 0, lag,
+    CASE WHEN lag IS NULL THEN {_HISTOGRAM.format(power="run")} ELSE '[]' END,
+    CASE WHEN lag IS NULL THEN {_HISTOGRAM.format(power="6")} ELSE '[]' END,
+    run_seconds, wait_seconds
+FROM (
+    SELECT minutes, date_bin(minutes * interval '1 minute', minute, 'epoch'::timestamptz) AS begun,
+        queue, handler, worker_id, sum(completed_count)::bigint AS completed,
+        sum(retried_count)::bigint AS retried, sum(failed_count)::bigint AS failed,
+        sum(completed_count + retried_count + failed_count)::bigint AS ran,
+        (array_agg(lag ORDER BY minute DESC))[1] AS lag,
+        sum(run_seconds_sum) AS run_seconds, sum(wait_seconds_sum) AS wait_seconds
+    FROM kjo_metric_bucket CROSS JOIN (VALUES (15), (60)) AS length (minutes)
+    GROUP BY 1, 2, 3, 4, 5
+) AS summed
+    LEFT JOIN (SELECT DISTINCT handler, run FROM seed_kind) AS kind USING (handler)
+"""
 WORKING = """
 INSERT INTO kjo_worker (id, name, hostname, pid, queues, state, wish, release, concurrency,
     is_relaying, processed_count, failed_count, in_flight_count, partitions, rss_bytes, last_error,
@@ -190,5 +211,6 @@ CONSEQUENCES = {
     "dead letters": LETTERS,
     "minute buckets": BUCKETS,
     "lags": LAGS,
+    "roll-ups": ROLLUPS,
     "workers": WORKING,
 }
