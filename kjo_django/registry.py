@@ -41,6 +41,8 @@ class HandlerOptions:
     serializer: Serializer = JSON
     result_serializer: Serializer | None = None
     """None: as the payload."""
+    redact: tuple[str, ...] = ()
+    """Fields nobody is shown, beside those of ``KJO['REDACT']``."""
 
 
 class Handler:
@@ -217,11 +219,14 @@ def _plain_names(
 
 
 _handlers: dict[str, Handler] = {}
+_own: dict[str, Handler] = {}
 
 
-def register(handler: Handler) -> None:
+def register(handler: Handler, *, is_own: bool = False) -> None:
     """Make a handler known.
 
+    :param is_own: it is kjo_django's: found by its name, but not among the project's handlers, and
+        its queue is no queue for that.
     :raises ImproperlyConfigured: when its name is taken by another function, or is too long.
     """
     name = handler.name
@@ -236,7 +241,10 @@ def register(handler: Handler) -> None:
                 f"Two jobs are named {name!r}: {_place(present.function)} and "
                 f"{_place(handler.function)}. Give one of them a name=…"
             )
-        _handlers[name] = handler
+        if is_own:
+            _own[name] = handler
+        else:
+            _handlers[name] = handler
         # Whoever declares a job can read its messages.
         register_serializer(handler.options.serializer)
         if handler.options.result_serializer is not None:
@@ -255,7 +263,7 @@ def unregister(name: str) -> None:
 
 def find(name: str) -> Handler | None:
     """Return the handler of this name, or None."""
-    return _handlers.get(name)
+    return _handlers.get(name) or _own.get(name)
 
 
 def handlers() -> list[Handler]:

@@ -22,7 +22,6 @@ from asgiref.sync import async_to_sync
 from django.db import transaction
 
 from kjo_django.consumer.context import JobContext
-from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.work import Outcome, Result
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
@@ -142,8 +141,7 @@ class ItemHandler(Handler):
                 _call(self.consumer.mark_item_as_failed, message.lease_id)
         except Exception:
             # The dead letter is written all the same, and the item found again by its producer.
-            facts = facts_of(outcome.delivery, outcome.attempt)
-            logger.exception("Item %s could not be marked as failed", message.lease_id, extra=facts)
+            logger.exception("Item %s could not be marked as failed", message.lease_id)
 
     def on_settled(self, outcome: Outcome) -> None:
         """Call the hooks; everything is committed."""

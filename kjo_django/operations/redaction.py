@@ -20,6 +20,11 @@ def redacted(value: Any, *, also: Iterable[str] = ()) -> Any:
     return _redacted(value, [each.lower() for each in (*get_settings().redact, *also)], 0)
 
 
+def is_redacted(field: str, *, also: Iterable[str] = ()) -> bool:
+    """Whether nobody is shown a field of this name."""
+    return _is_secret(field, [each.lower() for each in (*get_settings().redact, *also)])
+
+
 def _redacted(value: Any, names: list[str], depth: int) -> Any:
     if depth > DEEPEST:
         return REDACTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar, overload
@@ -13,7 +13,7 @@ from asgiref.sync import sync_to_async
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.conf import QueueConf, duration, get_settings, text, whole
+from kjo_django.conf import QueueConf, duration, get_settings, text, texts, whole
 from kjo_django.ids import uuid7
 from kjo_django.messages.carried import inherited
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
@@ -217,6 +217,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "max_attempts": whole(1),
     "timeout": duration,
     "result_ttl": _lifetime,
+    "redact": texts,
 }
 
 
@@ -235,6 +236,7 @@ def job(
     takes_context: bool = False,
     batch: int | None = None,
     serializer: Serializer = JSON,
+    redact: Sequence[str] = (),
 ) -> Callable[[F], JobDefinition]: ...
 def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
     """Declare a function, sync or ``async def``, as a job's handler.
@@ -255,6 +257,8 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
         arguments, and returns None or a list of one result for each. It is called with what is
         there: nothing waits for a batch to be full.
     :param serializer: how its payloads and results become bytes.
+    :param redact: fields of its payloads and results that no screen shows, beside those of
+        ``KJO["REDACT"]``: those whose name has one of these in it, in any case.
     """
     for option, check in _CHECKS.items():
         if options.get(option) is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.benchmarks.errors import BenchmarkError
 
-TIMEOUT = 1800
+TIMEOUT = 600
 """Seconds; a measurement checks its own, shorter limits."""
 
 

@@ -1,0 +1,338 @@
+"""Finding jobs among millions, newest first, within a bounded time.
+
+What an index serves is exact: ids, a unique id, a time of creation, and every state but completed.
+Whatever else is asked for is looked for among the newest 100,000 rows of what the index gives, and
+the page says that it looked no further. Payloads are bytes to the database: values in them are
+looked for in the newest 2,000 rows that fit the rest.
+"""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db.models import F, Q, QuerySet
+from django.db.models.functions import Length
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.backends import get_coordination
+from kjo_django.conf import get_settings
+from kjo_django.exceptions import CoordinationError
+from kjo_django.ids import uuid7_floor
+from kjo_django.models import Job
+from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
+from kjo_django.operations.job_filter import JobFilter, parse
+from kjo_django.operations.jobs import live_leases
+from kjo_django.operations.redaction import is_redacted
+from kjo_django.producer.dispatch import jobs_database
+from kjo_django.states import OPEN, JobState, JobStatus
+
+__all__ = ["WINDOW", "JobFilter", "Page", "counts", "find", "page", "parse"]
+
+WINDOW = COUNT_LIMIT
+"""Rows looked at for what no index serves."""
+PAYLOADS = 2000
+"""Rows whose payload is looked into."""
+LARGEST_PAYLOAD = 64_000
+"""Bytes; longer ones are not looked into."""
+PROCESSING = 2000
+"""Running jobs found at most."""
+MAX_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some jobs, the newest first."""
+
+    rows: list[Job]
+    """Without payloads and results."""
+    next: str | None
+    """``after`` of the page of older ones; None at the end."""
+    previous: str | None
+    """``before`` of the page of newer ones; None at the beginning."""
+    is_windowed: bool
+    """Whether older jobs were not looked at, which may fit as well."""
+
+
+def page(
+    filter: JobFilter | None = None,
+    *,
+    after: str | None = None,
+    before: str | None = None,
+    size: int = 50,
+) -> Page:
+    """Return a page of what fits, the newest first.
+
+    :param after: ``next`` of another page.
+    :param before: ``previous`` of another page; not with ``after``.
+    :param size: rows, at most 500.
+    :raises ValueError: a cursor was not given by a page.
+    """
+    if after is not None and before is not None:
+        raise ValueError("Give after or before, not both")
+    if not 1 <= size <= MAX_PAGE:
+        raise ValueError(f"A page has 1 to {MAX_PAGE} rows")
+    look = _Look(filter or JobFilter())
+    branches = [rows.defer("payload", "result") for rows in look.branches()]
+    if before is not None:
+        edge = _key(before)
+        found = _merged([rows.filter(pk__gt=edge).order_by("pk") for rows in branches], size + 1)
+        rows, has_older, has_newer = found[:size][::-1], bool(found), len(found) > size
+    else:
+        if after is not None:
+            edge = _key(after)
+            branches = [rows.filter(pk__lt=edge) for rows in branches]
+        found = _merged([rows.order_by("-pk") for rows in branches], size + 1, newest_first=True)
+        rows, has_older, has_newer = found[:size], len(found) > size, after is not None
+    return Page(
+        rows,
+        next=_cursor(rows[-1]) if rows and has_older else None,
+        previous=_cursor(rows[0]) if rows and has_newer else None,
+        is_windowed=look.is_windowed,
+    )
+
+
+def find(filter: JobFilter) -> QuerySet[Job]:
+    """Return what fits, bounded as a page is; for walking through it in chunks.
+
+    Asks the database for the bounds now; what is created later is not in it.
+    """
+    branches = _Look(filter).branches()
+    found = branches[0]
+    for rows in branches[1:]:
+        found = found | rows
+    return found
+
+
+def counts(filter: JobFilter | None = None) -> dict[str, tuple[int, bool]]:
+    """Return for each state people are shown how many jobs fit, up to 100,000, and whether there
+    are, or may be, more; a state in the filter is left aside.
+
+    ``queued`` counts the running ones too, as its page shows them. One bounded query each, and two
+    more for the bounds; cache it where it is shown.
+    """
+    filter = replace(filter or JobFilter(), state=None).at(timezone.now())
+    found: dict[str, tuple[int, bool]] = {}
+    floors: dict[Any, UUID | None] = {}
+    for state in JobStatus.values:
+        look = _Look(replace(filter, state=str(state)), floors)
+        count = sum(bounded_count(rows, COUNT_LIMIT) for rows in look.branches())
+        found[str(state)] = min(count, COUNT_LIMIT), count >= COUNT_LIMIT or look.is_windowed
+    return found
+
+
+# --- What is looked at ----------------------------------------------------------------------------
+
+
+class _Look:
+    """One look at the table: what the indexes serve, and the bound on the rest."""
+
+    def __init__(self, filter: JobFilter, floors: dict[Any, UUID | None] | None = None) -> None:
+        self._now = timezone.now()
+        self._filter = filter.at(self._now)
+        self._using = jobs_database()
+        self._floors: dict[Any, UUID | None] = {} if floors is None else floors
+        self.is_windowed = False
+
+    def branches(self) -> list[QuerySet[Job]]:
+        """Return querysets that hold what fits, disjoint, each with an index of its own."""
+        rest = self._rest()
+        found = [
+            self._bounded(state, base, rest & more) for state, base, more in self._served_by_index()
+        ]
+        if self._filter.arguments:
+            found = [self._with_arguments(rows) for rows in found]
+        return found
+
+    def _served_by_index(self) -> list[tuple[str | None, QuerySet[Job], Q]]:
+        """Return the stored state, the rows an index gives, and what is to hold beside it."""
+        rows = Job.objects.using(self._using).all()
+        given = self._filter
+        if given.ids:
+            rows = rows.filter(pk__in=given.ids)
+        if given.since is not None:
+            rows = rows.filter(pk__gte=uuid7_floor(self._moment(given.since)))
+        if given.until is not None:
+            rows = rows.filter(pk__lt=uuid7_floor(self._moment(given.until)))
+        if given.unique_id is not None and not given.unique_id.endswith("*"):
+            # The index begins with the queue; there are few, so all of them are named.
+            queues = [given.queue] if given.queue else [*registry.queue_names()]
+            rows = rows.filter(queue__in=queues, unique_id=given.unique_id)
+        later = Q(available_at__gt=self._now)
+        state = given.state
+        if state is None:
+            return [(None, rows, Q())]
+        if state == JobStatus.PROCESSING:
+            return [(None, rows.filter(pk__in=running(), state__in=OPEN), Q())]
+        if state == JobStatus.SCHEDULED:
+            return [
+                (JobState.PENDING, rows.filter(state=JobState.PENDING), later),
+                (JobState.QUEUED, rows.filter(state=JobState.QUEUED), later & Q(attempts=0)),
+            ]
+        more = Q()
+        if state == JobStatus.PENDING:
+            more = ~later
+        elif state == JobStatus.QUEUED:
+            more = ~(later & Q(attempts=0))
+        elif state == JobStatus.COMPLETED:
+            return [(None, rows, Q(state=state))]
+        return [(state, rows.filter(state=state), more)]
+
+    def _moment(self, given: datetime | timedelta) -> datetime:
+        assert isinstance(given, datetime)  # at() made it one
+        return given
+
+    def _bounded(self, state: str | None, base: QuerySet[Job], rest: Q) -> QuerySet[Job]:
+        """Return the rows of ``base`` for which the rest holds, among the newest of them."""
+        if not rest or self._is_few():
+            return base.filter(rest)
+        key = (state, self._filter.since, self._filter.until)
+        if key not in self._floors:
+            # The place where the window ends is found by the index alone, and is a condition on
+            # the key: the database cannot be tempted to look further, in whatever order it reads.
+            last = base.order_by("-pk").values_list("pk", flat=True)[WINDOW : WINDOW + 1]
+            self._floors[key] = next(iter(last), None)
+        floor = self._floors[key]
+        if floor is None:
+            return base.filter(rest)
+        self.is_windowed = True
+        return base.filter(rest, pk__gt=floor)
+
+    def _is_few(self) -> bool:
+        given = self._filter
+        is_named = given.unique_id is not None and not given.unique_id.endswith("*")
+        return bool(given.ids) or is_named or given.state == JobStatus.PROCESSING
+
+    def _rest(self) -> Q:
+        """Return what no index serves."""
+        given, rest = self._filter, Q()
+        for name in ("queue", "handler", "key", "unique_id"):
+            value = getattr(given, name)
+            if value is not None and value.endswith("*"):
+                rest &= Q(**{f"{name}__startswith": value[:-1]})
+            elif value is not None and name != "unique_id":
+                rest &= Q(**{name: value})
+        if given.error is not None:
+            rest &= Q(error__icontains=given.error)
+        if given.attempts is not None:
+            rest &= Q(attempts__gte=given.attempts)
+        for word in given.words:
+            rest &= _says(word)
+        return rest
+
+    # --- Payloads ---------------------------------------------------------------------------------
+
+    def _with_arguments(self, rows: QuerySet[Job]) -> QuerySet[Job]:
+        """Return those of the newest rows whose payload holds the values."""
+        columns = rows.order_by("-pk").annotate(size=Length(F("payload")))
+        newest = columns.values_list("pk", "size")[: PAYLOADS + 1]
+        sizes = list(newest)
+        if len(sizes) > PAYLOADS:
+            self.is_windowed = True
+        small = [pk for pk, size in sizes[:PAYLOADS] if size <= LARGEST_PAYLOAD]
+        if len(small) < len(sizes[:PAYLOADS]):
+            self.is_windowed = True
+        fitting: list[UUID] = []
+        jobs = Job.objects.using(self._using).only("handler", "payload", "content_type")
+        for start in range(0, len(small), 200):
+            found = jobs.filter(pk__in=small[start : start + 200])
+            fitting += [job.pk for job in found if self._fits(job)]
+        return Job.objects.using(self._using).filter(pk__in=fitting)
+
+    def _fits(self, job: Job) -> bool:
+        handler = registry.find(job.handler)
+        hidden = handler.options.redact if handler is not None else ()
+        value = job.arguments
+        return all(
+            not any(is_redacted(part, also=hidden) for part in path.split("."))
+            and any(_text(each) == wanted for each in _at(value, path.split(".")))
+            for path, wanted in self._filter.arguments
+        )
+
+
+def running() -> list[UUID]:
+    """Return the ids of the jobs living workers hold a lease on, 2,000 at most; none while
+    coordination cannot be reached.
+
+    Leases are in coordination, by the message's name: those of jobs born of messages of other
+    services bear these messages' names and are not found.
+    """
+    prefixes = {get_settings().queue(name).key_prefix for name in registry.queue_names()}
+    coordination = get_coordination()
+    names: dict[str, str] = {}
+    try:
+        for prefix in sorted(f"CONS:{prefix}:" for prefix in prefixes):
+            found = itertools.islice(coordination.names(prefix), PROCESSING - len(names))
+            names.update((name, name.removeprefix(prefix)) for name in found)
+    except CoordinationError:
+        return []
+    ids = []
+    for name in live_leases(list(names)):
+        try:
+            ids.append(UUID(names[name].partition(":")[0]))
+        except ValueError:
+            continue
+    return ids
+
+
+def _says(word: str) -> Q:
+    says = Q(handler__icontains=word) | Q(error__icontains=word) | Q(key=word) | Q(unique_id=word)
+    try:
+        return says | Q(pk=UUID(word))
+    except ValueError:
+        return says
+
+
+def _at(value: Any, path: Sequence[str]) -> list[Any]:
+    """Return what is found at a path; of lists, in each of their items."""
+    found = [value]
+    for part in path:
+        found = [each for one in found for each in _step(one, part)]
+    return [item for one in found for item in (one if isinstance(one, list) else [one])]
+
+
+def _step(value: Any, part: str) -> list[Any]:
+    if isinstance(value, dict):
+        return [value[part]] if part in value else []
+    if isinstance(value, list):
+        if part.isdigit() and part.isascii() and len(part) < 10:
+            return value[int(part) : int(part) + 1]
+        return [found for item in value if isinstance(item, dict) for found in _step(item, part)]
+    return []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+# --- Pages ----------------------------------------------------------------------------------------
+
+
+def _merged(
+    branches: Sequence[QuerySet[Job]], size: int, *, newest_first: bool = False
+) -> list[Job]:
+    if len(branches) == 1:
+        return list(branches[0][:size])
+    parts: list[Iterable[Job]] = [list(rows[:size]) for rows in branches]
+    merged = heapq.merge(*parts, key=lambda job: job.pk, reverse=newest_first)
+    return list(itertools.islice(merged, size))
+
+
+def _cursor(job: Job) -> str:
+    return base64.urlsafe_b64encode(job.pk.bytes).decode().rstrip("=")
+
+
+def _key(cursor: str) -> UUID:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{22}", cursor):
+        raise ValueError(f"{cursor!r:.80} is no place in a list of jobs")
+    return UUID(bytes=base64.urlsafe_b64decode(cursor + "=="))
