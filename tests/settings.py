@@ -71,6 +71,17 @@ def database(url: str) -> dict[str, Any]:
 
 
 DATABASES = {"default": database(os.environ.get("DATABASE_URL", "sqlite:///:memory:"))}
+# Read when REST framework is first imported; its applications are not installed here, so that the
+# rest is seen to work without them (tests/api/settings.py installs them).
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": [
+        "rest_framework.authentication.BasicAuthentication",
+        "rest_framework.authentication.SessionAuthentication",
+    ],
+    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+    "TEST_REQUEST_DEFAULT_FORMAT": "json",
+}
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 EMAIL_BACKEND = "django.core.mail.backends.locmem.EmailBackend"
 LOGGING_CONFIG = None

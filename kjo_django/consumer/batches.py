@@ -19,6 +19,7 @@ from django.utils import timezone
 
 from kjo_django.consumer.attempts import Start
 from kjo_django.consumer.context import Abort, BatchItem
+from kjo_django.consumer.current import Running
 from kjo_django.consumer.execution import (
     ENDINGS,
     Ran,
@@ -33,7 +34,7 @@ from kjo_django.consumer.execution import (
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import JobCancelledError, PermanentError
-from kjo_django.messages.carried import INHERITED, carrying
+from kjo_django.messages.carried import INHERITED
 from kjo_django.messages.serializers import serializer_for
 
 logger = logging.getLogger("kjo_django")
@@ -110,7 +111,7 @@ class Batch:
         limit, started_at, clock = self._limit, timezone.now(), time.perf_counter()
         self._enter(watch)
         try:
-            with carrying(self._common_headers()):
+            with Running(list(self._items), self.items, self._common_headers()):
                 if self.handler.is_async:
                     coroutine = self.handler.function(list(self.items))
                     value, error = async_to_sync(contained)(coroutine, self, limit)
@@ -130,7 +131,7 @@ class Batch:
         started_at, clock = timezone.now(), time.perf_counter()
         self._enter(watch)
         try:
-            with carrying(self._common_headers()):
+            with Running(list(self._items), self.items, self._common_headers()):
                 coroutine = self.handler.function(list(self.items))
                 value = await with_limit(coroutine, self, self._limit)
         finally:
@@ -151,6 +152,10 @@ class Batch:
                 len(self.items),
                 self.handler.name,
                 error,
+                extra={
+                    "handler": self.handler.name,
+                    "queue": self.started[0][0].queue.name,
+                },
             )
         parts: list[Ran | Batch] = []
         for one in self.started:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import traceback as tracebacks
-from collections.abc import Iterable
 from datetime import datetime
 from uuid import UUID
 
@@ -141,10 +140,8 @@ def record_for_topic(outcome: Outcome) -> OutgoingRecord:
     )
 
 
-def reasons(outcomes: Iterable[Outcome]) -> list[str]:
-    """Return one line per outcome for the log."""
-    return [
-        f"{o.delivery.message.id if o.delivery.message else o.delivery.record.position}: "
-        f"{o.reason}: {error_text(o.error)}"
-        for o in outcomes
-    ]
+def reason_of(outcome: Outcome) -> str:
+    """Return a line for the log."""
+    delivery = outcome.delivery
+    which = delivery.message.id if delivery.message else delivery.record.position
+    return f"{which}: {outcome.reason}: {error_text(outcome.error)}"

@@ -13,11 +13,11 @@ from asgiref.sync import async_to_sync
 from django.utils import timezone
 
 from kjo_django.consumer.context import Abort, Abortable, JobContext
+from kjo_django.consumer.current import Running
 from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import JobTimeoutError, PayloadError, PermanentError
 from kjo_django.messages import headers as names
-from kjo_django.messages.carried import carrying
 from kjo_django.messages.serializers import dump_result, serializer_for
 
 ENDINGS = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
@@ -107,11 +107,11 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
     """
     handler = delivery.handler
     assert handler is not None
-    positional, named = arguments_of(delivery, context)
     limit = time_limit(delivery)
     watch.running.enter(context)
     try:
-        with carrying(context.headers):
+        with Running((delivery,), (context,), context.headers):
+            positional, named = arguments_of(delivery, context)
             if handler.is_async:
                 coroutine = handler.function(*positional, **named)
                 value, error = async_to_sync(contained)(coroutine, context, limit)
@@ -179,8 +179,8 @@ async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) ->
     assert handler is not None
     watch.running.enter(context)
     try:
-        positional, named = arguments_of(delivery, context)
-        with carrying(context.headers):
+        with Running((delivery,), (context,), context.headers):
+            positional, named = arguments_of(delivery, context)
             coroutine = handler.function(*positional, **named)
             value = wrapped(delivery, await with_limit(coroutine, context, time_limit(delivery)))
     except ENDINGS as error:

@@ -22,6 +22,7 @@ from asgiref.sync import async_to_sync
 from django.db import transaction
 
 from kjo_django.consumer.context import JobContext
+from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.work import Outcome, Result
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
@@ -141,7 +142,8 @@ class ItemHandler(Handler):
                 _call(self.consumer.mark_item_as_failed, message.lease_id)
         except Exception:
             # The dead letter is written all the same, and the item found again by its producer.
-            logger.exception("Item %s could not be marked as failed", message.lease_id)
+            facts = facts_of(outcome.delivery, outcome.attempt)
+            logger.exception("Item %s could not be marked as failed", message.lease_id, extra=facts)
 
     def on_settled(self, outcome: Outcome) -> None:
         """Call the hooks; everything is committed."""

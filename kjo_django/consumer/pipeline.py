@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 
 from django.db import DatabaseError, InterfaceError
 
+from kjo_django import tracing
 from kjo_django.consumer import attempts, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import drop_broken_connections, freshen_connections
+from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import acknowledge, is_dead
@@ -128,7 +130,8 @@ class Pipeline:
                 suspects.add(delivery)
                 apart.append(order.apart(delivery))
             elif not claim.acquired:
-                logger.debug("Already processing %s, it waits here", delivery.lease)
+                waits = "Already processing %s, it waits here"
+                logger.debug(waits, delivery.lease, extra=facts_of(delivery))
                 deferred.append(order.put_off(delivery))
             elif order.is_apart(delivery):
                 apart.append(delivery)
@@ -182,6 +185,8 @@ class Pipeline:
         failed = [o for o in outcomes if o.result in _NOT_DONE]
         stuck: set[int] = set()
         if failed:
+            if tracing.tracer is not None:
+                tracing.tracer.failing(failed)
             stuck = {id(o) for o in settlement.publish_dead(o for o in failed if is_dead(o))}
             using = jobs_database()
             durable = [outcome for outcome in failed if id(outcome) not in stuck]
@@ -192,6 +197,9 @@ class Pipeline:
         acknowledge(settled, in_transaction=False)
         deferred = [o.delivery for o in outcomes if o.result is Result.DEFERRED or id(o) in stuck]
         self._leases.release([o.delivery.lease for o in outcomes if o.delivery.message is not None])
+        if tracing.tracer is not None:
+            tracing.tracer.settled(settled)
+            tracing.tracer.given_back(deferred)
         self._tell_handlers(settled)
         self._on_outcomes(settled)
         return deferred
@@ -204,11 +212,14 @@ class Pipeline:
                     handler.on_settled(outcome)
                 except Exception:
                     # The state is committed; a hook cannot take it back (KJO-F12).
-                    logger.exception("The hook of %s failed", handler.name)
+                    facts = facts_of(outcome.delivery, outcome.attempt)
+                    logger.exception("The hook of %s failed", handler.name, extra=facts)
 
     def _give_back(self, deliveries: Sequence[Delivery]) -> None:
         """Release what an outage kept from settling; the attempt is not spent."""
         self._leases.release([d.lease for d in deliveries if d.message is not None])
+        if tracing.tracer is not None:
+            tracing.tracer.given_back(deliveries)
 
 
 def _poison_outcome(delivery: Delivery) -> Outcome:

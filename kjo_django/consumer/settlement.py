@@ -15,11 +15,12 @@ from kjo_django import states
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.consumer import policies
+from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.deadletters import (
     dead_letter_of,
     error_text,
     origin_headers,
-    reasons,
+    reason_of,
     record_for_topic,
     traceback_text,
 )
@@ -226,9 +227,11 @@ def publish_dead(outcomes: Iterable[Outcome]) -> list[Outcome]:
             # One the topic can never take must not hold up what comes behind it: the row has all.
             outcome.notes["is_published"] = answer.error is None or answer.is_final
             if answer.is_final:
-                logger.error("A dead letter is kept in the table alone: %s", answer.error)
+                why = "A dead letter is kept in the table alone: %s"
+                logger.error(why, answer.error, extra=_facts(outcome))
             elif answer.error is not None:
-                logger.error("A dead letter was not published, trying again: %s", answer.error)
+                why = "A dead letter was not published, trying again: %s"
+                logger.error(why, answer.error, extra=_facts(outcome))
                 refused.append(outcome)
     return refused
 
@@ -253,9 +256,13 @@ def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> Non
             letters.append(letter)
     JobFailure.objects.using(using).bulk_create(failures)
     DeadLetter.objects.using(using).bulk_create(letters, ignore_conflicts=True)
-    dead = [outcome for outcome in outcomes if outcome.result is Result.DEAD]
-    if dead:
-        logger.error("Dead-lettered %s", "; ".join(reasons(dead)))
+    for outcome in outcomes:
+        if outcome.result is Result.DEAD:
+            logger.error("Dead-lettered %s", reason_of(outcome), extra=_facts(outcome))
+
+
+def _facts(outcome: Outcome) -> dict[str, Any]:
+    return facts_of(outcome.delivery, outcome.attempt)
 
 
 def _tell_handler(using: str, outcome: Outcome) -> None:
@@ -266,7 +273,7 @@ def _tell_handler(using: str, outcome: Outcome) -> None:
         with transaction.atomic(using=using):
             handler.on_failure(outcome)
     except Exception:
-        logger.exception("The failure hook of %s failed", handler.name)
+        logger.exception("The failure hook of %s failed", handler.name, extra=_facts(outcome))
 
 
 _ACTIONS = {Result.RETRIED: "retry", Result.DEAD: "fail", Result.CANCELLED: "cancel"}
@@ -301,6 +308,11 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
     if not is_retry:
         changes["result_ttl"] = outcome.notes.get("result_ttl", job["result_ttl"])
         changes["result_expires_at"] = now + timedelta(milliseconds=changes["result_ttl"])
+    if names.TRACE_FOLLOWS in delivery.record.headers:
+        # Left there for the next attempt, whoever makes its message.
+        own = delivery.record.headers.items()
+        kept = {name: value for name, value in own if name not in names.OF_A_MESSAGE}
+        changes["headers"] = names.for_row(kept)
     rows = (
         Job.objects.using(using).at(job["id"], job["generation"]).filter(attempts=job["attempts"])
     )

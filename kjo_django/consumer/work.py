@@ -43,6 +43,8 @@ class Delivery:
     """Times it was begun since its last durable outcome, this one included."""
     waiting_since: float = 0.0
     """When it came to the lanes (monotonic)."""
+    trace: Any = None
+    """What a tracer keeps of its run until that is settled."""
 
     @property
     def mode(self) -> Mode:

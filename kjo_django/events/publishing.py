@@ -18,6 +18,7 @@ from kjo_django.messages import carried
 from kjo_django.messages import headers as names
 from kjo_django.producer.enqueue import check_payload_size
 from kjo_django.producer.outgoing import carrier_of, store_record
+from kjo_django.producer.sends import publish
 from kjo_django.transports.base import OutgoingRecord
 
 logger = logging.getLogger("kjo_django")
@@ -70,7 +71,7 @@ def publish_event(
         )
         return PublishedEvent(told, job.pk)
     record = OutgoingRecord(topic=topic, value=value, key=key, headers=sent)
-    answer = get_transport(carrier.transport).publish([record])[0]
+    answer = publish(get_transport(carrier.transport), [record])[0]
     if answer.error is not None:
         raise PublishError(f"The event {told.id} was not published to {topic!r}: {answer.error}")
     return PublishedEvent(told, partition=answer.partition, offset=answer.offset)

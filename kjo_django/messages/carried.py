@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from kjo_django import tracing
 from kjo_django.messages import headers as names
 
 CAUSATION_ID = "causation-id"
@@ -34,8 +35,16 @@ def carrying(headers: Mapping[str, str], **others: str) -> Iterator[None]:
 
 
 def inherited() -> dict[str, str]:
-    """Return the headers a message published now inherits; none outside a handler."""
-    return {name: value for name, value in _all().items() if name != CAUSATION_ID}
+    """Return the headers a message published now inherits; none outside a handler, but for the
+    current trace where there is a tracer."""
+    found = {name: value for name, value in _all().items() if name != CAUSATION_ID}
+    if tracing.tracer is None:
+        return found
+    current = tracing.tracer.headers()
+    if current:
+        # The state belongs to its trace, and the message's may be another.
+        found.pop(names.TRACESTATE, None)
+    return found | current
 
 
 def cause() -> str | None:

@@ -34,6 +34,9 @@ TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 CORRELATION_ID = "correlation-id"
 
+# Of the attempt before, or the one that died: what the next attempt's trace links to.
+TRACE_FOLLOWS = "kjo-trace-follows"
+
 # A dead letter: all original headers stay, these are added or replaced (KAFKA.md 2.3).
 DLQ_PREFIX = "kjo-dlq-"
 DLQ_ORIGINAL_TOPIC = "kjo-dlq-original-topic"
@@ -51,6 +54,9 @@ DLQ_REASON = "kjo-dlq-reason"
 DLQ_EXCEPTION_TYPE = "kjo-dlq-exception-type"
 DLQ_EXCEPTION_MESSAGE = "kjo-dlq-exception-message"
 DLQ_EXCEPTION_STACKTRACE = "kjo-dlq-exception-stacktrace"
+
+OF_A_MESSAGE = frozenset({ID, TYPE, JOB_ID, SERVICE, GENERATION, ATTEMPT, CONTENT_TYPE})
+"""What a job's message says of itself; all others are in its row's headers."""
 
 FIRST_WINS = frozenset(
     {

@@ -151,6 +151,11 @@ class Job(models.Model):
         return message_id(origin or str(self.id), self.generation)
 
     @property
+    def log_facts(self) -> dict[str, Any]:
+        """What a log record about the job says in its ``extra``."""
+        return {"job_id": str(self.pk), "handler": self.handler, "queue": self.queue}
+
+    @property
     def arguments(self) -> Any:
         """The payload decoded for people; text saying why where it cannot be."""
         return loads_for_display(bytes(self.payload), self.content_type)

@@ -100,6 +100,11 @@ def select(selection: Selection) -> QuerySet[DeadLetter]:
     if isinstance(selection, QuerySet):
         return selection.using(using).filter(state=DeadLetterState.OPEN).order_by("pk")
     rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
+    return restricted(rows, selection).order_by("pk")
+
+
+def restricted(rows: QuerySet[DeadLetter], selection: DeadLetterFilter) -> QuerySet[DeadLetter]:
+    """Return those of the rows, of any state, that a filter describes."""
     exact = {"handler": selection.handler, "reason": selection.reason}
     exact["fingerprint"] = selection.fingerprint
     rows = rows.filter(**{name: value for name, value in exact.items() if value is not None})
@@ -116,7 +121,7 @@ def select(selection: Selection) -> QuerySet[DeadLetter]:
         rows = rows.filter(failed_at__gte=selection.since)
     if selection.until is not None:
         rows = rows.filter(failed_at__lt=selection.until)
-    return rows.order_by("pk")
+    return rows
 
 
 def replay(

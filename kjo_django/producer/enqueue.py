@@ -18,7 +18,7 @@ from typing import Any, Literal
 from django.db import connections, transaction
 from django.utils import timezone
 
-from kjo_django import states
+from kjo_django import states, tracing
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import PayloadError, StorageError
 from kjo_django.messages.serializers import load_result, serializer_for
@@ -88,6 +88,13 @@ def store(jobs: Sequence[Job], *, revives_failed: bool = False) -> list[EnqueueR
     """
     if not jobs:
         return []
+    if tracing.tracer is None:
+        return _store(jobs, revives_failed)
+    with tracing.tracer.enqueuing(jobs):
+        return _store(jobs, revives_failed)
+
+
+def _store(jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
     using = dispatch.jobs_database()
     conf = get_settings()
     queues = {name: conf.queue(name) for name in {job.queue for job in jobs}}

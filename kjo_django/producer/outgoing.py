@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from django.db import transaction
 from django.utils import timezone
 
-from kjo_django import registry
+from kjo_django import registry, tracing
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
@@ -88,11 +88,19 @@ def store_record(
         destination=topic,
     )
     job.queued_at = now if job.state == JobState.QUEUED else None
+    if tracing.tracer is None:
+        _store(job, queue)
+    else:
+        with tracing.tracer.enqueuing([job]):
+            _store(job, queue)
+    return job
+
+
+def _store(job: Job, queue: QueueConf) -> None:
     using = dispatch.jobs_database()
     with transaction.atomic(using=using, savepoint=False):
         job.save(using=using, force_insert=True)
         dispatch.hand_over([job], queue)
-    return job
 
 
 def _as_text(key: bytes | None) -> str | None:

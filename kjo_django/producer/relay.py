@@ -30,6 +30,7 @@ from kjo_django.ids import uuid7
 from kjo_django.models import Job, transition
 from kjo_django.models.job import JobQuerySet
 from kjo_django.producer import dispatch
+from kjo_django.producer.sends import publish
 from kjo_django.producer.wakeups import RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
 
@@ -120,7 +121,7 @@ class Relay:
         transport = get_transport(queue.transport)
         made = [_record_or_refusal(job, queue) for job in jobs]
         records = [one for one in made if isinstance(one, OutgoingRecord)]
-        answered = iter(transport.publish(records) if records else ())
+        answered = iter(publish(transport, records) if records else ())
         answers = [one if isinstance(one, Published) else next(answered) for one in made]
         if queue_name == dispatch.OUTGOING and any(answer.error is None for answer in answers):
             # Records for many topics: one that is missing must not hold up those of others.
@@ -142,7 +143,7 @@ class Relay:
         delay = min(2 * self._rests[queue][1], REST_MAX) if queue in self._rests else 1.0
         self._rests[queue] = (time.monotonic() + delay, delay)
         message = "%d messages of queue %s were not taken, trying again in %.0f s: %s"
-        logger.error(message, len(errors), queue, delay, errors[0])
+        logger.error(message, len(errors), queue, delay, errors[0], extra={"queue": queue})
 
     def _awake(self) -> list[str]:
         now = time.monotonic()
@@ -168,7 +169,8 @@ class Relay:
         self.published_count += len(accepted)
         for job, answer in refused:
             if answer.is_final:
-                logger.error("The message of job %s was refused: %s", job.pk, answer.error)
+                refusal = "The message of job %s was refused: %s"
+                logger.error(refusal, job.pk, answer.error, extra=job.log_facts)
                 Job.objects.using(using).at(job.pk, job.generation).filter(
                     attempts=job.attempts, state__in=states.AWAITING_PUBLISH
                 ).update(
@@ -369,7 +371,7 @@ def _record_or_refusal(job: Job, queue: QueueConf) -> OutgoingRecord | Published
     try:
         return dispatch.record_of(job, queue)
     except Exception as error:
-        logger.exception("The message of job %s cannot be made", job.pk)
+        logger.exception("The message of job %s cannot be made", job.pk, extra=job.log_facts)
         return Published(error=f"{type(error).__name__}: {error}", is_final=True)
 
 

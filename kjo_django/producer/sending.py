@@ -15,6 +15,7 @@ from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.coordination.base import Claim
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.producer.dispatch import jobs_database
+from kjo_django.producer.sends import publish
 from kjo_django.producer.template import (
     AbstractProducer,
     ProduceResult,
@@ -194,11 +195,11 @@ class Sending:
         transport = get_transport(self._target.transport)
         try:
             if not transport_class(self._target.transport).capabilities.transactional:
-                return transport.publish(records)
+                return publish(transport, records)
             # Committed before they are marked as sent: inside somebody's transaction they might
             # never be. Durable makes Django refuse that.
             with transaction.atomic(using=jobs_database(), durable=True):
-                answers = transport.publish(records)
+                answers = publish(transport, records)
         except PublishError as error:
             return [Published(error=str(error)) for _ in records]
         wake(topic_channel(self._target.topic))

@@ -95,5 +95,6 @@ def _payload(job_id: str) -> Any:
         job = Job.objects.using(jobs_database()).only("payload", "content_type").get(pk=job_id)
         return serializer_for(job.content_type).loads(bytes(job.payload))
     except Exception as error:
-        logger.warning("The payload of the failed job %s cannot be read: %s", job_id, error)
+        text = "The payload of the failed job %s cannot be read: %s"
+        logger.warning(text, job_id, error, extra={"job_id": job_id})
         return None

@@ -33,12 +33,14 @@ from kjo_django import registry, signals
 from kjo_django.backends import close_backends, get_transport
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
 from kjo_django.consumer.connections import drop_broken_connections
+from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.lanes import Lanes
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.pipeline import HELD_ELSEWHERE_DELAY, Pipeline
 from kjo_django.consumer.poller import Poller
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Outcome
+from kjo_django.current import worker_name
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job
@@ -259,6 +261,7 @@ class Worker:
         return [queue for queue in queues if not queue.consume]
 
     def _run_lane(self) -> None:
+        worker_name.set(self.name)
         mark_sessions(self.leases.token)
         try:
             while (group := self.lanes.take()) is not None:
@@ -337,7 +340,8 @@ class Worker:
         record = outcome.delivery.record
         partition = TopicPartition(record.topic, record.partition)
         seconds = outcome.pause_seconds or 0.0
-        logger.warning("Pausing %s for %g s: %s", partition, seconds, outcome.error)
+        facts = facts_of(outcome.delivery, outcome.attempt)
+        logger.warning("Pausing %s for %g s: %s", partition, seconds, outcome.error, extra=facts)
         self.lanes.hold(partition, seconds)
         for poller in self.pollers:
             if record.topic in poller.topics:

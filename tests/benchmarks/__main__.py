@@ -10,30 +10,34 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from tests.benchmarks import facts, report
-from tests.benchmarks.cases import ENGINES, REAL, Case, all_cases, choose
-from tests.benchmarks.engines import open_engine
+from tests.benchmarks.cases import ENGINES, REAL, Case, choose
+from tests.benchmarks.catalogue import all_cases
+from tests.benchmarks.engines import RealEngine, open_engine
 from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.peers.catalogue import PEERS, chosen
+from tests.benchmarks.peers.running import Peers
+from tests.benchmarks.published import page
 from tests.benchmarks.rounds import measure
 from tests.services import ServiceError, running
 
 MOST_SECONDS = 150.0
-"""After this no further round is begun, so that the default run ends in under three minutes."""
+"""After this no further round is begun, so that the quick run ends in under three minutes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    engines = ENGINES if options.engine == "both" else (options.engine,)
-    every = [case for name in engines for case in all_cases(name, options.jobs, options.lanes)]
-    cases = choose(every, options.scenario)
-    for wanted in options.scenario:
-        if not choose(every, [wanted]):
-            known = sorted({case.scenario for case in every} | {case.name for case in every})
-            parser.error(f"no scenario is named {wanted!r}; there are {', '.join(known)}")
+    if options.plots:
+        for path in page.write():
+            print(f"wrote {path.name}")
+        return 0
+    cases = _cases(parser, options)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         result = _run(cases, options)
@@ -43,16 +47,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
         return 130
+    if options.out:
+        options.out.write_text(f"{json.dumps(result, indent=1)}\n")
     print(json.dumps(result) if options.json else report.as_text(result))
-    return 0
+    for name in report.failures(result):
+        print(f"not measured: {name}", file=sys.stderr)
+    return 1 if report.failures(result) else 0
 
 
-def _run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, object]:
+def _cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Case]:
+    engines = ENGINES if options.engine == "both" else (options.engine,)
+    every = [
+        case
+        for name in engines
+        for case in all_cases(
+            name, options.jobs, options.lanes, full=options.full, tables=options.rows
+        )
+    ]
+    for wanted in options.scenario:
+        if not choose(every, [wanted]):
+            known = sorted({case.scenario for case in every} | {case.name for case in every})
+            parser.error(f"no scenario is named {wanted!r}; there are {', '.join(known)}")
+    return [case for case in choose(every, options.scenario) if case.name not in options.leave_out]
+
+
+def _run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     machine = facts.machine()
     with ExitStack() as stack:
         environment: Mapping[str, str] = os.environ
-        has_servers = any(case.engine == REAL for case in cases)
+        has_servers = options.peers or any(case.engine == REAL for case in cases)
         if has_servers:
             _tell("starting Kafka, Redis and PostgreSQL")
             environment = stack.enter_context(running())
@@ -60,51 +84,81 @@ def _run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, object
             name: stack.enter_context(open_engine(name, environment))
             for name in dict.fromkeys(case.engine for case in cases)
         }
-        left = options.max_seconds - (time.monotonic() - began) if options.max_seconds else 0.0
+        peers = None
+        if options.peers:
+            engine = stack.enter_context(RealEngine(environment))
+            peers = Peers(chosen(options.peer), engine, jobs=options.jobs, tell=_tell)
+            peers.prepare()
+        most = options.max_seconds
+        if most is None:
+            most = 0.0 if options.full else MOST_SECONDS
+        left = most - (time.monotonic() - began) if most else 0.0
         everything = measure(
             cases,
             engines,
-            repeat=options.repeat,
+            rounds=options.rounds,
             most_seconds=max(left, 1e-9 if left else 0.0),
             tell=_tell,
+            after_round=peers.run_round if peers else lambda number: None,
         )
         versions = facts.versions(environment if has_servers else None)
     return report.as_dict(
         everything,
+        peers=peers.as_dict() if peers else {},
         versions=versions,
         machine=machine,
-        parameters={"jobs": options.jobs, "repeat": options.repeat, "lanes": options.lanes},
+        parameters={
+            "full": options.full,
+            "jobs": options.jobs,
+            "rounds": options.rounds,
+            "lanes": options.lanes,
+        },
         seconds=time.monotonic() - began,
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object")
+    add("--out", type=Path, metavar="FILE", help="write the JSON object there too")
+    add("--engine", choices=(*ENGINES, "both"), default="both")
+    add(
         "--scenario",
         action="append",
         default=[],
         metavar="NAME",
-        help="drain, enqueue, relay, latency, wait, memory or a case such as drain.insert; may be "
-        "given several times",
+        help="drain, enqueue, relay, lanes, processes, table, latency, wait, memory or a case such "
+        "as drain.insert; may be given several times",
     )
-    parser.add_argument("--engine", choices=(*ENGINES, "both"), default="both")
-    parser.add_argument(
-        "--jobs", type=_positive, metavar="N", help="jobs of every bulk measurement"
+    add("--leave-out", action="append", default=[], metavar="CASE", help="all but this case")
+    add("--rounds", "--repeat", type=_positive, default=3, metavar="K", help="default 3")
+    add("--full", action="store_true", help="the sizes results are published with; takes an hour")
+    add("--jobs", type=_positive, metavar="N", help="jobs of every bulk measurement")
+    add(
+        "--rows",
+        type=_positive,
+        action="append",
+        default=[],
+        metavar="N",
+        help="rows in the table of the scenario named table; 1,000,000 and 10,000,000 with --full",
     )
-    parser.add_argument(
-        "--repeat", type=_positive, default=3, metavar="K", help="rounds, default 3"
-    )
-    parser.add_argument(
-        "--lanes", type=_positive, metavar="N", help="lanes of the worker; its default if not given"
-    )
-    parser.add_argument(
+    add("--lanes", type=_positive, metavar="N", help="lanes of the worker instead of its default")
+    add(
         "--max-seconds",
         type=float,
-        default=MOST_SECONDS,
+        default=None,
         metavar="S",
-        help="begin no further round after this; 0: no limit; default %(default)g",
+        help=f"begin no further round after this; 0: no limit; {MOST_SECONDS:g} unless --full",
+    )
+    add("--peers", action="store_true", help="other job queues too")
+    names = [peer.name for peer in PEERS]
+    add("--peer", action="append", default=[], choices=names, help="only this peer")
+    add(
+        "--plots",
+        action="store_true",
+        help="measure nothing: write the tables and plots of docs/explanation/performance.md from "
+        "its raw results",
     )
     return parser
 

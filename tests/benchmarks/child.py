@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.benchmarks.errors import BenchmarkError
 
-TIMEOUT = 600
+TIMEOUT = 1800
 """Seconds; a measurement checks its own, shorter limits."""
 
 

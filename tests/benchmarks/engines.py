@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit, urlunsplit
 
+from kjo_django.ids import uuid7
 from tests.benchmarks import child
 from tests.benchmarks.cases import EMBEDDED, REAL, Input
 from tests.benchmarks.errors import BenchmarkError
@@ -33,6 +34,7 @@ class Engine(ABC):
         self._base: str | None = None
         self._inputs: dict[Input, str] = {}
         self._topics: dict[Input, list[str]] = {}
+        self._seeded: dict[int, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -42,19 +44,31 @@ class Engine(ABC):
 
     def prepare(self, input: Input, copies: int) -> None:
         """Make the input, good for so many measurements."""
+        if input.rows:
+            self._seed(input.rows)
+            return
         database = self._copy(self._migrated())
         # In one database with its messages, a topic is copied with them and keeps its name.
-        topics = [_name("topic") for _ in range(copies if self.has_topics else 1)]
-        arguments = {**asdict(input), "topics": topics}
-        child.run("prepare.fill", arguments, self._variables(database, topics[0]))
+        topics = [unique_name("topic") for _ in range(copies if self.has_topics else 1)]
+        self._fill(input, topics, self._variables(database, topics[0]))
         self._inputs[input] = database
         self._topics[input] = topics
 
     @contextmanager
     def fresh(self, input: Input | None) -> Iterator[dict[str, str]]:
-        """Yield the environment of one measurement; the database is gone afterwards."""
+        """Yield the environment of one measurement; the database is gone afterwards.
+
+        One that was filled with many rows stays: a copy of it would be measured with a cold cache
+        and while the disk still writes it. Measurements add their jobs to it, and count those only.
+        """
+        if input is not None and input.rows:
+            variables = self._variables(self._seeded[input.rows], unique_name("topic"))
+            variables["KJO_BENCHMARK_SINCE"] = str(uuid7())
+            self._fill(input, [variables["KJO_BENCHMARK_TOPIC"]], variables)
+            yield variables
+            return
         if input is None:
-            source, topic = self._migrated(), _name("topic")
+            source, topic = self._migrated(), unique_name("topic")
         else:
             source, topics = self._inputs[input], self._topics[input]
             topic = topics.pop() if self.has_topics else topics[0]
@@ -64,10 +78,21 @@ class Engine(ABC):
         finally:
             self._drop(database)
 
+    def _fill(self, input: Input, topics: list[str], variables: dict[str, str]) -> None:
+        arguments = {**asdict(input), "topics": topics}
+        del arguments["rows"]
+        child.run("measures.prepare.fill", arguments, variables)
+
+    def _seed(self, rows: int) -> None:
+        if rows not in self._seeded:
+            database = self._copy(self._migrated())
+            child.run("measures.prepare.seed", {"rows": rows}, self._variables(database, "unused"))
+            self._seeded[rows] = database
+
     def _migrated(self) -> str:
         if self._base is None:
             self._base = self._create()
-            child.run("prepare.migrate", {}, self._variables(self._base, "unused"))
+            child.run("measures.prepare.migrate", {}, self._variables(self._base, "unused"))
         return self._base
 
     def _variables(self, database: str, topic: str) -> dict[str, str]:
@@ -104,8 +129,22 @@ class RealEngine(Engine):
         self._server = environment["DATABASE_URL"]
         self._databases: set[str] = set()
 
+    @property
+    def servers(self) -> dict[str, str]:
+        """The variables that name the servers."""
+        return {name: self._environment[name] for name in SERVERS}
+
+    @contextmanager
+    def empty(self) -> Iterator[str]:
+        """Yield the URL of an empty database, gone afterwards."""
+        database = self._create()
+        try:
+            yield database
+        finally:
+            self._drop(database)
+
     def _create(self, template: str = "template1") -> str:
-        name = _name("database")
+        name = unique_name("database")
         self._execute("CREATE DATABASE {} TEMPLATE {}", name, template)
         self._databases.add(name)
         return urlunsplit(urlsplit(self._server)._replace(path=f"/{name}"))
@@ -158,7 +197,7 @@ class EmbeddedEngine(Engine):
         self._directory = Path(tempfile.mkdtemp(prefix="kjo-benchmarks-"))
 
     def _create(self) -> str:
-        return f"sqlite:////{self._directory.joinpath(_name('database'))}.sqlite3"
+        return f"sqlite:////{self._directory.joinpath(unique_name('database'))}.sqlite3"
 
     def _copy(self, source: str) -> str:
         copy = self._create()
@@ -180,7 +219,8 @@ class EmbeddedEngine(Engine):
 _PREFIX = "kjo-benchmark-"
 
 
-def _name(kind: str) -> str:
+def unique_name(kind: str) -> str:
+    """Return a name nobody else has, for a topic, a database or a queue."""
     return f"{_PREFIX}{kind}-{uuid.uuid4().hex[:12]}"
 
 

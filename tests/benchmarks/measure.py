@@ -1,6 +1,6 @@
 """The entry of a measuring process: runs one function and prints its answer as JSON.
 
-Started by `child.py` as ``python -m tests.benchmarks.measure MODULE.FUNCTION ARGUMENTS``.
+Started by `child.py` as ``python -m tests.benchmarks.measure PACKAGE.MODULE.FUNCTION ARGUMENTS``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import sys
 
 def main() -> int:
     """Set Django up, then run the step."""
-    module, _, function = sys.argv[1].partition(".")
+    module, _, function = sys.argv[1].rpartition(".")
     arguments = json.loads(sys.argv[2])
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.benchmarks.settings"
     import django
 
     django.setup()
-    package = "limits" if module in ("kafka_postgres", "sqlite", "relay_loop") else "measures"
-    step = getattr(importlib.import_module(f"tests.benchmarks.{package}.{module}"), function)
+    step = getattr(importlib.import_module(f"tests.benchmarks.{module}"), function)
     print(json.dumps(step(**arguments)), flush=True)
     return 0
 

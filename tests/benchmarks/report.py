@@ -9,38 +9,56 @@ from tests.benchmarks.rounds import Measured
 
 METHOD = (
     "Every measurement is a process of its own on a fresh copy of one database and, on Kafka, a "
-    "fresh topic with the same messages. Ours and the hand-written limit run one after the other "
-    "in every round, in alternating order; 'ratio' is the median of the rounds' ratios, other "
-    "figures are medians. A drain is timed by the rows' finished_at, from the first commit to the "
-    "last: starting and joining the group is 'seconds_to_first'. The limit of a drain makes the "
-    "same writes (markers, job rows, the handler's) in batches of 500 with one commit and one "
-    "asynchronous offset commit each. CPU is that of the measured process alone. PostgreSQL is "
-    "durable (fsync, synchronous_commit)."
+    "fresh topic with the same messages. Ours and the other side run one after the other in every "
+    "round, in alternating order; 'ratio' is the median of the rounds' ratios, other figures are "
+    "medians, 'spread' is from the lowest to the highest round in percent of the median. A drain "
+    "is timed by the rows' finished_at, from the first commit to the last: starting and joining "
+    "the group is 'seconds_to_first'. The loop beside a drain makes the same writes (markers, job "
+    "rows, the handler's) in batches of 500 with one commit and one asynchronous offset commit "
+    "each. CPU is that of the measured process alone. PostgreSQL is durable (fsync, "
+    "synchronous_commit). A peer is timed from its first to its last run of a job that does "
+    "nothing."
 )
-COLUMNS = ("", "jobs/s", "limit/s", "ratio", "CPU µs", "limit µs", "queries", "Redis", "rounds")
+COLUMNS = (
+    "",
+    "jobs/s",
+    "other/s",
+    "ratio",
+    "spread %",
+    "CPU µs",
+    "other µs",
+    "queries",
+    "Redis",
+    "rounds",
+)
 NOTES = {
     "seconds_to_first": "s to the first completion",
+    "in_flight_peak": "coroutines at once",
     "p50_ms": "ms p50",
     "p95_ms": "ms p95",
     "p99_ms": "ms p99",
     "celery_p50_ms": "ms p50 of Celery on Redis alone",
     "idle_cpu_percent": "% of a core while idle",
+    "saved_per_second": "saved a second",
+    "machine_cpu_percent": "% of all processors in use",
     "rss_before_mb": "MB before",
     "rss_at_a_fifth_mb": "MB at a fifth",
     "rss_after_mb": "MB after",
     "rss_peak_mb": "MB at most",
 }
 SHOWN = {
-    "latency": ("p50_ms", "p95_ms", "p99_ms", "idle_cpu_percent"),
+    "latency": ("p50_ms", "p95_ms", "p99_ms", "idle_cpu_percent", "saved_per_second"),
     "wait": ("p50_ms", "p95_ms", "p99_ms", "celery_p50_ms"),
     "memory": ("rss_before_mb", "rss_at_a_fifth_mb", "rss_after_mb", "rss_peak_mb"),
-    "drain": ("seconds_to_first",),
+    "drain": ("seconds_to_first", "in_flight_peak"),
+    "processes": ("machine_cpu_percent",),
 }
 
 
 def as_dict(
     everything: Sequence[Measured],
     *,
+    peers: Mapping[str, Any],
     versions: Mapping[str, str],
     machine: Mapping[str, Any],
     parameters: Mapping[str, Any],
@@ -61,7 +79,19 @@ def as_dict(
             for engine, cases in results.items()
         },
         "results": results,
+        "peers": dict(peers),
     }
+
+
+def failures(result: Mapping[str, Any]) -> list[str]:
+    """Return what could not be measured, by name."""
+    cases = [
+        f"{engine} {name}"
+        for engine, cases in result["results"].items()
+        for name, case in cases.items()
+        if "failed" in case
+    ]
+    return cases + [name for name, peer in result["peers"].items() if "missing" in peer]
 
 
 def as_text(result: Mapping[str, Any]) -> str:
@@ -74,25 +104,31 @@ def as_text(result: Mapping[str, Any]) -> str:
         rows = [(f"{engine}:", *COLUMNS[1:])]
         rows += [_row(name, case) for name, case in cases.items()]
         lines += ["", *_aligned(rows), *_notes(cases)]
+    if result["peers"]:
+        rows = [("peers:", *COLUMNS[1:]), *map(_row, *zip(*result["peers"].items(), strict=True))]
+        lines += ["", *_aligned(rows)]
+        lines += [f"  {n}: {p['missing']}" for n, p in result["peers"].items() if "missing" in p]
     return "\n".join([*lines, "", "Per job unless said otherwise; CPU of the process alone."])
 
 
 def _row(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
-    ours, limit = case["ours"], case.get("limit", {})
+    ours, limit = case.get("ours", {}), case.get("limit", {})
     return (
         f"  {name}",
-        _number(ours.get("jobs_per_second"), 0),
-        _number(limit.get("jobs_per_second"), 0),
-        _number(case.get("ratio"), 3),
-        _number(ours.get("cpu_us_per_job"), 0),
-        _number(limit.get("cpu_us_per_job"), 0),
-        _number(ours.get("queries_per_job"), 3),
-        _number(ours.get("redis_round_trips_per_job"), 3),
-        str(case["rounds"]),
+        number(ours.get("jobs_per_second"), 0),
+        number(limit.get("jobs_per_second"), 0),
+        number(case.get("ratio"), 3),
+        number(case.get("spread_percent"), 0),
+        number(ours.get("cpu_us_per_job"), 0),
+        number(limit.get("cpu_us_per_job"), 0),
+        number(ours.get("queries_per_job"), 3),
+        number(ours.get("redis_round_trips_per_job"), 3),
+        str(case.get("rounds", 0)),
     )
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """Return a number as tables show it; nothing for none."""
     return "" if value is None else f"{value:,.{digits}f}"
 
 
@@ -110,10 +146,13 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _notes(cases: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for name, case in cases.items():
-        shown = SHOWN.get(name.partition(".")[0], ())
-        parts = [f"{case['ours'][key]:,.1f} {NOTES[key]}" for key in shown if key in case["ours"]]
-        if parts:
-            lines.append(f"  {name}: {', '.join(parts)}")
-    return lines
+    return [f"  {name}: {notes}" for name, case in cases.items() if (notes := notes_of(name, case))]
+
+
+def notes_of(name: str, case: Mapping[str, Any]) -> str:
+    """Return what else is worth telling of a case."""
+    if "failed" in case:
+        return f"failed: {case['failed'].splitlines()[0]}"
+    shown = SHOWN.get(name.partition(".")[0], ())
+    ours = case["ours"]
+    return ", ".join(f"{ours[key]:,.1f} {NOTES[key]}" for key in shown if key in ours)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.benchmarks import child
-from tests.benchmarks.cases import Case, Step
+from tests.benchmarks.cases import Case, Input, Step
 from tests.benchmarks.engines import Engine
+from tests.benchmarks.errors import BenchmarkError
 
-Figures = Mapping[str, float]
+Figures = Mapping[str, Any]
+"""Numbers by name; under "series" the points of curves, by name."""
 
 
 @dataclass
@@ -25,6 +27,8 @@ class Measured:
     limit: list[Figures] = field(default_factory=list)
     longest: float = 0.0
     """Seconds its longest round took."""
+    failed: str = ""
+    """Why it has no further rounds; one that fails does not end the run of the others."""
 
     @property
     def ratios(self) -> list[float]:
@@ -41,12 +45,20 @@ class Measured:
             "rounds": len(self.ours),
             "ours": medians(self.ours),
         }
-        if self.limit:
+        if self.failed:
+            result["failed"] = self.failed
+        if not self.ours:
+            return result
+        if self.ratios:
+            result["against"] = self.case.against
             result["limit"] = medians(self.limit)
             result["ratio"] = rounded(statistics.median(self.ratios))
             result["ratios"] = [rounded(ratio) for ratio in self.ratios]
         if self.case.compared in self.ours[0]:
             result["each"] = [rounded(figures[self.case.compared]) for figures in self.ours]
+            result["spread_percent"] = spread_percent(result["each"])
+        if self.case.scenario == "memory":
+            result["series"] = self.ours[0]["series"]
         return result
 
 
@@ -54,55 +66,63 @@ def measure(
     cases: Sequence[Case],
     engines: Mapping[str, Engine],
     *,
-    repeat: int,
+    rounds: int,
     most_seconds: float,
     tell: Callable[[str], None],
+    after_round: Callable[[int], None] = lambda number: None,
 ) -> list[Measured]:
-    """Measure every case once, then again and again up to ``repeat`` rounds.
+    """Measure every case once, then again and again up to ``rounds`` rounds.
 
     :param most_seconds: a further round of a case is only begun when it should end by then, so a
         slow machine gives fewer rounds instead of a late answer. 0: no limit.
+    :param after_round: called with the number of each round once all cases had their turn.
     """
     began = time.monotonic()
     everything = [Measured(case) for case in cases]
-    _prepare(cases, engines, repeat, tell)
-    for number in range(repeat):
+    _prepare(cases, engines, rounds, tell)
+    for number in range(rounds):
         for measured in everything:
             case = measured.case
-            if number >= (case.most_rounds or repeat):
+            if measured.failed or number >= case.rounds_of(rounds):
                 continue
             late = time.monotonic() - began + measured.longest > most_seconds > 0
             if number and late:
                 continue
             start = time.monotonic()
-            _measure_once(measured, engines[case.engine], ours_first=number % 2 == 0)
+            try:
+                _measure_once(measured, engines[case.engine], ours_first=number % 2 == 0)
+            except BenchmarkError as error:
+                measured.failed = str(error)
+                tell(f"{case.engine} {case.name}: failed: {error}")
+                continue
             measured.longest = max(measured.longest, time.monotonic() - start)
-            tell(_progress(measured, number + 1, repeat))
+            tell(_progress(measured, number + 1, rounds))
+        after_round(number)
     return everything
 
 
 def _prepare(
     cases: Sequence[Case],
     engines: Mapping[str, Engine],
-    repeat: int,
+    rounds: int,
     tell: Callable[[str], None],
 ) -> None:
     for engine in engines.values():
         wanted: dict[Any, int] = {}
         for case in cases:
-            if case.engine == engine.name and case.input is not None:
-                rounds = min(repeat, case.most_rounds or repeat)
-                copies = rounds * (1 if case.limit is None else 2)
-                wanted[case.input] = wanted.get(case.input, 0) + copies
+            if case.engine == engine.name:
+                for input in case.inputs:
+                    wanted[input] = wanted.get(input, 0) + case.rounds_of(rounds)
         for input, copies in wanted.items():
-            tell(f"{engine.name}: preparing {input.count} jobs of {input.handler}")
+            rows = f" on {input.rows:,} rows" if input.rows else ""
+            tell(f"{engine.name}: preparing {input.count:,} jobs of {input.workload}{rows}")
             engine.prepare(input, copies)
 
 
 def _measure_once(measured: Measured, engine: Engine, *, ours_first: bool) -> None:
     case = measured.case
     if case.limit is None:
-        answer = _run(case.ours, case, engine)
+        answer = _run(case.ours, case.input, engine)
         if "ours" in answer:
             measured.ours.append(answer["ours"])
             measured.limit.append(answer["limit"])
@@ -110,23 +130,23 @@ def _measure_once(measured: Measured, engine: Engine, *, ours_first: bool) -> No
             measured.ours.append(answer)
         return
     if ours_first:
-        measured.ours.append(_run(case.ours, case, engine))
-    measured.limit.append(_run(case.limit, case, engine))
+        measured.ours.append(_run(case.ours, case.input, engine))
+    measured.limit.append(_run(case.limit, case.limit_input or case.input, engine))
     if not ours_first:
-        measured.ours.append(_run(case.ours, case, engine))
+        measured.ours.append(_run(case.ours, case.input, engine))
 
 
-def _run(step: Step, case: Case, engine: Engine) -> Any:
-    with engine.fresh(case.input) as environment:
+def _run(step: Step, input: Input | None, engine: Engine) -> Any:
+    with engine.fresh(input) as environment:
         return child.run(step.function, step.arguments, environment)
 
 
-def _progress(measured: Measured, number: int, repeat: int) -> str:
+def _progress(measured: Measured, number: int, rounds: int) -> str:
     case, ours = measured.case, measured.ours[-1]
-    parts = [f"{case.engine} {case.name} ({number}/{min(repeat, case.most_rounds or repeat)}):"]
+    parts = [f"{case.engine} {case.name} ({number}/{case.rounds_of(rounds)}):"]
     if case.compared in ours:
         parts.append(f"{ours[case.compared]:,.0f}/s")
-    if "p50_ms" in ours:
+    if "p50_ms" in ours and not measured.limit:
         parts.append(f"p50 {ours['p50_ms']:.1f} ms, p99 {ours['p99_ms']:.1f} ms")
     if measured.limit:
         parts.append(f"of {measured.limit[-1][case.compared]:,.0f}/s, {measured.ratios[-1]:.3f}")
@@ -135,10 +155,15 @@ def _progress(measured: Measured, number: int, repeat: int) -> str:
 
 def medians(rounds: Sequence[Figures]) -> dict[str, float]:
     """Return the median of every figure."""
-    names = dict.fromkeys(name for figures in rounds for name in figures)
+    names = dict.fromkeys(name for figures in rounds for name in figures if name != "series")
     return {
         name: rounded(statistics.median(f[name] for f in rounds if name in f)) for name in names
     }
+
+
+def spread_percent(values: Sequence[float]) -> float:
+    """Return the distance from the lowest to the highest in percent of the median."""
+    return rounded(100 * (max(values) - min(values)) / statistics.median(values))
 
 
 def rounded(value: float) -> float:

@@ -3,9 +3,12 @@
 import os
 
 from tests.settings import *  # noqa: F403
+from tests.settings import INSTALLED_APPS as _INSTALLED
 from tests.settings import KJO as _TESTED
 
 TOPIC = os.environ["KJO_BENCHMARK_TOPIC"]
+
+INSTALLED_APPS = [*_INSTALLED, "tests.benchmarks"]
 
 # All that is not named here has its default: lanes, group sizes and intervals are what users get.
 KJO = {

@@ -8,7 +8,15 @@ import pytest
 from django.db import connection
 from django.db.models import Count, Max, Min, Sum
 
-from kjo_django.models import DeadLetter, Job, JobFailure, MetricBucket, ProcessedEvent
+from kjo_django.models import (
+    DeadLetter,
+    Job,
+    JobFailure,
+    MetricBucket,
+    MetricRollup,
+    ProcessedEvent,
+)
+from kjo_django.models.metric_bucket import BOUNDS
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.seeding import kinds
 from tests.benchmarks.seeding.filling import fill
@@ -50,11 +58,13 @@ def test_what_came_of_the_jobs_adds_up(postgres):
     assert {job.message_id for job in completed[:50]} <= set(
         ProcessedEvent.objects.values_list("event_id", flat=True)
     )
-    buckets = MetricBucket.objects.aggregate(
-        completed=Sum("completed_count"), failed=Sum("failed_count")
-    )
-    assert buckets["completed"] == completed.count()
-    assert buckets["failed"] == Job.objects.filter(state="failed").count()
+    hours = MetricRollup.objects.filter(minutes=MetricRollup.HOUR)
+    for rows in (MetricBucket.objects.all(), hours):
+        sums = rows.aggregate(completed=Sum("completed_count"), failed=Sum("failed_count"))
+        assert sums["completed"] == completed.count()
+        assert sums["failed"] == Job.objects.filter(state="failed").count()
+    histogram = hours.exclude(handler="").first().run_histogram
+    assert len(histogram) == BOUNDS
     dead = DeadLetter.objects.filter(state="open")
     assert set(dead.values_list("job__state", flat=True)) == {"failed"}
     last_tries = JobFailure.objects.filter(job__state="failed", attempt=3)
@@ -78,7 +88,8 @@ def test_the_same_numbers_give_the_same_rows(postgres, django_db_blocker):
         digests.append([digest("kjo_job"), digest("kjo_dead_letter"), digest("kjo_job_failure")])
         with connection.cursor() as cursor:
             cursor.execute(
-                "TRUNCATE kjo_job, processed_events, kjo_metric_bucket, kjo_worker CASCADE"
+                "TRUNCATE kjo_job, processed_events, kjo_metric_bucket, kjo_metric_rollup, "
+                "kjo_worker CASCADE"
             )
     assert digests[0] == digests[1]
 

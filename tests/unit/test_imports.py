@@ -11,8 +11,9 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = '''
 import importlib, pkgutil, sys, threading, time
 
-BLOCKED = ("confluent_kafka", "redis", "django_redis", "rest_framework", "psycopg", "psycopg2",
-           "prometheus_client", "opentelemetry", "msgpack", "orjson", "django_tasks")
+BLOCKED = ("confluent_kafka", "redis", "django_redis", "rest_framework", "drf_spectacular",
+           "psycopg", "psycopg2", "prometheus_client", "opentelemetry", "msgpack", "orjson",
+           "django_tasks")
 
 class Blocker:
     """These packages are not installed here."""

@@ -124,7 +124,7 @@ def tell_finished(outcome: Outcome) -> None:
         result = _result_of_row(job, call, call.backend)
     except Exception as error:
         # Its task cannot be imported, which is why it failed: there is nothing to send.
-        logger.warning("No task_finished for job %s: %s", job.pk, error)
+        logger.warning("No task_finished for job %s: %s", job.pk, error, extra=job.log_facts)
         return
     try:
         raise outcome.error or RuntimeError("no error")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +21,7 @@ from kjo_django.ids import uuid7
 from tests.benchmarks import completions
 from tests.benchmarks.counters import Clock
 from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.limits.handlers import COMMON, Handlers, Payloads, create
 
 MARK = """
 INSERT INTO processed_events
@@ -38,20 +41,21 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation
 WRITE = "INSERT INTO ledger_entry (job, note, created_at) VALUES (%s, '', %s) RETURNING id"
 
 
-def no_op(cursor: psycopg.Cursor[Any]) -> None:
-    """Do nothing."""
+def write(cursor: psycopg.Cursor[Any], payloads: Payloads) -> None:
+    """Add an entry for each, with a query of its own as a handler would."""
+    for payload in payloads:
+        cursor.execute(WRITE, [payload["job"], datetime.now(UTC)])
 
 
-def write(cursor: psycopg.Cursor[Any], job: str) -> None:
-    """Add an entry, with a query of its own as a handler would."""
-    cursor.execute(WRITE, [job, datetime.now(UTC)])
+HANDLERS: Handlers = {**COMMON, "ledger.write": write}
+ORM_HANDLERS: Handlers = {**COMMON, "ledger.write": create}
 
 
-HANDLERS: dict[str, Any] = {"ledger.no_op": no_op, "ledger.write": write}
+def run(workload: str, count: int, batch: int, orm: bool = False) -> dict[str, float]:
+    """Drain the topic; the figures of `measures.drain`.
 
-
-def run(handler: str, count: int, batch: int) -> dict[str, float]:
-    """Drain the topic; the figures of `measures.drain`."""
+    :param orm: handlers use Django's ORM on the connection of the loop, without any savepoint.
+    """
     topic = os.environ["KJO_BENCHMARK_TOPIC"]
     clock = Clock()
     consumer = Consumer(
@@ -64,18 +68,29 @@ def run(handler: str, count: int, batch: int) -> dict[str, float]:
     )
     consumer.subscribe([topic])
     done = 0
-    with psycopg.connect(os.environ["DATABASE_URL"]) as connection:
+    handlers = ORM_HANDLERS if orm else HANDLERS
+    with _djangos() if orm else psycopg.connect(os.environ["DATABASE_URL"]) as connection:
         while done < count:
             messages = consumer.consume(min(batch, count - done), 30.0)
             if not messages:
                 raise BenchmarkError(f"The topic gave {done} of {count} messages")
-            done += settle(connection, messages)
+            done += settle(connection, messages, handlers)
             consumer.commit(asynchronous=True)
     consumer.close()
-    return completions.figures(count, handler, clock)
+    return completions.figures(count, workload, clock)
 
 
-def settle(connection: psycopg.Connection[Any], messages: list[Message]) -> int:
+@contextmanager
+def _djangos() -> Iterator[psycopg.Connection[Any]]:
+    """Yield the connection of Django's ORM, with transactions ended by hand."""
+    from django.db import connection
+
+    connection.set_autocommit(False)
+    yield connection.connection
+    connection.set_autocommit(True)
+
+
+def settle(connection: psycopg.Connection[Any], messages: list[Message], handlers: Handlers) -> int:
     """Run the handlers of a batch and commit their effects."""
     received: dict[str, tuple[dict[str, bytes], bytes]] = {}
     for message in messages:
@@ -91,8 +106,11 @@ def settle(connection: psycopg.Connection[Any], messages: list[Message]) -> int:
         cursor.execute(MARK, marks)
         fresh = [received[row[0]] for row in cursor.fetchall()]
         started = datetime.now(UTC)
+        payloads: dict[str, Payloads] = {}
         for headers, value in fresh:
-            HANDLERS[headers["kjo-type"].decode()](cursor, **json.loads(value))
+            payloads.setdefault(headers["kjo-type"].decode(), []).append(json.loads(value))
+        for handler, those in payloads.items():
+            handlers[handler](cursor, those)
         outcome = {
             "now": datetime.now(UTC),
             "started": started,

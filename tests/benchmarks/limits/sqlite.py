@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from django.db import connection
 
@@ -18,6 +17,7 @@ from kjo_django.messages.headers import from_json
 from tests.benchmarks import completions
 from tests.benchmarks.counters import Clock
 from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.limits.handlers import COMMON, Handlers, Payloads
 
 TAKE = "SELECT id, value, headers FROM kjo_transport_message ORDER BY id LIMIT ?"
 MARK = """
@@ -34,19 +34,16 @@ ACKNOWLEDGE = "DELETE FROM kjo_transport_message WHERE id = ?"
 WRITE = "INSERT INTO ledger_entry (job, note, created_at) VALUES (?, '', ?)"
 
 
-def no_op(database: sqlite3.Connection) -> None:
-    """Do nothing."""
+def write(database: sqlite3.Connection, payloads: Payloads) -> None:
+    """Add an entry for each."""
+    for payload in payloads:
+        database.execute(WRITE, (payload["job"], _text(datetime.now(UTC))))
 
 
-def write(database: sqlite3.Connection, job: str) -> None:
-    """Add an entry."""
-    database.execute(WRITE, (job, _text(datetime.now(UTC))))
+HANDLERS: Handlers = {**COMMON, "ledger.write": write}
 
 
-HANDLERS: dict[str, Any] = {"ledger.no_op": no_op, "ledger.write": write}
-
-
-def run(handler: str, count: int, batch: int) -> dict[str, float]:
+def run(workload: str, count: int, batch: int) -> dict[str, float]:
     """Drain the table; the figures of `measures.drain`."""
     clock = Clock()
     connection.ensure_connection()
@@ -57,7 +54,7 @@ def run(handler: str, count: int, batch: int) -> dict[str, float]:
         if not taken:
             raise BenchmarkError(f"The table gave {done} of {count} messages")
         done += taken
-    return completions.figures(count, handler, clock)
+    return completions.figures(count, workload, clock)
 
 
 def settle(database: sqlite3.Connection, batch: int) -> int:
@@ -68,8 +65,11 @@ def settle(database: sqlite3.Connection, batch: int) -> int:
     now = _text(datetime.now(UTC))
     fresh = [message for message in read if _mark(database, message[2], now)]
     started = _text(datetime.now(UTC))
+    payloads: dict[str, Payloads] = {}
     for _, value, headers in fresh:
-        HANDLERS[headers["kjo-type"].decode()](database, **json.loads(value))
+        payloads.setdefault(headers["kjo-type"].decode(), []).append(json.loads(value))
+    for handler, those in payloads.items():
+        HANDLERS[handler](database, those)
     ended = datetime.now(UTC)
     expires = _text(ended + timedelta(hours=1))
     database.executemany(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from kjo_django.worker.process import Worker
 from tests.benchmarks import completions
 from tests.benchmarks.counters import Clock, Queries, Redis, resident_megabytes
 from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.jobs import Flight
 
 PATIENCE = 60.0
 """Seconds without a completion after which the worker is given up."""
@@ -42,7 +44,7 @@ class Watch:
         return processed >= self._count
 
 
-def run(handler: str, count: int, concurrency: int | None = None) -> dict[str, float]:
+def run(workload: str, count: int, concurrency: int | None = None) -> dict[str, Any]:
     """Drain ``count`` jobs whose messages are on the topic already."""
     queries, redis = Queries(), Redis()
     before = resident_megabytes()
@@ -54,10 +56,12 @@ def run(handler: str, count: int, concurrency: int | None = None) -> dict[str, f
     if code != 0 or watch.processed < count:
         raise BenchmarkError(f"The worker ended with {code} after {watch.processed} jobs")
     return {
-        **completions.figures(count, handler, clock),
+        **completions.figures(count, workload, clock),
         "queries_per_job": asked / count,
         **redis_figures,
         **_memory(before, watch.memory, count),
+        **({"in_flight_peak": Flight.peak} if Flight.peak else {}),
+        "series": {"memory_mb": _thinned(watch.memory)},
     }
 
 
@@ -69,3 +73,9 @@ def _memory(before: float, samples: list[tuple[int, float]], count: int) -> dict
         "rss_after_mb": samples[-1][1],
         "rss_peak_mb": max(size for _, size in samples),
     }
+
+
+def _thinned(samples: list[tuple[int, float]], most: int = 60) -> list[list[float]]:
+    """Return so few of the samples that a picture can show each."""
+    step = max(1, len(samples) // most)
+    return [[done, round(size, 1)] for done, size in samples[::step]]

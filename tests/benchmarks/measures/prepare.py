@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from django.core.management import call_command
 from django.db import connection
 
+from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.models import Job
+from kjo_django.producer.definition import JobDefinition
 from kjo_django.producer.dispatch import record_of
 from kjo_django.states import JobState
-from tests.ledger import jobs as handlers
+from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.workloads import WORKLOADS
 
 CHUNK = 1000
 
@@ -22,40 +27,57 @@ def migrate() -> None:
     call_command("migrate", verbosity=0)
 
 
-def payloads(handler: str, count: int) -> list[dict[str, Any]]:
+def seed(rows: int) -> None:
+    """Fill the tables with rows of other queues."""
+    from tests.benchmarks.seeding.filling import fill
+
+    fill(rows, rows // 50, service="benchmarks")
+    with connection.cursor() as cursor:
+        cursor.execute("CHECKPOINT")
+
+
+def payloads(workload: str, count: int, start: int = 0) -> list[dict[str, Any]]:
     """Return arguments for so many jobs."""
-    return [{"job": f"job-{n}"} if handler == "write" else {} for n in range(count)]
+    payload = WORKLOADS[workload].payload
+    return [payload(number) for number in range(start, start + count)]
 
 
-def fill(handler: str, count: int, is_published: bool, topics: list[str]) -> None:
+def fill(workload: str, count: int, is_published: bool, partitions: int, topics: list[str]) -> None:
     """Store jobs, and on Kafka make the topics, each with all messages."""
-    definition = getattr(handlers, handler)
-    wanted = payloads(handler, count)
+    handler = registry.find(WORKLOADS[workload].handler)
+    assert handler is not None
+    definition = JobDefinition(handler)
+    chunks = range(0, count, CHUNK)
     if not os.environ.get("KAFKA_BOOTSTRAP_SERVERS"):
-        for start in range(0, count, CHUNK):
-            definition.enqueue_many(wanted[start : start + CHUNK])
+        for start in chunks:
+            definition.enqueue_many(payloads(workload, min(CHUNK, count - start), start))
         return
-    jobs = [definition.build(payload) for payload in wanted]
-    if is_published:
-        for job in jobs:
-            job.state, job.queued_at = JobState.QUEUED, job.created_at
-    Job.objects.bulk_create(jobs, batch_size=CHUNK)
-    if connection.vendor == "postgresql":
-        with connection.cursor() as cursor:
-            cursor.execute("VACUUM ANALYZE")
-    _make_topics(topics, jobs if is_published else [])
+    with _publishing(topics, partitions) as publish:
+        for start in chunks:
+            wanted = payloads(workload, min(CHUNK, count - start), start)
+            jobs = [definition.build(payload) for payload in wanted]
+            if is_published:
+                for job in jobs:
+                    job.state, job.queued_at = JobState.QUEUED, job.created_at
+            Job.objects.bulk_create(jobs)
+            if is_published:
+                publish(jobs)
+    with connection.cursor() as cursor:
+        cursor.execute("VACUUM ANALYZE kjo_job")
+        cursor.execute("CHECKPOINT")
 
 
-def _make_topics(topics: list[str], jobs: list[Job]) -> None:
+@contextmanager
+def _publishing(topics: list[str], partitions: int) -> Iterator[Callable[[list[Job]], None]]:
     from confluent_kafka import Producer
     from confluent_kafka.admin import AdminClient, NewTopic
 
     servers = {"bootstrap.servers": os.environ["KAFKA_BOOTSTRAP_SERVERS"]}
     admin = AdminClient(servers)  # to be kept until it has answered
-    for made in admin.create_topics([NewTopic(topic, 4, 1) for topic in topics]).values():
+    wanted = [NewTopic(topic, partitions, 1) for topic in topics]
+    for made in admin.create_topics(wanted).values():
         made.result(30)
     queue = get_settings().queue("ledger")
-    records = [record_of(job, queue) for job in jobs]
     producer = Producer({**servers, "acks": "all", "partitioner": "murmur2_random"})
     failures: list[Any] = []
 
@@ -63,10 +85,15 @@ def _make_topics(topics: list[str], jobs: list[Job]) -> None:
         if error is not None:
             failures.append(error)
 
-    for topic in topics:
-        for record in records:
-            headers = dict(record.headers)
-            producer.produce(topic, record.value, record.key, headers=headers, on_delivery=note)
-        producer.flush(60)
+    def publish(jobs: list[Job]) -> None:
+        records = [record_of(job, queue) for job in jobs]
+        for topic in topics:
+            for record in records:
+                headers = dict(record.headers)
+                producer.produce(topic, record.value, record.key, headers=headers, on_delivery=note)
+            # A full buffer refuses.
+            producer.flush(60)
+
+    yield publish
     if failures:
-        raise RuntimeError(f"{len(failures)} messages were not published: {failures[0]}")
+        raise BenchmarkError(f"{len(failures)} messages were not published: {failures[0]}")

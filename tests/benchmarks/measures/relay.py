@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from kjo_django.backends import close_backends
-from kjo_django.models import Job
 from kjo_django.producer.relay import Relay
+from tests.benchmarks.completions import measured_jobs
 from tests.benchmarks.counters import Queries, Redis
 from tests.benchmarks.errors import BenchmarkError
 
@@ -24,7 +24,7 @@ def run(count: int) -> dict[str, float]:
     cpu_seconds, asked = time.process_time() - cpu, queries.count
     redis_figures = redis.figures(count)
     close_backends()
-    queued = Job.objects.filter(state="queued", partition__isnull=False).count()
+    queued = measured_jobs("queued").filter(partition__isnull=False).count()
     if relay.published_count != count or queued != count:
         raise BenchmarkError(f"{relay.published_count} published, {queued} queued, not {count}")
     if count <= first:

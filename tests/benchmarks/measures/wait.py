@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import threading
 import time
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from kjo_django.worker.process import Worker
 from tests.benchmarks import child
 from tests.benchmarks.errors import BenchmarkError
+from tests.benchmarks.peers import environments
+from tests.benchmarks.peers.catalogue import CELERY
+from tests.benchmarks.peers.running import SIDES
 from tests.queueing.jobs import ledger
-from tests.services.maven import cache_directory
 
 BLOCK = 20
 """Calls of one side before it is the other's turn."""
 WARM_UP = 20
-CELERY = "celery[redis]>=5.5,<6"
-SIDE = Path(__file__).resolve().parent.parent / "celery_side.py"
+SIDE = SIDES / "celery_side.py"
 
 Sides = dict[str, dict[str, float]]
 
@@ -72,7 +70,7 @@ def _call(count: int, name: str) -> list[float]:
 
 @contextmanager
 def _ours() -> Iterator[None]:
-    command = child.command("wait.work", {})
+    command = child.command("measures.wait.work", {})
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:
             yield
@@ -87,13 +85,13 @@ def _ours() -> Iterator[None]:
 
 @contextmanager
 def _celery() -> Iterator[Any]:
-    python = _celery_python()
+    python = str(environments.python_of("celery", CELERY))
     environment = {name: os.environ[name] for name in ("REDIS_URL", "KJO_BENCHMARK_TOPIC", "PATH")}
     worker = subprocess.Popen(
-        [python, str(SIDE), "worker"], env=environment, stderr=subprocess.DEVNULL
+        [python, str(SIDE), "answer"], env=environment, stderr=subprocess.DEVNULL
     )
     client = subprocess.Popen(
-        [python, str(SIDE), "client"],
+        [python, str(SIDE), "call"],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -120,25 +118,6 @@ def _celery() -> Iterator[Any]:
         except subprocess.TimeoutExpired:
             worker.kill()
         client.wait()
-
-
-def _celery_python() -> str:
-    """Return the Python of an environment with Celery, made on first use and kept."""
-    given = os.environ.get("KJO_CELERY_PYTHON")
-    if given:
-        return given
-    folder = cache_directory() / "celery"
-    python = folder / "bin" / "python"
-    done = folder / "installed"
-    if not done.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", CELERY]
-        finished = subprocess.run(install, capture_output=True, text=True)
-        if finished.returncode:
-            raise BenchmarkError(f"Celery cannot be installed: {finished.stderr[-500:]}")
-        done.touch()
-    return str(python)
 
 
 def _figures(times: list[float]) -> dict[str, float]:

@@ -15,14 +15,28 @@ from django.db import connection
 from django.db.models import Model
 from django.utils import timezone
 
-from kjo_django.models import DeadLetter, Job, JobFailure, MetricBucket, ProcessedEvent
+from kjo_django.models import (
+    DeadLetter,
+    Job,
+    JobFailure,
+    MetricBucket,
+    MetricRollup,
+    ProcessedEvent,
+)
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.seeding import kinds, statements
 
 CHUNK = 1_000_000
 SESSION = {"synchronous_commit": "off", "maintenance_work_mem": "512MB", "work_mem": "128MB"}
 BUILT_LAST = (Job, ProcessedEvent, DeadLetter)
-COUNTED: tuple[type[Model], ...] = (Job, JobFailure, DeadLetter, ProcessedEvent, MetricBucket)
+COUNTED: tuple[type[Model], ...] = (
+    Job,
+    JobFailure,
+    DeadLetter,
+    ProcessedEvent,
+    MetricBucket,
+    MetricRollup,
+)
 
 
 def fill(

@@ -143,17 +143,20 @@ _HISTOGRAM = """
 """
 BUCKETS = f"""
 INSERT INTO kjo_metric_bucket (id, minute, queue, handler, worker_id, completed_count,
-    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram)
+    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram,
+    run_seconds_sum, wait_seconds_sum)
 SELECT md5(minute::text || counted.handler || worker)::uuid, minute, counted.queue,
     counted.handler, seed_worker.id, completed, retried, failed, 0, 0, NULL,
-    {_HISTOGRAM.format(power="run")}, {_HISTOGRAM.format(power="6")}
+    {_HISTOGRAM.format(power="run")}, {_HISTOGRAM.format(power="6")},
+    run_seconds, ran * 0.05
 FROM (
     SELECT date_trunc('minute', started_at) AS minute, queue, handler,
         ("offset" %% 4)::int AS worker,
         count(*) FILTER (WHERE state = 'completed') AS completed,
         count(*) FILTER (WHERE state = 'failed') AS failed,
         sum(attempts) - count(*) FILTER (WHERE state <> 'failing') AS retried,
-        sum(attempts) AS ran
+        sum(attempts) AS ran,
+        coalesce(sum(extract(epoch FROM finished_at - started_at)), 0) AS run_seconds
     FROM kjo_job WHERE started_at IS NOT NULL GROUP BY 1, 2, 3, 4
 ) AS counted
     JOIN seed_worker ON seed_worker.slot = worker
@@ -161,16 +164,38 @@ FROM (
 """
 LAGS = """
 INSERT INTO kjo_metric_bucket (id, minute, queue, handler, worker_id, completed_count,
-    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram)
+    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram,
+    run_seconds_sum, wait_seconds_sum)
 SELECT md5(minute::text || queue)::uuid, minute, queue, '', seed_worker.id, 0, 0, 0, 0, 0,
     (300 * (1 + sin(extract(epoch FROM minute) / 3600))
         + hashtext(minute::text || queue) %% 50 + 50)
         ::int,
-    '[]', '[]'
+    '[]', '[]', 0, 0
 FROM (SELECT DISTINCT queue FROM seed_kind) AS kind
     CROSS JOIN generate_series(date_trunc('minute', %(now)s::timestamptz) - interval '7 days',
         date_trunc('minute', %(now)s::timestamptz), interval '1 minute') AS minute
     JOIN seed_worker ON seed_worker.slot = 0
+"""
+ROLLUPS = f"""
+INSERT INTO kjo_metric_rollup (id, minutes, minute, queue, handler, worker_id, completed_count,
+    retried_count, failed_count, duplicate_count, skipped_count, lag, run_histogram, wait_histogram,
+    run_seconds_sum, wait_seconds_sum)
+SELECT md5(minutes::text || begun || summed.queue || summed.handler || worker_id)::uuid, minutes,
+    begun, summed.queue, summed.handler, worker_id, completed, retried, failed, 0, 0, lag,
+    CASE WHEN lag IS NULL THEN {_HISTOGRAM.format(power="run")} ELSE '[]' END,
+    CASE WHEN lag IS NULL THEN {_HISTOGRAM.format(power="6")} ELSE '[]' END,
+    run_seconds, wait_seconds
+FROM (
+    SELECT minutes, date_bin(minutes * interval '1 minute', minute, 'epoch'::timestamptz) AS begun,
+        queue, handler, worker_id, sum(completed_count)::bigint AS completed,
+        sum(retried_count)::bigint AS retried, sum(failed_count)::bigint AS failed,
+        sum(completed_count + retried_count + failed_count)::bigint AS ran,
+        (array_agg(lag ORDER BY minute DESC))[1] AS lag,
+        sum(run_seconds_sum) AS run_seconds, sum(wait_seconds_sum) AS wait_seconds
+    FROM kjo_metric_bucket CROSS JOIN (VALUES (15), (60)) AS length (minutes)
+    GROUP BY 1, 2, 3, 4, 5
+) AS summed
+    LEFT JOIN (SELECT DISTINCT handler, run FROM seed_kind) AS kind USING (handler)
 """
 WORKING = """
 INSERT INTO kjo_worker (id, name, hostname, pid, queues, state, wish, release, concurrency,
@@ -186,5 +211,6 @@ CONSEQUENCES = {
     "dead letters": LETTERS,
     "minute buckets": BUCKETS,
     "lags": LAGS,
+    "roll-ups": ROLLUPS,
     "workers": WORKING,
 }

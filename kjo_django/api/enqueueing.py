@@ -1,0 +1,59 @@
+"""From a request's body to a stored job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from django.db import transaction
+from rest_framework.exceptions import ValidationError
+
+from kjo_django import registry
+from kjo_django.exceptions import PayloadError
+from kjo_django.messages.serializers import storable_text
+from kjo_django.models import Job
+from kjo_django.producer.definition import EnqueueOptions, JobDefinition
+from kjo_django.producer.dispatch import jobs_database
+from kjo_django.producer.enqueue import EnqueueResult, store
+
+OPTIONS = ("key", "queue", "delay", "run_at", "expires_at", "max_attempts", "result_ttl")
+
+
+def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> EnqueueResult:
+    """Store the job a validated body describes; everything is checked before anything is written.
+
+    :param on_stored: told of a new job inside the transaction that stores it.
+    :raises ValidationError: no such handler, or it does not take these arguments or options.
+    """
+    job = _build(body)
+    using = jobs_database()
+    with transaction.atomic(using=using):
+        answer = store([job])[0]
+        if answer.is_new:
+            on_stored([job])
+    return answer
+
+
+def _build(body: dict[str, Any]) -> Job:
+    handler = registry.find(body["handler"])
+    # Those of queues, events and tasks take messages that their own side makes and checks.
+    if handler is None or type(handler) is not registry.Handler:
+        raise ValidationError({"handler": f"No job is named {body['handler']!r}."}, code="unknown")
+    given = {name: body[name] for name in OPTIONS if body.get(name) is not None}
+    try:
+        options = EnqueueOptions(id=body.get("unique_id"), **given)
+    except ValueError as error:
+        raise ValidationError(str(error)) from None
+    payload = body["payload"]
+    problem = handler.check_arguments(payload)
+    if problem is not None:
+        raise ValidationError({"payload": problem}, code="arguments")
+    try:
+        job = JobDefinition(handler, options).build(payload)
+    except PayloadError as error:
+        raise ValidationError({"payload": str(error)}) from None
+    except ValueError as error:
+        raise ValidationError(str(error)) from None
+    if storable_text(job.key) != job.key:
+        raise ValidationError({"payload": "Its key holds characters that cannot be stored."})
+    return job

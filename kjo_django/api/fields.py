@@ -1,0 +1,228 @@
+"""Fields that take what the schema says and nothing that merely resembles it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from django.utils import timezone
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import extend_schema_field, extend_schema_serializer
+from rest_framework import serializers
+
+from kjo_django.retries.policy import LONGEST_DELAY
+
+NAME_PREFIX = "Kjo"
+"""Of every component in the schema: the project has components of its own."""
+
+
+class Shape(serializers.Serializer):  # type: ignore[misc]
+    """Members of an answer, each always there unless it says ``required=False``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        extend_schema_serializer(component_name=NAME_PREFIX + cls.__name__)(cls)
+
+
+class Body(Shape):
+    """Members of a request's body; others are refused."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        """Validate, unknown members too."""
+        if isinstance(data, dict):
+            unknown = sorted(str(name) for name in data if name not in self.fields)
+            if unknown:
+                said = f"Unknown; known are {', '.join(self.fields)}."
+                raise serializers.ValidationError(dict.fromkeys(unknown, said), code="unknown")
+        return super().to_internal_value(data)
+
+
+class Query(Body):
+    """Parameters of a query; others are refused, because a filter with a slip in its name would
+    take everything."""
+
+
+# --- Of bodies: JSON has types --------------------------------------------------------------------
+
+
+class Text(serializers.CharField):  # type: ignore[misc]
+    """A string, kept as it is: no numbers, no trimming; NUL and lone surrogates are refused."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("trim_whitespace", False)
+        if not kwargs.get("allow_blank"):
+            kwargs.setdefault("min_length", 1)  # said in the schema too
+        super().__init__(**kwargs)
+
+    def to_internal_value(self, data: Any) -> str:
+        """Return the string."""
+        if not isinstance(data, str):
+            self.fail("invalid")
+        return str(super().to_internal_value(data))
+
+
+class Identifier(serializers.UUIDField):  # type: ignore[misc]
+    """A UUID as text; REST framework's own takes any number for one, and false."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        """Return the UUID."""
+        if not isinstance(data, str):
+            self.fail("invalid", value=data)
+        return super().to_internal_value(data)
+
+
+class Flag(serializers.BooleanField):  # type: ignore[misc]
+    """true or false, not "yes" and not 1."""
+
+    def to_internal_value(self, data: Any) -> bool:
+        """Return the boolean."""
+        if not isinstance(data, bool):
+            self.fail("invalid", input=data)
+        return bool(data)
+
+
+class Whole(serializers.IntegerField):  # type: ignore[misc]
+    """A whole number, not "1" and not true."""
+
+    def to_internal_value(self, data: Any) -> int:
+        """Return the number."""
+        if isinstance(data, bool) or not isinstance(data, int | float) or data != data // 1:
+            self.fail("invalid")
+        return int(data)
+
+
+class Number(serializers.FloatField):  # type: ignore[misc]
+    """A finite number, not "1" and not true."""
+
+    def to_internal_value(self, data: Any) -> float:
+        """Return the number."""
+        if isinstance(data, bool) or not isinstance(data, int | float):
+            self.fail("invalid")
+        return finite(self, data)
+
+
+class QueryNumber(serializers.FloatField):  # type: ignore[misc]
+    """A finite number in a query."""
+
+    def to_internal_value(self, data: Any) -> float:
+        """Return the number."""
+        return finite(self, super().to_internal_value(data))
+
+
+def finite(field: serializers.Field, value: Any) -> float:
+    """Return the number as a float; NaN passes every comparison, so limits would not stop it."""
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        field.fail("invalid")
+    return number
+
+
+class Seconds(Number):
+    """A duration in seconds."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("min_value", 0)
+        kwargs.setdefault("max_value", LONGEST_DELAY.total_seconds())
+        super().__init__(**kwargs)
+
+    def to_internal_value(self, data: Any) -> timedelta:  # type: ignore[override]
+        """Return the duration."""
+        number = super().to_internal_value(data)
+        self.run_validators(number)
+        return timedelta(seconds=number)
+
+    def run_validators(self, value: Any) -> None:
+        """Compare seconds; the duration they make was checked as such."""
+        if not isinstance(value, timedelta):
+            super().run_validators(value)
+
+
+EARLIEST, LATEST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
+"""Moments that every database and time zone can hold."""
+
+
+class Moment(serializers.DateTimeField):  # type: ignore[misc]
+    """An instant: a date and time with its offset."""
+
+    default_error_messages = {
+        "naive": "Give the offset too, as in 2030-01-31T12:00:00Z.",
+        "range": "Give a moment between the years 1970 and 9000.",
+    }
+
+    def to_internal_value(self, value: Any) -> datetime:
+        """Return the instant."""
+        if not isinstance(value, str):
+            self.fail("invalid", format="ISO 8601")
+        moment: datetime = super().to_internal_value(value)
+        if not EARLIEST <= moment <= LATEST:
+            self.fail("range")
+        return moment
+
+    def enforce_timezone(self, value: datetime) -> Any:
+        """Refuse a time that might be anybody's."""
+        if timezone.is_naive(value):
+            self.fail("naive")
+        return super().enforce_timezone(value)
+
+
+@extend_schema_field({"type": "object", "additionalProperties": {}})
+class JSONObject(serializers.Field):  # type: ignore[misc]
+    """A JSON object with any members."""
+
+    default_error_messages = {"invalid": "Not an object."}
+
+    def to_internal_value(self, data: Any) -> dict[str, Any]:
+        """Return it as it is."""
+        if not isinstance(data, dict):
+            self.fail("invalid")
+        return dict(data)
+
+    def to_representation(self, value: Any) -> Any:
+        """Return it as it is."""
+        return value
+
+
+@extend_schema_field(OpenApiTypes.ANY)
+class JSONValue(serializers.Field):  # type: ignore[misc]
+    """Any JSON. REST framework's own field writes it once to see whether it can be written, and
+    does not survive deep nesting."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        """Return it as it is."""
+        return data
+
+    def to_representation(self, value: Any) -> Any:
+        """Return it as it is."""
+        return value
+
+
+class Word(Text):
+    """One of a few words.
+
+    :param name: of the component in the schema. A choice field would get one named after the field,
+        and ours would meet the project's.
+    """
+
+    default_error_messages = {"unknown": "Not one of {words}."}
+
+    def __init__(self, name: str, words: Iterable[str], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.words = [str(word) for word in words]
+        schema = {"type": "string", "enum": self.words}
+        extend_schema_field(schema, component_name=NAME_PREFIX + name)(self)
+
+    def to_internal_value(self, data: Any) -> str:
+        """Return the word."""
+        word = super().to_internal_value(data)
+        if word not in self.words:
+            self.fail("unknown", words=", ".join(self.words))
+        return word
+
+    def to_representation(self, value: Any) -> str:
+        """Return the word."""
+        return str(value)

@@ -1,0 +1,65 @@
+"""Pages by key, newest first: no count and no offset, so the last costs what the first does.
+
+What no index serves is looked for within a window: the page then may hold less than was asked for,
+or nothing, and its cursor goes on where the window ended.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from django.db.models import Model, QuerySet
+from rest_framework import serializers
+
+from kjo_django.api.fields import Identifier, Query
+
+M = TypeVar("M", bound=Model)
+
+WINDOW = 50_000
+"""Rows looked at for one page."""
+DEFAULT_LIMIT, MAX_LIMIT = 50, 200
+
+
+class PageQuery(Query):
+    """Which page."""
+
+    cursor = Identifier(required=False, help_text="`next_cursor` of the page before this one.")
+    limit = serializers.IntegerField(
+        required=False,
+        default=DEFAULT_LIMIT,
+        min_value=1,
+        max_value=MAX_LIMIT,
+        help_text="Most rows of the page.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Rows, and where the next ones are."""
+
+    rows: list[Any]
+    next_cursor: str | None
+
+
+def page(rows: QuerySet[M], wanted: QuerySet[M], *, cursor: uuid.UUID | None, limit: int) -> Page:
+    """Return those of the newest ``rows`` before the cursor that are ``wanted`` too.
+
+    :param rows: what an index serves in the order of the key.
+    :param wanted: the same with every filter; ``rows`` itself if an index serves them all.
+    """
+    before = {} if cursor is None else {"pk__lt": cursor}
+    floor = None
+    if wanted is not rows:
+        keys = rows.filter(**before).order_by("-pk").values_list("pk", flat=True)
+        floor = next(iter(keys[WINDOW : WINDOW + 1]), None)
+        if floor is not None:
+            wanted = wanted.filter(pk__gt=floor)
+    found = list(wanted.filter(**before).order_by("-pk")[: limit + 1])
+    if len(found) > limit:
+        return Page(found[:limit], str(found[limit - 1].pk))
+    if floor is None:
+        return Page(found, None)
+    # The row at the floor itself has not been looked at.
+    return Page(found, str(uuid.UUID(int=floor.int + 1)))

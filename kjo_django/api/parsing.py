@@ -1,0 +1,47 @@
+"""The one format of bodies: JSON in UTF-8, of bounded size and depth, nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rest_framework.exceptions import ParseError
+from rest_framework.parsers import BaseParser
+
+from kjo_django.api.problems import TooLarge
+from kjo_django.conf import get_settings
+
+ROOM = 64 * 1024
+"""Bytes a body may have beside its payload."""
+
+
+def longest_body() -> int:
+    """Return how many bytes a body may have: a payload that is allowed fits in, escaped too."""
+    return 2 * get_settings().max_payload_bytes + ROOM
+
+
+class StrictJSONParser(BaseParser):  # type: ignore[misc]
+    """Refuses what is too long before it is read, and NaN, infinities and absurd nesting."""
+
+    media_type = "application/json"
+
+    def parse(self, stream: Any, media_type: Any = None, parser_context: Any = None) -> Any:
+        """Return the decoded body.
+
+        :raises TooLarge: it has more bytes than ``longest_body()``.
+        :raises ParseError: it is no JSON.
+        """
+        limit = longest_body()
+        body = stream.read(limit + 1)
+        if len(body) > limit:
+            raise TooLarge(f"The body has more than {limit} bytes.")
+        try:
+            return json.loads(body.decode(), parse_constant=_refuse)
+        except RecursionError:
+            raise ParseError("The body is nested too deeply.") from None
+        except ValueError as error:
+            raise ParseError(f"The body is no JSON: {error}") from None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,108 @@
+"""Errors as RFC 9457 problem details, for our views only."""
+
+from __future__ import annotations
+
+import http
+from collections.abc import Iterator
+from typing import Any
+
+from django.core.exceptions import PermissionDenied
+from django.http import Http404
+from rest_framework import exceptions, status
+from rest_framework.response import Response
+from rest_framework.views import exception_handler
+
+from kjo_django.exceptions import (
+    CoordinationError,
+    JobNotFoundError,
+    JobStateError,
+    MessageError,
+    PayloadError,
+    PublishError,
+    StorageError,
+    UncommittedJobError,
+)
+
+CONTENT_TYPE = "application/problem+json"
+TYPE = "urn:kjo:problem:"
+"""What every ``type`` begins with; the code of the error follows."""
+
+
+class Conflict(exceptions.APIException):  # type: ignore[misc]
+    """What is asked cannot be done in the present state; nothing was changed."""
+
+    status_code = status.HTTP_409_CONFLICT
+    default_code = "conflict"
+
+
+class TooLarge(exceptions.APIException):  # type: ignore[misc]
+    """The body is over the limit."""
+
+    status_code = status.HTTP_413_REQUEST_ENTITY_TOO_LARGE
+    default_code = "too_large"
+
+
+class Unavailable(exceptions.APIException):  # type: ignore[misc]
+    """A server that is needed is away; try again later."""
+
+    status_code = status.HTTP_503_SERVICE_UNAVAILABLE
+    default_code = "unavailable"
+
+
+_OURS: tuple[tuple[tuple[type[Exception], ...], type[exceptions.APIException]], ...] = (
+    ((PayloadError, MessageError), exceptions.ValidationError),
+    ((JobNotFoundError,), exceptions.NotFound),
+    ((JobStateError, UncommittedJobError), Conflict),
+    ((CoordinationError, PublishError, StorageError), Unavailable),
+)
+
+
+def handle(error: Exception, context: dict[str, Any]) -> Response | None:
+    """Return the problem an error is; None for one that is a fault of the server (500)."""
+    error = _as_api_exception(error)
+    response = exception_handler(error, context)
+    if response is None:
+        return None
+    response.data = problem(error, response.status_code)
+    return response
+
+
+def problem(error: exceptions.APIException, status_code: int) -> dict[str, Any]:
+    """Return the members of the problem."""
+    title = http.HTTPStatus(status_code).phrase
+    told: dict[str, Any] = {"type": TYPE, "title": title, "status": status_code}
+    if isinstance(error, exceptions.ValidationError):
+        told["type"] += "invalid"
+        told["detail"] = "The request is not valid; nothing was changed."
+        told["errors"] = list(_errors(error.detail, ""))
+    else:
+        told["type"] += str(error.get_codes()).replace("_", "-")
+        told["detail"] = str(error.detail)
+        told["errors"] = []
+    return told
+
+
+def _as_api_exception(error: Exception) -> Exception:
+    known: Exception = error
+    if isinstance(error, Http404):
+        known = exceptions.NotFound()
+    elif isinstance(error, PermissionDenied):
+        known = exceptions.PermissionDenied()
+    for ours, theirs in _OURS:
+        if isinstance(error, ours):
+            known = theirs(str(error))
+    return known
+
+
+def _errors(detail: Any, place: str) -> Iterator[dict[str, str]]:
+    """Walk through what REST framework nests by field."""
+    if isinstance(detail, dict):
+        for name, below in detail.items():
+            # What is wrong with the whole body belongs to no field.
+            inner = place if name == "non_field_errors" else f"{place}.{name}".lstrip(".")
+            yield from _errors(below, inner)
+    elif isinstance(detail, list):
+        for each in detail:
+            yield from _errors(each, place)
+    else:
+        yield {"field": place, "detail": str(detail), "code": str(detail.code)}

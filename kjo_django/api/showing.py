@@ -1,0 +1,56 @@
+"""Decoded payloads, results and events as JSON can carry them, without what is secret."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kjo_django.exceptions import MessageError
+from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import storable_text
+from kjo_django.models import Job
+from kjo_django.operations.redaction import redacted
+from kjo_django.producer.enqueue import result_of
+
+
+def shown(value: Any) -> Any:
+    """Return a decoded value, redacted, as plain JSON: bytes in hexadecimal, and as text what JSON
+    has no word for."""
+    return _plain(redacted(value))
+
+
+def shown_result(job: Job) -> Any:
+    """Return what the handler returned; text that says why where it cannot be read."""
+    try:
+        return shown(result_of(job))
+    except (MessageError, KeyError, TypeError) as error:
+        return f"<{len(job.result or b'')} bytes: {error}>"
+
+
+def shown_headers(headers: Any) -> dict[str, str]:
+    """Return the headers of a message, stored in base64, as text."""
+    found = {name: shown_text(value) for name, value in sorted(names.from_json(headers).items())}
+    return {shown_text(name): str(value) for name, value in redacted(found).items()}
+
+
+def shown_text(value: Any) -> str:
+    """Return text as every encoding takes it, and bytes as text or else in hexadecimal."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        raw = bytes(value)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return f"0x{raw.hex()}"
+    return storable_text(str(value))
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {shown_text(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    return shown_text(value)

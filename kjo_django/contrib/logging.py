@@ -1,0 +1,51 @@
+"""Log records that know their job: whatever logs while a handler runs, however deep below it.
+
+LOGGING = {
+    "filters": {"job": {"()": "kjo_django.contrib.logging.JobContextFilter"}},
+    "handlers": {"console": {"class": "logging.StreamHandler", "filters": ["job"], ...}},
+    ...
+}
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kjo_django import tracing
+from kjo_django.current import running, worker_name
+
+FIELDS = (
+    *("job_id", "handler", "queue", "attempt", "message_id"),
+    *("topic", "partition", "offset", "worker", "trace_id"),
+)
+"""What every record has after the filter. Never a payload."""
+
+
+class JobContextFilter(logging.Filter):
+    """Adds ``FIELDS`` to every record. Put it on handlers: a filter of a logger does not see what
+    the loggers below it log.
+
+    What a record says itself (``extra``) stays.
+
+    :param default: what a field holds that does not apply: outside a job, or of a batch where its
+        jobs differ.
+    """
+
+    def __init__(self, default: Any = None) -> None:
+        super().__init__()
+        self._default = default
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Add what is missing; let every record pass."""
+        run = running.get()
+        facts = {} if run is None else run.facts
+        tracer = tracing.tracer
+        trace_id = "" if tracer is None else tracer.trace_id()
+        facts["trace_id"] = trace_id or ("" if run is None else run.trace_id)
+        facts["worker"] = worker_name.get()
+        for name in FIELDS:
+            if not hasattr(record, name):
+                value = facts.get(name)
+                setattr(record, name, self._default if value in (None, "") else value)
+        return True

@@ -1,0 +1,331 @@
+"""Every case, and how much of everything each takes.
+
+A new case is a line here and a function in `measures/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tests.benchmarks.cases import EMBEDDED, REAL, Case, Input, Step
+
+BATCH = 500
+"""Messages in one transaction of the hand-written loops."""
+CONCURRENT = 5_000
+"""Of the loop whose handlers only wait: messages in one transaction, and waits at once."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything: jobs, unless said otherwise."""
+
+    drain: int
+    insert: int
+    sleep: int
+    waiting: int
+    single: int
+    many: int
+    memory: int
+    keyed: int = 0
+    processes: int = 0
+    tables: tuple[int, ...] = ()
+    """Rows in the tables whose size must not matter."""
+    latency_seconds: float = 5
+    idle_seconds: float = 3
+    loaded_rate: int = 1_000
+
+
+QUICK = {
+    REAL: Sizes(
+        drain=10_000,
+        insert=3_000,
+        sleep=1_000,
+        waiting=5_000,
+        single=400,
+        many=10_000,
+        memory=20_000,
+        keyed=600,
+        processes=20_000,
+    ),
+    EMBEDDED: Sizes(
+        drain=3_000,
+        insert=1_000,
+        sleep=300,
+        waiting=1_000,
+        single=100,
+        many=3_000,
+        memory=5_000,
+        loaded_rate=200,
+    ),
+}
+FULL = {
+    REAL: Sizes(
+        drain=50_000,
+        insert=20_000,
+        sleep=4_000,
+        waiting=50_000,
+        single=2_000,
+        many=10_000,
+        memory=1_000_000,
+        keyed=2_000,
+        processes=100_000,
+        tables=(1_000_000, 10_000_000),
+        latency_seconds=20,
+        idle_seconds=10,
+    ),
+    EMBEDDED: Sizes(
+        drain=20_000,
+        insert=10_000,
+        sleep=2_000,
+        waiting=5_000,
+        single=1_000,
+        many=10_000,
+        memory=100_000,
+        latency_seconds=20,
+        idle_seconds=10,
+        loaded_rate=200,
+    ),
+}
+
+
+def sizes_for(engine: str, jobs: int | None, full: bool = False) -> Sizes:
+    """Return the sizes of a quick or a full run, or with ``jobs`` in every bulk measurement."""
+    sizes = (FULL if full else QUICK)[engine]
+    if jobs is None:
+        return sizes
+    return replace(
+        sizes,
+        drain=jobs,
+        insert=jobs,
+        sleep=jobs,
+        waiting=jobs,
+        many=jobs,
+        memory=3 * jobs,
+        keyed=jobs if sizes.keyed else 0,
+        processes=3 * jobs if sizes.processes else 0,
+        single=min(sizes.single, jobs),
+    )
+
+
+def all_cases(
+    engine: str,
+    jobs: int | None = None,
+    concurrency: int | None = None,
+    *,
+    full: bool = False,
+    tables: Sequence[int] = (),
+) -> list[Case]:
+    """Return every case of an engine, the most telling first.
+
+    :param full: with the sizes results are published with, and the cases that take minutes.
+    :param tables: rows in the tables whose size must not matter, instead of those of the size.
+    """
+    sizes = sizes_for(engine, jobs, full)
+    catalogue = _Catalogue(
+        engine, replace(sizes, tables=tuple(tables) or sizes.tables), concurrency
+    )
+    return [
+        *catalogue.drains(),
+        *catalogue.enqueues(),
+        *(catalogue.on_kafka() if engine == REAL else ()),
+        *catalogue.latencies(),
+        *catalogue.rest(),
+    ]
+
+
+class _Catalogue:
+    def __init__(self, engine: str, sizes: Sizes, concurrency: int | None) -> None:
+        self.engine = engine
+        self.sizes = sizes
+        self.worker = {"concurrency": concurrency}
+        self.limit = "limits.kafka_postgres.run" if engine == REAL else "limits.sqlite.run"
+
+    def drains(self) -> list[Case]:
+        sizes = self.sizes
+        cases = [
+            self._drain("no_op", "no_op", sizes.drain, "atomic handler that does nothing"),
+            self._drain(
+                "outside", "outside", sizes.drain, "atomic=False handler that does nothing"
+            ),
+            self._drain("insert", "insert", sizes.insert, "atomic handler with one ORM create()"),
+            self._drain("sleep", "sleep", sizes.sleep, "atomic handler that sleeps for 5 ms"),
+            self._drain(
+                "async",
+                "async",
+                sizes.waiting,
+                "async atomic=False handler that waits for 100 ms",
+                batch=min(CONCURRENT, sizes.waiting // 4),
+            ),
+        ]
+        if self.engine == REAL:
+            loop = cases[2].limit
+            assert loop is not None
+            with_orm = Step(loop.function, {**loop.arguments, "orm": True})
+            cases[2] = replace(
+                cases[2], limit=with_orm, against="the loop with the ORM's create(), no savepoint"
+            )
+            cases.insert(
+                3, replace(cases[2], name="drain.insert_raw", limit=loop, against="the raw loop")
+            )
+        return cases
+
+    def _drain(self, name: str, workload: str, count: int, about: str, batch: int = BATCH) -> Case:
+        return Case(
+            f"drain.{name}",
+            self.engine,
+            self._ours(workload, count),
+            Step(self.limit, {"workload": workload, "count": count, "batch": batch}),
+            Input(workload, count),
+            about=about,
+        )
+
+    def _ours(self, workload: str, count: int, **worker: int) -> Step:
+        return Step(
+            "measures.drain.run", {"workload": workload, "count": count, **self.worker, **worker}
+        )
+
+    def enqueues(self) -> list[Case]:
+        single, many = {"count": self.sizes.single}, {"count": self.sizes.many}
+        return [
+            Case(
+                "enqueue.single",
+                self.engine,
+                Step("measures.enqueue.single", single),
+                about="enqueue() in its own transaction",
+                against="Django's create() of the same row",
+            ),
+            Case(
+                "enqueue.in_transaction",
+                self.engine,
+                Step("measures.enqueue.in_transaction", single),
+                about="enqueue() in a transaction with a row of the project's own",
+                against="Django's create() of both rows",
+            ),
+            Case(
+                "enqueue.many",
+                self.engine,
+                Step("measures.enqueue.many", many),
+                about="enqueue_many()",
+                against=(
+                    "COPY and produce by hand"
+                    if self.engine == REAL
+                    else "Django's bulk_create() of the same rows"
+                ),
+            ),
+        ]
+
+    def on_kafka(self) -> list[Case]:
+        return [self._relay(), self._lanes(), *self._processes(), *self._tables()]
+
+    def _relay(self) -> Case:
+        count = self.sizes.drain
+        return Case(
+            "relay",
+            self.engine,
+            Step("measures.relay.run", {"count": count}),
+            Step("limits.relay_loop.run", {"count": count, "batch": 1000}),
+            Input("no_op", count, is_published=False),
+            about="pending rows to the topic",
+            against="SELECT, produce, flush, UPDATE by hand",
+        )
+
+    def _lanes(self) -> Case:
+        count = self.sizes.keyed
+        return Case(
+            "lanes",
+            self.engine,
+            self._ours("keyed", count, concurrency=8),
+            self._ours("keyed", count, concurrency=1),
+            Input("keyed", count, partitions=1),
+            about="eight lanes on one partition, handlers of 5 ms, fifty keys, each in order",
+            against="one lane",
+        )
+
+    def _processes(self) -> list[Case]:
+        count = self.sizes.processes
+        return [
+            Case(
+                "processes",
+                self.engine,
+                Step("measures.processes.run", {"count": count, "processes": 2}),
+                Step("measures.processes.run", {"count": count, "processes": 1}),
+                Input("no_op", count),
+                about="kjo_consume --processes 2, servers on the same processors",
+                against="one process",
+            )
+        ]
+
+    def _tables(self) -> list[Case]:
+        count = min(self.sizes.drain, 20_000)
+        cases = []
+        for rows in self.sizes.tables:
+            million, left = divmod(rows, 1_000_000)
+            name, against = str(rows) if left else f"{million}m", "with empty tables"
+            cases += [
+                Case(
+                    f"table.consumer_{name}",
+                    self.engine,
+                    self._ours("no_op", count),
+                    self._ours("no_op", count),
+                    Input("no_op", count, rows=rows),
+                    Input("no_op", count),
+                    about=f"drain of no-ops with {rows:,} jobs in the table",
+                    against=against,
+                ),
+                Case(
+                    f"table.relay_{name}",
+                    self.engine,
+                    Step("measures.relay.run", {"count": count}),
+                    Step("measures.relay.run", {"count": count}),
+                    Input("no_op", count, is_published=False, rows=rows),
+                    Input("no_op", count, is_published=False),
+                    about=f"relay with {rows:,} jobs in the table",
+                    against=against,
+                ),
+            ]
+        return cases
+
+    def latencies(self) -> list[Case]:
+        sizes = self.sizes
+        about = "from before enqueue() in another process to the commit of the job's outcome"
+
+        def latency(name: str, rate: float, idle_seconds: float) -> Case:
+            arguments = {
+                "rate": rate,
+                "seconds": sizes.latency_seconds,
+                "idle_seconds": idle_seconds,
+                **self.worker,
+            }
+            return Case(
+                name,
+                self.engine,
+                Step("measures.latency.run", arguments),
+                about=f"{about}; {rate:g} a second",
+            )
+
+        return [
+            latency("latency", 50, sizes.idle_seconds),
+            latency("latency.loaded", sizes.loaded_rate, 0),
+        ]
+
+    def rest(self) -> list[Case]:
+        is_real = self.engine == REAL
+        return [
+            Case(
+                "wait",
+                self.engine,
+                Step("measures.wait.run", {"count": 200, "has_celery": is_real}),
+                most_rounds=1,
+                about="enqueue_and_wait() of a no-op",
+                against="Celery's delay().get() on Redis alone" if is_real else "",
+            ),
+            Case(
+                "memory",
+                self.engine,
+                self._ours("no_op", self.sizes.memory),
+                input=Input("no_op", self.sizes.memory),
+                most_rounds=1,
+                about="resident memory of the worker while it drains",
+            ),
+        ]

@@ -1,0 +1,40 @@
+"""Handlers that are only measured; those of the ledger are measured too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kjo_django import job
+
+SLEEP_SECONDS = 0.005
+ASYNC_SECONDS = 0.1
+
+
+@job(queue="ledger", atomic=False)
+def no_op_outside() -> None:
+    """Do nothing, outside the pipeline's transaction."""
+
+
+@job(queue="ledger")
+def sleep() -> None:
+    """Take five milliseconds without using the processor."""
+    time.sleep(SLEEP_SECONDS)
+
+
+class Flight:
+    """How many coroutines run at this moment, and the most there were."""
+
+    now = 0
+    peak = 0
+
+
+@job(queue="ledger", atomic=False)
+async def sleep_async() -> None:
+    """Wait for a tenth of a second, as for an answer over HTTP."""
+    Flight.now += 1
+    Flight.peak = max(Flight.peak, Flight.now)
+    try:
+        await asyncio.sleep(ASYNC_SECONDS)
+    finally:
+        Flight.now -= 1

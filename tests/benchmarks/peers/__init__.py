@@ -1,0 +1,7 @@
+"""Other job queues on the same machine and servers, each with its best documented settings found.
+
+Each lives in an environment of its own (`environments`), is described in `catalogue`, and speaks
+through a small program in `sides/`, run by path with that environment's Python and never imported
+here: ``fill N`` stores N jobs that do nothing, ``work`` is its worker. Each run of a job is counted
+through `sides/tally.py`.
+"""

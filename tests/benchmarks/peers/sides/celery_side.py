@@ -1,0 +1,60 @@
+"""Celery on Redis: jobs that do nothing, and callers that wait for one."""
+
+import json
+import os
+import sys
+import time
+
+from celery import Celery
+from tally import tally
+
+URL, QUEUE = os.environ["REDIS_URL"], os.environ["KJO_BENCHMARK_TOPIC"]
+has_results = sys.argv[1] in ("answer", "call")
+app = Celery("kjo_benchmark", broker=URL, backend=URL if has_results else None)
+app.conf.update(
+    task_default_queue=QUEUE,
+    task_ignore_result=not has_results,
+    broker_connection_retry_on_startup=True,
+    worker_send_task_events=False,
+    worker_prefetch_multiplier=int(os.environ.get("PREFETCH", "4")),
+    worker_hijack_root_logger=False,
+)
+QUIET = ["--loglevel", "WARNING", "--without-mingle", "--without-gossip", "--without-heartbeat"]
+
+
+@app.task(name="kjo_benchmark.no_op")
+def no_op():
+    tally.add()
+
+
+@app.task(name="kjo_benchmark.nothing")
+def nothing():
+    pass
+
+
+def fill(count):
+    with app.producer_pool.acquire(block=True) as producer:
+        for _ in range(count):
+            no_op.apply_async(producer=producer)
+
+
+def call():
+    """Answer each line on stdin, a number of calls, with the seconds each took to its result."""
+    for line in sys.stdin:
+        took = []
+        for _ in range(int(line)):
+            began = time.perf_counter()
+            nothing.delay().get(timeout=30)
+            took.append(time.perf_counter() - began)
+        print(json.dumps(took), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "fill":
+        fill(int(sys.argv[2]))
+    elif sys.argv[1] == "call":
+        call()
+    else:
+        lanes = ["--pool", os.environ.get("POOL", "prefork")]
+        lanes += ["--concurrency", os.environ.get("CONCURRENCY", "4")]
+        app.worker_main(["worker", *lanes, *QUIET])
