@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from uuid import UUID
 
 import pytest
 from django.contrib.auth import get_user_model
@@ -22,6 +24,8 @@ from kjo_django.contrib.prometheus import collecting, exposition
 from kjo_django.contrib.prometheus.views import MetricsView
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
+from kjo_django.ids import uuid7_floor
+from kjo_django.models import DeadLetter
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
 from kjo_django.operations import topics
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
@@ -221,6 +225,82 @@ def test_the_queues_the_relay_and_the_workers_as_they_are(monkeypatch):
     assert value(families, "kjo_jobs_running") == 4
     assert value(families, "kjo_worker_lanes") == 8
     assert value(families, "kjo_workers_memory_bytes") == 2000
+
+
+def test_due_jobs_are_counted_and_delayed_ones_are_not():
+    """RST-29: the length of the queue."""
+    now = collecting.timezone.now()
+    JobFactory.create_batch(2, queue="emails", available_at=now - timedelta(seconds=1))
+    JobFactory.create_batch(3, queue="emails", queued=True, available_at=now)
+    JobFactory(queue="emails", available_at=now + timedelta(hours=1))
+    families = scrape()
+    assert value(families, "kjo_jobs_due", queue="emails") == 5
+    assert value(families, "kjo_jobs_due", queue="ledger") == 0
+
+
+def letters(count, at, **fields):
+    first = uuid7_floor(at).int
+    for number in range(count):
+        id = UUID(int=first + number + 1000 * DeadLetter.objects.count())
+        DeadLetterFactory(id=id, queue="emails", **fields)
+
+
+def test_dead_letters_are_counted_by_reason_and_the_discarded_apart():
+    """KDLQ-F4: what max_kills drops is seen."""
+    now = collecting.timezone.now()
+    letters(2, now, reason="exhausted")
+    letters(1, now, reason="fatal", state="discarded")
+    letters(5, now - timedelta(hours=1), reason="exhausted")
+    families = scrape()
+    emails = {"queue": "emails"}
+    assert value(families, "kjo_dead_letters_total", **emails, reason="exhausted") == 2
+    assert value(families, "kjo_dead_letters_total", **emails, reason="fatal") == 1
+    assert value(families, "kjo_dead_letters_total", **emails, reason="stalled") == 0
+    assert value(families, "kjo_dead_letters_discarded_total", **emails) == 1
+    assert value(families, "kjo_dead_letters_discarded_total", queue="ledger") == 0
+
+
+def test_a_discard_takes_nothing_off_a_counter():
+    """Prometheus would take that for a restart, and count it all again."""
+    letters(2, collecting.timezone.now(), reason="exhausted")
+    DeadLetter.objects.update(state="discarded")
+    families = scrape()
+    assert value(families, "kjo_dead_letters_total", queue="emails", reason="exhausted") == 2
+    assert value(families, "kjo_dead_letters_discarded_total", queue="emails") == 2
+
+
+@pytest.mark.postgres
+def test_the_sessions_of_postgres(postgres):
+    """RST-29: connections, of workers and of others."""
+    families = scrape()
+    assert value(families, "kjo_database_connections", client="other") >= 1
+    before = value(families, "kjo_database_connections", client="worker")
+    with connection.cursor() as cursor:
+        cursor.execute("SET application_name = 'kjo-1234 app'")
+    assert value(scrape(), "kjo_database_connections", client="worker") == before + 1
+
+
+def test_names_and_units_are_those_of_the_conventions():
+    """Counters end with _total, and times and sizes say their base unit."""
+    for family in collecting.collect(5):
+        assert re.fullmatch(r"kjo_[a-z]+(_[a-z]+)*", family.name)
+        assert family.name.endswith("_total") == (family.kind == "counter")
+        assert not re.search(r"(_ms|_milliseconds|_kb|_mb|_minutes|_ratio_percent)", family.name)
+        if re.search(r"oldest|_run_|_wait_", family.name):
+            assert family.name.endswith("_seconds")
+        if "memory" in family.name:
+            assert family.name.endswith("_bytes")
+
+
+def test_no_label_holds_what_a_message_says():
+    """However many strange types, keys and topics come: the labels stay those of the project."""
+    now = collecting.timezone.now()
+    few = {tuple(s.labels) for family in collecting.collect(5) for s in family.samples}
+    for number in range(30):
+        JobFactory(queue="emails", handler=f"strange-{number}", key=f"k{number}", available_at=now)
+        DeadLetterFactory(queue="emails", handler=f"strange-{number}", topic=f"t{number}")
+    many = {tuple(s.labels) for family in collecting.collect(5) for s in family.samples}
+    assert many == few
 
 
 @pytest.mark.redis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import yaml
 
 from kjo_django.contrib.prometheus.collecting import collect
 from kjo_django.contrib.prometheus.exposition import render
@@ -19,12 +21,13 @@ from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.operations.health import Thresholds
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-DASHBOARD = json.loads((DOCS / "monitoring" / "grafana-dashboard.json").read_text())
-ALERTS = (DOCS / "monitoring" / "alerts.yml").read_text()
+MONITORING_FILES = DOCS / "monitoring"
+DASHBOARD = json.loads((MONITORING_FILES / "grafana-dashboard.json").read_text())
+ALERTS = (MONITORING_FILES / "alerts.yml").read_text()
 MONITORING = (DOCS / "how-to" / "monitoring.md").read_text()
 PRODUCTION = (DOCS / "how-to" / "production.md").read_text()
 
-FOLDED = re.compile(r"^ +expr: \|\n((?:^ {10}.*\n)+)|^ +expr: ([^|\n].*)", re.MULTILINE)
+RULES = [rule for group in yaml.safe_load(ALERTS)["groups"] for rule in group["rules"]]
 
 
 def dashboard_expressions() -> list[str]:
@@ -32,9 +35,7 @@ def dashboard_expressions() -> list[str]:
 
 
 def alert_expressions() -> list[str]:
-    found = [folded or line for folded, line in FOLDED.findall(ALERTS)]
-    assert len(found) == ALERTS.count("- alert:")
-    return found
+    return [rule["expr"].strip() for rule in RULES]
 
 
 def names_in(*expressions: str) -> set[str]:
@@ -65,7 +66,7 @@ def test_dashboard_and_alerts_use_metrics_that_are_exported():
     assert used <= with_suffixes()
     assert names_in(*alert_expressions()) <= with_suffixes()
     # And the dashboard shows everything there is.
-    assert {name.removesuffix("_bucket") for name in used} == set(exported())
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} == set(exported())
 
 
 @pytest.mark.django_db(transaction=True)
@@ -114,13 +115,45 @@ def test_expressions_are_balanced():
 def test_the_alerts_have_the_thresholds_of_health():
     """KJO-103, RST-31: 100 messages, 10 %, 5 minutes."""
     usual = Thresholds()
-    alerts = dict(zip(re.findall(r"- alert: (\w+)", ALERTS), alert_expressions(), strict=True))
+    alerts = {rule["alert"]: rule["expr"] for rule in RULES}
     assert f"(kjo_consumer_lag)) > {usual.lag}" in alerts["KjoLag"]
     assert f"> {usual.failure_rate:.2f}" in alerts["KjoFailureRate"]
     assert "[5m]" in alerts["KjoFailureRate"]
     idle = usual.idle.total_seconds()
     assert f"kjo_oldest_waiting_seconds) > {idle:.0f}" in alerts["KjoNothingProcessed"]
     assert f"> {usual.relay_age.total_seconds():.0f}" in alerts["KjoOutboxIsLate"]
+
+
+def test_the_alerts_are_rules_as_prometheus_reads_them():
+    """KJO-103: the keys of its format, no more; ``promtool check rules`` says the rest by hand."""
+    content = yaml.safe_load(ALERTS)
+    assert set(content) == {"groups"}
+    for group in content["groups"]:
+        assert set(group) == {"name", "rules"}
+    for rule in RULES:
+        assert {"alert", "expr", "labels", "annotations"} <= set(rule), rule
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}, rule
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s"))
+    names = [rule["alert"] for rule in RULES]
+    assert len(set(names)) == len(names) > 0
+
+
+def test_each_alert_has_a_case_that_fires():
+    """KJO-103: in the file that promtool runs."""
+    cases = yaml.safe_load((MONITORING_FILES / "alerts.test.yml").read_text())["tests"]
+    checks = [check for case in cases for check in case["alert_rule_test"]]
+    assert {check["alertname"] for check in checks if check["exp_alerts"]} == {
+        rule["alert"] for rule in RULES
+    }
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus' promtool")
+def test_promtool_agrees():
+    """KJO-103: the rules are valid, and fire when they should."""
+    for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts.test.yml"]):
+        subprocess.run(["promtool", *command], cwd=MONITORING_FILES, check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

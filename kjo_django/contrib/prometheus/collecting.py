@@ -10,19 +10,21 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol, runtime_checkable
 
+from django.db import connections
 from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.backends import get_coordination
 from kjo_django.contrib.prometheus.exposition import Family
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import Job, MetricBucket
+from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState, Job, MetricBucket
 from kjo_django.models.metric_bucket import BOUNDS
 from kjo_django.operations import status
 from kjo_django.operations.counting import COUNT_LIMIT, grouped_counts
 from kjo_django.operations.health import lag_by_partition
 from kjo_django.operations.queues import overview
 from kjo_django.producer.dispatch import jobs_database
+from kjo_django.worker.sessions import PREFIX
 
 logger = logging.getLogger("kjo_django")
 
@@ -71,9 +73,11 @@ def collect(timeout: float) -> list[Family]:
         _production(now, names),
         lag,
         *_queues(now, queues),
+        *_deaths(now, names),
         *_relay(now),
         *_workers(now),
         memory,
+        _sessions(),
         collected,
     ]
 
@@ -96,11 +100,10 @@ def _executions(now: datetime) -> Iterable[Family]:
 
     Every handler is told of from the start, or the first failure of an hour would go unseen.
     """
-    hour = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
     done: dict[tuple[str, str], _Done] = defaultdict(_Done)
     for handler in registry.handlers():
         done[handler.options.queue, handler.name] = _Done()
-    rows = MetricBucket.objects.using(jobs_database()).filter(minute__gte=hour).order_by()
+    rows = MetricBucket.objects.using(jobs_database()).filter(minute__gte=_hour(now)).order_by()
     columns = (
         *("queue", "handler", "run_histogram", "wait_histogram"),
         *("run_seconds_sum", "wait_seconds_sum", *_COUNTERS),
@@ -129,6 +132,10 @@ def _executions(now: datetime) -> Iterable[Family]:
         wait.add_histogram(LE, sums.waits, sums.wait_seconds, **labels)
     yield run
     yield wait
+
+
+def _hour(now: datetime) -> datetime:
+    return now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
 
 
 def _add(sums: list[int], counts: Sequence[int]) -> None:
@@ -164,18 +171,70 @@ def _lag(deadline: float) -> tuple[Family, bool]:
 
 
 def _queues(now: datetime, queues: Sequence[dict[str, Any]]) -> Iterable[Family]:
-    waiting = status.oldest_waiting(now)
+    waiting = status.due(now)
     letters, _ = status.open_dead_letters()
     since = Family("kjo_oldest_waiting_seconds", "gauge", "Since when the oldest due job waits.")
     dead = Family("kjo_dead_letters_open", "gauge", f"Open dead letters, at most {COUNT_LIMIT}.")
+    due = Family(
+        "kjo_jobs_due", "gauge", "Due jobs that are not done, the running ones among them."
+    )
     paused = Family("kjo_queue_paused", "gauge", "1 while an operator paused the queue.")
     for queue in sorted({*(row["queue"] for row in queues), *letters}):
-        age = (now - waiting[queue]).total_seconds() if queue in waiting else 0.0
+        found = waiting.get(queue)
+        age = (now - found.oldest).total_seconds() if found is not None else 0.0
         since.add(max(0.0, age), queue=queue)
+        due.add(found.jobs if found is not None else 0, queue=queue)
         dead.add(letters.get(queue, 0), queue=queue)
     for row in queues:
         paused.add(int(row["is_paused"]), queue=row["queue"])
-    return since, dead, paused
+    return since, due, dead, paused
+
+
+def _deaths(now: datetime, names: Sequence[str]) -> Iterable[Family]:
+    """Of the letters written this hour, bounded as the rest: newest first, to a limit."""
+    rows = DeadLetter.objects.using(jobs_database()).filter(pk__gte=uuid7_floor(_hour(now)))
+    groups, _ = grouped_counts(rows.order_by("-pk"), ("queue", "reason", "state"))
+    written = Family(
+        "kjo_dead_letters_total", "counter", "Dead letters written this hour (UTC), by reason."
+    )
+    discarded = Family(
+        "kjo_dead_letters_discarded_total",
+        "counter",
+        "Those of them that were discarded, by somebody or by max_kills.",
+    )
+    by_reason: dict[tuple[str, str], int] = defaultdict(int)
+    by_queue: dict[str, int] = dict.fromkeys(names, 0)
+    for (queue, reason, state), (count, _) in groups.items():
+        by_reason[queue, reason] += count
+        by_queue.setdefault(queue, 0)
+        by_queue[queue] += count if state == DeadLetterState.DISCARDED else 0
+    for queue in sorted(by_queue):
+        discarded.add(by_queue[queue], queue=queue)
+        for reason in DeadLetterReason.values:
+            written.add(by_reason[queue, reason], queue=queue, reason=reason)
+    return written, discarded
+
+
+def _sessions() -> Family:
+    """Only on PostgreSQL, whose connections are what runs out."""
+    family = Family(
+        "kjo_database_connections", "gauge", "Sessions of the jobs' PostgreSQL database."
+    )
+    connection = connections[jobs_database()]
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute(_SESSIONS, [f"{PREFIX}%", f"{PREFIX}%"])
+            workers, others = cursor.fetchone()
+        family.add(workers, client="worker")
+        family.add(others, client="other")
+    return family
+
+
+_SESSIONS = """
+SELECT count(*) FILTER (WHERE application_name LIKE %s),
+    count(*) FILTER (WHERE application_name NOT LIKE %s)
+FROM pg_stat_activity WHERE datname = current_database()
+"""
 
 
 def _relay(now: datetime) -> Iterable[Family]:
