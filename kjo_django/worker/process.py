@@ -6,6 +6,7 @@
     kjo-relay        publishes committed jobs, where a transport needs it
     kjo-heartbeat    leases, sign of life, metrics, what others want of running jobs
     kjo-rescue       one worker at a time: queued jobs whose message is gone
+    kjo-lag          for each queue one worker at a time: how far behind it is
 
 Stopping: admit nothing more, let running groups end within the grace period while the pollers keep
 the membership, hand back what was not started without spending its attempt, commit, leave.
@@ -51,6 +52,7 @@ from kjo_django.transports.base import TopicPartition
 from kjo_django.worker.controls import Controls
 from kjo_django.worker.draining import waiting_records
 from kjo_django.worker.heartbeat import Heartbeat
+from kjo_django.worker.lagging import LagWatch
 from kjo_django.worker.listening import PublishListener
 from kjo_django.worker.rescuer import Rescuer
 from kjo_django.worker.sessions import mark_sessions
@@ -145,7 +147,10 @@ class Worker:
         )
         self.is_relaying = relay and bool(self._relay.queues)
         self._heartbeat = Heartbeat(self)
-        self._rescuer = Rescuer(self.leases.token)
+        self._duties = [
+            Rescuer(self.leases.token),
+            LagWatch(self.leases.token, self.queues),
+        ]
 
     def _make_pollers(self) -> list[Poller]:
         conf = get_settings()
@@ -228,7 +233,10 @@ class Worker:
             poller.start()
         self._threads = [
             threading.Thread(target=self._listener.run, name="kjo-listen", daemon=True),
-            threading.Thread(target=self._rescuer.run, name="kjo-rescue", daemon=True),
+            *(
+                threading.Thread(target=duty.run, name=f"kjo-{duty.name}", daemon=True)
+                for duty in self._duties
+            ),
         ]
         if self.is_relaying:
             self._threads.append(
@@ -282,7 +290,8 @@ class Worker:
         for poller in self.pollers:
             poller.drain()
         self._relay.stop()
-        self._rescuer.stop()
+        for duty in self._duties:
+            duty.stop()
         self._listener.stop()
         self.lanes.stop()
         is_drained = self.lanes.wait_for(None, grace)

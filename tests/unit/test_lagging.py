@@ -1,0 +1,87 @@
+"""The lag of queues, as one worker for all writes it down."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from kjo_django.backends import get_coordination, get_transport
+from kjo_django.conf import get_settings
+from kjo_django.exceptions import PublishError
+from kjo_django.models import MetricBucket, MetricRollup
+from kjo_django.operations import metrics
+from kjo_django.worker import lagging
+from kjo_django.worker.lagging import LagWatch, note_lag
+from tests.ledger.jobs import write
+from tests.unit.deliveries import KJO, Bench
+
+pytestmark = pytest.mark.django_db
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(autouse=True)
+def _configured(settings):
+    settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "other": {}}}
+
+
+def watch(token: str = "me") -> LagWatch:
+    conf = get_settings()
+    return LagWatch(token, [conf.queue("ledger"), conf.queue("other")])
+
+
+def lags() -> dict[str, int]:
+    return dict(MetricBucket.objects.values_list("queue", "lag"))
+
+
+def test_what_waits_is_written_down_and_shown():
+    # Given
+    Bench().poll()
+    write.enqueue_many({"job": str(number)} for number in range(3))
+    # When
+    watch().work(["LAG:ledger", "LAG:other"])
+    # Then
+    assert lags() == {"ledger": 3, "other": 0}
+    assert metrics.totals(HOUR).lag == 3
+    assert metrics.series(timedelta(days=7)).points[-1].lag == 3
+
+
+def test_whoever_writes_writes_the_same_rows():
+    """Or screens, which add rows up, would show the lag of every worker there ever was."""
+    note_lag("ledger", 5)
+    note_lag("ledger", 4)
+    assert lags() == {"ledger": 4}
+    assert MetricRollup.objects.count() == 2
+
+
+def test_one_worker_asks_for_each_queue():
+    # Given another worker that has one of them
+    get_coordination().claim(["LAG:ledger"], "another", HOUR)
+    # Then
+    assert watch()._take(HOUR) == ["LAG:other"]
+
+
+def test_a_transport_that_is_away_is_asked_once_and_nothing_breaks(monkeypatch):
+    # Given
+    asked = []
+
+    def away(topics, group):
+        asked.append(topics)
+        raise PublishError("no broker")
+
+    monkeypatch.setattr(get_transport(), "lag", away)
+    # When
+    watch().work(["LAG:ledger", "LAG:other"])
+    # Then
+    assert len(asked) == 1
+    assert lags() == {}
+
+
+def test_a_slow_answer_is_asked_for_less_often(monkeypatch, settings):
+    settings.KJO = {**KJO, "HEARTBEAT_INTERVAL": 5}
+    slow = watch()
+    assert slow.pause() == timedelta(seconds=15)
+    clock = iter([0.0, 3.0])
+    monkeypatch.setattr(lagging.time, "monotonic", lambda: next(clock))
+    slow.work([])
+    assert slow.pause() == timedelta(seconds=60)
