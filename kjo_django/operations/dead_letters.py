@@ -23,11 +23,11 @@ from django.utils import timezone
 from kjo_django import signals
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.consumer.work import Result
-from kjo_django.exceptions import PublishError
+from kjo_django.exceptions import MessageError, PublishError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterState, Job
-from kjo_django.operations import republishing
+from kjo_django.operations import redaction, republishing
 from kjo_django.operations.jobs import (
     Outcomes,
     close_as_replayed,
@@ -183,14 +183,16 @@ def edit_and_replay(
 
     Whoever calls this for somebody has checked the permission ``edit_payload``.
 
-    :param value: the payload, or the event's bytes, repaired.
+    :param value: the payload, or the event's bytes, repaired. Where it says ``[redacted]``, as
+        ``redaction.shown_value`` showed it, what the letter has there is kept.
     :raises MessageError: it is not what its content type says.
-    :raises ValueError: it is too large.
+    :raises ValueError: it is too large, or nothing was hidden where it says so.
     """
     check_payload_size(value)
     letter = select(DeadLetterFilter(ids=[id])).first()
     if letter is not None:
-        serializer_for(letter.content_type or JSON.content_type).loads(value)
+        value = _with_hidden(letter, value)
+        check_payload_size(value)
     report = ReplayReport("table")
     replayer = _Replayer(report, force=False, actor=actor, on_changed=on_changed, value=value)
     replayer.replay(_id(id))
@@ -269,6 +271,19 @@ def _id(given: UUID | str) -> UUID:
         return given if isinstance(given, UUID) else UUID(given)
     except ValueError:
         raise ValueError(f"{given!r:.80} is no id of a dead letter") from None
+
+
+def _with_hidden(letter: DeadLetter, value: bytes) -> bytes:
+    """Return an edited value, with what its editor was not shown; byte for byte if it was all."""
+    serializer = serializer_for(letter.content_type or JSON.content_type)
+    edited = serializer.loads(value)
+    if not redaction.is_marked(edited):
+        return value
+    try:
+        original = [serializer.loads(bytes(letter.value))] if letter.value is not None else []
+    except MessageError:
+        original = []  # nothing was shown of it, so nothing was hidden
+    return serializer.dumps(redaction.restored(edited, *original))
 
 
 def _keys(rows: QuerySet[DeadLetter]) -> Iterator[Any]:

@@ -1,13 +1,23 @@
-"""Fields nobody is shown: passwords, tokens, and what a job names itself."""
+"""Fields nobody is shown: passwords, tokens, and what a job names itself.
+
+What was hidden can come back from an editor who never saw it: ``restored`` puts it in again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
+from kjo_django import registry
 from kjo_django.conf import get_settings
+from kjo_django.exceptions import MessageError
+from kjo_django.messages.serializers import JSON, load_result, serializer_for
+from kjo_django.models import DeadLetter, Job
 
 REDACTED = "[redacted]"
+LONGEST_SHOWN = 100_000
+"""Bytes; what is longer is not decoded to be shown."""
 DEEPEST = 100
 """Levels looked into; what lies deeper is not shown at all."""
 
@@ -41,3 +51,119 @@ def _redacted(value: Any, names: list[str], depth: int) -> Any:
 def _is_secret(key: Any, names: list[str]) -> bool:
     lowered = str(key).lower()
     return any(name in lowered for name in names)
+
+
+# --- What is shown of rows ------------------------------------------------------------------------
+
+
+def shown_payload(job: Job) -> Any:
+    """Return a job's payload as anybody may be shown it: decoded, redacted, ready for JSON.
+
+    What cannot be decoded, or is longer than 100,000 bytes, is shown as text that says so.
+    """
+    serializer = job.content_type
+    return _shown(
+        bytes(job.payload), lambda data: serializer_for(serializer).loads(data), job.handler
+    )
+
+
+def shown_result(job: Job) -> Any:
+    """Return a job's result in the same way; None for none."""
+    if job.result is None:
+        return None
+    return _shown(
+        bytes(job.result),
+        lambda data: load_result(data, serializer_for(job.content_type)),
+        job.handler,
+    )
+
+
+def shown_value(letter: DeadLetter) -> Any:
+    """Return a dead letter's value in the same way; None for a record without one."""
+    if letter.value is None:
+        return None
+    content_type = letter.content_type or JSON.content_type
+    return _shown(
+        bytes(letter.value), lambda data: serializer_for(content_type).loads(data), letter.handler
+    )
+
+
+def _shown(data: bytes, decode: Callable[[bytes], Any], handler: str) -> Any:
+    if len(data) > LONGEST_SHOWN:
+        return f"<{len(data):,} bytes: too long to be shown>"
+    try:
+        value = redacted(decode(data), also=hidden_by(handler))
+        # What other serializers than JSON's hold beside it is told in words.
+        text = json.dumps(value, default=_in_words, skipkeys=True, ensure_ascii=False)
+        return json.loads(text.encode("utf-8", "replace"), parse_constant=str)
+    except (MessageError, LookupError, TypeError, ValueError, RecursionError) as error:
+        return f"<{len(data):,} bytes: {error}>"
+
+
+def _in_words(value: Any) -> str:
+    return f"<{len(value):,} bytes>" if isinstance(value, (bytes, bytearray)) else str(value)
+
+
+def hidden_by(handler: str) -> tuple[str, ...]:
+    """Return the fields a handler hides beside those of the settings."""
+    found = registry.find(handler)
+    return found.options.redact if found is not None else ()
+
+
+# --- What comes back ------------------------------------------------------------------------------
+
+
+class _Missing:
+    """There is no original."""
+
+
+_MISSING: Final = _Missing()
+
+
+def is_marked(value: Any) -> bool:
+    """Whether anything in a value stands for what was not shown."""
+    if isinstance(value, dict):
+        return any(is_marked(each) for each in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(is_marked(each) for each in value)
+    return isinstance(value, str) and value == REDACTED
+
+
+def restored(edited: Any, original: Any = _MISSING) -> Any:
+    """Return an edited value with every ``[redacted]`` replaced by what the original has there.
+
+    Fields are found by their name, items of a list by their place.
+
+    :raises ValueError: the original has nothing in that place, or a list that holds hidden values
+        has become longer or shorter, so that nobody can tell which belongs to which.
+    """
+    return _restored(edited, original, "")
+
+
+def _restored(edited: Any, original: Any, path: str) -> Any:
+    if isinstance(edited, str) and edited == REDACTED:
+        if isinstance(original, _Missing):
+            where = path or "the value"
+            raise ValueError(
+                f"{where} is {REDACTED}, but nothing was hidden there; write the value itself"
+            )
+        return original
+    if isinstance(edited, dict):
+        known = original if isinstance(original, dict) else {}
+        return {
+            key: _restored(each, known.get(key, _MISSING), f"{path}.{key}" if path else str(key))
+            for key, each in edited.items()
+        }
+    if isinstance(edited, list) and is_marked(edited):
+        known_items = original if isinstance(original, (list, tuple)) else []
+        if len(known_items) != len(edited):
+            where = path or "the value"
+            raise ValueError(
+                f"{where} had {len(known_items)} items and now has {len(edited)}: which hidden "
+                "value belongs to which cannot be told; write the values themselves"
+            )
+        return [
+            _restored(each, known, f"{path}[{place}]")
+            for place, (each, known) in enumerate(zip(edited, known_items, strict=True))
+        ]
+    return edited

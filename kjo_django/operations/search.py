@@ -31,7 +31,7 @@ from kjo_django.models import Job
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.job_filter import JobFilter, parse
 from kjo_django.operations.jobs import live_leases
-from kjo_django.operations.redaction import is_redacted
+from kjo_django.operations.redaction import hidden_by, is_redacted
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import OPEN, JobState, JobStatus
 
@@ -248,8 +248,7 @@ class _Look:
         return Job.objects.using(self._using).filter(pk__in=fitting)
 
     def _fits(self, job: Job) -> bool:
-        handler = registry.find(job.handler)
-        hidden = handler.options.redact if handler is not None else ()
+        hidden = hidden_by(job.handler)
         value = job.arguments
         return all(
             not any(is_redacted(part, also=hidden) for part in path.split("."))

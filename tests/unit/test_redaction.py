@@ -1,0 +1,175 @@
+"""What nobody is shown, and how it comes back from who edits the rest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kjo_django import job, registry
+from kjo_django.messages.serializers import dump_result
+from kjo_django.models import DeadLetter, Job
+from kjo_django.operations import dead_letters, redaction
+from kjo_django.operations.redaction import (
+    REDACTED,
+    redacted,
+    restored,
+    shown_payload,
+    shown_result,
+    shown_value,
+)
+from tests.factories import DeadLetterFactory, JobFactory
+from tests.unit.deliveries import as_job
+
+
+@pytest.fixture(autouse=True)
+def _configured(monkeypatch):
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+
+
+def build(value, **columns) -> Job:
+    return JobFactory.build(payload=json.dumps(value).encode(), **columns)
+
+
+# --- Shown ----------------------------------------------------------------------------------------
+
+
+def test_a_handler_hides_fields_of_its_own_in_payload_result_and_dead_letter():
+    # Given
+    as_job(lambda iban: None, "tests.pay", redact=("iban",))
+    value = {"iban": "DE00", "to": [{"IBAN_2": "DE01", "name": "ada"}], "password": "x"}
+    shown = {"iban": REDACTED, "to": [{"IBAN_2": REDACTED, "name": "ada"}], "password": REDACTED}
+    # Then
+    paying = build(value, handler="tests.pay", result=dump_result(value))
+    assert shown_payload(paying) == shown
+    assert shown_result(paying) == shown
+    letter = DeadLetterFactory.build(handler="tests.pay", value=json.dumps(value).encode())
+    assert shown_value(letter) == shown
+    # And only of its own
+    assert shown_payload(build(value, handler="tests.other"))["iban"] == "DE00"
+
+
+@pytest.mark.parametrize("redact", ["iban", ("",), (1,), 7])
+def test_what_is_to_be_hidden_is_a_list_of_names(redact):
+    with pytest.raises(ValueError, match="redact must be"):
+        job(redact=redact)
+
+
+def test_what_cannot_be_shown_is_told_in_words():
+    assert "Not valid" in shown_payload(JobFactory.build(payload=b"\xff{"))
+    assert "No serializer" in shown_payload(build({}, content_type="image/png"))
+    assert shown_payload(build("x" * 100_001)) == "<100,003 bytes: too long to be shown>"
+    assert shown_result(JobFactory.build(result=None)) is None
+    assert "bytes:" in shown_result(JobFactory.build(result=b'{"no": "wrap"}'))
+    assert shown_value(DeadLetterFactory.build(value=None)) is None
+
+
+def test_what_is_shown_can_be_written_as_json_and_as_a_page():
+    shown = shown_payload(JobFactory.build(payload=b'{"a": "\\ud800"}'))
+    assert json.dumps(shown, allow_nan=False).encode()
+    assert str(shown).encode()
+
+
+def test_other_serializers_values_are_told_in_words():
+    pytest.importorskip("msgpack")
+    from kjo_django.messages.serializers import serializer_for
+
+    data = serializer_for("application/msgpack").dumps({"b": b"123", "token": b"1"})
+    job = JobFactory.build(payload=data, content_type="application/msgpack")
+    assert shown_payload(job) == {"b": "<3 bytes>", "token": REDACTED}
+
+
+# --- Coming back ----------------------------------------------------------------------------------
+
+SECRETS = {
+    "user": {"name": "ada", "password": "p"},
+    "cards": [{"token": "t1", "n": 1}, {"token": "t2", "n": 2}],
+    "api_key": None,
+}
+
+
+def test_an_editor_who_never_saw_the_secrets_keeps_them():
+    # Given
+    edited = redacted(SECRETS)
+    edited["user"]["name"] = "eve"
+    edited["cards"][1]["n"] = 3
+    edited["new"] = [1]
+    # Then
+    assert restored(edited, SECRETS) == {
+        "user": {"name": "eve", "password": "p"},
+        "cards": [{"token": "t1", "n": 1}, {"token": "t2", "n": 3}],
+        "api_key": None,
+        "new": [1],
+    }
+
+
+def test_an_editor_may_write_a_secret_or_leave_it_out():
+    edited = {"user": {"password": "new"}, "cards": [], "api_key": REDACTED}
+    assert restored(edited, SECRETS) == {"user": {"password": "new"}, "cards": [], "api_key": None}
+
+
+@pytest.mark.parametrize(
+    ("edited", "told"),
+    [
+        ({"note": REDACTED}, "note is [redacted], but nothing was hidden there"),
+        ({"user": {"secret": REDACTED}}, "user.secret is [redacted]"),
+        ({"user": [REDACTED]}, "user had 0 items and now has 1"),
+        ({"cards": [{"token": REDACTED}]}, "cards had 2 items and now has 1: which hidden value"),
+        ({"cards": [{"token": "a"}, {"other": REDACTED}]}, "cards[1].other is [redacted]"),
+        (REDACTED, "the value is [redacted]"),
+    ],
+)
+def test_a_mark_without_an_original_is_refused(edited, told):
+    with pytest.raises(ValueError) as caught:
+        restored(edited, *([] if edited == REDACTED else [SECRETS]))
+    assert told in str(caught.value)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "b", "token", "my_password"]), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(_JSON)
+def test_what_is_hidden_and_restored_is_what_it_was(value):
+    assert restored(redacted(value), value) == value
+
+
+@pytest.mark.django_db
+class TestEditAndReplay:
+    """The operation that takes the edited value."""
+
+    def test_the_hidden_fields_of_a_job_run_again_as_they_were(self):
+        letter = DeadLetterFactory(of_job=True, value=b'{"token": "t", "a": 1}')
+        shown = {**shown_value(letter), "a": 2}
+        # When
+        report = dead_letters.edit_and_replay(letter.pk, json.dumps(shown).encode(), actor="ann")
+        # Then
+        assert report.replayed == 1
+        assert Job.objects.get().arguments == {"token": "t", "a": 2}
+        assert DeadLetter.objects.get().arguments == {"token": "t", "a": 1}
+
+    def test_what_was_edited_in_full_is_kept_byte_for_byte(self):
+        letter = DeadLetterFactory(of_job=True, value=b'{"token": "t"}')
+        dead_letters.edit_and_replay(letter.pk, b'{ "token" :  "new" }')
+        assert bytes(Job.objects.get().payload) == b'{ "token" :  "new" }'
+
+    @pytest.mark.parametrize("value", [b'{"a": 1}', b"\xff", None])
+    def test_a_mark_that_stands_for_nothing_changes_nothing(self, value):
+        letter = DeadLetterFactory(of_job=True, value=value)
+        with pytest.raises(ValueError, match="nothing was hidden there"):
+            dead_letters.edit_and_replay(letter.pk, b'{"token": "[redacted]"}')
+        letter.refresh_from_db()
+        assert letter.state == "open"
+
+
+def test_nothing_is_marked_by_chance():
+    assert not redaction.is_marked({"a": ["redacted", "x [redacted]"]})
+    assert redaction.is_marked({"a": [{"b": REDACTED}]})
