@@ -1,22 +1,26 @@
-"""Many dead letters at once."""
+"""Many dead letters at once: few within the request, many as a job in the background."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
+from rest_framework import status
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from kjo_django.api import letter_shapes as shapes
 from kjo_django.api.base import KjoView
+from kjo_django.api.dead_letters import TAG
+from kjo_django.api.jobs import job_url
 from kjo_django.api.openapi import documented
 from kjo_django.api.problems import Conflict
-from kjo_django.operations import dead_letters
+from kjo_django.models import Job
+from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations.counting import bounded_count
 
-TAG = "dead letters"
-MOST = 500
-"""Dead letters done within one request."""
+BACKGROUND = (shapes.Background, "They are many: a job does it. `Location` is its address.")
 
 
 class ReplayView(KjoView):
@@ -27,25 +31,29 @@ class ReplayView(KjoView):
     @documented(
         "dead_letters_bulk_replay",
         TAG,
-        {200: shapes.ReplayReport},
+        {200: shapes.ReplayReport, 202: BACKGROUND},
         body=shapes.BulkReplayBody,
         problems=[409, 503],
     )
     def post(self, request: Request) -> Response:
         """Replay the open dead letters a selection takes, oldest first."""
         body = self.body(shapes.BulkReplayBody)
-        selection = shapes.selected(body)
-        if not body["dry_run"]:
-            refuse_many(selection, body.get("limit"))
-        report = dead_letters.replay(
-            selection,
-            limit=body.get("limit"),
-            rate=body.get("rate"),
-            dry_run=body["dry_run"],
-            force=body["force"],
-            actor=self.actor,
-            on_changed=self.audit("Replayed."),
-        )
+        selection, audit = shapes.selected(body), self.audit("Replayed.")
+        options = {"rate": body.get("rate"), "force": body["force"], "actor": self.actor}
+        if body["dry_run"] or body.get("limit"):
+            report = dead_letters.replay(
+                selection,
+                limit=body.get("limit"),
+                dry_run=body["dry_run"],
+                on_changed=audit,
+                **options,
+            )
+        else:
+            with refusing():
+                done = bulk.replay_or_start(selection, on_changed=audit, **options)
+            if isinstance(done, Job):
+                return in_background(self, done, "Replays dead letters.")
+            report = done
         return Response(shapes.ReplayReport(report.as_dict()).data)
 
 
@@ -57,28 +65,44 @@ class DiscardView(KjoView):
     @documented(
         "dead_letters_bulk_discard",
         TAG,
-        {200: shapes.DiscardReport},
+        {200: shapes.DiscardReport, 202: BACKGROUND},
         body=shapes.BulkDiscardBody,
         problems=[409],
     )
     def post(self, request: Request) -> Response:
         """Close the open dead letters a selection takes, without running them again."""
         body = self.body(shapes.BulkDiscardBody)
-        selection = shapes.selected(body)
+        selection, note = shapes.selected(body), body["note"]
         if body["dry_run"]:
             count = bounded_count(dead_letters.select(selection))
         else:
-            refuse_many(selection, None)
-            note = body["note"]
             audit = self.audit(f"Discarded: {note}")
-            count = dead_letters.discard(selection, note=note, actor=self.actor, on_changed=audit)
+            with refusing():
+                done = bulk.discard_or_start(
+                    selection, note=note, actor=self.actor, on_changed=audit
+                )
+            if isinstance(done, Job):
+                return in_background(self, done, f"Discards dead letters: {note}")
+            count = done
         answer = {"dry_run": body["dry_run"], "discarded": count}
         return Response(shapes.DiscardReport(answer).data)
 
 
-def refuse_many(selection: dead_letters.DeadLetterFilter, limit: int | None) -> None:
-    """Refuse what would keep a request too long."""
-    if limit is not None and limit <= MOST:
-        return
-    if bounded_count(dead_letters.select(selection), MOST + 1) > MOST:
-        raise Conflict(f"The selection takes more than {MOST}; restrict it, or give a limit.")
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Tell why it cannot be done in the background: no worker would do it."""
+    try:
+        yield
+    except ValueError as error:
+        raise Conflict(str(error)) from None
+
+
+def in_background(view: KjoView, job: Job, message: str) -> Response:
+    """Answer with the job that does it; what each letter's log would say, the job's does."""
+    view.audit(message, is_new=True)([job])
+    url = job_url(view.request, job.pk)
+    return Response(
+        shapes.Background({"job": job.pk, "url": url}).data,
+        status=status.HTTP_202_ACCEPTED,
+        headers={"Location": url},
+    )

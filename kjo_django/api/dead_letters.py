@@ -78,8 +78,8 @@ class DeadLetterView(KjoView):
         answer = summary(letter) | {name: getattr(letter, name) for name in _DETAILS}
         if self.sees_payloads:
             answer |= {
-                "key": None if letter.key is None else shown_text(letter.key),
-                "payload": shown(letter.arguments),
+                **({} if letter.key is None else {"key": shown_text(letter.key)}),
+                "payload": shown(letter.arguments, letter.handler),
                 "headers": shown_headers(letter.headers),
                 "traceback": letter.traceback,
             }

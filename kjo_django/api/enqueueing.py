@@ -34,10 +34,18 @@ def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) ->
     return answer
 
 
+def is_for_callers(handler: registry.Handler) -> bool:
+    """Whether a program outside may enqueue it: what ``@job`` declares in the project.
+
+    Those of queues, events and tasks take messages that their own side makes and checks. Our own
+    do what needs more than the permission to enqueue, for whoever their payload names.
+    """
+    return type(handler) is registry.Handler and handler in registry.handlers()
+
+
 def _build(body: dict[str, Any]) -> Job:
     handler = registry.find(body["handler"])
-    # Those of queues, events and tasks take messages that their own side makes and checks.
-    if handler is None or type(handler) is not registry.Handler:
+    if handler is None or not is_for_callers(handler):
         raise ValidationError({"handler": f"No job is named {body['handler']!r}."}, code="unknown")
     given = {name: body[name] for name in OPTIONS if body.get(name) is not None}
     try:

@@ -22,7 +22,7 @@ from kjo_django.api.fields import (
     Word,
 )
 from kjo_django.api.openapi import page_of
-from kjo_django.api.paging import PageQuery
+from kjo_django.api.paging import page_limit
 from kjo_django.models import DeadLetterState
 from kjo_django.states import JobState, JobStatus
 
@@ -83,15 +83,29 @@ class NoBody(Body):
     """Nothing: an empty body, or an object without members."""
 
 
-class JobQuery(PageQuery):
-    """Which jobs. State, and `unique_id`, are served by an index at any size; the others look
-    through 50,000 rows for each page."""
+MAX_SEARCH = 4000
+SEARCHED = ("state", "queue", "handler", "key", "unique_id")
 
-    state = Word("JobState", JobState.values, required=False)
+
+class JobQuery(Query):
+    """Which jobs. A text that ends in `*` is a beginning. Ids, a time of creation and every state
+    but completed are served by an index; for the rest the newest 100,000 of these are looked at,
+    and `is_windowed` says so."""
+
+    q = serializers.CharField(
+        max_length=MAX_SEARCH,
+        required=False,
+        help_text="A search, such as `state:failed handler:shop.* args.order_id:7 since:2h`.",
+    )
+    state = Word("JobStatus", JobStatus.values, required=False)
     queue = serializers.CharField(max_length=100, required=False)
     handler = serializers.CharField(max_length=100, required=False)
     key = serializers.CharField(max_length=255, required=False)
     unique_id = serializers.CharField(max_length=255, required=False, trim_whitespace=False)
+    cursor = serializers.CharField(
+        max_length=100, required=False, help_text="`next_cursor` of the page before this one."
+    )
+    limit = page_limit()
 
 
 class WaitQuery(Query):
@@ -140,7 +154,12 @@ class Job(Shape):
     error = serializers.CharField(allow_null=True)
 
 
-JobPage = page_of(Job)
+class JobPage(page_of(Job)):  # type: ignore[misc]
+    """A page of jobs."""
+
+    is_windowed = serializers.BooleanField(
+        help_text="Whether older jobs were not looked at, which may fit as well."
+    )
 
 
 class Progress(Shape):

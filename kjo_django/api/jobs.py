@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from django.db.models import QuerySet
@@ -10,20 +11,22 @@ from django.http import Http404
 from django.urls import reverse
 from drf_spectacular.utils import OpenApiExample
 from rest_framework import status
+from rest_framework.exceptions import PermissionDenied, ValidationError
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from kjo_django import registry, states
+from kjo_django import states
 from kjo_django.api import job_shapes as shapes
 from kjo_django.api.base import KjoView, id_of, may
 from kjo_django.api.enqueueing import enqueue
 from kjo_django.api.openapi import ID, documented
-from kjo_django.api.paging import page
 from kjo_django.api.showing import shown, shown_result
 from kjo_django.conf import get_settings
 from kjo_django.consumer.leases import lease_name
 from kjo_django.exceptions import JobQueueError
 from kjo_django.models import DeadLetter, Job, JobFailure
+from kjo_django.operations import search
+from kjo_django.operations.job_filter import JobFilter
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import redacted
@@ -70,8 +73,16 @@ class JobsView(KjoView):
     def get(self, request: Request) -> Response:
         """List jobs, newest first, without their payloads."""
         query = self.query(shapes.JobQuery)
-        found = page(*_selected(query), cursor=query.get("cursor"), limit=query["limit"])
-        answer = {"results": summaries(found.rows), "next_cursor": found.next_cursor}
+        wanted = _filter(self, query)
+        try:
+            found = search.page(wanted, after=query.get("cursor"), size=query["limit"])
+        except ValueError as error:
+            raise ValidationError({"cursor": str(error)}) from None
+        answer = {
+            "results": summaries(found.rows),
+            "next_cursor": found.next,
+            "is_windowed": found.is_windowed,
+        }
         return Response(shapes.JobPage(answer).data)
 
     @documented(
@@ -167,18 +178,22 @@ def job_url(request: Request, id: Any) -> str:
     return reverse(f"{request.resolver_match.namespace}:job", args=(id,))
 
 
-def _selected(query: dict[str, Any]) -> tuple[QuerySet[Job], QuerySet[Job]]:
-    """Return the rows an index serves, and those of them that are wanted."""
-    rows = _rows()
-    if "unique_id" in query:
-        queues = [query["queue"]] if "queue" in query else registry.queue_names()
-        rows = rows.filter(queue__in=queues, unique_id=query["unique_id"])
-    if query.get("state", JobState.COMPLETED) != JobState.COMPLETED:
-        rows = rows.filter(state=query["state"])
-    wanted = {name: query[name] for name in ("state", "queue", "handler", "key") if name in query}
-    if wanted.keys() <= {"state"} and wanted.get("state") != JobState.COMPLETED:
-        return rows, rows
-    return rows, rows.filter(**wanted)
+def _filter(view: KjoView, query: dict[str, Any]) -> JobFilter:
+    """Return what is looked for: the search, and each parameter in it.
+
+    :raises ValidationError: they contradict each other, or the search cannot be understood.
+    """
+    try:
+        found = search.parse(query.get("q", ""))
+    except ValueError as error:
+        raise ValidationError({"q": str(error)}) from None
+    if found.arguments and not view.sees_payloads:
+        raise PermissionDenied("To search payloads takes the permission to see them.")
+    given = {name: query[name] for name in shapes.SEARCHED if name in query}
+    twice = [name for name in given if getattr(found, name) is not None]
+    if twice:
+        raise ValidationError(dict.fromkeys(twice, "Given in `q` too."))
+    return replace(found, **given)
 
 
 def statuses(rows: Sequence[Job]) -> dict[Any, JobStatus]:
@@ -224,7 +239,7 @@ def detail(view: KjoView, id: str) -> dict[str, Any]:
     if may(view.request, "view_deadletter"):
         answer["dead_letters"] = _letters(job)
     if view.sees_payloads:
-        answer["payload"] = shown(job.arguments)
+        answer["payload"] = shown(job.arguments, job.handler)
         answer["headers"] = {name: str(text) for name, text in redacted(job.headers or {}).items()}
         if job.state == JobState.COMPLETED:
             answer["result"] = shown_result(job)

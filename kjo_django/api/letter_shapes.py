@@ -19,10 +19,10 @@ from kjo_django.api.fields import (
     Whole,
     Word,
 )
-from kjo_django.api.job_shapes import LARGEST
 from kjo_django.api.openapi import page_of
 from kjo_django.api.paging import MAX_LIMIT, PageQuery
 from kjo_django.models import DeadLetterReason, DeadLetterState
+from kjo_django.operations.bulk import PATIENT_SECONDS, SYNCHRONOUS_LIMIT
 from kjo_django.operations.dead_letters import DeadLetterFilter
 
 FILTERS = ("queue", "handler", "reason", "error", "fingerprint", "since", "until")
@@ -111,7 +111,23 @@ class BulkReplayBody(Selection):
     rate = Number(
         required=False, allow_null=True, min_value=0.01, max_value=100_000, help_text="A second."
     )
-    limit = Whole(required=False, allow_null=True, min_value=1, max_value=LARGEST)
+    limit = Whole(
+        required=False,
+        allow_null=True,
+        min_value=1,
+        max_value=SYNCHRONOUS_LIMIT,
+        help_text="At most so many, within this request.",
+    )
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """Refuse what would take longer than a request should."""
+        limit, rate = attrs.get("limit"), attrs.get("rate")
+        if limit and rate and limit / rate > PATIENT_SECONDS:
+            said = (
+                f"So many at this rate take longer than {PATIENT_SECONDS} s; leave one of them out."
+            )
+            raise serializers.ValidationError({"limit": said})
+        return super().validate(attrs)
 
 
 class BulkDiscardBody(Selection):
@@ -162,7 +178,9 @@ class DeadLetterDetail(DeadLetter):
     consumer_group = serializers.CharField(allow_blank=True)
     content_type = serializers.CharField(allow_blank=True)
     key = serializers.CharField(
-        required=False, allow_null=True, help_text="With the permission `view_payload`."
+        required=False,
+        allow_blank=True,
+        help_text="If it has one; with the permission `view_payload`.",
     )
     payload = JSONValue(required=False, help_text="Redacted; with the permission `view_payload`.")
     headers = serializers.DictField(

@@ -22,17 +22,22 @@ WINDOW = 50_000
 DEFAULT_LIMIT, MAX_LIMIT = 50, 200
 
 
-class PageQuery(Query):
-    """Which page."""
-
-    cursor = Identifier(required=False, help_text="`next_cursor` of the page before this one.")
-    limit = serializers.IntegerField(
+def page_limit() -> serializers.IntegerField:
+    """Return the field that says how long a page may be."""
+    return serializers.IntegerField(
         required=False,
         default=DEFAULT_LIMIT,
         min_value=1,
         max_value=MAX_LIMIT,
         help_text="Most rows of the page.",
     )
+
+
+class PageQuery(Query):
+    """Which page."""
+
+    cursor = Identifier(required=False, help_text="`next_cursor` of the page before this one.")
+    limit = page_limit()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,24 +5,28 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from kjo_django import registry
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
-from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job
 from kjo_django.operations.redaction import redacted
 from kjo_django.producer.enqueue import result_of
 
 
-def shown(value: Any) -> Any:
+def shown(value: Any, handler: str) -> Any:
     """Return a decoded value, redacted, as plain JSON: bytes in hexadecimal, and as text what JSON
-    has no word for."""
-    return _plain(redacted(value))
+    has no word for.
+
+    :param handler: by name, whose own secrets are not shown either.
+    """
+    found = registry.find(handler)
+    return _plain(redacted(value, also=found.options.redact if found is not None else ()))
 
 
 def shown_result(job: Job) -> Any:
     """Return what the handler returned; text that says why where it cannot be read."""
     try:
-        return shown(result_of(job))
+        return shown(result_of(job), job.handler)
     except (MessageError, KeyError, TypeError) as error:
         return f"<{len(job.result or b'')} bytes: {error}>"
 
@@ -41,7 +45,8 @@ def shown_text(value: Any) -> str:
             return raw.decode()
         except UnicodeDecodeError:
             return f"0x{raw.hex()}"
-    return storable_text(str(value))
+    # A lone surrogate is what no encoding takes; all else is data, whatever it looks like.
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def _plain(value: Any) -> Any:

@@ -124,7 +124,9 @@ class ProcessedEventsView(KjoView):
         rows = ProcessedEventRow.objects.using(jobs_database()).filter(**query).order_by("pk")
         results = [
             {
-                name: shown(row.event_data) if name == "event_data" else getattr(row, name)
+                name: shown(row.event_data, row.event_type)
+                if name == "event_data"
+                else getattr(row, name)
                 for name in names
             }
             for row in rows.only(*names)[:MOST_EVENTS]
