@@ -27,7 +27,7 @@ from tests.factories import (
     WorkerFactory,
 )
 
-EXAMPLES = 25
+EXAMPLES = 10
 """Of each operation, beside those Schemathesis makes of every limit the schema names."""
 
 # What a schema cannot say: which handlers and queues there are, which members exclude others, that
