@@ -3,6 +3,7 @@ could be a person's: of ids only those that are UUIDs, as ours are."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -38,8 +39,12 @@ _OPAQUE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(:\d+)?", re.IGN
 def system_of(alias: str) -> str:
     """Return what a transport is called: ``kafka``, ``redis_streams``, ``database``, ``memory``; of
     one of the project's own, its class without ``Transport``, with underscores."""
-    name = transport_class(alias).__name__.removesuffix("Transport")
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return _system(transport_class(alias).__name__)
+
+
+@functools.cache
+def _system(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Transport")).lower()
 
 
 def operation(name: str, kind: str) -> Attributes:

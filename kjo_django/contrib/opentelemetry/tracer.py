@@ -267,6 +267,8 @@ def _of(record: Record | OutgoingRecord, name: str) -> str:
 
 def _read(traceparent: str) -> SpanContext:
     """Return the span a traceparent names; an invalid context where it names none."""
+    if not traceparent:
+        return trace.INVALID_SPAN_CONTEXT
     carrier = {names.TRACEPARENT: traceparent}
     under = _W3C.extract(carrier, contexts.Context())
     return trace.get_current_span(under).get_span_context()
