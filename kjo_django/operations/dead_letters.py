@@ -28,6 +28,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import redaction, republishing
+from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.jobs import (
     Outcomes,
     close_as_replayed,
@@ -66,6 +67,8 @@ class Mode(enum.StrEnum):
     """Run it here and now, in this process."""
 
 
+PREVIEW_LIMIT = 1000
+"""Dead letters a preview looks at, unless it is told otherwise."""
 FAILURES_IN_A_ROW = 3
 """After so many refusals of the transport a run stops: it is down, not picky."""
 
@@ -151,7 +154,10 @@ def replay(
     if dry_run:
         return preview(rows, limit=limit, force=force, progress=progress)
     report = ReplayReport("table")
-    total = rows.order_by().count() if limit is None else min(limit, rows.order_by().count())
+    known = bounded_count(rows)
+    total = None if known == COUNT_LIMIT else known
+    if limit is not None:
+        total = min(limit, known)
     pace, failures = Pace(rate), 0
     with ExitStack() as stack:
         reprocessor = stack.enter_context(Reprocessor()) if mode == Mode.REPROCESS else None
@@ -199,14 +205,29 @@ def edit_and_replay(
     return report
 
 
+def count(selection: Selection) -> tuple[int, bool]:
+    """Return how many there are among the newest 100,000 open dead letters, and whether there may
+    be more beyond them."""
+    every = select(DeadLetterFilter()).order_by("-pk").values_list("pk", flat=True)
+    floor = next(iter(every[COUNT_LIMIT:][:1]), None)
+    rows = select(selection)
+    return (rows if floor is None else rows.filter(pk__gt=floor)).count(), floor is not None
+
+
 def preview(
-    rows: QuerySet[DeadLetter],
+    selection: Selection,
     *,
-    limit: int | None = None,
+    limit: int | None = PREVIEW_LIMIT,
     force: bool = False,
     progress: Progress = no_progress,
 ) -> ReplayReport:
-    """Report what a replay would do; changes nothing."""
+    """Report what a replay would do, with what it would refuse and what has taken effect already;
+    changes nothing.
+
+    :param limit: look at no more than the oldest so many, ``report.is_capped`` says if there are
+        more; None for all.
+    """
+    rows = select(selection)
     report = ReplayReport("table", is_dry_run=True)
     columns = ("pk", "reason", "handler", "error_type", "replay_count", "message_id", "job__state")
     for keys in chunks(rows):
@@ -214,6 +235,7 @@ def preview(
         done = republishing.processed({row["message_id"]: row["handler"] for row in found})
         for row in found:
             if limit is not None and report.matched >= limit:
+                report.is_capped = True
                 return report
             report.count(row["reason"], row["handler"], row["error_type"])
             report.already_processed += row["message_id"] in done

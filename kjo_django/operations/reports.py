@@ -21,6 +21,8 @@ class ReplayReport:
 
     source: str
     is_dry_run: bool = False
+    is_capped: bool = False
+    """Of a dry run: whether there are more than it looked at."""
     matched: int = 0
     """Dead letters the filter found, as far as the limit let it look."""
     replayed: int = 0
@@ -65,6 +67,7 @@ class ReplayReport:
         return {
             "source": self.source,
             "dry_run": self.is_dry_run,
+            "is_capped": self.is_capped,
             "matched": self.matched,
             "replayed": self.replayed,
             "refused": dict(self.refused),
