@@ -26,23 +26,14 @@ from typing import Any, ClassVar
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django import registry
-from kjo_django.conf import (
-    declare_queue,
-    flag,
-    get_settings,
-    mapping,
-    option,
-    optional_duration,
-    optional_text,
-    text,
-    whole,
-)
+from kjo_django.conf import declare_queue, get_settings
 from kjo_django.consumer.item_handler import ItemHandler
 from kjo_django.consumer.item_route import ItemRoute
 from kjo_django.producer import item_options
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.wiring import above
 from kjo_django.states import ItemState
+from kjo_django.values import flag, mapping, option, optional_duration, optional_text, text, whole
 
 # ruff: noqa: RUF009 - option() declares a field, as dataclasses.field does.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kjo_django.conf import flag, mapping, text, whole
+from kjo_django.values import flag, mapping, text, whole
 
 MIN_INSYNC_REPLICAS = "min.insync.replicas"
 

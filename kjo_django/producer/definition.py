@@ -13,13 +13,14 @@ from asgiref.sync import sync_to_async
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.conf import QueueConf, duration, get_settings, text, texts, whole
+from kjo_django.conf import QueueConf, get_settings
 from kjo_django.ids import uuid7
 from kjo_django.messages.carried import inherited
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.producer.enqueue import EnqueueResult, check_payload_size, milliseconds, store
 from kjo_django.retries.policy import LONGEST_DELAY
+from kjo_django.values import duration, text, texts, whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 

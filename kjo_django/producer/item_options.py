@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.conf import (
-    convert,
+from kjo_django.conf import convert
+from kjo_django.producer.content_hash import ALGORITHMS
+from kjo_django.values import (
     duration,
     flag,
     option,
@@ -23,7 +24,6 @@ from kjo_django.conf import (
     texts,
     whole,
 )
-from kjo_django.producer.content_hash import ALGORITHMS
 
 T = TypeVar("T")
 

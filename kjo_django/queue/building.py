@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from kjo_django.conf import get_settings, whole
+from kjo_django.conf import get_settings
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import Serializer, register_serializer
 from kjo_django.models import Job
 from kjo_django.producer.definition import EnqueueOptions, new_job
 from kjo_django.producer.enqueue import milliseconds
+from kjo_django.values import whole
 
 DEFAULT_MAX_ATTEMPTS = 3
 """PJQ-34: "3 retries" are three executions (X-1)."""

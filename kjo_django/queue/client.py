@@ -12,7 +12,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 
 from kjo_django import registry
-from kjo_django.conf import declare_queue, declared_queues, get_settings, whole
+from kjo_django.conf import declare_queue, declared_queues, get_settings
 from kjo_django.exceptions import JobNotFoundError, JobStateError
 from kjo_django.messages.serializers import JSON, Serializer
 from kjo_django.models import DeadLetter, Job
@@ -34,6 +34,7 @@ from kjo_django.queue.events import Events, Listener
 from kjo_django.queue.handlers import Hook, QueueHandler, adapt
 from kjo_django.queue.local import LocalWorker
 from kjo_django.states import JobState
+from kjo_django.values import whole
 
 
 class Queue:

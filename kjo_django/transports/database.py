@@ -30,7 +30,6 @@ from django.db import connections
 from django.db.models.signals import post_migrate
 from django.utils import timezone
 
-from kjo_django.conf import duration
 from kjo_django.exceptions import PublishError
 from kjo_django.messages.headers import to_json
 from kjo_django.models import TransportMessage, TransportSubscription
@@ -52,6 +51,7 @@ from kjo_django.transports.database_rows import (
     take_write_lock,
 )
 from kjo_django.transports.database_subscription import DatabaseSubscription
+from kjo_django.values import duration
 
 _GROUPS_KEPT = 3.0
 _MAX_TOPIC = 249

@@ -34,7 +34,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django_redis import get_redis_connection
 from redis.exceptions import RedisError, ResponseError
 
-from kjo_django.conf import duration
 from kjo_django.exceptions import PublishError
 from kjo_django.messages.headers import to_json
 from kjo_django.transports.base import (
@@ -54,6 +53,7 @@ from kjo_django.transports.redis_streams_subscription import (
     lag_of,
     offset_of,
 )
+from kjo_django.values import duration
 
 PIPELINE = 500
 """Entries sent in one round trip."""

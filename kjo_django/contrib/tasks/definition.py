@@ -9,7 +9,6 @@ from typing import Any
 
 from django.utils import timezone
 
-from kjo_django.conf import duration, whole
 from kjo_django.contrib.tasks.compat import (
     DEFAULT_TASK_BACKEND_ALIAS,
     DEFAULT_TASK_PRIORITY,
@@ -21,6 +20,7 @@ from kjo_django.contrib.tasks.compat import (
     TaskResult,
     task_backends,
 )
+from kjo_django.values import duration, whole
 
 
 def _flag(value: Any) -> bool:

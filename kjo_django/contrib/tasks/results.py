@@ -42,6 +42,7 @@ from kjo_django.producer.definition import EnqueueOptions, new_job
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.enqueue import milliseconds, result_of, store
 from kjo_django.states import JobState, JobStatus
+from kjo_django.values import duration
 
 logger = logging.getLogger("kjo_django")
 
@@ -150,7 +151,7 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
     if inspect.iscoroutinefunction(task.func):
         headers[handlers.ASYNC] = "1"
     if timeout is not None:
-        headers[handlers.TIMEOUT] = repr(conf.duration(timeout).total_seconds())
+        headers[handlers.TIMEOUT] = repr(duration(timeout).total_seconds())
     options = EnqueueOptions(
         id=getattr(task, "unique_id", None),
         key=str(key(*args, **kwargs)) if callable(key) else key,
