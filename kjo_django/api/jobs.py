@@ -175,7 +175,8 @@ def find(id: str) -> Job:
 
 def job_url(request: Request, id: Any) -> str:
     """Return the address of a job, wherever the project has put ours."""
-    return reverse(f"{request.resolver_match.namespace}:job", args=(id,))
+    match = request.resolver_match
+    return reverse(f"{match.namespace if match else 'kjo_django_api'}:job", args=(id,))
 
 
 def _filter(view: KjoView, query: dict[str, Any]) -> JobFilter:
