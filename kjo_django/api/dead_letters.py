@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from django.db.models import QuerySet
 from django.http import Http404
 from drf_spectacular.utils import OpenApiExample
+from rest_framework.exceptions import ValidationError
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -15,7 +16,7 @@ from kjo_django.api.base import KjoView, id_of
 from kjo_django.api.openapi import ID, documented
 from kjo_django.api.paging import page
 from kjo_django.api.problems import Conflict, Unavailable
-from kjo_django.api.showing import shown, shown_headers, shown_text
+from kjo_django.api.showing import shown_headers, shown_text, shown_value
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterState
 from kjo_django.operations import dead_letters
@@ -79,7 +80,7 @@ class DeadLetterView(KjoView):
         if self.sees_payloads:
             answer |= {
                 **({} if letter.key is None else {"key": shown_text(letter.key)}),
-                "payload": shown(letter.arguments, letter.handler),
+                "payload": shown_value(letter),
                 "headers": shown_headers(letter.headers),
                 "traceback": letter.traceback,
             }
@@ -133,16 +134,20 @@ class EditView(KjoView):
         ],
     )
     def post(self, request: Request, id: str) -> Response:
-        """Replay a dead letter with another payload; it keeps the one it died with."""
+        """Replay a dead letter with another payload; it keeps the one it died with. Where it says
+        `[redacted]`, what the dead letter has there is kept."""
         payload = self.body(shapes.EditBody)["payload"]
         letter = find(id)
         serializer = serializer_for(letter.content_type or JSON.content_type)
-        report = dead_letters.edit_and_replay(
-            letter.pk,
-            serializer.dumps(payload),
-            actor=self.actor,
-            on_changed=self.audit("Replayed with another payload."),
-        )
+        try:
+            report = dead_letters.edit_and_replay(
+                letter.pk,
+                serializer.dumps(payload),
+                actor=self.actor,
+                on_changed=self.audit("Replayed with another payload."),
+            )
+        except ValueError as error:
+            raise ValidationError({"payload": str(error)}) from None
         return replayed(letter, report)
 
 

@@ -20,7 +20,7 @@ from kjo_django.api import job_shapes as shapes
 from kjo_django.api.base import KjoView, id_of, may
 from kjo_django.api.enqueueing import enqueue
 from kjo_django.api.openapi import ID, documented
-from kjo_django.api.showing import shown, shown_result
+from kjo_django.api.showing import shown_payload, shown_result
 from kjo_django.conf import get_settings
 from kjo_django.consumer.leases import lease_name
 from kjo_django.exceptions import JobQueueError
@@ -240,7 +240,7 @@ def detail(view: KjoView, id: str) -> dict[str, Any]:
     if may(view.request, "view_deadletter"):
         answer["dead_letters"] = _letters(job)
     if view.sees_payloads:
-        answer["payload"] = shown(job.arguments, job.handler)
+        answer["payload"] = shown_payload(job)
         answer["headers"] = {name: str(text) for name, text in redacted(job.headers or {}).items()}
         if job.state == JobState.COMPLETED:
             answer["result"] = shown_result(job)

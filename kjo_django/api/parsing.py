@@ -15,6 +15,11 @@ ROOM = 64 * 1024
 """Bytes a body may have beside its payload."""
 
 
+DEEPEST = 200
+"""Levels: what walks through a payload does so by recursion."""
+TOO_DEEP = f"The body has more than {DEEPEST} levels."
+
+
 def longest_body() -> int:
     """Return how many bytes a body may have: a payload that is allowed fits in, escaped too."""
     return 2 * get_settings().max_payload_bytes + ROOM
@@ -36,12 +41,29 @@ class StrictJSONParser(BaseParser):  # type: ignore[misc]
         if len(body) > limit:
             raise TooLarge(f"The body has more than {limit} bytes.")
         try:
-            return json.loads(body.decode(), parse_constant=_refuse)
+            value = json.loads(body.decode(), parse_constant=_refuse)
         except RecursionError:
-            raise ParseError("The body is nested too deeply.") from None
+            raise ParseError(TOO_DEEP) from None
         except ValueError as error:
             raise ParseError(f"The body is no JSON: {error}") from None
+        if not _is_flat_enough(value):
+            raise ParseError(TOO_DEEP)
+        return value
 
 
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _is_flat_enough(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            each
+            for one in level
+            if isinstance(one, dict | list)
+            for each in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return True
+    return False

@@ -1,40 +1,44 @@
-"""Decoded payloads, results and events as JSON can carry them, without what is secret."""
+"""What programs are shown of payloads, results, keys and headers: whole, and without secrets."""
 
 from __future__ import annotations
 
-import math
+import json
 from typing import Any
 
-from kjo_django import registry
-from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
-from kjo_django.models import Job
-from kjo_django.operations.redaction import redacted
-from kjo_django.producer.enqueue import result_of
+from kjo_django.models import DeadLetter, Job
+from kjo_django.operations import redaction
+
+LONGEST = 2**30
+"""Bytes: a program gets what it stored, however long."""
 
 
-def shown(value: Any, handler: str) -> Any:
-    """Return a decoded value, redacted, as plain JSON: bytes in hexadecimal, and as text what JSON
-    has no word for.
-
-    :param handler: by name, whose own secrets are not shown either.
-    """
-    found = registry.find(handler)
-    return _plain(redacted(value, also=found.options.redact if found is not None else ()))
+def shown_payload(job: Job) -> Any:
+    """Return what the handler is given."""
+    return redaction.shown_payload(job, longest=LONGEST)
 
 
 def shown_result(job: Job) -> Any:
-    """Return what the handler returned; text that says why where it cannot be read."""
-    try:
-        return shown(result_of(job), job.handler)
-    except (MessageError, KeyError, TypeError) as error:
-        return f"<{len(job.result or b'')} bytes: {error}>"
+    """Return what the handler returned."""
+    return redaction.shown_result(job, longest=LONGEST)
+
+
+def shown_value(letter: DeadLetter) -> Any:
+    """Return what a dead letter holds."""
+    return redaction.shown_value(letter, longest=LONGEST)
+
+
+def shown_event(data: Any, event_type: str) -> Any:
+    """Return what was stored along with an event's effects."""
+    told = redaction.redacted(data, also=redaction.hidden_by(event_type))
+    # A lone surrogate is what no encoding takes; some databases store it all the same.
+    return json.loads(json.dumps(told, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def shown_headers(headers: Any) -> dict[str, str]:
     """Return the headers of a message, stored in base64, as text."""
     found = {name: shown_text(value) for name, value in sorted(names.from_json(headers).items())}
-    return {shown_text(name): str(value) for name, value in redacted(found).items()}
+    return {shown_text(name): str(value) for name, value in redaction.redacted(found).items()}
 
 
 def shown_text(value: Any) -> str:
@@ -45,17 +49,4 @@ def shown_text(value: Any) -> str:
             return raw.decode()
         except UnicodeDecodeError:
             return f"0x{raw.hex()}"
-    # A lone surrogate is what no encoding takes; all else is data, whatever it looks like.
     return str(value).encode("utf-8", "replace").decode()
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {shown_text(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each) for each in value]
-    return shown_text(value)

@@ -13,7 +13,7 @@ from rest_framework.response import Response
 from kjo_django.api.base import KjoView
 from kjo_django.api.fields import JSONValue, Query, QueryNumber, Shape
 from kjo_django.api.openapi import documented
-from kjo_django.api.showing import shown
+from kjo_django.api.showing import shown_event
 from kjo_django.models import ProcessedEvent as ProcessedEventRow
 from kjo_django.operations.health import Thresholds, health, is_healthy
 from kjo_django.producer.dispatch import jobs_database
@@ -123,12 +123,9 @@ class ProcessedEventsView(KjoView):
         names += ["event_data"] if self.sees_payloads else []
         rows = ProcessedEventRow.objects.using(jobs_database()).filter(**query).order_by("pk")
         results = [
-            {
-                name: shown(row.event_data, row.event_type)
-                if name == "event_data"
-                else getattr(row, name)
-                for name in names
-            }
-            for row in rows.only(*names)[:MOST_EVENTS]
+            {name: getattr(row, name) for name in names} for row in rows.only(*names)[:MOST_EVENTS]
         ]
+        for told in results:
+            if "event_data" in told:
+                told["event_data"] = shown_event(told["event_data"], told["event_type"])
         return Response(ProcessedEvents({"results": results}).data)

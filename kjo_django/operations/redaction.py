@@ -17,7 +17,7 @@ from kjo_django.models import DeadLetter, Job
 
 REDACTED = "[redacted]"
 LONGEST_SHOWN = 100_000
-"""Bytes; what is longer is not decoded to be shown."""
+"""Bytes; what is longer is not decoded to be shown to people."""
 DEEPEST = 100
 """Levels looked into; what lies deeper is not shown at all."""
 
@@ -56,18 +56,21 @@ def _is_secret(key: Any, names: list[str]) -> bool:
 # --- What is shown of rows ------------------------------------------------------------------------
 
 
-def shown_payload(job: Job) -> Any:
+def shown_payload(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
     """Return a job's payload as anybody may be shown it: decoded, redacted, ready for JSON.
 
-    What cannot be decoded, or is longer than 100,000 bytes, is shown as text that says so.
+    What cannot be decoded, or has more than ``longest`` bytes, is shown as text that says so.
     """
     serializer = job.content_type
     return _shown(
-        bytes(job.payload), lambda data: serializer_for(serializer).loads(data), job.handler
+        bytes(job.payload),
+        lambda data: serializer_for(serializer).loads(data),
+        job.handler,
+        longest,
     )
 
 
-def shown_result(job: Job) -> Any:
+def shown_result(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
     """Return a job's result in the same way; None for none."""
     if job.result is None:
         return None
@@ -75,21 +78,25 @@ def shown_result(job: Job) -> Any:
         bytes(job.result),
         lambda data: load_result(data, serializer_for(job.content_type)),
         job.handler,
+        longest,
     )
 
 
-def shown_value(letter: DeadLetter) -> Any:
+def shown_value(letter: DeadLetter, *, longest: int = LONGEST_SHOWN) -> Any:
     """Return a dead letter's value in the same way; None for a record without one."""
     if letter.value is None:
         return None
     content_type = letter.content_type or JSON.content_type
     return _shown(
-        bytes(letter.value), lambda data: serializer_for(content_type).loads(data), letter.handler
+        bytes(letter.value),
+        lambda data: serializer_for(content_type).loads(data),
+        letter.handler,
+        longest,
     )
 
 
-def _shown(data: bytes, decode: Callable[[bytes], Any], handler: str) -> Any:
-    if len(data) > LONGEST_SHOWN:
+def _shown(data: bytes, decode: Callable[[bytes], Any], handler: str, longest: int) -> Any:
+    if len(data) > longest:
         return f"<{len(data):,} bytes: too long to be shown>"
     try:
         value = redacted(decode(data), also=hidden_by(handler))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -161,8 +162,30 @@ def test_a_repaired_one_runs_with_what_it_was_given(operator: APIClient, greet: 
     assert bytes(DeadLetter.objects.get().value) == b'{"nmae": "Ada"}'
 
 
+def test_what_the_editor_was_not_shown_is_kept(login: Login, greet: Any) -> None:
+    # Given a payload with a secret, as it is shown
+    stored = b'{"name": "Ada", "customer": "c", "password": "hunter2"}'
+    job = JobFactory(failed=True, handler="tests.greet", payload=stored)
+    letter = DeadLetterFactory(job=job, value=stored)
+    client = login("view_deadletter", "view_payload", "replay_dlq", "edit_payload")
+    shown = client.get(url(letter)).json()["payload"]
+    assert shown["password"] == "[redacted]"
+    # When something else is repaired
+    client.post(url(letter, "edit-and-replay"), {"payload": {**shown, "name": "Bo"}})
+    # Then
+    kept = json.loads(bytes(Job.objects.get().payload))
+    assert kept == {"name": "Bo", "customer": "c", "password": "hunter2"}
+
+
 @pytest.mark.parametrize(
-    "body", [{}, {"payload": None}, {"payload": {"name": "x" * 1_000_000}}, {"value": 1}]
+    "body",
+    [
+        {},
+        {"payload": None},
+        {"payload": {"b": "[redacted]"}},
+        {"payload": {"name": "x" * 1_000_000}},
+        {"value": 1},
+    ],
 )
 def test_a_repair_that_is_none_is_refused(operator: APIClient, body: Any) -> None:
     letter = DeadLetterFactory(of_job=True)

@@ -186,6 +186,7 @@ RAW = [
     (b"\xff\xfe", 400),
     (b"[" * 100_000, 400),
     (b'{"handler": ' + b'{"a":' * 50_000, 400),
+    (b'{"handler": "tests.greet", "payload": {"name": ' + b"[" * 300 + b"]" * 300 + b"}}", 400),
     (b'{"handler": "tests.greet", "payload": {"name": NaN}}', 400),
     (b'{"handler": "tests.greet", "payload": {"name": 1e999}}', 400),
     (b'{"handler": "tests.greet", "payload": {"name": "\\ud800"}}', 400),
