@@ -38,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {path.name}")
         return 0
     cases = _cases(parser, options)
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         result = _run(cases, options)
     except (BenchmarkError, ServiceError) as error:
@@ -179,4 +178,5 @@ def _tell(line: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

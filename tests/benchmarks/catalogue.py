@@ -149,6 +149,9 @@ class _Catalogue:
                 "outside", "outside", sizes.drain, "atomic=False handler that does nothing"
             ),
             self._drain("insert", "insert", sizes.insert, "atomic handler with one ORM create()"),
+            self._drain(
+                "batch", "batch", sizes.drain, "batch=500 handler with one bulk INSERT for all"
+            ),
             self._drain("sleep", "sleep", sizes.sleep, "atomic handler that sleeps for 5 ms"),
             self._drain(
                 "async",

@@ -22,7 +22,6 @@ def machine() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "system": platform.system(),
-        "kernel": platform.release(),
         "architecture": platform.machine(),
         "load_average": [round(load, 2) for load in psutil.getloadavg()],
     }
@@ -71,7 +70,7 @@ def _servers(environment: Mapping[str, str]) -> dict[str, str]:
     is_given = bool(os.environ.get("KAFKA_BOOTSTRAP_SERVERS"))
     return {
         "librdkafka": confluent_kafka.libversion()[0],
-        "postgresql_server": str(row[0]) if row else "unknown",
+        "postgresql_server": str(row[0]).split()[0] if row else "unknown",
         "redis_server": str(info.get("redis_version", "unknown")),
         "kafka_server": "given, unknown" if is_given else kafka_version(),
     }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kjo_django import job
+from kjo_django import BatchItem, job
+from tests.ledger.models import Entry
 
 SLEEP_SECONDS = 0.005
 ASYNC_SECONDS = 0.1
@@ -20,6 +21,12 @@ def no_op_outside() -> None:
 def sleep() -> None:
     """Take five milliseconds without using the processor."""
     time.sleep(SLEEP_SECONDS)
+
+
+@job(queue="ledger", batch=500)
+def write_batch(batch: list[BatchItem]) -> None:
+    """Add an entry for each job with one INSERT."""
+    Entry.objects.bulk_create([Entry(job=item.payload["job"]) for item in batch])
 
 
 class Flight:

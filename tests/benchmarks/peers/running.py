@@ -45,8 +45,8 @@ class MeasuredPeer:
             "versions": self.versions,
             "jobs": self.jobs,
         }
-        if self.missing:
-            return {**told, "missing": self.missing}
+        if self.missing or not self.rounds:
+            return {**told, "missing": self.missing or "there was no time for it"}
         each = [rounded(figures["jobs_per_second"]) for figures in self.rounds]
         return {
             **told,

@@ -82,7 +82,7 @@ def machine(found: Results) -> Iterator[str]:
         sizes = "full sizes" if parameters["full"] else "the sizes of a quick run"
         yield (
             f"- `{name}.json`: {facts['cpu_count']} processors ({facts['cpu_model']}), "
-            f"{facts['memory_gb']} GB, {facts['system']} {facts['kernel']}; load "
+            f"{facts['memory_gb']} GB, {facts['system']}; load "
             f"{facts['load_average'][0]} at the start; {parameters['rounds']} rounds, {sizes}, "
             f"{run['seconds'] / 60:,.0f} minutes. {versions}."
         )
