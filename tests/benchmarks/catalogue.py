@@ -21,6 +21,8 @@ class Sizes:
     """How much of everything: jobs, unless said otherwise."""
 
     drain: int
+    outside: int
+    """Each commits by itself."""
     insert: int
     sleep: int
     waiting: int
@@ -39,6 +41,7 @@ class Sizes:
 QUICK = {
     REAL: Sizes(
         drain=10_000,
+        outside=1_000,
         insert=3_000,
         sleep=1_000,
         waiting=5_000,
@@ -50,6 +53,7 @@ QUICK = {
     ),
     EMBEDDED: Sizes(
         drain=3_000,
+        outside=200,
         insert=1_000,
         sleep=300,
         waiting=1_000,
@@ -62,6 +66,7 @@ QUICK = {
 FULL = {
     REAL: Sizes(
         drain=50_000,
+        outside=5_000,
         insert=20_000,
         sleep=4_000,
         waiting=50_000,
@@ -76,6 +81,7 @@ FULL = {
     ),
     EMBEDDED: Sizes(
         drain=20_000,
+        outside=500,
         insert=10_000,
         sleep=2_000,
         waiting=5_000,
@@ -97,6 +103,7 @@ def sizes_for(engine: str, jobs: int | None, full: bool = False) -> Sizes:
     return replace(
         sizes,
         drain=jobs,
+        outside=min(jobs, sizes.outside),
         insert=jobs,
         sleep=jobs,
         waiting=jobs,
@@ -146,7 +153,7 @@ class _Catalogue:
         cases = [
             self._drain("no_op", "no_op", sizes.drain, "atomic handler that does nothing"),
             self._drain(
-                "outside", "outside", sizes.drain, "atomic=False handler that does nothing"
+                "outside", "outside", sizes.outside, "atomic=False handler that does nothing"
             ),
             self._drain("insert", "insert", sizes.insert, "atomic handler with one ORM create()"),
             self._drain(
@@ -158,7 +165,7 @@ class _Catalogue:
                 "async",
                 sizes.waiting,
                 "async atomic=False handler that waits for 100 ms",
-                batch=min(CONCURRENT, sizes.waiting // 4),
+                batch=CONCURRENT,
             ),
         ]
         if self.engine == REAL:
@@ -178,7 +185,9 @@ class _Catalogue:
             f"drain.{name}",
             self.engine,
             self._ours(workload, count),
-            Step(self.limit, {"workload": workload, "count": count, "batch": batch}),
+            Step(
+                self.limit, {"workload": workload, "count": count, "batch": min(batch, count // 4)}
+            ),
             Input(workload, count),
             about=about,
         )

@@ -93,9 +93,8 @@ def many(count: int) -> Sides:
     with COPY and publishes their messages too, which ours leaves to the relay."""
     wanted = payloads("insert", count)
     write.enqueue_many(wanted[:20])
-    queries = _queries_from_now()
+    # Queries are not counted: what counts them keeps enqueue_many() from using COPY.
     ours = _timed(count, lambda: write.enqueue_many(wanted))
-    ours["queries_per_job"] = queries.count / count
     if not os.environ.get("KAFKA_BOOTSTRAP_SERVERS"):
         return {"ours": ours, "limit": _timed(count, lambda: _bulk_create(wanted))}
     from tests.benchmarks.limits.copying import Copier
