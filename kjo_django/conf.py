@@ -151,6 +151,12 @@ class Settings:
     max_outstanding: int = option(
         whole(1), 5000, "Records a worker holds at most, waiting and running."
     )
+    async_concurrency: int = option(
+        whole(1),
+        5000,
+        "Coroutines of atomic=False handlers a worker runs at once, for each queue without a "
+        "concurrency of its own; MAX_OUTSTANDING bounds them too.",
+    )
     relay_batch_size: int = option(whole(1), 1000, "Most rows the relay publishes at once.")
     poll_interval: timedelta = option(
         duration, timedelta(seconds=1), "The slow poll beside wake-up calls."

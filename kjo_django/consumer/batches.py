@@ -266,22 +266,31 @@ async def arun_batch(batch: Batch, attempt: Callable[[Batch], Awaitable[list[Ran
         ]
 
 
+def concurrent_steps(started: Sequence[Started]) -> list[list[Started]]:
+    """Arrange what is to run at the same time: each step is one call."""
+    begun = {one[0]: one for one in started}
+    steps = in_steps(list(begun), {delivery: delivery for delivery in begun})
+    return [[begun[delivery] for delivery in step] for step in steps]
+
+
 def call_concurrently(started: Sequence[Started], watch: TimeoutWatch) -> list[Ran]:
-    """Run asynchronous handlers at the same time on one event loop, outside any transaction."""
+    """Run asynchronous handlers at the same time on one event loop, outside any transaction, and
+    wait for all of them."""
     return async_to_sync(_gather)(started, watch)
 
 
 async def _gather(started: Sequence[Started], watch: TimeoutWatch) -> list[Ran]:
-    begun = {one[0]: one for one in started}
-    steps = in_steps(list(begun), {delivery: delivery for delivery in begun})
-    calls = [_call_step([begun[delivery] for delivery in step], watch) for step in steps]
+    steps = concurrent_steps(started)
     ran: dict[Delivery, Ran] = {}
-    for step, endings in zip(steps, await asyncio.gather(*calls), strict=True):
-        ran.update(zip(step, endings, strict=True))
-    return [ran[delivery] for delivery in begun]
+    for step, endings in zip(
+        steps, await asyncio.gather(*(call_step(step, watch) for step in steps)), strict=True
+    ):
+        ran.update(zip((delivery for delivery, _, _ in step), endings, strict=True))
+    return [ran[delivery] for delivery, _, _ in started]
 
 
-async def _call_step(step: Sequence[Started], watch: TimeoutWatch) -> list[Ran]:
+async def call_step(step: Sequence[Started], watch: TimeoutWatch) -> list[Ran]:
+    """Make one call on the loop this is awaited on; return how each of the step ended."""
     delivery, start, row = step[0]
     if delivery.batch is not None:
         return await arun_batch(Batch(step), lambda batch: batch.acall(watch))

@@ -3,7 +3,8 @@
 Deliveries of one topic and key form a *shard*. A lane (a thread) takes the shards that have waited
 longest and runs their deliveries as one group, so concurrency is bounded neither by the number of
 partitions nor by an unlucky hash, and no key is ever in two lanes. The idea is the Confluent
-Parallel Consumer's.
+Parallel Consumer's. Coroutines outside a transaction leave their lane when they start: it is free
+for others while they are *in flight*, and each frees its key when it lands.
 
 How much a lane takes adapts: fast handlers are grouped up to a budget of run time, a slow one runs
 alone, and while other lanes are idle the waiting shards are spread over them first.
@@ -16,36 +17,14 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from kjo_django.consumer.shards import Costs, Group, Place, Shard
 from kjo_django.consumer.work import Delivery, Mode
 from kjo_django.transports.base import TopicPartition
 
 CONCURRENT_GROUP = 1000
-"""Most coroutines one lane runs at once."""
-
-
-class _Shard:
-    """The deliveries of one key, oldest first."""
-
-    __slots__ = ("key", "queue", "waiting")
-
-    def __init__(self, key: object, queue: str) -> None:
-        self.key = key
-        self.queue = queue
-        # A list: most keys have one delivery, and an empty deque takes 600 bytes.
-        self.waiting: list[Delivery] = []
-
-
-@dataclass(slots=True)
-class Group:
-    """What a lane runs in one go."""
-
-    deliveries: list[Delivery]
-    mode: Mode
-    queue: str
-    _shards: list[_Shard] = field(default_factory=list)
+"""Most coroutines a lane starts at once."""
 
 
 class Lanes:
@@ -55,6 +34,7 @@ class Lanes:
     :param group_size: most deliveries of one group.
     :param budget: seconds of expected run time up to which deliveries share a group.
     :param limit_of: groups of a queue that may run at once.
+    :param flights_of: coroutines of a queue that may be in flight at once.
     """
 
     def __init__(
@@ -64,20 +44,26 @@ class Lanes:
         group_size: int,
         budget: float,
         limit_of: Callable[[str], int] = lambda queue: 1_000_000,
+        flights_of: Callable[[str], int] = lambda queue: 1_000_000,
     ) -> None:
         self._size = group_size
         self._budget = budget
         self._limit_of = limit_of
+        self._flights_of = flights_of
         self._changed = threading.Condition()
-        self._shards: dict[object, _Shard] = {}
-        self._ready: dict[str, deque[_Shard]] = {}
+        self._shards: dict[object, Shard] = {}
+        # By queue and whether they fly: what waits for room in the air holds up nothing else.
+        self._ready: dict[Place, deque[Shard]] = {}
+        self._turn: deque[Place] = deque()
         self._running: dict[str, int] = {}
+        self._flying: dict[str, int] = {}
+        self._aloft: dict[Delivery, Shard] = {}
         # By plain (topic, partition) pairs: they equal TopicPartition and cost nothing to make.
         self._in_flight: dict[tuple[str, int], int] = {}
-        self._deferred: list[tuple[float, int, _Shard]] = []
+        self._deferred: list[tuple[float, int, Shard]] = []
         self._tickets = itertools.count()
-        self._estimates: dict[str, float] = {}
-        self._turn: deque[str] = deque()
+        self._costs = Costs(budget)
+        self.measure = self._costs.measure
         self._held: dict[tuple[str, int], float] = {}
         self._paused: frozenset[str] = frozenset()
         self._idle = lanes
@@ -101,16 +87,19 @@ class Lanes:
         delivery.waiting_since = time.monotonic()
         shard = self._shards.get(key)
         if shard is None:
-            shard = self._shards[key] = _Shard(key, delivery.queue.name)
+            shard = self._shards[key] = Shard(key, delivery.queue.name)
+            shard.waiting.append(delivery)
             self._make_ready(shard)
-        shard.waiting.append(delivery)
+        else:
+            shard.waiting.append(delivery)
         self._waiting_count += 1
 
-    def _make_ready(self, shard: _Shard) -> None:
-        ready = self._ready.get(shard.queue)
+    def _make_ready(self, shard: Shard) -> None:
+        place = shard.queue, shard.waiting[0].mode is Mode.CONCURRENT
+        ready = self._ready.get(place)
         if ready is None:
-            ready = self._ready[shard.queue] = deque()
-            self._turn.append(shard.queue)
+            ready = self._ready[place] = deque()
+            self._turn.append(place)
         ready.append(shard)
 
     # --- Taking -----------------------------------------------------------------------------------
@@ -121,9 +110,9 @@ class Lanes:
         with self._changed:
             while not self._is_stopped:
                 next_due = self._wake_deferred()
-                queue = self._next_queue()
-                if queue is not None:
-                    group = self._form_group(queue)
+                place = self._next_place()
+                if place is not None:
+                    group = self._form_group(place)
                     if group.deliveries:
                         return group
                     continue
@@ -138,24 +127,33 @@ class Lanes:
         """Make deferred shards that are due ready again; return when the next one is."""
         now = time.monotonic()
         while self._deferred and self._deferred[0][0] <= now:
-            self._make_ready(heapq.heappop(self._deferred)[2])
+            shard = heapq.heappop(self._deferred)[2]
+            if shard.waiting:
+                self._make_ready(shard)
+            else:  # discarded meanwhile
+                self._shards.pop(shard.key, None)
         return self._deferred[0][0] if self._deferred else None
 
-    def _next_queue(self) -> str | None:
+    def _next_place(self) -> Place | None:
         """Return the queue whose turn it is among those that may start a group."""
         for _ in range(len(self._turn)):
-            queue = self._turn[0]
+            place = self._turn[0]
             self._turn.rotate(-1)
+            queue, flies = place
             if (
-                self._ready[queue]
+                self._ready[place]
                 and queue not in self._paused
                 and self._running.get(queue, 0) < self._limit_of(queue)
+                and not (flies and self._room_in_the_air(queue) <= 0)
             ):
-                return queue
+                return place
         return None
 
-    def _form_group(self, queue: str) -> Group:
-        ready = self._ready[queue]
+    def _room_in_the_air(self, queue: str) -> int:
+        return self._flights_of(queue) - self._flying.get(queue, 0)
+
+    def _form_group(self, place: Place) -> Group:
+        queue, ready = place[0], self._ready[place]
         # Lanes that wait get their share before this one takes a second shard.
         share = max(1, -(-len(ready) // max(1, min(self._idle, self._limit_of(queue)))))
         self._set_aside(ready)
@@ -163,25 +161,28 @@ class Lanes:
             return Group([], Mode.POISON, queue)
         first = ready[0].waiting[0]
         group = Group([], first.mode, queue)
-        size = CONCURRENT_GROUP if group.mode is Mode.CONCURRENT else self._size
-        if first.batch is not None:
+        size = self._size
+        if group.mode is Mode.CONCURRENT:
+            size = max(1, min(CONCURRENT_GROUP, self._room_in_the_air(queue)))
+        elif first.batch is not None:
             # One call for what is there is worth more than a lane for each share of it.
-            size, share = max(size, first.batch), max(share, first.batch)
+            size = max(size, first.batch)
+        share = max(share, first.batch or 1)
         budget = self._budget
-        while ready and len(group.deliveries) < size and len(group._shards) < share:
+        while ready and len(group.deliveries) < size and len(group.shards) < share:
             shard = ready[0]
             if shard.waiting[0].mode is not group.mode:
                 break
             if not self._has_room(group, shard.waiting[0], budget):
                 break
             ready.popleft()
-            group._shards.append(shard)
+            group.shards.append(shard)
             budget = self._fill(group, shard, size, budget)
             self._set_aside(ready)
         self._start(group)
         return group
 
-    def _set_aside(self, ready: deque[_Shard]) -> None:
+    def _set_aside(self, ready: deque[Shard]) -> None:
         """Drop empty shards from the front, and put off those of a held partition."""
         while ready:
             shard = ready[0]
@@ -201,20 +202,20 @@ class Lanes:
             return None
         return due
 
-    def _fill(self, group: Group, shard: _Shard, size: int, budget: float) -> float:
+    def _fill(self, group: Group, shard: Shard, size: int, budget: float) -> float:
         """Move deliveries of one shard into the group, in order; return the budget left."""
         while shard.waiting and len(group.deliveries) < size:
             head = shard.waiting[0]
             if head.mode is not group.mode or not self._has_room(group, head, budget):
                 break
             group.deliveries.append(shard.waiting.pop(0))
-            budget -= self._cost(head)
+            budget -= self._costs.of(head)
             if group.mode is Mode.CONCURRENT:
                 break  # those of a group run at the same time, those of a key must not
         return budget
 
     def _has_room(self, group: Group, delivery: Delivery, budget: float) -> bool:
-        if not group.deliveries or budget >= self._cost(delivery):
+        if not group.deliveries or budget >= self._costs.of(delivery):
             return True
         # The batch a group begins with is filled whatever it costs: that is one call. Only those
         # that can be in it, so not a second one of a key.
@@ -223,13 +224,6 @@ class Lanes:
             and group.deliveries[0].handler is delivery.handler
             and group.deliveries[-1].shard != delivery.shard
         )
-
-    def _cost(self, delivery: Delivery) -> float:
-        mode = delivery.mode
-        if mode is Mode.POISON or mode is Mode.CONCURRENT:
-            return 0.0
-        # Unknown handlers start alone; what they take decides how many follow.
-        return self._estimates.get(delivery.kind, self._budget)
 
     def _start(self, group: Group) -> None:
         count = len(group.deliveries)
@@ -241,32 +235,66 @@ class Lanes:
         for delivery in group.deliveries:
             where = (delivery.record.topic, delivery.record.partition)
             self._in_flight[where] = self._in_flight.get(where, 0) + 1
+        if group.mode is Mode.CONCURRENT:
+            self._flying[group.queue] = self._flying.get(group.queue, 0) + count
+            self._aloft.update(zip(group.deliveries, group.shards, strict=True))
 
     # --- Finishing --------------------------------------------------------------------------------
 
-    def done(self, group: Group, deferred: Collection[Delivery] = (), delay: float = 0.0) -> None:
-        """Free the keys of a group.
+    def done(
+        self,
+        group: Group,
+        deferred: Collection[Delivery] = (),
+        delay: float = 0.0,
+        *,
+        flying: Collection[Delivery] = (),
+    ) -> None:
+        """Free the lane and the keys of a group.
 
         :param deferred: deliveries to run again, after ``delay`` seconds and before anything that
             came later with their keys.
+        :param flying: deliveries that are in flight: their keys are freed by ``land``.
         """
         with self._changed:
-            self._running_count -= len(group.deliveries)
             self._running[group.queue] -= 1
             self._idle += 1
-            for delivery in group.deliveries:
-                where = (delivery.record.topic, delivery.record.partition)
-                self._in_flight[where] -= 1
+            if group.mode is Mode.CONCURRENT:
+                self._free_landed([d for d in group.deliveries if d not in flying], deferred, delay)
+                self._changed.notify_all()
+                return
+            self._count_out(group.deliveries)
             back = set(deferred)
             held: dict[object, list[Delivery]] = {}
             for delivery in group.deliveries:
                 if delivery in back:
                     held.setdefault(delivery.shard, []).append(delivery)
-            for shard in group._shards:
+            for shard in group.shards:
                 self._return(shard, held.get(shard.key, []), delay)
             self._changed.notify_all()
 
-    def _return(self, shard: _Shard, held: list[Delivery], delay: float) -> None:
+    def land(
+        self, deliveries: Sequence[Delivery], deferred: Collection[Delivery] = (), delay: float = 0
+    ) -> None:
+        """Free the keys of deliveries that were in flight; see ``done``."""
+        with self._changed:
+            self._free_landed(deliveries, deferred, delay)
+            self._changed.notify_all()
+
+    def _free_landed(
+        self, deliveries: Sequence[Delivery], deferred: Collection[Delivery], delay: float
+    ) -> None:
+        self._count_out(deliveries)
+        for delivery in deliveries:
+            shard = self._aloft.pop(delivery)
+            self._flying[shard.queue] -= 1
+            self._return(shard, [delivery] if delivery in deferred else [], delay)
+
+    def _count_out(self, deliveries: Sequence[Delivery]) -> None:
+        self._running_count -= len(deliveries)
+        for delivery in deliveries:
+            self._in_flight[delivery.record.topic, delivery.record.partition] -= 1
+
+    def _return(self, shard: Shard, held: list[Delivery], delay: float) -> None:
         shard.waiting[:0] = held
         self._waiting_count += len(held)
         if held and delay > 0:
@@ -276,14 +304,6 @@ class Lanes:
             self._make_ready(shard)
         else:
             self._shards.pop(shard.key, None)
-
-    def measure(self, kind: str, seconds: float) -> None:
-        """Note how long a handler ran; a moving average decides how many share a group."""
-        known = self._estimates.get(kind)
-        # Quick to believe that a handler is slow, slower to believe that it is fast.
-        weight = 0.5 if known is None or seconds > known else 0.1
-        start = seconds if known is None else known
-        self._estimates[kind] = start + weight * (seconds - start)
 
     # --- Control ----------------------------------------------------------------------------------
 

@@ -10,31 +10,31 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from django.db import DatabaseError, InterfaceError
+from django.db import DatabaseError
 
 from kjo_django import tracing
 from kjo_django.consumer import attempts, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import drop_broken_connections, freshen_connections
 from kjo_django.consumer.current import facts_of
+from kjo_django.consumer.flight import OUTAGES, Flight
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.outages import Patience
 from kjo_django.consumer.outcomes import acknowledge, is_dead
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.rows import load_rows
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
-from kjo_django.exceptions import MessageError, PublishError
+from kjo_django.exceptions import MessageError
 from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
 HELD_ELSEWHERE_DELAY = 1.0
 """Seconds until a delivery somebody else holds is looked at again."""
-OUTAGE_DELAY_MIN = 0.2
-OUTAGE_DELAY_MAX = 30.0
 _NOT_DONE = (Result.RETRIED, Result.DEAD, Result.CANCELLED)
 
 
@@ -69,7 +69,10 @@ class Pipeline:
     """Runs groups. Called by every lane's thread; keeps no state between groups.
 
     :param on_outcomes: told of every group's outcomes once they are durable.
-    :param sleep: waits, returning early when the worker stops.
+    :param stopping: set when the worker stops.
+    :param on_landed: where given, coroutines outside a transaction fly: ``run`` returns while they
+        are in the air. It is told which deliveries have landed, and which of them are deferred.
+    :param on_thread: called first in each thread this starts.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class Pipeline:
         on_outcomes: Callable[[Sequence[Outcome]], None],
         on_measure: Callable[[str, float], None] = lambda kind, seconds: None,
         stopping: threading.Event | None = None,
+        on_landed: Callable[[Sequence[Delivery], Collection[Delivery]], None] | None = None,
+        on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self._leases = leases
         self._worker = worker
@@ -89,29 +94,57 @@ class Pipeline:
         self._alone = Gate()
         self._atomic = AtomicRunner(leases, watch, on_measure)
         self._plain = PlainRunner(leases, watch, on_measure)
+        self._flight = on_landed and Flight(
+            self._plain,
+            leases,
+            watch,
+            settle=self._settle,
+            on_landed=on_landed,
+            on_thread=on_thread,
+            stopping=self._stopping,
+        )
+
+    def close(self, timeout: float) -> None:
+        """End the threads it started, waiting so many seconds for them."""
+        if self._flight is not None:
+            self._flight.close(timeout)
 
     def run(self, deliveries: Sequence[Delivery], mode: Mode) -> list[Delivery]:
         """Run a group to its durable end; returns those deferred, which stay unacknowledged.
 
         Outages of the database are waited out here: nothing is acknowledged, no attempt is spent.
         """
-        delay = OUTAGE_DELAY_MIN
+        return self._run_patiently(deliveries, mode, None)
+
+    def launch(self, deliveries: Sequence[Delivery], flying: set[Delivery]) -> list[Delivery]:
+        """The same for coroutines outside a transaction, but return while they run.
+
+        :param flying: those that took off are added to it; ``on_landed`` is told of their end.
+        """
+        return self._run_patiently(deliveries, Mode.CONCURRENT, flying)
+
+    def _run_patiently(
+        self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None
+    ) -> list[Delivery]:
+        left, patience = list(deliveries), Patience(self._stopping)
         while True:
             try:
-                return self.run_once(deliveries, mode)
-            except (DatabaseError, InterfaceError, OSError, PublishError) as error:
-                logger.error(
-                    "The group cannot be settled, trying again in %.1f s: %s", delay, error
-                )
+                return self.run_once(left, mode, flying)
+            except OUTAGES as error:
                 drop_broken_connections()
-                if self._stopping.wait(delay):
-                    self._give_back(deliveries)
-                    return list(deliveries)
-                delay = min(delay * 2, OUTAGE_DELAY_MAX)
+                if flying:
+                    left = [delivery for delivery in left if delivery not in flying]
+                if not patience.goes_on("The group cannot be settled", error):
+                    self._give_back(left)
+                    return left
 
-    def run_once(self, deliveries: Sequence[Delivery], mode: Mode) -> list[Delivery]:
+    def run_once(
+        self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None = None
+    ) -> list[Delivery]:
         """The same without patience: an outage is raised."""
         freshen_connections()
+        if not deliveries:
+            return []
         if mode is Mode.POISON:
             return self._settle([_poison_outcome(d) for d in deliveries])
         names = [delivery.lease for delivery in deliveries]
@@ -137,7 +170,9 @@ class Pipeline:
                 apart.append(delivery)
             else:
                 mine.append(delivery)
-        if mine:
+        if mine and mode is Mode.CONCURRENT and self._flight is not None and flying is not None:
+            deferred += self._take_off(self._flight, mine, flying)
+        elif mine:
             with self._alone.shared():
                 deferred += self._run_together(mine, mode)
         for delivery in apart:
@@ -154,6 +189,25 @@ class Pipeline:
             # Not begun: others may have them. A no-op for what others hold.
             self._leases.release([delivery.lease for delivery in deferred])
         return deferred
+
+    def _take_off(
+        self, flight: Flight, deliveries: list[Delivery], flying: set[Delivery]
+    ) -> list[Delivery]:
+        """Claim coroutines and let them fly; those that may not are settled here."""
+        # Beside a suspect nobody flies, and until all have landed no suspect runs.
+        share = self._alone.shared()
+        share.__enter__()
+        try:
+            started, ended = self._plain.claim(deliveries)
+        except BaseException:
+            share.__exit__()
+            raise
+        if started:
+            flying.update(delivery for delivery, _, _ in started)
+            flight.take_off(started, share)
+        else:
+            share.__exit__()
+        return self._settle(ended) if ended else []
 
     def _run_suspect(self, delivery: Delivery, mode: Mode) -> list[Delivery]:
         claim = self._leases.take_over(delivery.lease, delivery.queue.processing_ttl)

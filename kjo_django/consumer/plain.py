@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from typing import Any
+from uuid import UUID
 
+from django.db import connections
 from django.utils import timezone
 
 from kjo_django import states
@@ -20,7 +23,7 @@ from kjo_django.consumer.batches import Batch, Started, call_concurrently, in_st
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import Resting, acknowledge, outcome_of
-from kjo_django.consumer.rows import load_rows, row_id
+from kjo_django.consumer.rows import lease_rows, load_rows, row_id
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.models import EventKey, Job, ProcessedEvent
@@ -56,19 +59,19 @@ class PlainRunner:
         return outcomes
 
     def _run_group(self, deliveries: Sequence[Delivery]) -> list[Outcome]:
-        started, ended = self._claim(deliveries)
+        started, ended = self.claim(deliveries)
         if not started:
             return ended
-        held = [row["id"] for _, _, row in started if row is not None]
-        self._leases.hold_rows(held)
         try:
-            ran = self._call(started)
-            return ended + self._record(started, ran)
+            return ended + self.record(started, self._call(started))
         finally:
-            self._leases.let_rows_go(held)
+            self.let_go(started)
 
-    def _claim(self, deliveries: Sequence[Delivery]) -> tuple[list[Started], list[Outcome]]:
-        """Decide what may run and take the row leases, in one short transaction."""
+    def claim(self, deliveries: Sequence[Delivery]) -> tuple[list[Started], list[Outcome]]:
+        """Decide what may run and take the row leases, in one short transaction.
+
+        They are renewed until ``let_go``.
+        """
         using, service = jobs_database(), get_settings().service_name
         now = timezone.now()
         started: list[Started] = []
@@ -88,13 +91,32 @@ class PlainRunner:
                 )
                 if isinstance(start, Outcome):
                     ended.append(start)
-                elif row is None or self._take_lease(using, row, now):
-                    started.append((delivery, start, row))
                 else:
-                    ended.append(Outcome(delivery, Result.DEFERRED, job=row, reason="leased"))
+                    started.append((delivery, start, row))
+            won = self._take_leases(using, [row for _, _, row in started if row is not None], now)
+            ended += [
+                Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
+                for delivery, _, row in started
+                if row is not None and row["id"] not in won
+            ]
+            started = [one for one in started if one[2] is None or one[2]["id"] in won]
+        self._leases.hold_rows(_ids(started))
         return started, ended
 
-    def _take_lease(self, using: str, row: dict[str, Any], now: Any) -> bool:
+    def let_go(self, started: Sequence[Started]) -> None:
+        """Stop renewing the row leases."""
+        self._leases.let_rows_go(_ids(started))
+
+    def _take_leases(self, using: str, rows: Sequence[dict[str, Any]], now: datetime) -> set[UUID]:
+        """Take the row leases, and return the ids of the jobs whose it got."""
+        if connections[using].features.has_select_for_update:
+            # Locked since they were judged.
+            ids = [row["id"] for row in rows]
+            lease_rows(using, ids, self._leases.token, now, now + self._leases.ttl)
+            return set(ids)
+        return {row["id"] for row in rows if self._take_lease(using, row, now)}
+
+    def _take_lease(self, using: str, row: dict[str, Any], now: datetime) -> bool:
         # Conditional on the lease that was judged: whoever else takes it first, wins.
         changed = (
             Job.objects.using(using)
@@ -131,7 +153,7 @@ class PlainRunner:
         self._on_measure(delivery.kind, ran.seconds)
         return [ran]
 
-    def _record(self, started: Sequence[Started], ran: Sequence[Ran]) -> list[Outcome]:
+    def record(self, started: Sequence[Started], ran: Sequence[Ran]) -> list[Outcome]:
         """Commit completions with their markers; what lost its lease is dropped."""
         using, service = jobs_database(), get_settings().service_name
         outcomes = [
@@ -149,8 +171,9 @@ class PlainRunner:
             fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
             winners = [o for o in done if keys[id(o)] in fresh or _judges_itself(o)]
             recorded = settlement.complete(using, winners, self._leases.token)
+            won = {id(outcome) for outcome in winners}
             for outcome in done:
-                if outcome not in winners:
+                if id(outcome) not in won:
                     outcome.result = Result.DUPLICATE
                 elif outcome.job is not None and outcome.job["id"] not in recorded:
                     outcome.result, outcome.reason = Result.SKIPPED, "lease lost"
@@ -159,6 +182,10 @@ class PlainRunner:
             ProcessedEvent.objects.using(using).unmark(lost)
             acknowledge(done, in_transaction=True)
         return outcomes
+
+
+def _ids(started: Sequence[Started]) -> list[UUID]:
+    return [row["id"] for _, _, row in started if row is not None]
 
 
 def _judges_itself(outcome: Outcome) -> bool:

@@ -24,6 +24,7 @@ class Controls:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._limits: dict[str, int] = {}
+        self._operators: dict[str, int] = {}
         self._asked_limits: dict[str, int] = {}
         self.is_quiet = False
         """Nothing more is started; what runs ends."""
@@ -36,9 +37,17 @@ class Controls:
         if limit is None:
             # Without a limit of its own a queue may use every lane of this worker, however many
             # --concurrency gave it.
-            own = self._asked_limits.get(queue) or get_settings().queue(queue).limit
-            limit = self._limits[queue] = own or self._worker.concurrency
+            limit = self._limits[queue] = self._own_limit(queue) or self._worker.concurrency
         return limit
+
+    def flights_of(self, queue: str) -> int:
+        """Return how many coroutines of the queue this worker has in flight at once: each counts as
+        a group where the queue has a limit of its own."""
+        own = self._operators.get(queue) or self._own_limit(queue)
+        return own or get_settings().async_concurrency
+
+    def _own_limit(self, queue: str) -> int | None:
+        return self._asked_limits.get(queue) or get_settings().queue(queue).limit
 
     def ask_limit(self, queue: str, count: int) -> None:
         """Set the limit of a queue on which no operator has set one."""
@@ -52,7 +61,8 @@ class Controls:
         own = WorkerRow.objects.using(using).filter(pk=self._worker.id)
         # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
         wish = own.values_list("wish", flat=True).first() or ""
-        self._limits = {row.queue: row.concurrency for row in controls if row.concurrency}
+        self._operators = {row.queue: row.concurrency for row in controls if row.concurrency}
+        self._limits = dict(self._operators)
         policies.learn(controls)
         has_changed = self._obey(wish)
         self._pause(frozenset(row.queue for row in controls if row.is_paused))

@@ -3,6 +3,7 @@
     main thread      signals, control of queues, the end
     kjo-poll-…       one per consumer group: owns the subscription, never runs a handler
     kjo-lane-n       run groups of jobs
+    kjo-flight       coroutines outside a transaction, on one event loop; kjo-landing settles them
     kjo-relay        publishes committed jobs, where a transport needs it
     kjo-heartbeat    leases, sign of life, metrics, what others want of running jobs
     kjo-rescue       one worker at a time: queued jobs whose message is gone
@@ -40,7 +41,7 @@ from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.pipeline import HELD_ELSEWHERE_DELAY, Pipeline
 from kjo_django.consumer.poller import Poller
 from kjo_django.consumer.timeouts import TimeoutWatch
-from kjo_django.consumer.work import Outcome
+from kjo_django.consumer.work import Delivery, Mode, Outcome
 from kjo_django.current import worker_name
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
@@ -126,6 +127,7 @@ class Worker:
             group_size=conf.group_size,
             budget=conf.group_budget.total_seconds(),
             limit_of=self.controls.limit_of,
+            flights_of=self.controls.flights_of,
         )
         alive_ttl = 3 * conf.heartbeat_interval
         self.leases = LeaseBook(self.id.hex, conf.processing_ttl, alive_ttl)
@@ -138,6 +140,8 @@ class Worker:
             on_outcomes=self._on_outcomes,
             on_measure=self.lanes.measure,
             stopping=self._stopping,
+            on_landed=functools.partial(self.lanes.land, delay=HELD_ELSEWHERE_DELAY),
+            on_thread=functools.partial(mark_sessions, self.leases.token),
         )
         self.pollers = self._make_pollers()
         self._listener = PublishListener(self.pollers)
@@ -274,13 +278,17 @@ class Worker:
         try:
             while (group := self.lanes.take()) is not None:
                 deferred: Any = group.deliveries
+                flying: set[Delivery] = set()
                 try:
-                    deferred = self._pipeline.run(group.deliveries, group.mode)
+                    if group.mode is Mode.CONCURRENT:
+                        deferred = self._pipeline.launch(group.deliveries, flying)
+                    else:
+                        deferred = self._pipeline.run(group.deliveries, group.mode)
                 except Exception:
                     # Nothing of the group was acknowledged: it is tried again, and so is seen.
                     logger.exception("A lane failed on a group of %d", len(group.deliveries))
                 finally:
-                    self.lanes.done(group, deferred, HELD_ELSEWHERE_DELAY)
+                    self.lanes.done(group, deferred, HELD_ELSEWHERE_DELAY, flying=flying)
         finally:
             connections.close_all()
 
@@ -304,6 +312,7 @@ class Worker:
         deadline = time.monotonic() + 5.0
         for thread in (*self._lane_threads, *self._threads):
             thread.join(max(0.0, deadline - time.monotonic()) if is_drained else 0.05)
+        self._pipeline.close(5.0 if is_drained else 0.05)
         self._watch.stop()
         self._heartbeat.stop()
         signals.send(signals.worker_stopped, sender=self.name, worker_id=str(self.id))

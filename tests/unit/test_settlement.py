@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
-from django.db import transaction
+from django.db import ProgrammingError, connection, transaction
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
@@ -104,6 +105,46 @@ def test_what_has_no_row_needs_no_update():
     outcome = outcome_of(a_job())
     outcome.job = None
     assert complete(outcome) == set()
+
+
+def joined_in_vain(plan: dict) -> float:
+    """How many pairs of rows a plan compared for nothing."""
+    own = plan.get("Rows Removed by Join Filter", 0) * plan.get("Actual Loops", 1)
+    return own + sum(joined_in_vain(one) for one in plan.get("Plans", ()))
+
+
+@pytest.mark.parametrize("token", [None, "mine"])
+def test_a_group_is_completed_row_by_row_whatever_statistics_say(real_database, token):
+    """Cost in a table of any history: not the product of the open rows and the group."""
+    if real_database != "postgresql":
+        pytest.skip("the statement is PostgreSQL's")
+    # Given statistics from a time when no job was open and nobody held a lease
+    jobs = [JobFactory.build(queue="ledger", state="completed") for _ in range(2000)]
+    Job.objects.bulk_create(jobs)
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE kjo_job")
+    Job.objects.update(state="queued", lease_token="mine")
+    # When
+    done, plans = [outcome_of(a_job(lease_token="mine"))], []
+    columns = {name: getattr(jobs[0], name) for name in COLUMNS}
+    done += [
+        Outcome(done[0].delivery, Result.COMPLETED, 1, {**columns, "id": job.pk}) for job in jobs
+    ]
+    for outcome in done:
+        outcome.started_at = timezone.now()
+
+    def explain(execute, sql, params, many, context):
+        if "UPDATE kjo_job SET state" not in sql:
+            return execute(sql, params, many, context)
+        result = execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {sql}", params, many, context)
+        plans.append(context["cursor"].fetchone()[0][0]["Plan"])
+        return result
+
+    with connection.execute_wrapper(explain), suppress(ProgrammingError):
+        complete(*done, token=token)
+    # Then
+    (plan,) = plans
+    assert joined_in_vain(plan) == 0, plan
 
 
 # --- Failure --------------------------------------------------------------------------------------

@@ -1,0 +1,243 @@
+"""Coroutines in flight: ``async def`` handlers outside a transaction, on one event loop.
+
+A lane claims a group of them, hands them over, and is free. Each ends when it ends: the slowest
+holds up nobody. What has ended since the last look is recorded and settled together, by a thread of
+its own, and then frees its keys.
+
+    lane: claim ─> boarding ─> event loop ─> landed ─> landing thread: record, settle, free keys
+
+What handlers call by ``sync_to_async``, the ORM's asynchronous methods among it, takes turns in one
+thread with one database connection, as in any asynchronous process of Django's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import DatabaseError, InterfaceError, connections
+from django.utils import timezone
+
+from kjo_django.consumer.batches import Started, call_step, concurrent_steps
+from kjo_django.consumer.connections import answers, drop_broken_connections, freshen_connections
+from kjo_django.consumer.execution import Ran
+from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.outages import Patience
+from kjo_django.consumer.plain import PlainRunner
+from kjo_django.consumer.timeouts import TimeoutWatch
+from kjo_django.consumer.work import Delivery, Outcome
+from kjo_django.exceptions import PublishError
+from kjo_django.producer.dispatch import jobs_database
+
+logger = logging.getLogger("kjo_django")
+
+LANDING_GROUP = 1000
+"""Most endings that are settled in one transaction."""
+REFUSALS = 3
+"""Times a database that is there may refuse to record one ending, before its job runs again."""
+OUTAGES = (DatabaseError, InterfaceError, OSError, PublishError)
+
+
+class _Sortie:
+    """What took off together: the last to land gives back what was taken for all."""
+
+    def __init__(self, count: int, held: AbstractContextManager[Any]) -> None:
+        self.left = count
+        self.held = held
+
+
+class Flight:
+    """One worker's coroutines. Its threads start with the first.
+
+    :param settle: writes outcomes down and acknowledges them; returns the deferred.
+    :param on_landed: told which deliveries have landed, and which of them are deferred.
+    :param on_thread: called first in each of its threads.
+    """
+
+    def __init__(
+        self,
+        plain: PlainRunner,
+        leases: LeaseBook,
+        watch: TimeoutWatch,
+        *,
+        settle: Callable[[list[Outcome]], list[Delivery]],
+        on_landed: Callable[[Sequence[Delivery], Collection[Delivery]], None],
+        on_thread: Callable[[], None],
+        stopping: threading.Event,
+    ) -> None:
+        self._plain = plain
+        self._leases = leases
+        self._watch = watch
+        self._settle = settle
+        self._on_landed = on_landed
+        self._on_thread = on_thread
+        self._stopping = stopping
+        self._boarding: deque[tuple[list[Started], _Sortie]] = deque()
+        self._landed: deque[tuple[list[Started], list[Ran], _Sortie]] = deque()
+        self._has_landed = threading.Event()
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Event | None = None
+        self._is_up = threading.Event()
+
+    def take_off(self, started: Sequence[Started], held: AbstractContextManager[Any]) -> None:
+        """Start coroutines whose rows are claimed; returns at once.
+
+        :param held: left when the last of them has landed.
+        """
+        with self._lock:
+            if not self._threads:
+                self._start_threads()
+        self._is_up.wait()
+        sortie = _Sortie(len(started), held)
+        self._boarding.extend((step, sortie) for step in concurrent_steps(started))
+        assert self._loop is not None
+        assert self._wake is not None
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def close(self, timeout: float) -> None:
+        """End its threads; what has not landed is nobody's any more.
+
+        :param timeout: seconds to wait for them.
+        """
+        with self._lock:
+            self._is_closed = True
+            threads = self._threads
+        if not threads:
+            return
+        self._is_up.wait()
+        assert self._loop is not None
+        assert self._wake is not None
+        try:
+            self._loop.call_soon_threadsafe(self._wake.set)
+        except RuntimeError:
+            pass  # the loop has ended
+        self._has_landed.set()
+        for thread in threads:
+            thread.join(timeout)
+
+    def _start_threads(self) -> None:
+        for target, name in ((self._fly, "kjo-flight"), (self._land, "kjo-landing")):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # --- In the air -------------------------------------------------------------------------------
+
+    def _fly(self) -> None:
+        self._on_thread()
+        try:
+            async_to_sync(self._run_loop)()
+        finally:
+            connections.close_all()
+
+    async def _run_loop(self) -> None:
+        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        self._is_up.set()
+        tasks: set[asyncio.Task[None]] = set()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._is_closed:
+                break
+            # In its turn, ahead of what the handlers that start now will ask of the database.
+            self._spawn(tasks, sync_to_async(freshen_connections)())
+            while self._boarding:
+                self._spawn(tasks, self._run(*self._boarding.popleft()))
+        for task in tasks:
+            task.cancel()
+
+    @staticmethod
+    def _spawn(tasks: set[asyncio.Task[None]], coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _run(self, step: list[Started], sortie: _Sortie) -> None:
+        try:
+            ran = await call_step(step, self._watch)
+        except BaseException as error:
+            # Even what is to end a process ends one attempt here: the loop is everybody's.
+            if self._is_closed:
+                raise
+            ran = [Ran(timezone.now(), 0.0, error=error) for _ in step]
+        self._landed.append((step, ran, sortie))
+        if not self._has_landed.is_set():
+            self._has_landed.set()
+
+    # --- On the ground ----------------------------------------------------------------------------
+
+    def _land(self) -> None:
+        self._on_thread()
+        try:
+            while not self._is_closed:
+                self._has_landed.wait()
+                self._has_landed.clear()
+                while self._landed and not self._is_closed:
+                    self._land_group()
+        finally:
+            connections.close_all()
+
+    def _land_group(self) -> None:
+        started: list[Started] = []
+        ran: list[Ran] = []
+        sorties: list[tuple[_Sortie, int]] = []
+        while self._landed and len(started) < LANDING_GROUP:
+            step, endings, sortie = self._landed.popleft()
+            started += step
+            ran += endings
+            sorties.append((sortie, len(step)))
+        deliveries = [delivery for delivery, _, _ in started]
+        deferred: list[Delivery] = deliveries
+        try:
+            deferred = self._record(started, ran)
+        except Exception:
+            # Nothing was acknowledged: they run again, and so it is seen.
+            logger.exception("%d coroutines could not be settled", len(deliveries))
+            self._leases.release([delivery.lease for delivery in deliveries])
+        finally:
+            self._plain.let_go(started)
+            self._on_landed(deliveries, set(deferred))
+            for sortie, count in sorties:
+                sortie.left -= count
+                if not sortie.left:
+                    sortie.held.__exit__(None, None, None)
+
+    def _record(self, started: Sequence[Started], ran: Sequence[Ran]) -> list[Delivery]:
+        """Make the endings durable; returns what is deferred. An outage is waited out: the handlers
+        have run, and are not to run again for it."""
+        patience = Patience(self._stopping)
+        while True:
+            try:
+                freshen_connections()
+                return self._settle(self._plain.record(started, ran))
+            except OUTAGES as error:
+                is_refused = isinstance(error, DatabaseError) and answers(jobs_database())
+                if is_refused and len(started) > 1:
+                    logger.warning("%d endings are settled one by one: %s", len(started), error)
+                    return [
+                        delivery
+                        for pair in zip(started, ran, strict=True)
+                        for delivery in self._record_one(*pair)
+                    ]
+                drop_broken_connections()
+                if is_refused and patience.count >= REFUSALS:
+                    raise
+                if not patience.goes_on("Endings cannot be settled", error):
+                    raise
+
+    def _record_one(self, started: Started, ran: Ran) -> list[Delivery]:
+        try:
+            return self._record([started], [ran])
+        except OUTAGES as error:
+            logger.error("The ending of %s is given up, it runs again: %s", started[0].kind, error)
+            self._leases.release([started[0].lease])
+            return [started[0]]

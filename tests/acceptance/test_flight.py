@@ -1,0 +1,67 @@
+"""Coroutines in flight when their worker dies, or is told to stop."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.acceptance.engine import Engine
+from tests.ledger import jobs
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_a_worker_killed_with_coroutines_in_flight(any_engine: Engine) -> None:
+    engine = any_engine
+    # Given a worker with coroutines in flight, some of them done
+    worker = engine.ready_worker("--concurrency", "2")
+    jobs.sleep_async.enqueue_many({"seconds": 0.1} for _ in range(20))
+    jobs.sleep_async.enqueue_many({"seconds": 60} for _ in range(5))
+    engine.wait_until(
+        lambda: engine.jobs.filter(state="completed").count() == 20, "The quick never landed"
+    )
+    engine.wait_until(
+        lambda: engine.jobs.exclude(lease_token="").count() == 5, "The slow never took off"
+    )
+    # When it is killed, and the sleepers are told to sleep less
+    worker.kill()
+    assert not engine.dead_letters.exists()
+    open_jobs = engine.jobs.exclude(state="completed")
+    assert [job.attempts for job in open_jobs] == [0] * 5
+    open_jobs.update(max_attempts=1)
+    # Then others take over at once: the lost runs were the last these had
+    engine.worker()
+    engine.wait_until(lambda: engine.dead_letters.count() == 5, "They were not taken over")
+    assert set(engine.dead_letters.values_list("reason", flat=True)) == {"stalled"}
+    # And what had landed did not run again
+    done = engine.jobs.filter(state="completed")
+    assert set(done.values_list("attempts", flat=True)) == {1}
+    assert done.count() == 20
+
+
+def test_a_crash_costs_an_attempt_and_nothing_is_lost(engine: Engine) -> None:
+    # Given
+    first = engine.ready_worker()
+    jobs.sleep_async.enqueue_many({"seconds": 0.5} for _ in range(12))
+    engine.wait_until(lambda: engine.jobs.exclude(lease_token="").exists(), "They never took off")
+    # When
+    first.kill()
+    last = engine.worker()
+    engine.settle()
+    # Then
+    assert last.stop() == 0, last.log_tail()
+    assert set(engine.jobs.values_list("state", flat=True)) == {"completed"}
+    assert set(engine.jobs.values_list("attempts", flat=True)) <= {1, 2}
+
+
+def test_what_flies_lands_before_a_worker_ends(engine: Engine) -> None:
+    # Given
+    worker = engine.ready_worker()
+    jobs.sleep_async.enqueue_many({"seconds": 1} for _ in range(50))
+    engine.wait_until(lambda: engine.jobs.exclude(lease_token="").exists(), "They never took off")
+    flying = set(engine.jobs.exclude(lease_token="").values_list("pk", flat=True))
+    # When
+    assert worker.stop() == 0, worker.log_tail()
+    # Then
+    landed = set(engine.jobs.filter(state="completed").values_list("pk", flat=True))
+    assert flying <= landed
+    assert set(engine.jobs.exclude(pk__in=landed).values_list("attempts", flat=True)) <= {0}

@@ -1,0 +1,412 @@
+"""Coroutines outside a transaction, in flight on a worker's one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from django.db import IntegrityError, OperationalError, connection
+
+from kjo_django import PermanentError, registry
+from kjo_django.backends import get_coordination
+from kjo_django.consumer.flight import Flight
+from kjo_django.consumer.lanes import Lanes
+from kjo_django.consumer.plain import PlainRunner
+from kjo_django.consumer.work import Mode
+from kjo_django.models import DeadLetter, Job, ProcessedEvent
+from kjo_django.operations.jobs import cancel_one
+from kjo_django.worker import Worker
+from tests.ledger.models import Entry
+from tests.unit.deliveries import KJO, MEMORY, as_job
+from tests.unit.test_lanes import delivery, handler
+
+WAIT = 20
+
+
+@pytest.fixture(params=["memory", "database"])
+def transport(request):
+    return request.param
+
+
+@pytest.fixture
+def configured(request, settings, monkeypatch):
+    database = "real_database" if "real_database" in request.fixturenames else "sqlite_file"
+    request.getfixturevalue(database)
+    on_database = "transport" in request.fixturenames and request.getfixturevalue("transport")
+    settings.KJO = {
+        **KJO,
+        **({} if on_database == "database" else MEMORY),
+        "POLL_INTERVAL": 0.1,
+        "HEARTBEAT_INTERVAL": 0.2,
+        "BACKOFF_BASE": 0.05,
+        "SHUTDOWN_GRACE": 5,
+        "CONCURRENCY": 2,
+    }
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    return settings
+
+
+@contextmanager
+def running(**options):
+    """A worker in a thread; its exit code is ``.code`` afterwards."""
+    worker = Worker(["ledger"], **options)
+
+    def run() -> None:
+        try:
+            worker.code = worker.run()
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        thread.join(WAIT)
+        assert not thread.is_alive(), "the worker does not end"
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.02)
+
+
+def finished() -> bool:
+    return not Job.objects.open().exists()
+
+
+def states() -> list[str]:
+    return list(Job.objects.order_by("id").values_list("state", flat=True))
+
+
+def settled() -> bool:
+    return finished() and not list(get_coordination().names("CONS:"))
+
+
+# --- In the air -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("real_database")
+def test_the_slow_hold_up_nobody(configured, transport):
+    # Given one that waits until everything enqueued later has ended
+    go_on = threading.Event()
+
+    async def patient(number):
+        while number == 0 and not go_on.is_set():
+            await asyncio.sleep(0.01)
+        return number
+
+    job = as_job(patient, atomic=False)
+    job.enqueue_many([{"number": n} for n in range(100)])
+    with running() as worker:
+        wait_until(lambda: Job.objects.filter(state="completed").count() == 99)
+        job.enqueue(number=100)
+        wait_until(lambda: Job.objects.filter(state="completed").count() == 100)
+        assert worker.lanes.outstanding == 1
+        # And the lanes are free meanwhile
+        as_job(lambda: None, "quick").enqueue()
+        wait_until(lambda: Job.objects.filter(state="completed").count() == 101)
+        go_on.set()
+        wait_until(settled)
+    assert worker.code == 0
+    assert ProcessedEvent.objects.count() == 102
+    assert not Job.objects.exclude(lease_token="").exists()
+
+
+def test_thousands_are_in_flight_at_once(configured):
+    # Given more than one lane takes at a time, each waiting for all
+    count, here, everybody = 2500, [], threading.Event()
+
+    async def meet(number):
+        here.append(number)
+        if len(here) == count:
+            everybody.set()
+        while not everybody.is_set():
+            await asyncio.sleep(0.05)
+
+    as_job(meet, atomic=False, timeout=timedelta(seconds=60)).enqueue_many(
+        [{"number": n} for n in range(count)]
+    )
+    with running():
+        wait_until(everybody.is_set)
+        wait_until(settled)
+    assert set(states()) == {"completed"}
+
+
+def test_no_more_are_in_flight_than_the_queue_allows(configured):
+    # Given
+    configured.KJO = {**configured.KJO, "QUEUES": {"ledger": {"concurrency": 3}}}
+    now, peak = [0], [0]
+
+    async def count(number):
+        now[0] += 1
+        peak[0] = max(peak[0], now[0])
+        await asyncio.sleep(0.005)
+        now[0] -= 1
+
+    as_job(count, atomic=False).enqueue_many([{"number": n} for n in range(30)])
+    with running():
+        wait_until(settled)
+    assert peak == [3]
+
+
+def test_a_key_is_in_flight_once_and_in_order(configured, transport):
+    # Given
+    began, flying = defaultdict(list), set()
+
+    async def one_at_a_time(key, number):
+        assert key not in flying
+        flying.add(key)
+        began[key].append(number)
+        await asyncio.sleep(0.002)
+        flying.remove(key)
+
+    job = as_job(one_at_a_time, atomic=False, key="key", max_attempts=1)
+    job.enqueue_many([{"key": str(n % 7), "number": n} for n in range(140)])
+    with running():
+        wait_until(settled)
+    assert set(states()) == {"completed"}
+    assert began == {str(key): list(range(key, 140, 7)) for key in range(7)}
+
+
+def test_each_ends_in_its_own_way(configured, transport):
+    async def behave(how):
+        if how == "fail":
+            raise PermanentError("no")
+        if how == "exit":
+            raise SystemExit(3)
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        if how == "cancel":
+            raise asyncio.CancelledError
+        await asyncio.sleep(3600 if how == "hang" else 0)
+
+    job = as_job(behave, atomic=False, timeout=timedelta(seconds=0.2), max_attempts=1)
+    hows = ("fail", "exit", "interrupt", "cancel", "hang", "well")
+    job.enqueue_many([{"how": how} for how in hows])
+    with running() as worker:
+        wait_until(settled)
+    assert worker.code == 0
+    assert states() == ["failed"] * 5 + ["completed"]
+    assert DeadLetter.objects.count() == 5
+
+
+def test_batches_fly_too(configured):
+    calls = []
+
+    async def together(batch):
+        calls.append(len(batch))
+        await asyncio.sleep(0.01)
+        batch[0].fail(PermanentError("the first"))
+
+    as_job(together, atomic=False, batch=4).enqueue_many([{"n": n} for n in range(8)])
+    with running():
+        wait_until(settled)
+    assert sum(calls) == 8
+    assert states().count("failed") == len(calls)
+
+
+def test_a_job_cancelled_in_the_air_is_cancelled(configured):
+    flying = threading.Event()
+
+    async def obedient(context):
+        flying.set()
+        while True:
+            context.raise_if_aborted()
+            await asyncio.sleep(0.02)
+
+    answer = as_job(obedient, atomic=False, takes_context=True).enqueue()
+    with running():
+        assert flying.wait(WAIT)
+        cancel_one(answer.job_id, abort=True)
+        wait_until(settled)
+    assert states() == ["cancelled"]
+
+
+# --- Landing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_an_outage_while_landing_runs_nothing_again(configured, monkeypatch, failures):
+    # Given
+    ran, record, left = [], PlainRunner.record, [failures]
+
+    def away(self, started, endings):
+        if left[0]:
+            left[0] -= 1
+            raise OperationalError("server closed the connection unexpectedly")
+        return record(self, started, endings)
+
+    async def note(number):
+        ran.append(number)
+
+    monkeypatch.setattr(PlainRunner, "record", away)
+    as_job(note, atomic=False).enqueue(number=1)
+    with running():
+        wait_until(settled)
+    assert (ran, states()) == ([1], ["completed"])
+
+
+def test_one_ending_that_cannot_be_recorded_takes_no_others_with_it(configured, monkeypatch):
+    # Given
+    record, landed = PlainRunner.record, []
+
+    def refuse(self, started, endings):
+        if any(b"poison" in one[0].message.payload for one in started):
+            raise IntegrityError("not this one")
+        landed.append(len(started))
+        return record(self, started, endings)
+
+    async def well(job):
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(PlainRunner, "record", refuse)
+    monkeypatch.setattr("kjo_django.consumer.outages.DELAY_MIN", 0.01)
+    as_job(well, atomic=False).enqueue_many({"job": name} for name in ("a", "poison", "b"))
+    with running():
+        wait_until(lambda: Job.objects.filter(state="completed").count() == 2)
+        # Then it is tried again, and lands when it can
+        monkeypatch.setattr(PlainRunner, "record", record)
+        wait_until(settled)
+    assert set(states()) == {"completed"}
+
+
+def test_endings_are_settled_together(configured, monkeypatch):
+    groups, record = [], PlainRunner.record
+
+    def count(self, started, endings):
+        groups.append(len(started))
+        return record(self, started, endings)
+
+    gate = threading.Event()
+
+    async def together(number):
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(PlainRunner, "record", count)
+    as_job(together, atomic=False).enqueue_many([{"number": n} for n in range(300)])
+    with running() as worker:
+        wait_until(lambda: worker.lanes.outstanding == 300)
+        gate.set()
+        wait_until(settled)
+    assert sum(groups) == 300
+    assert len(groups) < 60
+
+
+# --- The end --------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_stops_lets_them_land(configured):
+    flying = threading.Event()
+
+    async def last(job):
+        flying.set()
+        await asyncio.sleep(0.5)
+        await Entry.objects.acreate(job=job)
+
+    as_job(last, atomic=False).enqueue(job="a")
+    with running() as worker:
+        assert flying.wait(WAIT)
+    assert worker.code == 0
+    assert states() == ["completed"]
+    assert Entry.objects.count() == 1
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name in ("kjo-flight", "kjo-landing")]
+
+
+def test_what_does_not_land_in_time_is_handed_back_and_runs_elsewhere(configured):
+    # Given one that ends for the second worker only
+    configured.KJO = {**configured.KJO, "SHUTDOWN_GRACE": 0.2}
+    flying, is_second = threading.Event(), threading.Event()
+
+    async def stubborn():
+        flying.set()
+        while not is_second.is_set():
+            await asyncio.sleep(0.01)
+
+    as_job(stubborn, atomic=False).enqueue()
+    with running() as first:
+        assert flying.wait(WAIT)
+    assert first.code == 1
+    assert states() == ["queued"]
+    is_second.set()
+    with running():
+        wait_until(settled)
+    assert states() == ["completed"]
+
+
+def test_an_obedient_one_keeps_its_attempt(configured):
+    configured.KJO = {**configured.KJO, "SHUTDOWN_GRACE": 0.2}
+    flying = threading.Event()
+
+    async def obedient(context):
+        flying.set()
+        while True:
+            context.raise_if_aborted()
+            await asyncio.sleep(0.01)
+
+    as_job(obedient, atomic=False, takes_context=True).enqueue()
+    with running() as worker:
+        assert flying.wait(WAIT)
+    assert worker.code == 0
+    assert list(Job.objects.values_list("state", "attempts")) == [("queued", 0)]
+
+
+# --- Lanes ----------------------------------------------------------------------------------------
+
+
+CONCURRENT = handler("async", mode=Mode.CONCURRENT)
+
+
+def test_a_lane_is_free_while_its_coroutines_fly():
+    # Given
+    lanes = Lanes(1, group_size=10, budget=1.0)
+    flying = [delivery(key, handler=CONCURRENT) for key in "aba"]
+    lanes.put(flying)
+    group = lanes.take(timeout=0)
+    assert group.deliveries == flying[:2]
+    # When
+    lanes.done(group, flying=set(group.deliveries))
+    # Then its keys are not, until they land
+    assert lanes.take(timeout=0) is None
+    assert (lanes.running, lanes.outstanding) == (0, 3)
+    assert not lanes.wait_for(None, 0)
+    lanes.land([flying[1]])
+    assert lanes.take(timeout=0) is None
+    lanes.land([flying[0]], {flying[0]})
+    again = lanes.take(timeout=0)
+    assert again.deliveries == [flying[0]]
+    lanes.done(again)
+    assert lanes.take(timeout=0).deliveries == [flying[2]]
+
+
+def test_what_waits_for_room_in_the_air_holds_up_nothing_else():
+    lanes = Lanes(2, group_size=10, budget=1.0, flights_of=lambda queue: 2)
+    lanes.put([delivery(None, handler=CONCURRENT) for _ in range(3)])
+    lanes.put([delivery(None)])
+    first = lanes.take(timeout=0)
+    assert len(first.deliveries) == 2
+    lanes.done(first, flying=set(first.deliveries))
+    assert lanes.take(timeout=0).mode is Mode.ATOMIC
+    assert lanes.take(timeout=0) is None
+    lanes.land(first.deliveries[:1])
+    assert len(lanes.take(timeout=0).deliveries) == 1
+
+
+def test_a_flight_that_never_began_closes():
+    from unittest import mock
+
+    flight = Flight(
+        mock.Mock(), mock.Mock(), mock.Mock(), settle=list, on_landed=mock.Mock(),
+        on_thread=lambda: None, stopping=threading.Event(),
+    )  # fmt: skip
+    flight.close(0.1)
