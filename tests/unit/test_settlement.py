@@ -107,15 +107,9 @@ def test_what_has_no_row_needs_no_update():
     assert complete(outcome) == set()
 
 
-def joined_in_vain(plan: dict) -> float:
-    """How many pairs of rows a plan compared for nothing."""
-    own = plan.get("Rows Removed by Join Filter", 0) * plan.get("Actual Loops", 1)
-    return own + sum(joined_in_vain(one) for one in plan.get("Plans", ()))
-
-
 @pytest.mark.parametrize("token", [None, "mine"])
-def test_a_group_is_completed_row_by_row_whatever_statistics_say(real_database, token):
-    """Cost in a table of any history: not the product of the open rows and the group."""
+def test_the_planner_expects_the_groups_rows_whatever_statistics_say(real_database, token):
+    """Misled, it compares each open row with each of the group's: seconds for a thousand."""
     if real_database != "postgresql":
         pytest.skip("the statement is PostgreSQL's")
     # Given statistics from a time when no job was open and nobody held a lease
@@ -127,16 +121,16 @@ def test_a_group_is_completed_row_by_row_whatever_statistics_say(real_database, 
     # When
     done, plans = [outcome_of(a_job(lease_token="mine"))], []
     columns = {name: getattr(jobs[0], name) for name in COLUMNS}
-    done += [
-        Outcome(done[0].delivery, Result.COMPLETED, 1, {**columns, "id": job.pk}) for job in jobs
-    ]
+    first = done[0].delivery
+    for job in jobs[:200]:
+        done.append(Outcome(first, Result.COMPLETED, 1, {**columns, "id": job.pk}))
     for outcome in done:
         outcome.started_at = timezone.now()
 
     def explain(execute, sql, params, many, context):
         if "UPDATE kjo_job SET state" not in sql:
             return execute(sql, params, many, context)
-        result = execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {sql}", params, many, context)
+        result = execute(f"EXPLAIN (FORMAT JSON) {sql}", params, many, context)
         plans.append(context["cursor"].fetchone()[0][0]["Plan"])
         return result
 
@@ -144,7 +138,7 @@ def test_a_group_is_completed_row_by_row_whatever_statistics_say(real_database, 
         complete(*done, token=token)
     # Then
     (plan,) = plans
-    assert joined_in_vain(plan) == 0, plan
+    assert plan["Plans"][0]["Plan Rows"] >= 50, plan
 
 
 # --- Failure --------------------------------------------------------------------------------------
