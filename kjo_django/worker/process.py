@@ -17,14 +17,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from types import FrameType
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -58,7 +55,8 @@ from kjo_django.worker.listening import PublishListener
 from kjo_django.worker.rescuer import Rescuer
 from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import Statistics
-from kjo_django.worker.supervisor import LEFT_RUNNING, STOP_SIGNALS
+from kjo_django.worker.stopping import hear_stop_signals
+from kjo_django.worker.supervisor import LEFT_RUNNING
 from kjo_django.worker.telling import tell, tell_waiters
 
 logger = logging.getLogger("kjo_django")
@@ -141,7 +139,7 @@ class Worker:
             on_measure=self.lanes.measure,
             stopping=self._stopping,
             on_landed=functools.partial(self.lanes.land, delay=HELD_ELSEWHERE_DELAY),
-            on_thread=functools.partial(mark_sessions, self.leases.token),
+            on_thread=self._enter_thread,
         )
         self.pollers = self._make_pollers()
         self._listener = PublishListener(self.pollers)
@@ -209,7 +207,7 @@ class Worker:
         # Python takes signals in the main thread only; elsewhere somebody else hears them.
         is_main = threading.current_thread() is threading.main_thread()
         hears = self._installs_signal_handlers and is_main
-        restore = self._install_signal_handlers() if hears else None
+        restore = hear_stop_signals(self._stopping) if hears else None
         self._start()
         try:
             while not self._stopping.is_set():
@@ -272,9 +270,13 @@ class Worker:
         queues = [conf.queue(name) for name in names if name in known]
         return [queue for queue in queues if not queue.consume]
 
-    def _run_lane(self) -> None:
+    def _enter_thread(self) -> None:
+        """Say whose thread this is, to the database and to log records."""
         worker_name.set(self.name)
         mark_sessions(self.leases.token)
+
+    def _run_lane(self) -> None:
+        self._enter_thread()
         try:
             while (group := self.lanes.take()) is not None:
                 deferred: Any = group.deliveries
@@ -319,26 +321,6 @@ class Worker:
         if is_drained and self._owns_process:
             close_backends()
         return is_drained
-
-    def _install_signal_handlers(self) -> Callable[[], None]:
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self._stopping.is_set():
-                logger.warning("Second signal: stopping at once")
-                os._exit(128 + number)
-            logger.info("%s: finishing what runs", signal.Signals(number).name)
-            self._stopping.set()
-
-        previous = {
-            number: signal.signal(number, handle)
-            for name in STOP_SIGNALS
-            if (number := getattr(signal, name, None)) is not None
-        }
-
-        def restore() -> None:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-        return restore
 
     # --- What lanes and pollers tell --------------------------------------------------------------
 
