@@ -51,7 +51,7 @@ class KjoView(APIView):  # type: ignore[misc]
     permissions: ClassVar[Mapping[str, Sequence[str]]] = {}
     permission_classes = [HasPermissions]
     parser_classes = [StrictJSONParser]
-    metadata_class = None
+    http_method_names = ["get", "head", "post", "patch"]
 
     @property
     def throttle_scope(self) -> str | None:

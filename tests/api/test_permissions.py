@@ -209,8 +209,11 @@ def test_with_its_permissions_it_answers_and_tells_who_did_it(
 
 @each_endpoint
 def test_another_method_is_refused_as_such(endpoint: Endpoint, ask: Any, login: Login) -> None:
-    answer = ask(login(), Endpoint("DELETE", endpoint.path, (), endpoint.body))
-    assert problem_of(answer, 405)["type"] == "urn:kjo:problem:method-not-allowed"
+    for method in ("DELETE", "PUT", "OPTIONS"):
+        answer = ask(login(), Endpoint(method, endpoint.path, (), endpoint.body))
+        assert problem_of(answer, 405)["type"] == "urn:kjo:problem:method-not-allowed"
+        assert method not in answer["Allow"]
+        assert endpoint.method in answer["Allow"]
 
 
 def test_a_change_in_a_session_needs_the_csrf_token(login: Login, greet: Any) -> None:

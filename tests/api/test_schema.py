@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.urls import resolve
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.validation import validate_schema
 
@@ -148,3 +149,18 @@ def test_examples_are_what_the_schema_says(operations: Any) -> None:
     examples = enqueue["requestBody"]["content"]["application/json"]["examples"]
     (example,) = examples.values()
     assert example["value"]["unique_id"] == "order-7"
+
+
+def test_the_reference_lists_every_operation_with_its_permissions(operations: Any) -> None:
+    page = (ROOT / "docs/reference/rest.md").read_text()
+    rows = []
+    for method, path, told in operations:
+        view = resolve(path.replace("{", "").replace("}", ""), "tests.api.urls").func.view_class
+        needed = ", ".join(f"`{name}`" for name in view.permissions[method.upper()])
+        name = told["operationId"].removeprefix("kjo_")
+        place = path.removeprefix("/kjo")
+        answers = ", ".join(sorted(each for each in told["responses"] if each[0] == "2"))
+        rows.append(f"| `{method.upper()} {place}` | `{name}` | {needed} | {answers} |")
+    missing = [row for row in rows if row not in page]
+    assert not missing, "\n".join(missing)
+    assert page.count("\n| `GET") + page.count("\n| `POST") + page.count("\n| `PATCH") == len(rows)
