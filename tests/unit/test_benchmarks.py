@@ -16,6 +16,7 @@ from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.peers import catalogue as peer_catalogue
 from tests.benchmarks.peers.running import MeasuredPeer, Peers, read_tallies
 from tests.benchmarks.peers.sides.tally import SHAPE
+from tests.benchmarks.profile import AROUND, REST, by_stage
 from tests.benchmarks.rounds import Measured, medians, rounded, spread_percent
 from tests.benchmarks.workloads import WORKLOADS
 
@@ -208,3 +209,30 @@ def test_it_measures_the_embedded_default(tmp_path, capsys):
 def test_it_measures_every_case_and_every_peer(tmp_path):
     sizes = ["--jobs", "1200", "--rounds", "1", "--max-seconds", "0", "--rows", "20000"]
     assert main([*sizes, "--peers", "--out", str(tmp_path / "result.json")]) == 0
+
+
+# --- Profile --------------------------------------------------------------------------------------
+
+
+def frames(thread: str, *names: str) -> str:
+    return ";".join([f"thread (1): {thread}", *(f"{name} (kjo_django/x.py:1)" for name in names)])
+
+
+def test_samples_go_to_the_innermost_stage_that_tells():
+    lane = ("Worker._run_lane", "Pipeline.run")
+    counted = by_stage(
+        [
+            f"{frames('kjo-lane-0', *lane, 'AtomicRunner._attempt', 'LeaseBook.claim')} 3",
+            f"{frames('kjo-lane-1', *lane, 'complete')};execute (psycopg/cursor.py:9) 2",
+            f"{frames('kjo-lane-1', *lane, 'completely')} 1",
+            f"{frames('kjo-poll-x', 'Poller._run')} 4",
+            f"{frames('kjo-heartbeat', 'Heartbeat.run')} 5",
+            "thread (1);<module> (kjo_django/apps.py:1) 50",
+        ]
+    )
+    assert counted == {
+        "leases, one script a group": 3,
+        "outcomes, one UPDATE a group": 2,
+        REST: 5,
+        AROUND: 5,
+    }

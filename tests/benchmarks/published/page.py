@@ -40,6 +40,11 @@ def results(folder: Path = FOLDER) -> dict[str, Any]:
     return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
 
+def runs(found: Results) -> dict[str, Mapping[str, Any]]:
+    """Return those that are of measurements, not of a profile."""
+    return {name: run for name, run in found.items() if "results" in run}
+
+
 def rewritten(text: str, found: Results) -> str:
     """Return the page with every block as the results have it."""
 
@@ -76,7 +81,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 @_block
 def machine(found: Results) -> Iterator[str]:
     """Yield where each file of results was measured, and on what."""
-    for name, run in found.items():
+    for name, run in runs(found).items():
         facts, parameters = run["machine"], run["parameters"]
         versions = ", ".join(f"{NAMES.get(n, n)} {v}" for n, v in run["versions"].items())
         sizes = "full sizes" if parameters["full"] else "the sizes of a quick run"
@@ -141,7 +146,7 @@ def asked(found: Results) -> Iterator[str]:
     keys = ("queries_per_job", "redis_round_trips_per_job", "redis_commands_per_job")
     rows = [
         (f"{engine}, `{name}`", *(_short(case["ours"].get(key)) for key in keys))
-        for engine, run in found.items()
+        for engine, run in runs(found).items()
         for name, case in run["results"].get(engine, {}).items()
         if keys[0] in case["ours"] and not name.startswith("table.")
     ]
@@ -184,6 +189,23 @@ def peers(found: Results) -> Iterator[str]:
         )
     head = ("Queue", "what a job leaves", "set up", "jobs/s", "spread %", "ours is × faster")
     return _table(head, rows)
+
+
+@_block
+def profile(found: Results) -> Iterator[str]:
+    """Yield where the microseconds go, before and after."""
+    profiles = found["profile"]
+    stages = dict.fromkeys(stage for one in profiles.values() for stage in one["stages"])
+    rows = [
+        (stage, *(_microseconds(one, one["stages"].get(stage, 0)) for one in profiles.values()))
+        for stage in stages
+    ]
+    rows.append(("**together**", *(_microseconds(one, 1) for one in profiles.values())))
+    yield from _table(("µs of CPU for each job", *profiles), rows)
+
+
+def _microseconds(profile: Mapping[str, Any], share: float) -> str:
+    return number(share * profile["cpu_us_per_job"], 1)
 
 
 def _short(value: float | None) -> str:
