@@ -81,6 +81,8 @@ def measure(
     everything = [Measured(case) for case in cases]
     _prepare(cases, engines, rounds, tell)
     for number in range(rounds):
+        if number and time.monotonic() - began > most_seconds > 0:
+            break
         for measured in everything:
             case = measured.case
             if measured.failed or number >= case.rounds_of(rounds):

@@ -109,10 +109,17 @@ def test_sides_take_turns_in_going_first_and_a_case_that_fails_ends_no_other(mon
 def test_late_rounds_are_not_begun(monkeypatch):
     monkeypatch.setattr(rounds, "_run", lambda *arguments: rate(1))
     case = Case("one", EMBEDDED, Step("ours"))
+    turns: list[int] = []
     found = rounds.measure(
-        [case], {EMBEDDED: NoEngine()}, rounds=5, most_seconds=1e-9, tell=lambda line: None
+        [case],
+        {EMBEDDED: NoEngine()},
+        rounds=5,
+        most_seconds=1e-9,
+        tell=lambda line: None,
+        after_round=turns.append,
     )
     assert len(found[0].ours) == 1
+    assert turns == [0]
 
 
 # --- Cases ----------------------------------------------------------------------------------------
