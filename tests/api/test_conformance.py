@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -15,6 +16,8 @@ import pytest
 import schemathesis
 from django.contrib.auth.models import User
 from django.core.handlers.wsgi import WSGIHandler
+from django.core.signals import request_finished, request_started
+from django.db import close_old_connections
 from drf_spectacular.generators import SchemaGenerator
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import positive_data_acceptance
@@ -42,6 +45,16 @@ schema = schemathesis.openapi.from_dict(
 schema.app = WSGIHandler()
 
 AUTHORIZATION = f"Basic {base64.b64encode(b'root:secret').decode()}"
+
+
+@pytest.fixture(autouse=True)
+def one_connection() -> Iterator[None]:
+    """A server ends the connection with each request; here it holds the test's transaction."""
+    for signal in (request_started, request_finished):
+        signal.disconnect(close_old_connections)
+    yield
+    for signal in (request_started, request_finished):
+        signal.connect(close_old_connections)
 
 
 @pytest.fixture(autouse=True)
