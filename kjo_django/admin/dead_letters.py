@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
 from kjo_django.admin.base import Button, KjoAdmin
-from kjo_django.admin.display import badge, inert, show_bytes, show_headers, show_text
+from kjo_django.admin.display import badge, inert, show_bytes, show_headers, show_message, show_text
 from kjo_django.admin.filters import (
     DeadLetterStateFilter,
     HandlerFilter,
@@ -149,8 +149,8 @@ class DeadLetterAdmin(KjoAdmin):
 
     @admin.display(description=_("value"))
     def shown_value(self, letter: DeadLetter) -> SafeString:
-        """Return its raw value."""
-        return show_bytes(letter.value)
+        """Return what it said."""
+        return show_message(letter)
 
     @admin.display(description=_("headers"))
     def shown_headers(self, letter: DeadLetter) -> SafeString:

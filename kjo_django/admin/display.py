@@ -11,6 +11,11 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
+from kjo_django.exceptions import MessageError
+from kjo_django.messages.serializers import JSON, serializer_for
+from kjo_django.models import DeadLetter
+from kjo_django.operations import redaction
+
 MAX_TEXT = 10_000
 MAX_BINARY = 2_048
 _KEPT = "\n\t"
@@ -24,6 +29,16 @@ def inert(text: str) -> str:
         return text
     return "".join(
         c if c in _KEPT or unicodedata.category(c) not in _INERT else f"\\u{ord(c):04x}"
+        for c in text
+    )
+
+
+def inert_json(text: str) -> str:
+    """Escape the same characters in a JSON text, whose meaning stays: for what is to be edited."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c in _KEPT or unicodedata.category(c) not in _INERT else json.dumps(c)[1:-1]
         for c in text
     )
 
@@ -56,12 +71,24 @@ def show_bytes(data: Any) -> SafeString:
         return format_html("<pre class='kjo-raw'>{}{}</pre>", dump, _rest(len(raw) - MAX_BINARY))
 
 
+def show_message(letter: DeadLetter) -> SafeString:
+    """Return what a dead letter's message said, without its secrets; what cannot be read as it
+    is, byte for byte."""
+    if letter.value is None:
+        return show_bytes(None)
+    try:
+        serializer_for(letter.content_type or JSON.content_type).loads(bytes(letter.value))
+    except (MessageError, LookupError):
+        return show_bytes(letter.value)
+    return show_value(redaction.shown_value(letter))
+
+
 def show_headers(headers: dict[str, bytes]) -> SafeString:
-    """Return the headers of a message, one per line."""
+    """Return the headers of a message, one per line, without those that are secret."""
     lines = []
     for name, value in sorted(headers.items()):
         try:
-            shown = value.decode()
+            shown = redaction.REDACTED if redaction.is_redacted(name) else value.decode()
         except UnicodeDecodeError:
             shown = f"0x{value.hex()}"
         lines.append(f"{inert(name)}: {inert(shown)}".replace("\n", "\\n"))

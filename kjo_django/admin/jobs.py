@@ -16,12 +16,10 @@ from kjo_django import registry
 from kjo_django.admin.base import BaseInline, Button, KjoAdmin
 from kjo_django.admin.display import badge, inert, show_text, show_value
 from kjo_django.admin.filters import HandlerFilter, JobStateFilter, QueueFilter
-from kjo_django.exceptions import MessageError
 from kjo_django.models import Job, JobFailure
-from kjo_django.operations import jobs
+from kjo_django.operations import jobs, redaction
 from kjo_django.operations.jobs import CancelResult, Outcomes
 from kjo_django.operations.progress import progress_of
-from kjo_django.producer.enqueue import result_of
 
 PAYLOAD_FIELDS = ("shown_payload", "shown_result", "headers")
 
@@ -170,17 +168,12 @@ class JobAdmin(KjoAdmin):
     @admin.display(description=_("payload"))
     def shown_payload(self, job: Job) -> SafeString:
         """Return what the handler is given."""
-        return show_value(job.arguments)
+        return show_value(redaction.shown_payload(job))
 
     @admin.display(description=_("result"))
     def shown_result(self, job: Job) -> SafeString | str:
         """Return what the handler returned."""
-        if job.result is None:
-            return "-"
-        try:
-            return show_value(result_of(job))
-        except (MessageError, KeyError, TypeError) as error:
-            return show_text(f"<{len(job.result)} bytes: {error}>")
+        return "-" if job.result is None else show_value(redaction.shown_result(job))
 
     # --- Actions ----------------------------------------------------------------------------------
 

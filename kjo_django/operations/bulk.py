@@ -131,12 +131,20 @@ def replay_or_start(
     actor: str,
     rate: float | None = None,
     force: bool = False,
+    limit: int | None = None,
     on_changed: Observer | None = None,
 ) -> ReplayReport | Job:
     """Replay dead letters here and now if they are few, else as a job.
 
+    :param limit: the oldest so many only, at most ``SYNCHRONOUS_LIMIT``.
     :param on_changed: told of what is changed here; a job tells by its own row.
     """
+    if limit is not None:
+        if not 0 < limit <= SYNCHRONOUS_LIMIT:
+            raise ValueError(f"A limit must be from 1 to {SYNCHRONOUS_LIMIT}, not {limit!r}")
+        # By their ids: a job that is interrupted must not begin with others.
+        keys = dead_letters.select(selection).values_list("pk", flat=True)
+        selection = DeadLetterFilter(ids=list(keys[:limit]))
     if _is_large(dead_letters.select(selection), rate):
         return start_bulk(Action.REPLAY_LETTERS, selection, actor=actor, rate=rate, force=force)
     return dead_letters.replay(

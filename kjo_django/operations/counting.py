@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,32 +20,102 @@ def bounded_count(rows: QuerySet[Any], limit: int = COUNT_LIMIT) -> int:
     return rows.order_by()[:limit].count()
 
 
+def bounded_counts(rows: Mapping[str, QuerySet[Any]], limit: int = COUNT_LIMIT) -> dict[str, int]:
+    """Return what ``bounded_count`` would for each of them, in one query.
+
+    :param rows: by name; all of one database.
+    """
+    if not rows:
+        return {}
+    using = next(iter(rows.values())).db
+    statements, parameters = [], []
+    for name, selection in rows.items():
+        inner = selection.values("pk")[:limit].query.get_compiler(using).as_sql()
+        statements.append(f"SELECT %s, COUNT(*) FROM ({inner[0]}) AS looked_at")  # noqa: S608 - compiled
+        parameters += [name, *inner[1]]
+    with connections[using].cursor() as cursor:
+        cursor.execute(" UNION ALL ".join(statements), parameters)
+        return dict(cursor.fetchall())
+
+
+def keys_of_each(rows: Mapping[str, QuerySet[Any]]) -> dict[str, list[Any]]:
+    """Return the primary keys of each selection, in one query.
+
+    :param rows: by name, each ordered and sliced; all of one model and database.
+    """
+    keys: dict[str, list[Any]] = {name: [] for name in rows}
+    if not rows:
+        return keys
+    one = next(iter(rows.values()))
+    statements, parameters = [], []
+    for name, selection in rows.items():
+        inner, given = selection.values("pk").query.get_compiler(one.db).as_sql()
+        statements.append(f"SELECT %s, looked_at.* FROM ({inner}) AS looked_at")  # noqa: S608 - compiled
+        parameters += [name, *given]
+    convert = one.model._meta.pk.to_python
+    with connections[one.db].cursor() as cursor:
+        cursor.execute(" UNION ALL ".join(statements), parameters)
+        for name, key in cursor.fetchall():
+            keys[name].append(convert(key))
+    return keys
+
+
+Groups = dict[tuple[Any, ...], tuple[int, datetime | None]]
+"""``{values: (count, least of the column asked for)}``."""
+
+
 def grouped_counts(
     rows: QuerySet[Any], by: Sequence[str], *, oldest: str | None = None, limit: int = COUNT_LIMIT
-) -> tuple[dict[tuple[Any, ...], tuple[int, datetime | None]], bool]:
+) -> tuple[Groups, bool]:
     """Count the first ``limit`` rows by some columns, in one query.
 
     :param rows: ordered as they should be looked at.
     :param oldest: column whose least value is wanted for each group.
-    :returns: ``{values: (count, oldest)}``, and whether the limit was reached.
+    :returns: the groups, and whether the limit was reached.
     """
-    connection = connections[rows.db]
-    quote = connection.ops.quote_name
-    columns = [quote(rows.model._meta.get_field(name).column) for name in by]
+    return many_grouped_counts({"": rows}, by, oldest=oldest, limit=limit)[""]
+
+
+def many_grouped_counts(
+    rows: Mapping[str, QuerySet[Any]],
+    by: Sequence[str],
+    *,
+    oldest: str | None = None,
+    limit: int = COUNT_LIMIT,
+) -> dict[str, tuple[Groups, bool]]:
+    """Return what ``grouped_counts`` would for each of them, in one query.
+
+    :param rows: by name; all of one model and database.
+    """
+    one = next(iter(rows.values()))
+    connection = connections[one.db]
+
+    def column(name: str) -> str:
+        return connection.ops.quote_name(one.model._meta.get_field(name).column)
+
     wanted = (*by, oldest) if oldest else tuple(by)
-    inner, parameters = rows.values(*wanted)[:limit].query.get_compiler(rows.db).as_sql()
-    least = f", MIN({quote(rows.model._meta.get_field(oldest).column)})" if oldest else ""
-    names = ", ".join(columns)
-    statement = f"SELECT {names}, COUNT(*){least} FROM ({inner}) AS looked_at GROUP BY {names}"  # noqa: S608 - identifiers of the model
+    least = f", MIN({column(oldest)})" if oldest else ""
+    names = ", ".join(column(name) for name in by)
+    statements: list[str] = []
+    parameters: list[Any] = []
+    for name, selection in rows.items():
+        inner, given = selection.values(*wanted)[:limit].query.get_compiler(one.db).as_sql()
+        statements.append(
+            f"SELECT %s, {names}, COUNT(*){least} FROM ({inner}) AS looked_at GROUP BY {names}"  # noqa: S608 - identifiers of the model
+        )
+        parameters += [name, *given]
     with connection.cursor() as cursor:
-        cursor.execute(statement, parameters)
+        cursor.execute(" UNION ALL ".join(statements), parameters)
         found = cursor.fetchall()
-    width = len(by)
-    groups = {
-        tuple(row[:width]): (row[width], _moment(row[width + 1]) if oldest else None)
-        for row in found
+    width = len(by) + 1
+    groups: dict[str, Groups] = {name: {} for name in rows}
+    for row in found:
+        moment = _moment(row[width + 1]) if oldest else None
+        groups[row[0]][tuple(row[1:width])] = (row[width], moment)
+    return {
+        name: (each, sum(count for count, _ in each.values()) >= limit)
+        for name, each in groups.items()
     }
-    return groups, sum(count for count, _ in groups.values()) >= limit
 
 
 def _moment(value: Any) -> datetime | None:

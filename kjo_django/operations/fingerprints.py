@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db.models import Count
+from django.db.models import Count, QuerySet
 
-from kjo_django.operations.counting import COUNT_LIMIT
+from kjo_django.models import DeadLetter
+from kjo_django.operations.counting import COUNT_LIMIT, keys_of_each
 from kjo_django.operations.dead_letters import DeadLetterFilter, Selection, select
 
 SAMPLED = 50
 """Letters of a group whose releases and replays are told."""
 MAX_RELEASES = 5
 _OF_THE_NEWEST = (
-    *("failed_at", "release", "replay_count"),
+    *("fingerprint", "failed_at", "release", "replay_count"),
     *("handler", "queue", "reason", "error_type", "error"),
 )
 
@@ -57,26 +59,28 @@ def error_groups(selection: Selection | None = None, *, limit: int = 50) -> list
     looked_at = rows if floor is None else rows.filter(pk__gt=floor)
     # Only what the index of open fingerprints holds is counted: the rows, long with their
     # tracebacks, are not read for it.
-    groups = list(
-        looked_at.order_by()
+    groups = {
+        row["fingerprint"]: row["count"]
+        for row in looked_at.order_by()
         .values("fingerprint")
         .annotate(count=Count("pk"))
         .order_by("-count", "fingerprint")[:limit]
-    )
+    }
+    letters = _samples(looked_at, groups)
     found = []
-    for group in groups:
-        of_it = looked_at.filter(fingerprint=group["fingerprint"])
-        oldest = of_it.order_by("pk").values_list("failed_at", flat=True).first()
-        newest = list(of_it.order_by("-pk").only(*_OF_THE_NEWEST)[:SAMPLED])
-        if oldest is None or not newest:
+    for fingerprint, count in groups.items():
+        newest = letters.get(fingerprint)
+        if not newest:
             continue  # closed meanwhile
         sample = newest[0]
+        # The oldest comes last: the samples are the newest and it.
+        oldest = newest[-1]
         releases = dict.fromkeys(letter.release for letter in newest if letter.release)
         found.append(
             ErrorGroup(
-                fingerprint=group["fingerprint"],
-                count=group["count"],
-                first_failed_at=oldest,
+                fingerprint=fingerprint,
+                count=count,
+                first_failed_at=oldest.failed_at,
                 last_failed_at=sample.failed_at,
                 handler=sample.handler,
                 queue=sample.queue,
@@ -85,7 +89,24 @@ def error_groups(selection: Selection | None = None, *, limit: int = 50) -> list
                 error=sample.error,
                 newest_id=sample.pk,
                 releases=tuple(releases)[:MAX_RELEASES],
-                replayed_count=sum(letter.replay_count > 0 for letter in newest),
+                replayed_count=sum(letter.replay_count > 0 for letter in newest[:SAMPLED]),
             )
         )
+    return found
+
+
+def _samples(
+    rows: QuerySet[DeadLetter], fingerprints: Collection[str]
+) -> dict[str, list[DeadLetter]]:
+    """Return of each group its newest letters, the latest first, and its oldest, in two queries."""
+    wanted = {}
+    for fingerprint in fingerprints:
+        group = rows.filter(fingerprint=fingerprint)
+        wanted[f"{fingerprint} newest"] = group.order_by("-pk")[:SAMPLED]
+        wanted[f"{fingerprint} oldest"] = group.order_by("pk")[:1]
+    keys = {key for each in keys_of_each(wanted).values() for key in each}
+    letters = DeadLetter.objects.using(rows.db).filter(pk__in=keys).order_by("-pk")
+    found: dict[str, list[DeadLetter]] = {}
+    for letter in letters.only(*_OF_THE_NEWEST):
+        found.setdefault(letter.fingerprint, []).append(letter)
     return found

@@ -25,7 +25,7 @@ from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.models import MetricBucket
 from kjo_django.operations import status, topics
-from kjo_django.operations.queues import paused_queues
+from kjo_django.operations.queues import overview, paused_queues
 from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
@@ -216,7 +216,8 @@ def _workers(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 
 def _lag(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
-    queues = status.status()["queues"]
+    queues = overview()
+    status.add_lags(queues)
     errors = [f"{row['queue']}: {row['lag_error']}" for row in queues if row["lag_error"]]
     if errors:
         return False, "; ".join(errors), "See the transports."

@@ -242,8 +242,8 @@ class _Look:
             self.is_windowed = True
         fitting: list[UUID] = []
         jobs = Job.objects.using(self._using).only("handler", "payload", "content_type")
-        for start in range(0, len(small), 200):
-            found = jobs.filter(pk__in=small[start : start + 200])
+        for start in range(0, len(small), 500):
+            found = jobs.filter(pk__in=small[start : start + 500])
             fitting += [job.pk for job in found if self._fits(job)]
         return Job.objects.using(self._using).filter(pk__in=fitting)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from kjo_django.operations.counting import (
     COUNT_LIMIT,
     bounded_count,
     grouped_counts,
+    many_grouped_counts,
     seconds_since,
 )
 from kjo_django.producer.dispatch import is_transactional, jobs_database
@@ -40,47 +41,58 @@ def status(queues: Iterable[str] | None = None) -> dict[str, Any]:
     :param queues: restrict to these; all known ones otherwise.
     """
     now = timezone.now()
-    rows = queue_operations.overview()
-    if queues is not None:
-        wanted = set(queues)
-        rows = [row for row in rows if row["queue"] in wanted]
-    counts, capped = count_by_state()
-    waiting = oldest_waiting(now)
-    letters, letters_capped = open_dead_letters()
-    lags: dict[str, Any] = {}
-    for row in rows:
-        name = row["queue"]
-        row["states"] = {state: counts.get((name, state), 0) for state in JobState.values}
-        row["oldest_waiting_seconds"] = seconds_since(waiting.get(name), now)
-        row["open_dead_letters"] = letters.get(name, 0)
-        row.update(_lag_of(row, lags))
+    rows, is_capped = queue_rows(queues, now)
     return {
         "now": now.isoformat(),
         "queues": rows,
-        "is_capped": capped or letters_capped,
+        "is_capped": is_capped,
         "count_limit": COUNT_LIMIT,
         "relay": relay(now),
         "workers": workers(now),
     }
 
 
-def count_by_state() -> tuple[dict[tuple[str, str], int], bool]:
+def queue_rows(
+    queues: Iterable[str] | None = None,
+    now: datetime | None = None,
+    *,
+    limit: int = COUNT_LIMIT,
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return how each queue does, and whether any count is a lower bound.
+
+    :param limit: rows of each state that are looked at.
+    """
+    now = now or timezone.now()
+    rows = queue_operations.overview()
+    if queues is not None:
+        wanted = set(queues)
+        rows = [row for row in rows if row["queue"] in wanted]
+    counts, is_capped = count_by_state(limit)
+    waiting = oldest_waiting(now)
+    letters, letters_capped = open_dead_letters(limit)
+    for row in rows:
+        name = row["queue"]
+        row["states"] = {state: counts.get((name, state), 0) for state in JobState.values}
+        row["oldest_waiting_seconds"] = seconds_since(waiting.get(name), now)
+        row["open_dead_letters"] = letters.get(name, 0)
+    add_lags(rows)
+    return rows, is_capped or letters_capped
+
+
+def count_by_state(limit: int = COUNT_LIMIT) -> tuple[dict[tuple[str, str], int], bool]:
     """Return ``{(queue, state): count}`` and whether any count is a lower bound."""
     jobs = Job.objects.using(jobs_database())
-    counts: dict[tuple[str, str], int] = {}
-    is_capped = False
-    for state in JobState.values:
-        if state == JobState.COMPLETED:
-            # No index knows the completed ones; the newest rows tell what matters.
-            newest, capped = grouped_counts(jobs.order_by("-pk"), ("queue", "state"))
-            groups = {key: group for key, group in newest.items() if key[1] == state}
-        else:
-            groups, capped = grouped_counts(
-                jobs.filter(state=state).order_by("pk"), ("queue", "state")
-            )
-        is_capped |= capped
-        counts.update({(key[0], key[1]): count for key, (count, _) in groups.items()})
-    return counts, is_capped
+    rows = {state: jobs.filter(state=state).order_by("pk") for state in JobState.values}
+    # No index knows the completed ones; the newest rows tell what matters.
+    rows[JobState.COMPLETED] = jobs.order_by("-pk")
+    found = many_grouped_counts(rows, ("queue", "state"), limit=limit)
+    counts = {
+        (queue, state): count
+        for name, (groups, _) in found.items()
+        for (queue, state), (count, _) in groups.items()
+        if state == name
+    }
+    return counts, any(is_capped for _, is_capped in found.values())
 
 
 class Due(NamedTuple):
@@ -94,11 +106,12 @@ class Due(NamedTuple):
 def due(now: datetime) -> dict[str, Due]:
     """Return the due jobs by queue; counts are lower bounds past 100,000 rows of a state."""
     jobs = Job.objects.using(jobs_database()).filter(available_at__lte=now)
+    rows = {
+        "due": jobs.filter(state__in=AWAITING_PUBLISH).order_by("available_at"),
+        "queued": jobs.filter(state=JobState.QUEUED).order_by("pk"),
+    }
     found: dict[str, Due] = {}
-    for state, order in ((AWAITING_PUBLISH, "available_at"), ((JobState.QUEUED,), "pk")):
-        groups, _ = grouped_counts(
-            jobs.filter(state__in=state).order_by(order), ("queue",), oldest="available_at"
-        )
+    for groups, _ in many_grouped_counts(rows, ("queue",), oldest="available_at").values():
         for (queue,), (count, oldest) in groups.items():
             if oldest is not None:
                 known = found.get(queue, Due(0, oldest))
@@ -111,10 +124,10 @@ def oldest_waiting(now: datetime) -> dict[str, datetime]:
     return {queue: each.oldest for queue, each in due(now).items()}
 
 
-def open_dead_letters() -> tuple[dict[str, int], bool]:
+def open_dead_letters(limit: int = COUNT_LIMIT) -> tuple[dict[str, int], bool]:
     """Return the number of open dead letters by queue, and whether it is a lower bound."""
     rows = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
-    groups, is_capped = grouped_counts(rows.order_by("pk"), ("queue",))
+    groups, is_capped = grouped_counts(rows.order_by("pk"), ("queue",), limit=limit)
     return {queue: count for (queue,), (count, _) in groups.items()}, is_capped
 
 
@@ -166,18 +179,27 @@ def workers(now: datetime | None = None) -> list[dict[str, Any]]:
     return sorted(found, key=lambda worker: not worker["is_alive"])
 
 
-def _lag_of(row: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Return the lag of a queue's group, or why it is not known."""
-    broken = known.get(row["transport"])
-    if broken is not None:
-        return broken  # type: ignore[no-any-return] # one answer is enough of a transport that is away
-    try:
-        lag = get_transport(row["transport"]).lag([row["topic"]], row["consumer_group"])
-    except PublishError as error:
-        known[row["transport"]] = {"lag": None, "lag_by_partition": {}, "lag_error": str(error)}
-        return known[row["transport"]]  # type: ignore[no-any-return]
-    return {
-        "lag": sum(lag.values()) if lag else 0,
-        "lag_by_partition": {str(tp.partition): count for tp, count in sorted(lag.items())},
-        "lag_error": None,
-    }
+def add_lags(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to each queue how far its group is behind, or why that is not known.
+
+    One question for each group; one refusal is enough of a transport that is away.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["transport"], row["consumer_group"]), []).append(row)
+    refusals: dict[str, str] = {}
+    for (transport, group), members in groups.items():
+        lags: dict[str, dict[str, int]] = {row["topic"]: {} for row in members}
+        if transport not in refusals:
+            try:
+                found = get_transport(transport).lag(sorted(lags), group)
+                for place, count in sorted(found.items()):
+                    lags[place.topic][str(place.partition)] = count
+            except PublishError as error:
+                refusals[transport] = str(error)
+        error_text = refusals.get(transport)
+        for row in members:
+            by_partition = lags[row["topic"]]
+            row["lag"] = None if error_text else sum(by_partition.values())
+            row["lag_by_partition"] = {} if error_text else by_partition
+            row["lag_error"] = error_text

@@ -162,3 +162,11 @@ def _wait_for_file(path: str) -> None:
     started.touch()
     while not (Path(f"{path}.go").exists() or Path(f"{started}.go").exists()):
         time.sleep(0.01)
+
+
+@job(queue="ledger")
+def fail_unless(job: str, mended: bool) -> None:
+    """Fail for good, unless the payload was mended."""
+    if not mended:
+        raise PermanentError("the payload is not mended")
+    Entry.objects.create(job=job)

@@ -36,6 +36,18 @@ def find_postgres() -> Path | None:
     return found.resolve() if found else None
 
 
+def find_chromium() -> Path | None:
+    return _named("CHROMIUM") or _on_path("chromium")
+
+
+def find_chromedriver() -> Path | None:
+    return _named("CHROMEDRIVER") or _on_path("chromedriver")
+
+
+def _named(variable: str) -> Path | None:
+    return Path(value) if (value := os.environ.get(variable)) else None
+
+
 def find_maven() -> Path | None:
     return _on_path("mvn")
 

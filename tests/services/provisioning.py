@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.services import apt
-from tests.services.binaries import find_java, find_maven, find_postgres, find_redis
+from tests.services.binaries import (
+    find_chromedriver,
+    find_chromium,
+    find_java,
+    find_maven,
+    find_postgres,
+    find_redis,
+)
 from tests.services.class_data import archive_classes
 from tests.services.errors import ServiceError, Unprovisionable
 from tests.services.maven import cache_directory, install_kafka, is_kafka_installed
@@ -29,31 +36,40 @@ POSTGRES = Program("PostgreSQL (`postgres`)", find_postgres, "postgresql", "DATA
 JAVA = Program("Java 17 (`java`)", find_java, "openjdk-17-jre-headless", "KAFKA_BOOTSTRAP_SERVERS")
 MAVEN = Program("Maven (`mvn`)", find_maven, "maven", "KAFKA_BOOTSTRAP_SERVERS")
 
+CHROMIUM = Program("Chromium (`chromium`)", find_chromium, "chromium", "CHROMIUM")
+DRIVER = Program(
+    "ChromeDriver (`chromedriver`)", find_chromedriver, "chromium-driver", "CHROMEDRIVER"
+)
 
-def provision(*, kafka: bool = True, redis: bool = True, postgres: bool = True) -> None:
+
+def provision(
+    *, kafka: bool = True, redis: bool = True, postgres: bool = True, browser: bool = False
+) -> None:
     """Install what is missing of the servers asked for; quick when nothing is.
 
     Raises `Unprovisionable`, naming what is missing and how to get it. Processes that provision at
     the same time wait for one another.
     """
-    missing = _missing_programs(kafka=kafka, redis=redis, postgres=postgres)
+    missing = _missing_programs(kafka, redis, postgres, browser)
     if missing and not apt.can_install():
         raise Unprovisionable(_how_to_get(missing))
     if not missing and (not kafka or is_kafka_installed()):
         return
     with _one_at_a_time():
         # Asked again: another process may have installed them while this one waited.
-        _install_programs(_missing_programs(kafka=kafka, redis=redis, postgres=postgres))
+        _install_programs(_missing_programs(kafka, redis, postgres, browser))
         if kafka and not is_kafka_installed():
             print(f"Fetching Kafka into {cache_directory()}", file=sys.stderr)
             install_kafka()
             archive_classes()
 
 
-def _missing_programs(*, kafka: bool, redis: bool, postgres: bool) -> list[Program]:
+def _missing_programs(kafka: bool, redis: bool, postgres: bool, browser: bool) -> list[Program]:
     wanted = [REDIS] if redis else []
     if postgres:
         wanted.append(POSTGRES)
+    if browser:
+        wanted += [CHROMIUM, DRIVER]
     if kafka:
         wanted.append(JAVA)
     if kafka and not is_kafka_installed():

@@ -99,7 +99,7 @@ for model in admin.site._registry:
     base = f"admin:kjo_django_{model._meta.model_name}"
     answer = client.get(reverse(f"{base}_changelist"))
     assert answer.status_code == 200, (model, answer.status_code)
-    for row in model.objects.all()[:1]:
+    for row in model.objects.all()[:1] if model._meta.managed else ():
         answer = client.get(reverse(f"{base}_change", args=[row.pk]))
         assert answer.status_code == 200, (model, answer.status_code)
     shown += 1

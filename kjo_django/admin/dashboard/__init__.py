@@ -1,0 +1,74 @@
+"""The operations screen: what goes on, and the controls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.http import HttpRequest
+from django.urls import URLPattern, path
+
+from kjo_django.admin.base import BaseModelAdmin
+from kjo_django.admin.dashboard import (
+    consumers,
+    dead_letters,
+    events,
+    job,
+    jobs,
+    overview,
+    queues,
+    replays,
+    status,
+)
+from kjo_django.admin.dashboard.desk import Screen, address_name, opened
+from kjo_django.models import Dashboard
+
+__all__ = ["SCREENS", "DashboardAdmin"]
+
+SCREENS: tuple[Screen, ...] = (
+    *overview.SCREENS,
+    *queues.SCREENS,
+    *jobs.SCREENS,
+    *job.SCREENS,
+    *dead_letters.SCREENS,
+    *replays.SCREENS,
+    *consumers.SCREENS,
+    *events.SCREENS,
+    *status.SCREENS,
+)
+
+
+@admin.register(Dashboard)
+class DashboardAdmin(BaseModelAdmin):
+    """No rows: its list is the dashboard."""
+
+    def get_urls(self) -> list[URLPattern]:
+        """Return the screens; there is nothing to add, change or delete."""
+        return [
+            path(
+                screen.path,
+                self.admin_site.admin_view(opened(screen, self.admin_site, SCREENS)),
+                name=address_name(screen.name),
+            )
+            for screen in SCREENS
+        ]
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        """Whoever may see it finds it in the index."""
+        return self.has_view_permission(request)
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Ask for a permission of its own."""
+        return bool(request.user.has_perm("kjo_django.view_dashboard"))
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """There are no rows."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """There are no rows."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """There are no rows."""
+        return False

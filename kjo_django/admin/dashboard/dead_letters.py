@@ -1,0 +1,212 @@
+"""Dead letters: by error, one by one, and one in full."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import urlencode
+from uuid import UUID
+
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.db.models import QuerySet
+from django.http import Http404, HttpResponse, QueryDict
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from kjo_django.admin.dashboard.desk import Desk, Screen, shared
+from kjo_django.admin.display import inert_json, show_bytes, show_headers, show_message
+from kjo_django.exceptions import KjoError
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
+from kjo_django.operations import dead_letters, redaction
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.fingerprints import error_groups
+from kjo_django.operations.redaction import LONGEST_SHOWN
+from kjo_django.operations.reports import ReplayReport
+from kjo_django.operations.republishing import processed
+from kjo_django.producer.dispatch import jobs_database
+
+SIZE = 50
+GROUPS = 50
+FIELDS = ("queue", "handler", "reason", "error", "fingerprint")
+"""What a selection may say, as the fields of `DeadLetterFilter` are called."""
+MOST_CHOSEN = 1000
+
+
+def selection_of(given: QueryDict) -> DeadLetterFilter:
+    """Read which dead letters an address or a form means."""
+    values: dict[str, Any] = {
+        name: given.get(name, "").replace("\0", "").strip()[:255] or None for name in FIELDS
+    }
+    ids = given.getlist("letter")[:MOST_CHOSEN]
+    return DeadLetterFilter(ids=ids or None, **values)
+
+
+def address_of(selection: DeadLetterFilter) -> str:
+    """Return the selection as an address carries it."""
+    pairs = [(name, value) for name in FIELDS if (value := getattr(selection, name))]
+    return urlencode([*pairs, *(("letter", str(id)) for id in selection.ids or ())])
+
+
+def show_groups(desk: Desk) -> HttpResponse:
+    """Return the open dead letters, grouped by error."""
+    selection = selection_of(desk.request.GET)
+    name = f"error groups {address_of(selection)}"
+    groups = shared(name, lambda: error_groups(selection, limit=GROUPS), 2)
+    rows = [
+        {"group": group, "query": urlencode({"fingerprint": group.fingerprint})} for group in groups
+    ]
+    return desk.show(
+        "groups.html",
+        {
+            **_context(selection),
+            "rows": rows,
+            "shown": GROUPS,
+            "summary": _("%d groups of errors") % len(rows),
+        },
+        controls="letters_form.html",
+        title=_("Dead letters"),
+    )
+
+
+def show_letters(desk: Desk) -> HttpResponse:
+    """Return dead letters one by one, newest first."""
+    selection = selection_of(desk.request.GET)
+    try:
+        letters, older = _page(selection, desk.request.GET.get("after", ""))
+    except ValueError as error:
+        desk.tell(str(error), messages.ERROR)
+        return desk.back("letters")
+    query = address_of(selection)
+    return desk.show(
+        "letters.html",
+        {
+            **_context(selection),
+            "letters": letters,
+            "older": older and f"?{query}{'&' if query else ''}after={older}",
+        },
+        controls="letters_form.html",
+        title=_("Dead letters"),
+    )
+
+
+def _context(selection: DeadLetterFilter) -> dict[str, Any]:
+    return {
+        "selection": selection,
+        "query": address_of(selection),
+        "reasons": DeadLetterReason.choices,
+    }
+
+
+def _page(selection: DeadLetterFilter, after: str) -> tuple[list[DeadLetter], UUID | None]:
+    rows: QuerySet[DeadLetter] = dead_letters.select(selection).order_by("-pk")
+    if after:
+        try:
+            rows = rows.filter(pk__lt=UUID(after))
+        except ValueError:
+            raise ValueError(_("This page does not exist: %s") % after[:80]) from None
+    found = list(rows.defer("value", "headers", "traceback", "key")[: SIZE + 1])
+    return found[:SIZE], found[SIZE - 1].pk if len(found) > SIZE else None
+
+
+# --- One ------------------------------------------------------------------------------------------
+
+
+def find(letter: UUID) -> DeadLetter:
+    """Return a dead letter.
+
+    :raises Http404: there is none.
+    """
+    rows = DeadLetter.objects.using(jobs_database()).select_related("job")
+    found: DeadLetter | None = rows.defer("job__payload", "job__result").filter(pk=letter).first()
+    if found is None:
+        raise Http404(_("There is no such dead letter; it may have been pruned."))
+    return found
+
+
+def show_one(desk: Desk, letter: UUID) -> HttpResponse:
+    """Return a dead letter in full."""
+    found = find(letter)
+    may_see = desk.may("view_payload")
+    return desk.show(
+        "letter.html",
+        {
+            "letter": found,
+            "is_open": found.state == DeadLetterState.OPEN,
+            "has_taken_effect": bool(processed({found.message_id: found.handler})),
+            "value": show_message(found) if may_see else None,
+            "key": show_bytes(found.key) if may_see else None,
+            "headers": show_headers(names.from_json(found.headers)) if may_see else None,
+            "summary": f"{found.error_type}: {found.get_state_display()}",
+        },
+        title=_("Dead letter %s") % found.pk,
+    )
+
+
+def edit(desk: Desk, letter: UUID) -> HttpResponse:
+    """Replay a dead letter with a payload repaired by hand."""
+    if not (desk.may("view_payload") and desk.may("replay_dlq")):
+        raise PermissionDenied
+    found = find(letter)
+    if found.state != DeadLetterState.OPEN:
+        desk.tell(_("It is closed already: %s") % found.get_state_display(), messages.WARNING)
+        return desk.back("letter", letter)
+    text = desk.request.POST.get("value")
+    problem = ""
+    if text is not None:
+        try:
+            report = dead_letters.edit_and_replay(
+                letter,
+                text.encode(),
+                actor=desk.actor,
+                on_changed=desk.audit("Edited and replayed."),
+            )
+        except (KjoError, ValueError) as error:
+            problem = str(error)
+        else:
+            return _told(desk, found, report)
+    else:
+        text = _editable(found)
+    return desk.show(
+        "",
+        {"letter": found, "value": text, "problem": problem},
+        controls="letter_edit.html",
+        title=_("Edit and replay"),
+    )
+
+
+def _editable(letter: DeadLetter) -> str:
+    """Return the payload as text to be edited. Secrets in it are replaced, and come back; what
+    cannot be read is given as it is, to be repaired."""
+    raw = bytes(letter.value or b"")
+    try:
+        json.loads(raw)
+    except ValueError:
+        return inert_json(raw[:LONGEST_SHOWN].decode("utf-8", "replace"))
+    shown = json.dumps(redaction.shown_value(letter), indent=2, ensure_ascii=False)
+    return inert_json(shown)
+
+
+def _told(desk: Desk, letter: DeadLetter, report: ReplayReport) -> HttpResponse:
+    if report.replayed:
+        desk.tell(_("Replayed with the payload you gave. It keeps the one it died with."))
+    for sample in report.samples:
+        desk.tell(sample["detail"], messages.WARNING)
+    if letter.job_id is not None and desk.may("view_job"):
+        return desk.back("job", letter.job_id)
+    return desk.back("letter", letter.pk)
+
+
+SCREENS = (
+    Screen(
+        "dead_letters",
+        "dead-letters/",
+        show_groups,
+        "view_deadletter",
+        title=gettext_lazy("Dead letters"),
+    ),
+    Screen("letters", "dead-letters/all/", show_letters, "view_deadletter"),
+    Screen("letter", "dead-letters/<uuid:letter>/", show_one, "view_deadletter"),
+    Screen("letter_edit", "dead-letters/<uuid:letter>/edit/", edit, "edit_payload"),
+)

@@ -1,0 +1,230 @@
+"""What every screen shares: who may see it, the page round it, and the part that is polled.
+
+A screen is a function of a `Desk` (one request of one operator) and gives a response. What changes
+by itself is in one template, its live part, which a page includes and which is answered alone to
+who asks with the header ``X-Kjo-Fragment``: refreshing costs one small response, or none when
+nothing changed (ETag).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from django.contrib import messages
+from django.contrib.admin import AdminSite
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.core.cache import cache
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.http import (
+    HttpRequest,
+    HttpResponse,
+    HttpResponseNotAllowed,
+    HttpResponseNotModified,
+    HttpResponseRedirect,
+)
+from django.template.loader import render_to_string
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.http import url_has_allowed_host_and_scheme
+from django.utils.translation import gettext as _
+
+from kjo_django.admin.display import inert
+from kjo_django.exceptions import KjoError
+
+CACHE_SECONDS = 2.0
+"""How long what a screen shows is shared: many who look cost one look a time."""
+
+PAGE = "admin/kjo_django/dashboard/page.html"
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """An address of the dashboard."""
+
+    name: str
+    path: str
+    view: Callable[..., HttpResponse]
+    permission: str = "view_dashboard"
+    """Asked beside ``view_dashboard``."""
+    title: Any = ""
+    """Of the navigation; empty: not in it."""
+    is_action: bool = False
+    """POST only."""
+
+
+class Desk:
+    """One request of one operator."""
+
+    def __init__(self, request: HttpRequest, site: AdminSite, screens: Sequence[Screen]) -> None:
+        self.request = request
+        self.site = site
+        self._screens = screens
+        request.current_app = site.name  # what {% url %} asks
+
+    # --- Who --------------------------------------------------------------------------------------
+
+    def may(self, permission: str) -> bool:
+        """Whether the operator has one of our permissions, such as ``retry_job``."""
+        return bool(self.request.user.has_perm(f"kjo_django.{permission}"))
+
+    @property
+    def actor(self) -> str:
+        """The operator's name, for the log and the notes."""
+        return self.request.user.get_username()
+
+    # --- Answers ----------------------------------------------------------------------------------
+
+    def show(
+        self,
+        live: str,
+        context: dict[str, Any],
+        *,
+        title: Any,
+        controls: str = "",
+        status: int = 200,
+    ) -> HttpResponse:
+        """Return a page.
+
+        :param live: name of the template of the part that is polled; "" for none.
+        :param controls: name of the template of what stays as it is: search, forms.
+        """
+        folder = "admin/kjo_django/dashboard/"
+        context = {"desk": self, "may": _Permissions(self), "here": self._here, **context}
+        if self.request.headers.get("X-Kjo-Fragment") and live:
+            return self._fragment(render_to_string(folder + live, context, self.request))
+        context |= {
+            **self.site.each_context(self.request),
+            "title": inert(str(title)),
+            "live_template": live and folder + live,
+            "controls_template": controls and folder + controls,
+            "navigation": self._navigation(),
+        }
+        return TemplateResponse(self.request, PAGE, context, status=status)
+
+    def _fragment(self, content: str) -> HttpResponse:
+        etag = f'"{hashlib.sha256(content.encode()).hexdigest()[:32]}"'
+        if self.request.headers.get("If-None-Match") == etag:
+            response: HttpResponse = HttpResponseNotModified()
+        else:
+            response = HttpResponse(content)
+        response.headers["ETag"] = etag
+        return response
+
+    def _navigation(self) -> list[dict[str, Any]]:
+        return [
+            {"title": screen.title, "url": self.url(screen.name), "is_here": self._is_at(screen)}
+            for screen in self._screens
+            if screen.title and self.may(screen.permission)
+        ]
+
+    def _is_at(self, screen: Screen) -> bool:
+        return self._here.startswith(self.url(screen.name)) and (
+            screen.path != "" or self._here == self.url(screen.name)
+        )
+
+    @property
+    def _here(self) -> str:
+        return self.request.path
+
+    def url(self, name: str, *arguments: Any) -> str:
+        """Return the address of a screen."""
+        return reverse(f"admin:{address_name(name)}", args=arguments, current_app=self.site.name)
+
+    def back(self, name: str, *arguments: Any) -> HttpResponse:
+        """Return to where the form says it came from, or else to a screen."""
+        wanted = self.request.POST.get("next", "")
+        hosts = {self.request.get_host()}
+        if not url_has_allowed_host_and_scheme(
+            wanted, hosts, require_https=self.request.is_secure()
+        ):
+            wanted = self.url(name, *arguments)
+        return HttpResponseRedirect(wanted)
+
+    # --- Actions ----------------------------------------------------------------------------------
+
+    def tell(self, text: str, level: int = messages.SUCCESS) -> None:
+        """Show a message on the next page."""
+        messages.add_message(self.request, level, text)
+
+    def audit(self, message: str) -> Callable[[Sequence[Any]], None]:
+        """Return an observer that writes who did it into the log of each object."""
+
+        def write(rows: Sequence[Any]) -> None:
+            if rows:
+                LogEntry.objects.log_actions(
+                    user_id=self.request.user.pk,  # type: ignore[arg-type]
+                    queryset=rows,
+                    action_flag=CHANGE,
+                    change_message=message,
+                )
+
+        return write
+
+    def attempt(self, act: Callable[[], Any]) -> Any:
+        """Run an operation; what it refuses is told, not raised."""
+        try:
+            return act()
+        except (KjoError, ImproperlyConfigured, ValueError) as error:
+            self.tell(str(error), messages.ERROR)
+            return None
+
+
+class _Permissions:
+    """For templates: ``may.retry_job``."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def __getitem__(self, permission: str) -> bool:
+        return self._desk.may(permission)
+
+
+def address_name(name: str) -> str:
+    """Return the name of a screen's address; the first screen has the one the admin links to."""
+    return f"kjo_django_dashboard_{'changelist' if name == 'overview' else name}"
+
+
+def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callable[..., Any]:
+    """Return the view of a screen."""
+
+    def view(request: HttpRequest, **arguments: Any) -> HttpResponse:
+        desk = Desk(request, site, screens)
+        if not (desk.may("view_dashboard") and desk.may(screen.permission)):
+            raise PermissionDenied(_("You may not do this."))
+        if screen.is_action and request.method != "POST":
+            return HttpResponseNotAllowed(["POST"])
+        return screen.view(desk, **arguments)
+
+    return view
+
+
+def shared(name: str, compute: Callable[[], Any], seconds: float = CACHE_SECONDS) -> Any:
+    """Return what somebody computed a moment ago, or compute it. A cache that is away costs the
+    sharing, nothing else.
+
+    :param name: of what, and with which parameters; hashed, since these may come from outside.
+    """
+    key = _key(name)
+    try:
+        found = cache.get(key)
+    except Exception:  # whatever a cache backend raises
+        return compute()
+    if found is None:
+        found = compute()
+        with suppress(Exception):  # computed all the same
+            cache.set(key, found, seconds)
+    return found
+
+
+def forget(name: str) -> None:
+    """Let the next look compute it anew: the operator wants to see what they did."""
+    with suppress(Exception):  # it is forgotten in seconds anyway
+        cache.delete(_key(name))
+
+
+def _key(name: str) -> str:
+    return f"kjo-dashboard-{hashlib.sha256(name.encode()).hexdigest()[:40]}"

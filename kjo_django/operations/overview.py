@@ -1,0 +1,83 @@
+"""The figures of the first screen, in a handful of bounded queries."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db.models import QuerySet
+from django.utils import timezone
+
+from kjo_django.conf import get_settings
+from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
+from kjo_django.operations import metrics
+from kjo_django.operations.counting import bounded_counts, seconds_since
+from kjo_django.operations.queues import overview as queue_overview
+from kjo_django.operations.status import alive_within
+from kjo_django.producer.dispatch import is_transactional, jobs_database
+from kjo_django.states import AWAITING_PUBLISH, JobState, JobStatus
+
+SHOWN = (JobState.PENDING, JobState.QUEUED, JobState.FAILING, JobState.FAILED, JobState.CANCELLED)
+"""Of the completed no index knows how many there are; the minute buckets tell how many come."""
+
+
+def state_counts() -> dict[str, int]:
+    """Return how many jobs there are in each state an index knows, up to 100,000, in one query."""
+    return bounded_counts(_by_state(timezone.now()))
+
+
+def _by_state(now: datetime) -> dict[str, QuerySet[Any]]:
+    jobs = Job.objects.using(jobs_database())
+    later = jobs.filter(state=JobState.PENDING, available_at__gt=now)
+    return {
+        **{str(state): jobs.filter(state=state).order_by("pk") for state in SHOWN},
+        str(JobStatus.SCHEDULED): later.order_by("available_at"),
+    }
+
+
+def overview() -> dict[str, Any]:
+    """Return what the first screen shows; counts are lower bounds from 100,000 on."""
+    now = timezone.now()
+    jobs = Job.objects.using(jobs_database())
+    conf = get_settings()
+    names = [row["queue"] for row in queue_overview()]
+    direct = [name for name in names if is_transactional(conf.queue(name))]
+    waiting = jobs.filter(state__in=AWAITING_PUBLISH, available_at__lte=now)
+    backlog = waiting.exclude(queue__in=direct).order_by("available_at")
+    letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
+    counts = bounded_counts(
+        {**_by_state(now), "letters": letters.order_by("pk"), "backlog": backlog}
+    )
+    letters_count, backlog_count = counts.pop("letters"), counts.pop("backlog")
+    oldest = _first(waiting.order_by("available_at"))
+    oldest_backlog = _first(backlog) if backlog_count and direct else oldest
+    queued = jobs.filter(state=JobState.QUEUED, available_at__lte=now).order_by("pk")
+    totals = metrics.totals(timedelta(hours=1))
+    living = _living(now)
+    return {
+        "states": counts,
+        "open_dead_letters": letters_count,
+        "backlog": backlog_count,
+        "oldest_backlog_seconds": seconds_since(oldest_backlog, now) if backlog_count else None,
+        "oldest_waiting_seconds": seconds_since(_least(oldest, _first(queued)), now),
+        "in_flight": sum(living),
+        "living_workers": len(living),
+        "failed_last_hour": totals.failed,
+        "done_per_minute": totals.per_minute,
+        "lag": totals.lag,
+    }
+
+
+def _first(rows: Any) -> datetime | None:
+    found: datetime | None = rows.values_list("available_at", flat=True).first()
+    return found
+
+
+def _least(*moments: datetime | None) -> datetime | None:
+    return min((moment for moment in moments if moment is not None), default=None)
+
+
+def _living(now: datetime) -> list[int]:
+    rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
+    alive = rows.filter(heartbeat_at__gte=now - alive_within())
+    return list(alive.order_by().values_list("in_flight_count", flat=True)[:5000])

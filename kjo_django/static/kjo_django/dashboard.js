@@ -1,0 +1,152 @@
+// Refreshes the live part of a page, and helps the keyboard. Without it every page works, once.
+"use strict";
+
+(() => {
+    const live = document.getElementById("kjo-live");
+    const choice = document.getElementById("kjo-refresh");
+    const state = document.getElementById("kjo-refresh-state");
+    const spoken = document.getElementById("kjo-spoken");
+    const STORE = "kjo-refresh";
+    const SPEAK_EVERY = 15000;
+    const texts = choice ? choice.dataset : {};
+    let etag = null;
+    let timer = null;
+    let failures = 0;
+    let isAsking = false;
+    let spokenAt = 0;
+
+    function stored() {
+        try {
+            return localStorage.getItem(STORE);
+        } catch {
+            return null; // storage may be forbidden
+        }
+    }
+
+    function store(value) {
+        try {
+            localStorage.setItem(STORE, value);
+        } catch {
+            // the choice lasts as long as the page then
+        }
+    }
+
+    function seconds() {
+        return Number(choice.value);
+    }
+
+    function plan() {
+        clearTimeout(timer);
+        if (seconds() > 0 && !document.hidden) {
+            timer = setTimeout(refresh, seconds() * 1000 * Math.min(2 ** failures, 16));
+        }
+    }
+
+    async function refresh() {
+        if (isAsking) {
+            return;
+        }
+        isAsking = true;
+        try {
+            const headers = { "X-Kjo-Fragment": "1" };
+            if (etag) {
+                headers["If-None-Match"] = etag;
+            }
+            const response = await fetch(location.href, {
+                headers, cache: "no-store", redirect: "manual", credentials: "same-origin",
+            });
+            if (response.type === "opaqueredirect" || response.status === 403) {
+                choice.value = "0";
+                show(texts.signedOut);
+                return;
+            }
+            if (response.status === 200) {
+                etag = response.headers.get("ETag");
+                morph(await response.text());
+            } else if (response.status !== 304) {
+                throw new Error(String(response.status));
+            }
+            failures = 0;
+            show("");
+        } catch {
+            failures += 1;
+            show(texts.away);
+        } finally {
+            isAsking = false;
+            plan();
+        }
+    }
+
+    function morph(html) {
+        Idiomorph.morph(live, html, {
+            morphStyle: "innerHTML",
+            ignoreActiveValue: true,
+            callbacks: {
+                // What the operator chose or typed stays.
+                beforeNodeMorphed: (old) => !(old.matches && old.matches("[data-kjo-keep]")),
+                beforeAttributeUpdated: (name) => name !== "open",
+            },
+        });
+        speak();
+    }
+
+    function speak() {
+        const summary = live.querySelector("[data-kjo-summary]");
+        if (summary && Date.now() - spokenAt > SPEAK_EVERY) {
+            if (spoken.textContent !== summary.dataset.kjoSummary) {
+                spoken.textContent = summary.dataset.kjoSummary;
+                spokenAt = Date.now();
+            }
+        }
+    }
+
+    function show(text) {
+        state.textContent = text;
+        state.hidden = !text;
+    }
+
+    if (live && choice) {
+        document.getElementById("kjo-refresh-box").hidden = false;
+        const wanted = stored();
+        if (wanted !== null && [...choice.options].some((option) => option.value === wanted)) {
+            choice.value = wanted;
+        }
+        choice.addEventListener("change", () => {
+            store(choice.value);
+            plan();
+        });
+        document.addEventListener("visibilitychange", () => {
+            if (document.hidden) {
+                clearTimeout(timer);
+            } else if (seconds() > 0) {
+                refresh();
+            }
+        });
+        plan();
+    }
+
+    // --- Selecting rows, keys -------------------------------------------------------------------
+
+    document.addEventListener("change", (event) => {
+        if (event.target.matches("[data-kjo-all]")) {
+            const name = event.target.dataset.kjoAll;
+            for (const box of document.querySelectorAll(`input[type=checkbox][name="${name}"]`)) {
+                box.checked = event.target.checked;
+            }
+        }
+    });
+
+    document.addEventListener("keydown", (event) => {
+        if (event.ctrlKey || event.metaKey || event.altKey
+            || event.target.matches("input, textarea, select")) {
+            return;
+        }
+        const search = document.getElementById("kjo-search");
+        if (event.key === "/" && search) {
+            event.preventDefault();
+            search.focus();
+        } else if (event.key === "r" && live && choice) {
+            refresh();
+        }
+    });
+})();

@@ -1,0 +1,24 @@
+"""Filters of the dashboard's templates: how numbers, times and others' texts are shown."""
+
+from __future__ import annotations
+
+from django import template
+
+from kjo_django.admin.dashboard import figures
+from kjo_django.admin.display import badge, inert, show_text, show_value
+
+register = template.Library()
+register.filter("number", figures.number)
+register.filter("capped", figures.capped)
+register.filter("duration", figures.duration)
+register.filter("size", figures.size)
+register.filter("moment", figures.moment)
+register.filter("inert", inert)
+register.filter("text_block", show_text)
+register.filter("value_block", show_value)
+
+
+@register.simple_tag
+def state(kind: str, label: object = "") -> str:
+    """Show a state by its word; the colour only helps."""
+    return badge(kind, label or kind)

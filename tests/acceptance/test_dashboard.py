@@ -1,0 +1,286 @@
+"""The dashboard in a real browser, against a live worker, under the strictest content policy."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from django.contrib.auth.models import User
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
+
+from tests.acceptance.conftest import REAL
+from tests.acceptance.engine import ALIAS, Engine
+from tests.acceptance.program import Program
+from tests.browser import chromium
+from tests.ledger import jobs
+from tests.services.fixtures import require
+from tests.services.ports import free_port
+
+pytestmark = pytest.mark.timeout(180)
+
+EVERY = pytest.mark.parametrize("name", ["embedded", REAL])
+
+
+@pytest.fixture
+def engine(name: str, request: pytest.FixtureRequest) -> Engine:
+    return request.getfixturevalue(name)
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Chrome]:
+    require(browser=True)
+    with chromium.running() as browser:
+        yield browser
+
+
+class Site:
+    """The admin of an engine, open in a browser, for somebody who may do everything."""
+
+    def __init__(self, engine: Engine, chrome: Chrome) -> None:
+        self.engine = engine
+        self.chrome = chrome
+        port = free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        self.server = engine.manage("runserver", "--noreload", "--insecure", f"127.0.0.1:{port}")
+        User.objects.db_manager(ALIAS).create_superuser("root", password="root")
+        engine.wait_until(lambda: is_open(port), "The site never came up")
+        self.chrome.delete_all_cookies()
+        self.chrome.get(f"{self.address}/admin/login/")
+        self.find("[name=username]").send_keys("root")
+        self.find("[name=password]").send_keys("root")
+        self.click("[type=submit]")
+        self.wait_for("Site administration")
+
+    def open(self, path: str = "") -> None:
+        self.chrome.get(f"{self.address}/admin/kjo_django/dashboard/{path}")
+
+    def refresh_every(self, seconds: int) -> None:
+        Select(self.find("#kjo-refresh")).select_by_value(str(seconds))
+
+    def find(self, selector: str):
+        return self.chrome.find_element(By.CSS_SELECTOR, selector)
+
+    def find_all(self, selector: str):
+        return self.chrome.find_elements(By.CSS_SELECTOR, selector)
+
+    def click(self, selector: str) -> None:
+        self.find(selector).click()
+
+    def press(self, text: str) -> None:
+        """Press a button or a link by its words, which a refresh may just be replacing."""
+        words = f"//*[self::button or self::a][normalize-space()='{text}']"
+
+        def pressed() -> bool:
+            try:
+                self.chrome.find_element(By.XPATH, words).click()
+            except (NoSuchElementException, StaleElementReferenceException):
+                return False
+            return True
+
+        self.engine.wait_until(pressed, f"No button says {text!r}")
+
+    def text(self, selector: str = "body") -> str:
+        try:
+            return self.find(selector).text
+        except (NoSuchElementException, StaleElementReferenceException):
+            return ""
+
+    def tile(self, label: str) -> str:
+        for tile in self.find_all(".kjo-tile"):
+            try:
+                name, value = tile.text.split("\n")[:2]
+            except (StaleElementReferenceException, ValueError):
+                continue
+            if name == label:
+                return value
+        return ""
+
+    def wait_for(self, text: str, selector: str = "body") -> None:
+        self.engine.wait_until(
+            lambda: text in self.text(selector), f"{text!r} was never shown: {self.text(selector)}"
+        )
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def site(engine: Engine, chrome: Chrome) -> Iterator[Site]:
+    site = Site(engine, chrome)
+    chromium.complaints(chrome)
+    yield site
+    assert chromium.complaints(chrome) == []
+
+
+@pytest.fixture
+def worker(engine: Engine) -> Program:
+    return engine.ready_worker()
+
+
+@EVERY
+def test_a_job_is_watched_as_it_goes_through_and_the_chart_moves(
+    engine: Engine, site: Site, worker: Program, tmp_path: Path
+) -> None:
+    # Given the first screen, refreshed every two seconds
+    site.open()
+    site.refresh_every(2)
+    assert site.tile("Workers") == "1"
+    bars = len(site.find_all(".kjo-plot rect.kjo-c-completed"))
+    assert bars == 0
+    # When a job is enqueued that waits for us
+    path = tmp_path / "go"
+    jobs.wait_outside.using(id="watched").enqueue(job="watched", path=str(path))
+    # Then it is seen in flight, without anybody reloading the page
+    engine.wait_until(lambda: site.tile("In flight") == "1", "It was never seen in flight")
+    site.open("jobs/")
+    site.wait_for("watched")
+    site.press("ledger.wait_outside")
+    site.wait_for("Processing")
+    site.refresh_every(2)
+    # And when it ends, the page says so
+    Path(f"{path}.go").touch()
+    site.wait_for("Completed")
+    # And the chart has moved
+    site.open()
+    engine.wait_until(
+        lambda: site.find_all("#kjo-chart-throughput rect.kjo-c-completed"), "The chart stood still"
+    )
+
+
+@EVERY
+def test_a_queue_is_paused_in_the_browser_and_the_worker_obeys(
+    engine: Engine, site: Site, worker: Program
+) -> None:
+    # When the queue is paused
+    site.open("queues/")
+    site.press("Pause")
+    site.wait_for("Paused: ledger")
+    engine.wait_for_moment(2.0)  # the promise: obeyed within two seconds
+    # Then nothing enqueued is run
+    ids = [jobs.write.enqueue(job=f"job-{n}").job_id for n in range(3)]
+    engine.wait_for_moment(1.5)
+    assert not engine.entries.exists()
+    # And once it is resumed, everything is
+    site.open("queues/")
+    site.press("Resume")
+    engine.wait_until(lambda: engine.entries.count() == 3, "Nothing ran after the resume")
+    assert engine.jobs.filter(pk__in=ids, state="completed").count() == 3
+
+
+@EVERY
+def test_a_dead_letter_is_edited_and_replayed_and_completes(
+    engine: Engine, site: Site, worker: Program
+) -> None:
+    # Given a job that died of its payload
+    jobs.fail_unless.using(id="sick").enqueue(job="sick", mended=False)
+    engine.wait_until(engine.dead_letters.exists, "It never died")
+    # When an operator finds it, repairs the payload and replays it
+    site.open("dead-letters/")
+    site.wait_for("ledger.fail_unless")
+    site.find("tbody th a").click()
+    site.find("tbody th a").click()
+    site.press("Edit and replay…")
+    area = site.find("#kjo-value")
+    payload = json.loads(area.get_attribute("value"))
+    area.clear()
+    area.send_keys(json.dumps({**payload, "mended": True}))
+    site.press("Replay with this payload")
+    # Then its page shows how it completes
+    site.wait_for("Replayed with the payload you gave", ".messagelist")
+    site.wait_for("Completed", "#kjo-live")
+    assert engine.jobs.get(unique_id="sick").state == "completed"
+    assert engine.dead_letters.get().state == "replayed"
+
+
+@pytest.mark.parametrize("name", ["embedded"])
+def test_a_refresh_keeps_what_the_operator_chose_and_where_they_are(
+    engine: Engine, site: Site
+) -> None:
+    for n in range(3):
+        jobs.write.using(id=f"job-{n}").enqueue(job=f"job-{n}")
+    site.open("jobs/")
+    site.refresh_every(2)
+    box = site.find_all("input[name=job]")[1]
+    box.click()
+    jobs.write.using(id="later").enqueue(job="later")
+    site.wait_for("later")
+    assert [each.is_selected() for each in site.find_all("input[name=job]")].count(True) == 1
+    assert box.is_selected()
+    # And ticking all ticks all
+    site.click("[data-kjo-all=job]")
+    assert all(each.is_selected() for each in site.find_all("input[name=job]"))
+    # And the keyboard leads to the search
+    site.find("body").send_keys("/")
+    assert site.chrome.switch_to.active_element.get_attribute("id") == "kjo-search"
+    site.chrome.switch_to.active_element.send_keys("job-1", Keys.ENTER)
+    engine.wait_until(lambda: len(site.find_all("input[name=job]")) == 1, "The search found others")
+
+
+@pytest.mark.parametrize("name", ["embedded"])
+def test_a_hidden_page_asks_for_nothing_and_off_is_off(engine: Engine, site: Site) -> None:
+    def asked() -> int:
+        return len(re.findall(r'"GET /admin/kjo_django/dashboard/ ', site.server.log))
+
+    site.open()
+    site.refresh_every(2)
+    before = asked()
+    engine.wait_until(lambda: asked() > before, "It never asked")
+    site.refresh_every(0)
+    engine.wait_for_moment(0.5)
+    before = asked()
+    engine.wait_for_moment(3)
+    assert asked() == before
+    # And a page that is hidden waits until it is seen
+    site.refresh_every(2)
+    site.chrome.execute_script(
+        "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
+        "document.dispatchEvent(new Event('visibilitychange'));"
+    )
+    engine.wait_for_moment(0.5)
+    before = asked()
+    engine.wait_for_moment(3)
+    assert asked() == before
+
+
+@pytest.mark.parametrize("name", ["embedded"])
+def test_the_choice_of_the_refresh_is_remembered(engine: Engine, site: Site) -> None:
+    site.open()
+    site.refresh_every(15)
+    site.open("queues/")
+    assert Select(site.find("#kjo-refresh")).first_selected_option.get_attribute("value") == "15"
+
+
+@pytest.mark.parametrize("name", ["embedded"])
+def test_who_is_signed_out_is_told(engine: Engine, site: Site) -> None:
+    site.open()
+    site.refresh_every(2)
+    site.chrome.delete_all_cookies()
+    site.wait_for("You are signed out", "#kjo-refresh-state")
+
+
+@pytest.mark.parametrize("name", ["embedded"])
+def test_every_page_works_without_javascript(engine: Engine, worker: Program) -> None:
+    jobs.refuse.using(id="dead").enqueue(job="dead")
+    engine.wait_until(engine.dead_letters.exists, "It never died")
+    with chromium.running(javascript=False) as chrome:
+        site = Site(engine, chrome)
+        site.open()
+        assert site.tile("Dead letters") == "1"
+        assert not site.find("#kjo-refresh-box").is_displayed()
+        site.press("Queues")
+        site.press("Pause")
+        site.wait_for("Paused: ledger")
+        site.press("Dead letters")
+        site.press("Replay…")
+        site.press("Replay")
+        site.wait_for("1 dead letter was replayed.")

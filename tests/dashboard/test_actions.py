@@ -1,0 +1,304 @@
+"""What operators do from the screens: permissions, POST with CSRF, what changes, who is noted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from django.contrib.admin.models import LogEntry
+
+from kjo_django import signals
+from kjo_django.admin.dashboard import SCREENS
+from kjo_django.models import DeadLetter, Job, QueueControl, Worker
+from kjo_django.operations import bulk
+from tests.dashboard.conftest import texts, url
+from tests.factories import DeadLetterFactory, JobFactory, WorkerFactory
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+EVERYTHING = [
+    *("view_dashboard", "view_job", "view_deadletter", "view_payload", "retry_job", "cancel_job"),
+    *("pause_queue", "change_queuecontrol", "replay_dlq", "discard_dlq", "edit_payload"),
+    "control_worker",
+]
+
+
+@pytest.fixture
+def told():
+    """What signals said, while the test runs."""
+    heard = []
+    names = ("queue_paused", "queue_changed", "worker_asked", "job_requeued", "job_cancelled")
+    names += ("message_replayed", "message_discarded")
+
+    def listen(signal, **facts):
+        heard.append(next(name for name in names if getattr(signals, name) is signal))
+
+    for name in names:
+        getattr(signals, name).connect(listen)
+    yield heard
+    for name in names:
+        getattr(signals, name).disconnect(listen)
+
+
+def written():
+    return [(entry.user.get_username(), entry.change_message) for entry in LogEntry.objects.all()]
+
+
+def actions():
+    return [screen for screen in SCREENS if screen.is_action]
+
+
+# --- How ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("screen", actions(), ids=lambda screen: screen.name)
+def test_an_action_takes_a_post_with_a_token_only(operator, screen):
+    job, worker = JobFactory(), WorkerFactory()
+    keys = {"queue": "emails", "action": "requeue", "job": job.pk, "worker": worker.pk}
+    names = [part[1:-1].split(":")[1] for part in screen.path.split("/") if part.startswith("<")]
+    address = url(screen.name, *(keys[name] for name in names))
+    client = operator(*EVERYTHING, enforce_csrf_checks=True)
+    assert client.get(address).status_code == 405
+    assert client.post(address).status_code == 403
+    job.refresh_from_db()
+    worker.refresh_from_db()
+    assert (job.generation, job.state, worker.wish) == (1, "pending", "")
+    assert not QueueControl.objects.exists()
+
+
+@pytest.mark.parametrize("name", ["replay", "discard"])
+def test_what_was_previewed_is_done_by_a_post_with_a_token_only(operator, name):
+    letter = DeadLetterFactory(of_job=True)
+    client = operator(*EVERYTHING, enforce_csrf_checks=True)
+    given = {"letter": letter.pk, "confirmed": 1, "note": "x"}
+    assert client.get(url(name), given).status_code == 200
+    assert client.post(url(name), given).status_code == 403
+    letter.refresh_from_db()
+    assert letter.state == "open"
+
+
+def test_nobody_is_sent_to_another_site(everybody):
+    for wanted in ("https://evil.example/", "//evil.example/", "javascript:alert(1)"):
+        response = everybody.post(url("queue_pause", "emails"), {"next": wanted})
+        assert response["Location"] == url("queues")
+    response = everybody.post(url("queue_resume", "emails"), {"next": url("jobs") + "?q=x"})
+    assert response["Location"] == url("jobs") + "?q=x"
+
+
+# --- Queues and workers ---------------------------------------------------------------------------
+
+
+def test_a_queue_is_paused_and_resumed(operator, told):
+    client = operator("view_dashboard", "pause_queue")
+    assert texts(client.post(url("queue_pause", "emails"), follow=True)) == ["Paused: emails"]
+    control = QueueControl.objects.get()
+    assert (control.queue, control.is_paused, control.changed_by) == ("emails", True, "op-0")
+    again = texts(client.post(url("queue_pause", "emails"), follow=True))
+    assert again == ["It was paused already: emails"]
+    client.post(url("queue_resume", "emails"))
+    assert not QueueControl.objects.get().is_paused
+    assert written()[::-1] == [("op-0", "Paused."), ("op-0", "Resumed.")]
+    assert told == ["queue_paused"]
+    assert client.post(url("queue_pause", "nosuch")).status_code == 404
+
+
+def test_a_policy_is_changed_and_taken_back(operator, told):
+    client = operator("view_dashboard", "change_queuecontrol")
+    given = {"concurrency": "3", "max_attempts": "7", "backoff_base": "10"}
+    client.post(url("queue", "emails"), given)
+    control = QueueControl.objects.get()
+    assert (control.concurrency, control.max_attempts, control.backoff_base) == (3, 7, 10)
+    client.post(url("queue", "emails"), {"concurrency": "3"})
+    control.refresh_from_db()
+    assert (control.concurrency, control.max_attempts, control.backoff_base) == (3, None, None)
+    assert len(written()) == 2
+    assert told == ["queue_changed"] * 2
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "99999999999"])
+def test_a_wrong_policy_is_told_and_changes_nothing(everybody, value):
+    response = everybody.post(url("queue", "emails"), {"max_attempts": value})
+    assert response.status_code == 200
+    assert b"errorlist" in response.content
+    assert not QueueControl.objects.exclude(max_attempts=None).exists()
+
+
+def test_changing_a_policy_needs_the_permission(operator):
+    client = operator("view_dashboard", "pause_queue")
+    assert client.post(url("queue", "emails"), {"max_attempts": 1}).status_code == 403
+
+
+def test_a_worker_is_quieted_and_stopped(operator, told):
+    worker = WorkerFactory()
+    client = operator("view_dashboard", "control_worker")
+    for name, wish in (("quiet", "quiet"), ("unquiet", ""), ("stop", "stop")):
+        client.post(url(f"worker_{name}", worker.pk), follow=True)
+        assert Worker.objects.get().wish == wish
+    said = texts(client.post(url("worker_stop", worker.pk), follow=True))
+    assert said == ["The worker has ended, or was asked for that already."]
+    assert len(written()) == 3
+    assert told == ["worker_asked"] * 3
+
+
+# --- Jobs -----------------------------------------------------------------------------------------
+
+
+def test_a_job_is_requeued_run_now_and_cancelled_from_its_page(operator, told):
+    job = JobFactory(failed=True)
+    client = operator("view_dashboard", "view_job", "retry_job", "cancel_job")
+    client.post(url("job_requeue", job.pk), follow=True)
+    job.refresh_from_db()
+    assert (job.state, job.generation) == ("pending", 2)
+    client.post(url("job_run_now", job.pk), follow=True)
+    client.post(url("job_cancel", job.pk), follow=True)
+    job.refresh_from_db()
+    assert job.state == "cancelled"
+    assert told == ["job_requeued", "job_cancelled"]
+    assert [message for _, message in written()] == ["Cancelled.", "Requeued."]
+    said = texts(client.post(url("job_cancel", job.pk), follow=True))
+    assert said == ["1 cancelled already."]
+
+
+def test_the_jobs_ticked_are_changed_and_no_other(operator):
+    jobs = JobFactory.create_batch(4, failed=True)
+    client = operator("view_dashboard", "view_job", "retry_job")
+    given = {"job": [jobs[0].pk, jobs[2].pk]}
+    said = texts(client.post(url("jobs_chosen", "requeue"), given, follow=True))
+    assert said == ["2 jobs changed."]
+    assert set(Job.objects.filter(generation=2)) == {jobs[0], jobs[2]}
+    assert texts(client.post(url("jobs_chosen", "requeue"), follow=True)) == [
+        "Tick the jobs you mean first."
+    ]
+    assert client.post(url("jobs_chosen", "cancel"), given).status_code == 403
+    assert client.post(url("jobs_chosen", "explode"), given).status_code == 404
+
+
+@pytest.mark.parametrize("given", ["x", "\0", "1" * 500, "019a0000-0000-7000-8000-000000000000"])
+def test_ids_that_are_none_are_told(everybody, given):
+    said = texts(everybody.post(url("jobs_chosen", "requeue"), {"job": given}, follow=True))
+    assert said == ["1 no longer there."]
+
+
+def test_all_that_a_search_finds_is_shown_first_and_then_changed(operator):
+    wanted = JobFactory.create_batch(3, failed=True, handler="shop.send")
+    JobFactory.create_batch(2, failed=True, handler="shop.bill")
+    client = operator("view_dashboard", "view_job", "retry_job")
+    address = url("jobs_all", "requeue") + "?q=handler:shop.send"
+    page = client.get(address).content.decode()
+    assert "<b>3</b>" in page
+    assert not Job.objects.filter(generation=2).exists()
+    client.post(address, {"q": "handler:shop.send"})
+    assert set(Job.objects.filter(generation=2)) == set(wanted)
+
+
+def test_many_are_changed_by_a_job_of_its_own(operator, monkeypatch):
+    monkeypatch.setattr(bulk, "SYNCHRONOUS_LIMIT", 2)
+    JobFactory.create_batch(3, failed=True)
+    client = operator("view_dashboard", "view_job", "retry_job")
+    response = client.post(url("jobs_all", "requeue"), {"q": "state:failed"}, follow=True)
+    job = Job.objects.get(handler="kjo_django.change_jobs")
+    assert str(job.pk) in response.redirect_chain[-1][0]
+    assert not Job.objects.filter(generation=2).exists()
+
+
+# --- Dead letters ---------------------------------------------------------------------------------
+
+
+def test_one_is_replayed(operator, told):
+    letter = DeadLetterFactory(of_job=True)
+    client = operator("view_dashboard", "view_deadletter", "replay_dlq")
+    preview = client.get(url("replay"), {"letter": letter.pk}).content.decode()
+    assert "<b>1</b>" in preview
+    said = texts(client.post(url("replay"), {"letter": letter.pk, "confirmed": 1}, follow=True))
+    assert said == ["1 dead letter was replayed."]
+    letter.refresh_from_db()
+    assert letter.state == "replayed"
+    letter.job.refresh_from_db()
+    assert (letter.job.state, letter.job.generation) == ("pending", 2)
+    assert "message_replayed" in told
+    assert ("op-0", "Replayed.") in written()
+
+
+def test_a_group_of_errors_is_replayed_and_the_others_stay(operator):
+    mine = [DeadLetterFactory(of_job=True, fingerprint="a" * 16) for _ in range(3)]
+    other = DeadLetterFactory(of_job=True, fingerprint="b" * 16)
+    client = operator("view_dashboard", "view_deadletter", "replay_dlq")
+    given = {"fingerprint": "a" * 16, "confirmed": 1, "limit": 2}
+    client.post(url("replay"), given)
+    states = [DeadLetter.objects.get(pk=letter.pk).state for letter in [*mine, other]]
+    assert states == ["replayed", "replayed", "open", "open"]
+
+
+def test_nothing_chosen_replays_nothing(everybody):
+    DeadLetterFactory(of_job=True)
+    said = texts(everybody.post(url("replay"), {"confirmed": 1}, follow=True))
+    assert said == ["Tick the dead letters you mean first."]
+    assert DeadLetter.objects.get().state == "open"
+    everybody.post(url("replay"), {"confirmed": 1, "all": 1})
+    assert DeadLetter.objects.get().state == "replayed"
+
+
+def test_a_discard_needs_a_note(operator, told):
+    letter = DeadLetterFactory(of_job=True)
+    client = operator("view_dashboard", "view_deadletter", "discard_dlq")
+    refused = client.post(url("discard"), {"letter": letter.pk, "confirmed": 1})
+    assert b"errorlist" in refused.content
+    letter.refresh_from_db()
+    assert letter.state == "open"
+    given = {"letter": letter.pk, "confirmed": 1, "note": "known <b>bug</b>"}
+    client.post(url("discard"), given)
+    letter.refresh_from_db()
+    assert (letter.state, letter.note) == ("discarded", "known <b>bug</b> (op-0)")
+    assert told == ["message_discarded"]
+
+
+def test_a_payload_is_edited_and_replayed(operator):
+    letter = DeadLetterFactory(of_job=True, value=b'{"a": "wrong", "token": "xyzzy"}')
+    client = operator(*EVERYTHING)
+    page = client.get(url("letter_edit", letter.pk)).content.decode()
+    assert "wrong" in page
+    assert "xyzzy" not in page
+    client.post(url("letter_edit", letter.pk), {"value": '{"a": 5, "token": "[redacted]"}'})
+    letter.refresh_from_db()
+    assert letter.state == "replayed"
+    assert json.loads(bytes(letter.value)) == {"a": "wrong", "token": "xyzzy"}
+    job = Job.objects.get(pk=letter.job_id)
+    assert json.loads(bytes(job.payload)) == {"a": 5, "token": "xyzzy"}
+    assert job.state == "pending"
+    assert ("op-0", "Edited and replayed.") in written()
+
+
+@pytest.mark.parametrize("value", ["{", "", "\0", "x" * 1_000_000, '{"a": NaN'])
+def test_a_payload_that_is_none_is_told_and_kept_for_mending(operator, value):
+    letter = DeadLetterFactory(of_job=True)
+    response = operator(*EVERYTHING).post(url("letter_edit", letter.pk), {"value": value})
+    assert response.status_code == 200
+    assert b'role="alert"' in response.content
+    letter.refresh_from_db()
+    assert letter.state == "open"
+
+
+@pytest.mark.parametrize("missing", ["edit_payload", "view_payload", "replay_dlq"])
+def test_editing_needs_all_of_its_permissions(operator, missing):
+    letter = DeadLetterFactory(of_job=True)
+    client = operator(*(name for name in EVERYTHING if name != missing))
+    given = {"value": '{"a": 5}'}
+    assert client.get(url("letter_edit", letter.pk)).status_code == 403
+    assert client.post(url("letter_edit", letter.pk), given).status_code == 403
+
+
+def test_a_closed_letter_is_not_edited(everybody):
+    letter = DeadLetterFactory(discarded=True)
+    said = texts(everybody.get(url("letter_edit", letter.pk), follow=True))
+    assert said == ["It is closed already: Discarded"]
+
+
+def test_many_are_replayed_by_a_job_of_its_own(operator, monkeypatch):
+    monkeypatch.setattr(bulk, "SYNCHRONOUS_LIMIT", 2)
+    for _ in range(3):
+        DeadLetterFactory(of_job=True)
+    client = operator("view_dashboard", "view_deadletter", "view_job", "replay_dlq")
+    client.post(url("replay"), {"all": 1, "confirmed": 1, "rate": "5"})
+    job = Job.objects.get(handler="kjo_django.replay_dead_letters")
+    assert job.state == "pending"
+    assert DeadLetter.objects.filter(state="open").count() == 3

@@ -1,0 +1,125 @@
+"""Charts drawn here: where the numbers go."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.utils import timezone
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kjo_django.admin.dashboard import charts, figures
+from kjo_django.admin.dashboard.charts import Chart, Line
+
+START = datetime(2026, 5, 4, 10, 0, tzinfo=UTC)
+
+
+def chart(*values, **options):
+    times = [START + timedelta(minutes=index) for index in range(len(values))]
+    return Chart("runs", "Run time", times, [Line("p50", "p50", values)], **options)
+
+
+def ys(svg):
+    (points,) = re.findall(r'<polyline[^>]*points="([^"]+)"', svg)
+    return [float(point.split(",")[1]) for point in points.split()]
+
+
+def test_the_highest_value_is_at_the_top_and_zero_at_the_bottom():
+    assert ys(chart(0.0, 5.0, 10.0).render()) == [charts.BOTTOM, 87.0, charts.TOP]
+
+
+def test_a_gap_is_a_gap():
+    svg = chart(1.0, 2.0, None, 3.0).render()
+    lines = re.findall(r'<polyline[^>]*points="([^"]+)"', svg)
+    assert [len(line.split()) for line in lines] == [2, 2]  # a lone value is drawn as a short line
+
+
+def test_bars_are_stacked_upon_each_other():
+    lines = [Line("completed", "completed", [6]), Line("failed", "failed", [4])]
+    svg = Chart("t", "Jobs", [START], lines, is_stacked=True).render()
+    bars = re.findall(r'class="kjo-c-(\w+)" x="[\d.]+" y="([\d.]+)" [^/]*height="([\d.]+)"/>', svg)
+    (_, low, low_height), (_, high, high_height) = bars
+    assert float(high) + float(high_height) == pytest.approx(float(low))
+    assert float(high) == charts.TOP
+    assert float(low_height) / float(high_height) == pytest.approx(1.5)
+
+
+def test_what_is_drawn_is_told_in_words_and_as_a_table():
+    html = chart(0.002, 0.004, show=figures.duration).render()
+    assert 'aria-label="Run time. p50: now 4.0 ms, at most 4.0 ms"' in html
+    assert html.count("<td>") == 2
+    with timezone.override("UTC"):
+        assert (
+            "<title>10:01: p50 4.0 ms</title>"
+            in chart(0.002, 0.004, show=figures.duration).render()
+        )
+
+
+def test_a_deploy_is_marked_where_it_happened_and_not_outside():
+    marks = [(START + timedelta(minutes=1), "v2"), (START - timedelta(hours=1), "v1")]
+    svg = chart(1, 2, 3, 4, marks=marks).render()
+    assert svg.count("kjo-mark-text") == 1
+    assert ">v2</text>" in svg
+
+
+def test_a_hostile_release_is_text():
+    svg = chart(1, 2, marks=[(START, "<script>alert(1)</script>")]).render()
+    assert "<script" not in svg
+    assert "&lt;script&gt;" in svg
+
+
+def test_nothing_is_drawn_as_nothing():
+    html = Chart("x", "Nothing", [], [Line("p50", "p50", [])]).render()
+    assert "Nothing in this time." in html
+
+
+@given(st.lists(st.none() | st.floats(0, 1e15), max_size=50))
+def test_every_value_stays_within_the_picture(values):
+    svg = chart(*values).render()
+    for points in re.findall(r'<polyline[^>]*points="([^"]+)"', svg):
+        for point in points.split():
+            x, y = map(float, point.split(","))
+            assert charts.LEFT - 4 <= x <= charts.RIGHT + 4
+            assert charts.TOP - 0.11 <= y <= charts.BOTTOM + 0.11
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "–"),
+        ("", "–"),
+        (0, "0"),
+        (9999, "9,999"),
+        (12_345, "12.3 k"),
+        (1_234_567, "1.2 M"),
+        (0.25, "0.25"),
+        (3.5, "3.5"),
+    ],
+)
+def test_numbers(value, shown):
+    assert figures.number(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (0.0042, "4.2 ms"),
+        (0.25, "250 ms"),
+        (3.21, "3.2 s"),
+        (59, "59 s"),
+        (90, "1.5 min"),
+        (3599, "59 min"),
+        (7200, "2.0 h"),
+        (86_400 * 40, "40 d"),
+    ],
+)
+def test_durations(seconds, shown):
+    assert figures.duration(seconds) == shown
+
+
+def test_a_bounded_count_says_that_it_is_one():
+    assert (figures.capped(99, 100), figures.capped(100, 100)) == ("99", "100+")

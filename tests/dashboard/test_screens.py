@@ -1,0 +1,401 @@
+"""Every screen: who may see it, what it shows, what it costs, and that hostile data stays data."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import timedelta
+
+import pytest
+from django.core.cache import cache
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.admin.dashboard import SCREENS
+from kjo_django.models import Job
+from tests.dashboard.conftest import texts, url
+from tests.factories import (
+    DeadLetterFactory,
+    JobFactory,
+    JobFailureFactory,
+    MetricBucketFactory,
+    ProcessedEventFactory,
+    QueueControlFactory,
+    WorkerFactory,
+)
+
+pytestmark = pytest.mark.django_db
+
+EVIL = "<script>alert(1)</script>"
+PAGES = ["overview", "queues", "jobs", "dead_letters", "letters", "consumers", "events", "status"]
+MOST_QUERIES = 12
+
+
+@pytest.fixture
+def rows():
+    """Something to see on every screen."""
+    job = JobFailureFactory(job__queue="emails").job
+    letter = DeadLetterFactory(job=job)
+    worker = WorkerFactory(queues=["emails"], partitions=[["emails", 0]])
+    ProcessedEventFactory()
+    MetricBucketFactory(queue="emails", worker_id=worker.pk)
+    QueueControlFactory(queue="emails")
+    return {"job": job, "letter": letter, "worker": worker}
+
+
+def pages(rows):
+    """Return the address of every page there is to look at."""
+    return [
+        *(url(name) for name in PAGES),
+        url("queue", "emails"),
+        url("job", rows["job"].pk),
+        url("letter", rows["letter"].pk),
+        url("letter_edit", rows["letter"].pk),
+        url("jobs_all", "requeue") + "?q=state:failed",
+        url("replay") + "?all=1",
+        url("discard") + "?all=1",
+    ]
+
+
+# --- Who ------------------------------------------------------------------------------------------
+
+
+def test_nobody_sees_anything_without_logging_in(client, rows):
+    for address in pages(rows):
+        response = client.get(address)
+        assert response.status_code == 302, address
+        assert "/login/" in response["Location"]
+
+
+def test_staff_without_the_permission_sees_nothing_and_no_link(operator, rows):
+    client = operator("view_job", "view_deadletter")
+    for address in pages(rows):
+        assert client.get(address).status_code == 403, address
+    assert url("overview") not in client.get(reverse("admin:index")).content.decode()
+
+
+def test_the_index_leads_to_the_dashboard(operator):
+    client = operator("view_dashboard")
+    assert url("overview") in client.get(reverse("admin:index")).content.decode()
+
+
+@pytest.mark.parametrize("screen", SCREENS, ids=lambda screen: screen.name)
+def test_each_screen_asks_for_its_own_permission(operator, rows, screen):
+    if screen.permission == "view_dashboard":
+        pytest.skip("asks for no other")
+    client = operator("view_dashboard")
+    keys = {"queue": "emails", "action": "requeue", "job": rows["job"].pk}
+    keys |= {"letter": rows["letter"].pk, "worker": rows["worker"].pk}
+    arguments = [keys[name] for name in re.findall(r"<\w+:(\w+)>", screen.path)]
+    ask = client.post if screen.is_action else client.get
+    assert ask(url(screen.name, *arguments)).status_code == 403
+
+
+def test_the_navigation_has_only_what_may_be_seen(operator):
+    def titles(client):
+        page = client.get(url("overview")).content.decode()
+        bar = page[page.index('class="kjo-nav"') : page.index("</nav>", page.index("kjo-nav"))]
+        return re.findall(r"<a [^>]*>([^<]+)</a>", bar)
+
+    few = ["Overview", "Queues", "Consumers", "Status"]
+    assert titles(operator("view_dashboard")) == few
+    assert "Jobs" in titles(operator("view_dashboard", "view_job"))
+
+
+def test_buttons_are_for_those_who_may_press_them(operator, rows):
+    seer = operator("view_dashboard", "view_job", "view_deadletter")
+    addresses = [url("queues"), url("consumers"), url("jobs"), url("letters")]
+    addresses += [url("job", rows["job"].pk), url("letter", rows["letter"].pk)]
+    addresses += [url("queue", "emails"), url("dead_letters")]
+    for address in addresses:
+        page = seer.get(address).content.decode()
+        live = page[page.index('id="kjo-live"') :]
+        assert "formaction" not in live, address
+        assert "kjo-button" not in live, address
+    assert "Limits and retry policy" not in seer.get(url("queue", "emails")).content.decode()
+
+
+@pytest.mark.parametrize(
+    ("permission", "page", "button"),
+    [
+        ("pause_queue", "queues", "queue_pause"),
+        ("control_worker", "consumers", "worker_stop"),
+        ("retry_job", "job", "job_requeue"),
+        ("replay_dlq", "letter", "replay"),
+        ("discard_dlq", "letter", "discard"),
+    ],
+)
+def test_a_permission_brings_its_button(operator, rows, permission, page, button):
+    keys = {"job": [rows["job"].pk], "letter": [rows["letter"].pk]}
+    target = {
+        "queue_pause": ["emails"],
+        "worker_stop": [rows["worker"].pk],
+        "job_requeue": keys["job"],
+        "replay": [],
+        "discard": [],
+    }[button]
+    client = operator("view_dashboard", "view_job", "view_deadletter", permission)
+    shown = client.get(url(page, *keys.get(page, []))).content.decode()
+    assert url(button, *target) in shown
+
+
+# --- What -----------------------------------------------------------------------------------------
+
+
+def test_every_page_renders_without_inline_scripts_or_styles(everybody, rows):
+    """DASHBOARD.md §4."""
+    for address in pages(rows):
+        response = everybody.get(address)
+        assert response.status_code == 200, address
+        page = response.content.decode()
+        assert not re.search(r"<script(?![^>]*\ssrc=)", page), address
+        assert not re.search(r"\son\w+=|\sstyle=|<style|javascript:", page), address
+
+
+def test_no_page_costs_more_than_twelve_queries(everybody, rows):
+    """Issue's budget: DASHBOARD.md §1."""
+    for _ in range(20):
+        job = JobFailureFactory(job__queue="emails").job
+        DeadLetterFactory(job=job, fingerprint=f"f{job.pk.hex[:20]}")
+        WorkerFactory()
+    for address in pages(rows):
+        cache.clear()
+        with CaptureQueriesContext(
+            connection,
+        ) as queries:
+            assert everybody.get(address).status_code == 200
+        asked = [query["sql"] for query in queries.captured_queries]
+        assert len(asked) <= MOST_QUERIES, (address, asked)
+
+
+def test_many_who_look_cost_one_look(everybody, rows):
+    everybody.get(url("overview"))
+    with CaptureQueriesContext(connection) as queries:
+        everybody.get(url("overview"))
+    assert len(queries) <= 2  # the session and the user
+
+
+def test_a_cache_that_is_away_costs_the_sharing_only(everybody, rows, monkeypatch):
+    def broken(*arguments, **options):
+        raise ConnectionError("no cache")
+
+    for name in ("get", "set", "delete"):
+        monkeypatch.setattr(type(cache._connections["default"]), name, broken)
+    for address in pages(rows):
+        assert everybody.get(address).status_code == 200, address
+
+
+def test_the_overview_tells_what_goes_on(everybody):
+    JobFactory.create_batch(3)
+    JobFactory(queued=True)
+    JobFactory(available_at=timezone.now() + timedelta(hours=1))
+    DeadLetterFactory.create_batch(2)
+    worker = WorkerFactory(in_flight_count=7)
+    WorkerFactory(stale=True, in_flight_count=100)
+    MetricBucketFactory(completed_count=40, failed_count=4, worker_id=worker.pk)
+    page = everybody.get(url("overview")).content.decode()
+    tiles = dict(re.findall(r"<dt>(?:<a[^>]*>)?([^<]+)(?:</a>)?</dt><dd>([^<]*)</dd>", page))
+    assert tiles["Pending"] == "4"
+    assert tiles["Scheduled"] == "1"
+    assert tiles["Queued"] == "1"
+    assert tiles["In flight"] == "7"
+    assert tiles["Dead letters"] == "2"
+    assert tiles["Failed, last hour"] == "4"
+    assert tiles["Workers"] == "1"
+    assert "completed <b>40</b>" in page
+
+
+def test_what_is_not_well_is_told_on_the_first_screen(everybody):
+    page = everybody.get(url("overview")).content.decode()
+    assert "Not well:" in page
+    assert "Start manage.py kjo_consume." in page
+
+
+def test_the_queue_page_tells_its_policy_and_handlers(everybody, rows):
+    QueueControlFactory(queue="default", max_attempts=9)
+    page = everybody.get(url("queue", "default")).content.decode()
+    assert 'name="max_attempts" value="9"' in page
+    assert everybody.get(url("queue", "nosuch")).status_code == 404
+
+
+def test_a_job_tells_its_way(everybody):
+    failure = JobFailureFactory(error="it broke here", worker="host-9")
+    page = everybody.get(url("job", failure.job.pk)).content.decode()
+    timeline = page[page.index("kjo-timeline") :]
+    order = ["Enqueued", "Attempt 1 failed: ValueError", "it broke here", "Failed"]
+    places = [timeline.index(text) for text in order]
+    assert places == sorted(places)
+    assert "Traceback (most recent call last)" in page
+    assert everybody.get(url("job", "019a0000-0000-7000-8000-000000000000")).status_code == 404
+
+
+def test_payloads_are_for_those_with_the_permission(operator, rows):
+    Job.objects.filter(pk=rows["job"].pk).update(payload=b'{"word": "xyzzy"}')
+    addresses = [url("job", rows["job"].pk), url("letter", rows["letter"].pk)]
+    seer = operator("view_dashboard", "view_job", "view_deadletter")
+    for address in addresses:
+        page = seer.get(address).content.decode()
+        assert "xyzzy" not in page
+        assert "Traceback (most" not in page
+        assert "&quot;a&quot;: 1" not in page
+    full = operator("view_dashboard", "view_job", "view_deadletter", "view_payload")
+    assert "xyzzy" in full.get(addresses[0]).content.decode()
+    assert "&quot;a&quot;: 1" in full.get(addresses[1]).content.decode()
+
+
+def test_secrets_are_shown_to_nobody(everybody):
+    job = JobFactory(payload=b'{"card": {"api_token": "xyzzy"}, "plain": "shown"}')
+    letter = DeadLetterFactory(value=b'{"password": "xyzzy", "plain": "shown"}')
+    for address in (url("job", job.pk), url("letter", letter.pk), url("letter_edit", letter.pk)):
+        page = everybody.get(address).content.decode()
+        assert "xyzzy" not in page
+        assert "[redacted]" in page
+        assert "shown" in page
+
+
+def test_events_are_looked_up_by_their_id(everybody):
+    ProcessedEventFactory(event_id="event-17", event_type="user.created")
+    ProcessedEventFactory(event_id="event-18", event_type="user.gone")
+    page = everybody.get(url("events") + "?id=event-17").content.decode()
+    assert "user.created" in page
+    assert "user.gone" not in page
+    assert "No event of this id" in everybody.get(url("events") + "?id=nope").content.decode()
+
+
+def test_a_search_that_cannot_be_understood_says_why(everybody):
+    page = everybody.get(url("jobs") + "?q=stat:failed").content.decode()
+    assert "stat" in page
+    assert 'role="alert"' in page
+
+
+def test_jobs_are_found_by_what_is_known_of_them(everybody):
+    wanted = JobFactory(handler="shop.send", key="42", failed=True)
+    other = JobFactory(handler="shop.bill")
+    page = everybody.get(url("jobs") + "?q=handler:shop.send+key:42+state:failed").content.decode()
+    assert str(wanted.pk) in page
+    assert str(other.pk) not in page
+
+
+def test_pages_of_jobs_follow_each_other(everybody):
+    made = [str(job.pk) for job in JobFactory.create_batch(120)]
+    seen, address = [], url("jobs")
+    while address:
+        page = everybody.get(address).content.decode()
+        seen += re.findall(r'name="job" value="([^"]+)"', page)
+        older = re.search(r'<a href="([^"]+)" rel="next"', page)
+        address = older and url("jobs") + older[1].replace("&amp;", "&")
+    assert seen == sorted(made, reverse=True)
+
+
+def test_a_page_that_does_not_exist_is_no_error(everybody):
+    for query in ("?after=x", "?before=%00", "?after=" + "9" * 500, "?q=" + "x" * 9000):
+        assert everybody.get(url("jobs") + query).status_code == 200
+    assert everybody.get(url("letters") + "?after=x").status_code == 302
+
+
+def test_dead_letters_are_grouped_by_error(everybody):
+    DeadLetterFactory.create_batch(3, fingerprint="a" * 16, error_type="ValueError")
+    DeadLetterFactory(fingerprint="b" * 16, error_type="KeyError")
+    DeadLetterFactory(fingerprint="c" * 16, discarded=True)
+    page = everybody.get(url("dead_letters")).content.decode()
+    found = re.findall(r'fingerprint=(\w)\w+">([^<]+)</a><br>', page)
+    assert found == [("a", "ValueError"), ("b", "KeyError")]
+
+
+# --- Hostile data ---------------------------------------------------------------------------------
+
+HOSTILE = (EVIL, '"><img src=x onerror=alert(1)>', "\u202egnp.exe", "a\u0000b", "x" * 1_000_000)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=["script", "attribute", "bidi", "nul", "megabyte"])
+def test_hostile_data_is_inert(everybody, text):
+    short = text[:100]
+    row = short.replace("\0", "")  # no database keeps it in text
+    payload = json.dumps({"text": text}).encode()
+    job = JobFactory(
+        queue="emails", handler=row, unique_id=row, key=row, error=row, payload=payload, failed=True
+    )
+    JobFailureFactory(job=job, error=row, error_type=row, traceback=row, worker=row)
+    letter = DeadLetterFactory(
+        job=job,
+        value=payload,
+        error=row,
+        error_type=row,
+        handler=row,
+        queue=row,
+        topic=row,
+        message_id=row,
+        note=row,
+        release=row,
+    )
+    worker = WorkerFactory(name=row, hostname=row, last_error=row, queues=[row], release=row)
+    MetricBucketFactory(queue=row, handler=row, worker_id=worker.pk)
+    ProcessedEventFactory(event_id=row, event_type=row, service_name=row)
+    QueueControlFactory(queue=row, changed_by=row, is_paused=True)
+    rows = {"job": job, "letter": letter, "worker": worker}
+    queue_page = [url("queue", row)] if "/" not in row else []
+    for address in [*pages(rows), *queue_page, url("jobs") + "?q=x", url("letters") + "?error=e"]:
+        response = everybody.get(address)
+        assert response.status_code == 200, address
+        page = response.content.decode()
+        assert "<script>alert" not in page
+        assert "<img" not in page
+        assert "\u202e" not in page
+        assert "\0" not in page
+        assert len(page) < 400_000, address
+
+
+def test_hostile_questions_are_answered(everybody, rows):
+    for query in (EVIL, "%00", "\u202e", "q" * 5000, "' OR 1=1 --", "args.a.b:%ff", "*"):
+        for name in ("jobs", "dead_letters", "letters", "events", "overview"):
+            given = {"q": query, "error": query, "queue": query, "id": query, "range": query}
+            response = everybody.get(url(name), given)
+            assert response.status_code == 200, (name, query)
+            assert "<script>alert" not in response.content.decode()
+
+
+# --- Live -----------------------------------------------------------------------------------------
+
+
+def fragment(client, address, **headers):
+    return client.get(address, headers={"X-Kjo-Fragment": "1", **headers})
+
+
+def test_the_live_part_is_answered_alone(everybody, rows):
+    for name in ("overview", "queues", "jobs", "dead_letters", "consumers", "events", "status"):
+        page = everybody.get(url(name)).content.decode()
+        part = fragment(everybody, url(name))
+        assert part.status_code == 200
+        assert "<html" not in part.content.decode()
+        assert "csrfmiddlewaretoken" not in part.content.decode()
+        assert "no-store" in part["Cache-Control"]
+        assert '<div id="kjo-live">' in page
+
+
+def test_nothing_new_costs_no_content(everybody, rows):
+    address = url("letters")
+    first = fragment(everybody, address)
+    again = fragment(everybody, address, if_none_match=first["ETag"])
+    assert (again.status_code, again.content) == (304, b"")
+    DeadLetterFactory()
+    changed = fragment(everybody, address, if_none_match=first["ETag"])
+    assert changed.status_code == 200
+    assert changed["ETag"] != first["ETag"]
+
+
+def test_a_fragment_needs_the_permission_too(operator, client, rows):
+    assert fragment(client, url("overview")).status_code == 302
+    assert fragment(operator(), url("overview")).status_code == 403
+
+
+def test_registered_handlers_do_not_leak_between_tests():
+    assert "tests.add" not in {handler.name for handler in registry.handlers()}
+
+
+def test_messages_are_shown_once(everybody, rows):
+    response = everybody.post(url("queue_pause", "emails"), follow=True)
+    assert texts(response) == ["Paused: emails"]
+    assert texts(everybody.get(url("queues"))) == []
