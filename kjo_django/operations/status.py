@@ -157,10 +157,13 @@ def workers(now: datetime | None = None) -> list[dict[str, Any]]:
     rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
     found = [
         {
+            "id": str(worker.pk),
             "name": worker.name,
             "host": worker.hostname,
             "pid": worker.pid,
             "state": worker.state,
+            "asked_to": worker.wish or None,
+            "release": worker.release or None,
             "is_alive": worker.heartbeat_at >= now - within,
             "heartbeat_age_seconds": seconds_since(worker.heartbeat_at, now),
             "queues": worker.queues,

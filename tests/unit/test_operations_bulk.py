@@ -183,9 +183,15 @@ def test_jobs_are_changed(action, state, counts):
 
 
 def test_the_job_does_not_change_itself():
-    job = run(start_bulk(Action.CANCEL, JobFilter(), actor="ann"))
-    assert job.state == "completed"
-    assert result_of(job) == {"counts": {}, "changed": 0}
+    # Given
+    waiting, running = JobFactory(queued=True), JobFactory(queued=True)
+    job = start_bulk(Action.CANCEL, parse("state:queued"), actor="ann")
+    # When
+    found = bulk.change_jobs(replace(context(), job_id=str(running.pk)), **job.arguments)
+    # Then
+    assert found == {"counts": {"cancelled": 1}, "changed": 1}
+    waiting.refresh_from_db()
+    assert waiting.state == "cancelled"
 
 
 # --- Interruptions --------------------------------------------------------------------------------
