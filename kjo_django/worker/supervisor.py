@@ -51,6 +51,17 @@ class _Supervisor:
     def fork(self) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        # A stop that came between the fork and the note of it would reach every child but this one,
+        # and the supervisor would wait for that one for ever.
+        numbers = [getattr(signal, name) for name in STOP_SIGNALS]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        try:
+            if not self._is_stopping:
+                self._fork(before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _fork(self, mask: set[signal.Signals | int]) -> None:
         pid = os.fork()
         if pid == 0:
             code = 70
@@ -59,6 +70,7 @@ class _Supervisor:
             os.setpgid(0, 0)
             for name in STOP_SIGNALS:
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             try:
                 code = self._work()
             except SystemExit as exit:

@@ -87,6 +87,31 @@ def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, number):
     assert sorted(log(tmp_path)) == ["ready", "ready", "stopped", "stopped"]
 
 
+def test_a_signal_that_comes_while_it_forks_reaches_that_child_too(tmp_path):
+    """Promise 3: or it would wait for that child for ever."""
+    # Given a machine so busy that a child is at work before the parent knows of it
+    body = """
+real_fork = os.fork
+
+def slow_fork():
+    pid = real_fork()
+    if pid:
+        time.sleep(1)
+    return pid
+
+os.fork = slow_fork
+work = wait_for_signal
+"""
+    process = start(tmp_path, body, count=2)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    # When
+    process.terminate()
+    # Then it is told, and the other one is not started any more
+    assert finish(process)[0] == 0
+    assert log(tmp_path) == ["ready", "stopped"]
+
+
 @pytest.mark.parametrize(
     ("death", "told"),
     [
