@@ -184,8 +184,8 @@ def test_jobs_are_changed(action, state, counts):
 
 def test_the_job_does_not_change_itself():
     # Given
-    waiting, running = JobFactory(queued=True), JobFactory(queued=True)
-    job = start_bulk(Action.CANCEL, parse("state:queued"), actor="ann")
+    waiting, running = (JobFactory(queued=True, queue="other") for _ in range(2))
+    job = start_bulk(Action.CANCEL, parse("state:queued queue:other"), actor="ann")
     # When
     found = bulk.change_jobs(replace(context(), job_id=str(running.pk)), **job.arguments)
     # Then
