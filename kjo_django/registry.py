@@ -35,6 +35,8 @@ class HandlerOptions:
     result_ttl: timedelta | None = None
     atomic: bool = True
     """Run in the transaction that records the outcome. False: outside, under a renewed lease."""
+    database_only: bool = False
+    """All it does is undone by a roll-back, so it may run without a savepoint of its own."""
     takes_context: bool = False
     batch: int | None = None
     """Most jobs one call takes; None for a function of one job."""

@@ -6,9 +6,11 @@ committed with the word that it has run, or not at all.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from django.db import DatabaseError, connections
@@ -17,7 +19,7 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, settlement
-from kjo_django.consumer.batches import Batch, Started, in_steps, run_batch
+from kjo_django.consumer.batches import UNWANTED, Batch, Started, in_steps, run_batch
 from kjo_django.consumer.connections import answers, is_broken
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
@@ -32,6 +34,8 @@ from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
+Behind = Callable[[], AbstractContextManager[Any]]
+"""Makes what separates one handler's writes from those of its group."""
 _RAN = (Result.COMPLETED, Result.RETRIED, Result.DEAD, Result.CANCELLED)
 
 
@@ -45,6 +49,17 @@ class ConnectionLost(DatabaseError):
         text = error_text(outcome.error)
         super().__init__(f"The connection broke during {outcome.delivery.kind}: {text}")
         self.outcome = outcome
+
+
+class _Spoiled(Exception):
+    """A handler failed that shares a transaction with others, without a savepoint between them.
+
+    :param ended: those that were asked to end, and did: they are not to run again.
+    """
+
+    def __init__(self, ended: dict[Delivery, Ran]) -> None:
+        super().__init__()
+        self.ended = ended
 
 
 class AtomicRunner:
@@ -77,16 +92,42 @@ class AtomicRunner:
     def run(
         self, deliveries: list[Delivery], attempted: list[Outcome] | None = None
     ) -> list[Outcome]:
+        """Run a group in one transaction.
+
+        Without savepoints where every handler of it has no effect that a roll-back does not undo:
+        the first that fails undoes all, and all run again, each behind its own.
+
+        :param attempted: outcomes are added to it one by one.
+        :raises DatabaseError: the transaction failed as a whole; nothing has taken effect.
+        """
+        ended: dict[Delivery, Ran] = {}
+        if len(deliveries) > 1 and all(map(_is_database_only, deliveries)):
+            try:
+                return self._run([], deliveries, None)
+            except _Spoiled as spoiled:
+                ended = spoiled.ended
+        return self._run([] if attempted is None else attempted, deliveries, ended)
+
+    def _run(
+        self,
+        outcomes: list[Outcome],
+        deliveries: list[Delivery],
+        known: dict[Delivery, Ran] | None,
+    ) -> list[Outcome]:
+        """:param known: how some have ended already; None: run without savepoints."""
         using, service = jobs_database(), get_settings().service_name
         connection = connections[using]
         keys = {delivery: delivery.event_key(service) for delivery in deliveries}
-        outcomes: list[Outcome] = [] if attempted is None else attempted
         with settlement.in_transaction(using):
             # A write first: SQLite takes its write lock at once instead of failing half-way.
             fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
             rows = load_rows(using, deliveries, lock=True)
             ended: dict[EventKey, Outcome] = {}
-            resting, chain = Resting(), Chain()
+            resting = Resting()
+            behind: Behind = nullcontext
+            chain = Chain()
+            if known is not None:
+                behind = functools.partial(LazySavepoint, connection, chain)
             for step in in_steps(deliveries, keys):
                 started: list[Started] = []
                 new: list[Outcome] = []
@@ -110,10 +151,12 @@ class AtomicRunner:
                     )
                     if isinstance(start, Outcome):
                         new.append(start)
+                    elif known and delivery in known:
+                        new.append(outcome_of(delivery, known[delivery], start, row))
                     else:
                         started.append((delivery, start, row))
                 if started:
-                    new += self._attempt(connection, chain, started)
+                    new += self._attempt(connection, behind, started, known)
                 outcomes += resting.noting(new)
                 for outcome in new:
                     if outcome.result in _RAN:
@@ -128,22 +171,25 @@ class AtomicRunner:
     def _attempt(
         self,
         connection: BaseDatabaseWrapper,
-        chain: Chain,
+        behind: Behind,
         started: Sequence[Started],
+        known: dict[Delivery, Ran] | None,
     ) -> list[Outcome]:
-        """Call one handler behind its savepoint."""
+        """Call one handler behind its savepoint, if there is one."""
         delivery, start, row = started[0]
         if delivery.batch is not None:
-            return self._attempt_batch(connection, chain, started)
+            return self._attempt_batch(connection, behind, started, known)
         context = make_context(delivery, start.attempt, start.max_attempts, row)
         ran = Ran(timezone.now(), 0.0)
         clock = time.perf_counter()
         try:
-            with LazySavepoint(connection, chain):
+            with behind():
                 ran.value = call(delivery, context, self._watch)
         except ENDINGS as error:
             ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
+        if known is None and (ran.error is not None or connection.needs_rollback):
+            raise _Spoiled({delivery: ran} if ran.abort_reason in UNWANTED else {}) from ran.error
         if ran.error is not None and is_broken(connection):
             # Gone, and with it the group's transaction; the error is the job's only if it was
             # alone in it, see above.
@@ -152,25 +198,39 @@ class AtomicRunner:
         return [outcome_of(delivery, ran, start, row)]
 
     def _attempt_batch(
-        self, connection: BaseDatabaseWrapper, chain: Chain, started: Sequence[Started]
+        self,
+        connection: BaseDatabaseWrapper,
+        behind: Behind,
+        started: Sequence[Started],
+        known: dict[Delivery, Ran] | None,
     ) -> list[Outcome]:
         def attempt(batch: Batch) -> list[Ran]:
             try:
-                with LazySavepoint(connection, chain):
-                    return batch.call(self._watch)
+                with behind():
+                    endings = batch.call(self._watch)
             except ENDINGS as error:
+                if known is None:
+                    raise _Spoiled(batch.aborted(error)) from error
                 if is_broken(connection):
                     delivery, start, row = batch.started[0]
                     ran = Ran(timezone.now(), 0.0, error=error)
                     raise ConnectionLost(outcome_of(delivery, ran, start, row)) from error
                 raise
+            if known is None and connection.needs_rollback:
+                raise _Spoiled({})
+            return endings
 
-        ran = run_batch(Batch(started), attempt, passing=(ConnectionLost,))
+        ran = run_batch(Batch(started), attempt, passing=(ConnectionLost, _Spoiled))
         self._on_measure(started[0][0].kind, sum(one.seconds for one in ran) / len(ran))
         return [
             outcome_of(delivery, one, start, row)
             for (delivery, start, row), one in zip(started, ran, strict=True)
         ]
+
+
+def _is_database_only(delivery: Delivery) -> bool:
+    handler = delivery.handler
+    return handler is not None and handler.options.database_only
 
 
 def _repeated(delivery: Delivery, row: dict[str, Any] | None, earlier: Outcome) -> Outcome:

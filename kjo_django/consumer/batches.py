@@ -39,6 +39,9 @@ from kjo_django.messages.serializers import serializer_for
 
 logger = logging.getLogger("kjo_django")
 
+UNWANTED = (Abort.CANCELLED, Abort.SHUTDOWN, Abort.LOST)
+"""Reasons to end for which nobody is to run it again now."""
+
 Started = tuple[Delivery, Start, dict[str, Any] | None]
 """A delivery that may run, how it starts, and its job's row."""
 
@@ -162,11 +165,16 @@ class Batch:
             delivery = one[0]
             if delivery in self._ended:
                 parts.append(self._ended[delivery])
-            elif len(self.items) == 1 or self._items[delivery].abort_reason in _UNWANTED:
+            elif len(self.items) == 1 or self._items[delivery].abort_reason in UNWANTED:
                 parts.append(self._failed(delivery, error))
             else:
                 parts.append(Batch([one]))
         return parts
+
+    def aborted(self, error: BaseException) -> dict[Delivery, Ran]:
+        """Return how those have ended that were asked to when the call raised."""
+        asked = (d for d, item in self._items.items() if item.abort_reason in UNWANTED)
+        return {delivery: self._failed(delivery, error) for delivery in asked}
 
     @property
     def _limit(self) -> float | None:
@@ -229,9 +237,6 @@ class Batch:
             ran.abort_reason, ran.result_ttl = item.abort_reason, item.result_ttl
             endings.append(ran)
         return endings
-
-
-_UNWANTED = (Abort.CANCELLED, Abort.SHUTDOWN, Abort.LOST)
 
 
 def run_batch(

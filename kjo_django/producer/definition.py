@@ -234,6 +234,7 @@ def job(
     timeout: timedelta | float | None = None,
     result_ttl: timedelta | None = None,
     atomic: bool = True,
+    database_only: bool = False,
     takes_context: bool = False,
     batch: int | None = None,
     serializer: Serializer = JSON,
@@ -253,6 +254,9 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     :param atomic: run in the one transaction that also records the outcome, so its writes to the
         database happen once. False: outside any transaction, under a renewed lease; use it for slow
         calls to other systems, with ``context.idempotency_key``.
+    :param database_only: promise that it has no effect but in the job's database: no mail, no call,
+        no file, no cache. Its jobs then share a transaction without savepoints between them; when
+        one fails, all of its group are undone and run again with them, in the same attempt.
     :param takes_context: pass a ``JobContext`` as the first argument.
     :param batch: most jobs one call takes: the function gets a list of ``BatchItem`` instead of
         arguments, and returns None or a list of one result for each. It is called with what is
@@ -268,6 +272,9 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
             except (TypeError, ValueError) as error:
                 message = f"job({option}={options[option]!r}): {option} must be {error}"
                 raise ValueError(message) from None
+
+    if options.get("database_only") and not options.get("atomic", True):
+        raise ValueError("job(database_only=True): atomic=False has no roll-back to rely on")
 
     def declare(function: Callable[..., Any]) -> JobDefinition:
         own = registry.HandlerOptions(name=name or registry.default_name(function), **options)

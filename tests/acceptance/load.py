@@ -60,6 +60,11 @@ def _async(name: str) -> set[str]:
     return {name}
 
 
+def _only(name: str) -> set[str]:
+    jobs.write_only.using(id=name, max_attempts=MANY).enqueue(job=name)
+    return {name}
+
+
 def _together(name: str) -> set[str]:
     names = {f"{name}/{number}" for number in range(3)}
     with transaction.atomic(using=ALIAS):
@@ -81,6 +86,7 @@ KINDS: list[Callable[[str], set[str]]] = [
     _async,
     _in_transaction,
     _together,
+    _only,
 ]
 
 

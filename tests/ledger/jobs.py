@@ -19,6 +19,12 @@ def write(job: str, note: str = "") -> None:
     Entry.objects.create(job=job, note=note)
 
 
+@job(queue="ledger", database_only=True)
+def write_only(job: str, note: str = "") -> None:
+    """Add the job's one entry, with no savepoint about it."""
+    Entry.objects.create(job=job, note=note)
+
+
 @job(queue="ledger", key="key")
 def write_keyed(job: str, key: str, milliseconds: float = 0) -> None:
     """Add an entry in the order of the key."""
