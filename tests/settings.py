@@ -33,7 +33,8 @@ MIDDLEWARE = [
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
-    "tests.browser.csp.StrictPolicy",
+    "tests.browser.middleware.StrictPolicy",
+    "tests.browser.middleware.CountQueries",
 ]
 TEMPLATES = [
     {

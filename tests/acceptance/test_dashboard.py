@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,14 +46,28 @@ def chrome() -> Iterator[Chrome]:
 class Site:
     """The admin of an engine, open in a browser, for somebody who may do everything."""
 
-    def __init__(self, engine: Engine, chrome: Chrome) -> None:
+    def __init__(self, engine: Engine, chrome: Chrome, server: Program, address: str) -> None:
         self.engine = engine
         self.chrome = chrome
+        self.server = server
+        self.address = address
+        self.log_in()
+
+    @classmethod
+    def start(cls, engine: Engine, chrome: Chrome) -> Site:
+        """Start the site, with an operator."""
         port = free_port()
-        self.address = f"http://127.0.0.1:{port}"
-        self.server = engine.manage("runserver", "--noreload", "--insecure", f"127.0.0.1:{port}")
+        server = engine.manage("runserver", "--noreload", "--insecure", f"127.0.0.1:{port}")
         User.objects.db_manager(ALIAS).create_superuser("root", password="root")
         engine.wait_until(lambda: is_open(port), "The site never came up")
+        return cls(engine, chrome, server, f"http://127.0.0.1:{port}")
+
+    @classmethod
+    def beside(cls, site: Site, chrome: Chrome) -> Site:
+        """The same site in another browser."""
+        return cls(site.engine, chrome, site.server, site.address)
+
+    def log_in(self) -> None:
         self.chrome.delete_all_cookies()
         self.chrome.get(f"{self.address}/admin/login/")
         self.find("[name=username]").send_keys("root")
@@ -116,7 +132,7 @@ def is_open(port: int) -> bool:
 
 @pytest.fixture
 def site(engine: Engine, chrome: Chrome) -> Iterator[Site]:
-    site = Site(engine, chrome)
+    site = Site.start(engine, chrome)
     chromium.complaints(chrome)
     yield site
     assert chromium.complaints(chrome) == []
@@ -273,7 +289,7 @@ def test_every_page_works_without_javascript(engine: Engine, worker: Program) ->
     jobs.refuse.using(id="dead").enqueue(job="dead")
     engine.wait_until(engine.dead_letters.exists, "It never died")
     with chromium.running(javascript=False) as chrome:
-        site = Site(engine, chrome)
+        site = Site.start(engine, chrome)
         site.open()
         assert site.tile("Dead letters") == "1"
         assert not site.find("#kjo-refresh-box").is_displayed()
@@ -284,3 +300,40 @@ def test_every_page_works_without_javascript(engine: Engine, worker: Program) ->
         site.press("Replay…")
         site.press("Replay")
         site.wait_for("1 dead letter was replayed.")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [REAL])
+def test_two_browsers_watch_four_workers_for_ten_minutes(engine: Engine, site: Site) -> None:
+    """No refresh costs more at the end than at the beginning, and the console stays silent."""
+    workers = [engine.worker() for _ in range(4)]
+    screens = ("", "queues/", "jobs/", "dead-letters/", "consumers/", "status/")
+    costs: dict[str, list[int]] = {}
+    ends_at = time.monotonic() + float(os.environ.get("KJO_TEST_SOAK_SECONDS", "600"))
+    with chromium.running(scheme="dark") as second:
+        other = Site.beside(site, second)
+        count = 0
+        while time.monotonic() < ends_at:
+            site.open(screens[count % len(screens)])
+            other.open(screens[(count + 3) % len(screens)])
+            site.refresh_every(2)
+            other.refresh_every(2)
+            jobs.write.enqueue_many([{"job": f"{count}-{n}"} for n in range(200)])
+            jobs.refuse.enqueue(job=f"refused-{count}")
+            engine.wait_for_moment(8)
+            count += 1
+        assert chromium.complaints(second) == []
+    for cost, path in re.findall(
+        r"(\d+) queries for (/admin/kjo_django/dashboard/\S*)", site.server.log
+    ):
+        costs.setdefault(path, []).append(int(cost))
+    assert len(costs) == len(screens)
+    for path, counts in costs.items():
+        third = len(counts) // 3
+        assert third, path
+        assert max(counts) <= 12, (path, max(counts))
+        assert max(counts[-third:]) <= max(counts[:third]) + 1, (path, counts)
+    engine.settle()
+    assert engine.entries.count() == 200 * count
+    assert all(worker.stop() == 0 for worker in workers)
