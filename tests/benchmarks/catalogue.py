@@ -150,12 +150,18 @@ class _Catalogue:
 
     def drains(self) -> list[Case]:
         sizes = self.sizes
+        insert = "atomic handler with one ORM create()"
         cases = [
             self._drain("no_op", "no_op", sizes.drain, "atomic handler that does nothing"),
             self._drain(
                 "outside", "outside", sizes.outside, "atomic=False handler that does nothing"
             ),
-            self._drain("insert", "insert", sizes.insert, "atomic handler with one ORM create()"),
+            self._with_orm(self._drain("insert", "insert", sizes.insert, insert)),
+            self._with_orm(
+                self._drain(
+                    "insert_only", "insert_only", sizes.insert, f"{insert}, database_only=True"
+                )
+            ),
             self._drain(
                 "batch", "batch", sizes.drain, "batch=500 handler with one bulk INSERT for all"
             ),
@@ -169,16 +175,17 @@ class _Catalogue:
             ),
         ]
         if self.engine == REAL:
-            loop = cases[2].limit
-            assert loop is not None
-            with_orm = Step(loop.function, {**loop.arguments, "orm": True})
-            cases[2] = replace(
-                cases[2], limit=with_orm, against="the loop with the ORM's create(), no savepoint"
-            )
-            cases.insert(
-                3, replace(cases[2], name="drain.insert_raw", limit=loop, against="the raw loop")
-            )
+            cases.insert(4, self._drain("insert_raw", "insert", sizes.insert, insert))
         return cases
+
+    def _with_orm(self, case: Case) -> Case:
+        """The loop too makes its writes through the ORM."""
+        if self.engine != REAL or case.limit is None:
+            return case
+        step = Step(case.limit.function, {**case.limit.arguments, "orm": True})
+        return replace(
+            case, limit=step, against="the loop with the ORM's create(), without savepoints"
+        )
 
     def _drain(self, name: str, workload: str, count: int, about: str, batch: int = BATCH) -> Case:
         return Case(

@@ -29,6 +29,12 @@ def write_batch(batch: list[BatchItem]) -> None:
     Entry.objects.bulk_create([Entry(job=item.payload["job"]) for item in batch])
 
 
+@job(queue="ledger", database_only=True)
+def write_only(job: str) -> None:
+    """Add an entry, and promise that this is all."""
+    Entry.objects.create(job=job)
+
+
 class Flight:
     """How many coroutines run at this moment, and the most there were."""
 

@@ -33,6 +33,7 @@ def _keyed(number: int) -> dict[str, Any]:
 WORKLOADS = {
     "no_op": Workload("ledger.no_op"),
     "insert": Workload("ledger.write", _named, has_entries=True),
+    "insert_only": Workload("benchmarks.write_only", _named, has_entries=True),
     "batch": Workload("benchmarks.write_batch", _named, has_entries=True),
     "outside": Workload("benchmarks.no_op_outside"),
     "sleep": Workload("benchmarks.sleep"),

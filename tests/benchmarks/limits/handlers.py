@@ -14,6 +14,13 @@ from typing import Any
 
 from tests.benchmarks.jobs import ASYNC_SECONDS, SLEEP_SECONDS
 
+try:  # as ours does
+    import orjson as _json
+except ImportError:
+    import json as _json  # type: ignore[no-redef]
+
+loads = _json.loads
+
 LANES = 4
 """Lanes of a worker by default."""
 

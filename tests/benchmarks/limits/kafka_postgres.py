@@ -7,7 +7,6 @@ leases, no order of keys, no limits, no statistics.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from kjo_django.ids import uuid7
 from tests.benchmarks import completions
 from tests.benchmarks.counters import Clock
 from tests.benchmarks.errors import BenchmarkError
-from tests.benchmarks.limits.handlers import COMMON, Handlers, Payloads, create
+from tests.benchmarks.limits.handlers import COMMON, Handlers, Payloads, create, loads
 
 MARK = """
 INSERT INTO processed_events
@@ -56,8 +55,13 @@ def write_batch(cursor: psycopg.Cursor[Any], payloads: Payloads) -> None:
     cursor.execute(WRITE_ALL, [[payload["job"] for payload in payloads], datetime.now(UTC)])
 
 
-HANDLERS: Handlers = {**COMMON, "ledger.write": write, "benchmarks.write_batch": write_batch}
-ORM_HANDLERS: Handlers = {**COMMON, "ledger.write": create}
+HANDLERS: Handlers = {
+    **COMMON,
+    "ledger.write": write,
+    "benchmarks.write_only": write,
+    "benchmarks.write_batch": write_batch,
+}
+ORM_HANDLERS: Handlers = {**COMMON, "ledger.write": create, "benchmarks.write_only": create}
 
 
 def run(workload: str, count: int, batch: int, orm: bool = False) -> dict[str, float]:
@@ -117,7 +121,7 @@ def settle(connection: psycopg.Connection[Any], messages: list[Message], handler
         started = datetime.now(UTC)
         payloads: dict[str, Payloads] = {}
         for headers, value in fresh:
-            payloads.setdefault(headers["kjo-type"].decode(), []).append(json.loads(value))
+            payloads.setdefault(headers["kjo-type"].decode(), []).append(loads(value))
         for handler, those in payloads.items():
             handlers[handler](cursor, those)
         outcome = {

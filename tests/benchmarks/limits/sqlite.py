@@ -17,7 +17,7 @@ from kjo_django.messages.headers import from_json
 from tests.benchmarks import completions
 from tests.benchmarks.counters import Clock
 from tests.benchmarks.errors import BenchmarkError
-from tests.benchmarks.limits.handlers import COMMON, Handlers, Payloads
+from tests.benchmarks.limits.handlers import COMMON, Handlers, Payloads, loads
 
 TAKE = "SELECT id, value, headers FROM kjo_transport_message ORDER BY id LIMIT ?"
 MARK = """
@@ -46,7 +46,12 @@ def write_batch(database: sqlite3.Connection, payloads: Payloads) -> None:
     database.executemany(WRITE, [(payload["job"], now) for payload in payloads])
 
 
-HANDLERS: Handlers = {**COMMON, "ledger.write": write, "benchmarks.write_batch": write_batch}
+HANDLERS: Handlers = {
+    **COMMON,
+    "ledger.write": write,
+    "benchmarks.write_only": write,
+    "benchmarks.write_batch": write_batch,
+}
 
 
 def run(workload: str, count: int, batch: int) -> dict[str, float]:
@@ -73,7 +78,7 @@ def settle(database: sqlite3.Connection, batch: int) -> int:
     started = _text(datetime.now(UTC))
     payloads: dict[str, Payloads] = {}
     for _, value, headers in fresh:
-        payloads.setdefault(headers["kjo-type"].decode(), []).append(json.loads(value))
+        payloads.setdefault(headers["kjo-type"].decode(), []).append(loads(value))
     for handler, those in payloads.items():
         HANDLERS[handler](database, those)
     ended = datetime.now(UTC)

@@ -79,6 +79,7 @@ TARGETS = (
         _ratio("drain.insert"),
         0.8,
     ),
+    Target(2, "The same, declared `database_only`", _ratio("drain.insert_only"), 0.8),
     Target(2, "Batch handlers with one bulk INSERT, by the raw loop", _ratio("drain.batch"), 0.4),
     Target(3, "`enqueue()`, by Django's bare `create()`", _ratio("enqueue.single"), 0.7),
     Target(3, "`enqueue_many` of 10,000, by COPY + produce", _ratio("enqueue.many"), 0.7),
