@@ -47,6 +47,8 @@ class EnqueueOptions:
             raise ValueError("id must be text of 1 to 255 characters")
         if self.key is not None and not (isinstance(self.key, str) and len(self.key) <= 255):
             raise ValueError("key must be text of at most 255 characters")
+        for name in ("id", "key"):
+            _check_storable(getattr(self, name) or "", name)
         if self.delay is not None and not (
             isinstance(self.delay, timedelta) and self.delay <= LONGEST_DELAY
         ):
@@ -144,6 +146,7 @@ class JobDefinition:
         key = given.key if given.key is not None else self.handler.key_of(payload)
         if len(key) > 255:
             raise ValueError(f"{self.name}: the key has {len(key)} characters, 255 are allowed")
+        _check_storable(key, f"{self.name}: the key")
         return new_job(
             given,
             queue=queue,
@@ -283,3 +286,8 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
         return JobDefinition(handler)
 
     return declare if function is None else declare(function)
+
+
+def _check_storable(text: str, what: str) -> None:
+    if storable_text(text) != text:
+        raise ValueError(f"{what} holds a character no database keeps: {text!r:.80}")

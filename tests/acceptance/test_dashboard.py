@@ -151,7 +151,7 @@ def test_a_job_is_watched_as_it_goes_through_and_the_chart_moves(
     site.open()
     site.refresh_every(2)
     assert site.tile("Workers") == "1"
-    bars = len(site.find_all(".kjo-plot rect.kjo-c-completed"))
+    bars = len(site.find_all(".kjo-plot path.kjo-c-completed[d^=M]"))
     assert bars == 0
     # When a job is enqueued that waits for us
     path = tmp_path / "go"
@@ -169,7 +169,8 @@ def test_a_job_is_watched_as_it_goes_through_and_the_chart_moves(
     # And the chart has moved
     site.open()
     engine.wait_until(
-        lambda: site.find_all("#kjo-chart-throughput rect.kjo-c-completed"), "The chart stood still"
+        lambda: site.find_all("#kjo-chart-throughput path.kjo-c-completed[d^=M]"),
+        "The chart stood still",
     )
 
 

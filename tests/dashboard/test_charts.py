@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from django.utils import timezone
+from django.utils import timezone, translation
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,11 +39,25 @@ def test_a_gap_is_a_gap():
 def test_bars_are_stacked_upon_each_other():
     lines = [Line("completed", "completed", [6]), Line("failed", "failed", [4])]
     svg = Chart("t", "Jobs", [START], lines, is_stacked=True).render()
-    bars = re.findall(r'class="kjo-c-(\w+)" x="[\d.]+" y="([\d.]+)" [^/]*height="([\d.]+)"/>', svg)
-    (_, low, low_height), (_, high, high_height) = bars
-    assert float(high) + float(high_height) == pytest.approx(float(low))
-    assert float(high) == charts.TOP
-    assert float(low_height) / float(high_height) == pytest.approx(1.5)
+    bars = re.findall(r'class="kjo-c-\w+" d="M[\d.]+ ([\d.]+)V([\d.]+)h', svg)
+    (low_foot, low_head), (high_foot, high_head) = [tuple(map(float, bar)) for bar in bars]
+    assert (low_foot, high_head) == (charts.BOTTOM, charts.TOP)
+    assert low_head == high_foot
+    assert (low_foot - low_head) / (high_foot - high_head) == pytest.approx(1.5, abs=0.01)
+
+
+def test_places_are_written_for_svg_in_every_language():
+    with translation.override("de"):
+        svg = chart(0.5, 1.25, None, 3.0, show=figures.duration).render()
+        stacked = chart(1, 2, 3, is_stacked=True).render()
+        spark = charts.sparkline([1, 2, 3], "three")
+        assert "3,0 s" in svg  # for people
+    for place in re.findall(r'\s(?:x|y|x1|x2|y1|y2|width|height|viewBox)="([^"]+)"', svg + stacked):
+        assert "," not in place
+    for outline in re.findall(r' d="([^"]+)"', stacked):
+        assert "," not in outline
+    for points in re.findall(r'points="([^"]+)"', svg + spark):
+        assert all(point.count(",") == 1 for point in points.split())
 
 
 def test_what_is_drawn_is_told_in_words_and_as_a_table():

@@ -584,6 +584,16 @@ def test_a_payload_over_the_limit_is_refused_and_one_at_the_limit_is_not(setting
     assert write.enqueue(job="é").is_new
 
 
+@pytest.mark.parametrize("text", ["a\0b", "\ud800"], ids=["nul", "surrogate"])
+def test_an_id_or_a_key_no_database_keeps_is_refused_before_anything_is_written(text):
+    for options in ({"id": text}, {"key": text}):
+        with pytest.raises(ValueError, match="holds a character no database keeps"):
+            write.using(**options)
+    with pytest.raises(ValueError, match="ledger.write_keyed: the key holds a character"):
+        write_keyed.enqueue(job="job", key=text)
+    assert not Job.objects.exists()
+
+
 def test_a_key_of_the_payload_that_is_too_long_is_refused():
     with writing_nothing(), pytest.raises(ValueError, match="256 characters"):
         write_keyed.enqueue(job="a", key="k" * 256)

@@ -7,16 +7,19 @@ where they go.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, tzinfo
 from typing import Any
 
 from django.template.loader import render_to_string
 from django.utils import timezone
 from django.utils.formats import date_format
+from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import get_language
 from django.utils.translation import gettext as _
 
 from kjo_django.admin.dashboard.figures import number
@@ -72,69 +75,90 @@ def sparkline(values: Sequence[float], summary: str) -> SafeString:
         f"{index * step:.1f},{SPARK_HEIGHT - 2 - (SPARK_HEIGHT - 4) * value / top:.1f}"
         for index, value in enumerate(values)
     )
-    context = {"points": points, "summary": summary, "width": SPARK_WIDTH, "height": SPARK_HEIGHT}
+    context = {"points": points, "summary": summary, "box": f"0 0 {SPARK_WIDTH} {SPARK_HEIGHT}"}
     return render_to_string("admin/kjo_django/dashboard/sparkline.html", context)
 
 
 def _geometry(chart: Chart) -> dict[str, Any]:
+    """Return what the template shows. Places are text already: a template would write numbers as
+    the language does, and SVG knows no decimal comma."""
     count = len(chart.times)
     slot = (RIGHT - LEFT) / max(1, count)
     top = _ceiling(_highest(chart))
 
-    def across(index: float) -> float:
-        return round(LEFT + index * slot, 1)
+    def across(index: float) -> str:
+        return f"{LEFT + index * slot:.1f}"
 
     def up(value: float) -> float:
-        return round(BOTTOM - (BOTTOM - TOP) * value / top, 1)
+        return BOTTOM - (BOTTOM - TOP) * value / top
 
-    ticks = [top * step / TICKS for step in range(TICKS + 1)]
     every = max(1, math.ceil(count / MOMENTS))
     has_days = count > 1 and chart.times[-1] - chart.times[0] > timedelta(hours=24)
+    moments = [_moment(time, has_days) for time in chart.times]
+    cells = [[chart.show(value) for value in line.values] for line in chart.lines]
+    latest = [chart.show(_latest(line.values)) for line in chart.lines]
     return {
         "name": chart.name,
         "title": chart.title,
-        "summary": _summary(chart),
-        "width": WIDTH,
-        "height": HEIGHT,
-        "left": LEFT,
-        "right": RIGHT,
-        "top": TOP,
-        "bottom": BOTTOM,
-        "base": BOTTOM + 18,
-        "mark_at": TOP - 3,
-        "depth": BOTTOM - TOP,
-        "label_at": LEFT - 6,
-        "ticks": [{"at": up(v), "text_at": up(v) + 4, "text": chart.show(v)} for v in ticks],
+        "summary": _summary(chart, latest),
+        "box": f"0 0 {WIDTH} {HEIGHT}",
+        "left": str(LEFT),
+        "right": str(RIGHT),
+        "top": str(TOP),
+        "bottom": str(BOTTOM),
+        "base": str(BOTTOM + 18),
+        "mark_at": str(TOP - 3),
+        "label_at": str(LEFT - 6),
+        "ticks": [
+            {"at": f"{y:.1f}", "text_at": f"{y + 4:.1f}", "text": chart.show(value)}
+            for step in range(TICKS + 1)
+            for value in [top * step / TICKS]
+            for y in [up(value)]
+        ],
         "moments": [
-            {"at": across(index + 0.5), "text": _moment(chart.times[index], has_days)}
+            {"at": across(index + 0.5), "text": moments[index]}
             for index in range(every // 2, count, every)
         ],
-        "bars": _bars(chart, across, up, slot) if chart.is_stacked else (),
+        "bars": _bars(chart, up, slot) if chart.is_stacked else (),
         "lines": [
             {
                 "kind": line.kind,
                 "label": line.label,
-                "latest": chart.show(_latest(line.values)),
-                "polylines": () if chart.is_stacked else _polylines(line.values, across, up),
+                "latest": now,
+                "polylines": () if chart.is_stacked else _polylines(line.values, up, slot),
             }
-            for line in chart.lines
+            for line, now in zip(chart.lines, latest, strict=True)
         ],
         "marks": [
             {"at": across(place), "text": inert(text)}
             for moment, text in chart.marks
             if (place := _place(chart.times, moment)) is not None
         ],
-        "spots": [
-            {"x": across(index), "width": round(slot, 2), "text": _words(chart, index, has_days)}
-            for index in range(count)
-        ],
-        "rows": [
-            {
-                "moment": _moment(chart.times[index], has_days),
-                "cells": [chart.show(line.values[index]) for line in chart.lines],
-            }
-            for index in reversed(range(count))
-        ],
+        "spots": format_html_join(
+            "",
+            '<rect class="kjo-spot" x="{}" y="{}" width="{}" height="{}"><title>{}</title></rect>',
+            (
+                (
+                    across(index),
+                    TOP,
+                    f"{slot:.2f}",
+                    BOTTOM - TOP,
+                    _words(chart, index, moments, cells),
+                )
+                for index in range(count)
+            ),
+        ),
+        "rows": format_html_join(
+            "",
+            '<tr><th scope="row">{}</th>{}</tr>',
+            (
+                (
+                    moments[index],
+                    format_html_join("", "<td>{}</td>", ((column[index],) for column in cells)),
+                )
+                for index in reversed(range(count))
+            ),
+        ),
         "is_empty": not any(value for line in chart.lines for value in line.values),
     }
 
@@ -154,32 +178,27 @@ def _ceiling(value: float) -> float:
     return next((power * step for step in (1, 2, 2.5, 5) if power * step >= value), power * 10)
 
 
-def _bars(
-    chart: Chart, across: Callable[[float], float], up: Callable[[float], float], slot: float
-) -> list[dict[str, Any]]:
+def _bars(chart: Chart, up: Callable[[float], float], slot: float) -> list[dict[str, str]]:
+    """Return the outline of all bars of each line, stacked upon those of the lines before it."""
+    below = [0.0] * len(chart.times)
     bars = []
-    for index in range(len(chart.times)):
-        below = 0.0
-        for line in chart.lines:
-            value = line.values[index] or 0
-            if value <= 0:
+    for line in chart.lines:
+        outline = []
+        for index, value in enumerate(line.values):
+            if not value or value < 0:
                 continue
-            y, foot = up(below + value), up(below)
-            bars.append(
-                {
-                    "kind": line.kind,
-                    "x": across(index + 0.1),
-                    "y": y,
-                    "width": round(slot * 0.8, 2),
-                    "height": round(max(foot - y, 0.5), 1),
-                }
+            foot, head = up(below[index]), up(below[index] + value)
+            below[index] += value
+            x, width = LEFT + (index + 0.1) * slot, slot * 0.8
+            outline.append(
+                f"M{x:.1f} {foot:.1f}V{min(head, foot - 0.5):.1f}h{width:.1f}V{foot:.1f}z"
             )
-            below += value
+        bars.append({"kind": line.kind, "outline": "".join(outline)})
     return bars
 
 
 def _polylines(
-    values: Sequence[float | None], across: Callable[[float], float], up: Callable[[float], float]
+    values: Sequence[float | None], up: Callable[[float], float], slot: float
 ) -> list[str]:
     """Return the points of each stretch without a gap; a lone value gets a short line."""
     stretches: list[list[tuple[float, float]]] = [[]]
@@ -187,12 +206,12 @@ def _polylines(
         if value is None:
             stretches.append([])
         else:
-            stretches[-1].append((across(index + 0.5), up(value)))
+            stretches[-1].append((LEFT + (index + 0.5) * slot, up(value)))
     for stretch in stretches:
         if len(stretch) == 1:
             (x, y) = stretch[0]
             stretch[:] = [(x - 3, y), (x + 3, y)]
-    return [" ".join(f"{x:g},{y:g}" for x, y in stretch) for stretch in stretches if stretch]
+    return [" ".join(f"{x:.1f},{y:.1f}" for x, y in stretch) for stretch in stretches if stretch]
 
 
 def _place(times: Sequence[datetime], moment: datetime) -> float | None:
@@ -202,24 +221,32 @@ def _place(times: Sequence[datetime], moment: datetime) -> float | None:
 
 
 def _moment(moment: datetime, has_days: bool) -> str:
-    local = timezone.localtime(moment)
-    return date_format(local, "j M H:i" if has_days else "H:i")
+    # All charts of a page have the same times.
+    return _written(moment, has_days, timezone.get_current_timezone(), get_language())
 
 
-def _words(chart: Chart, index: int, has_days: bool) -> str:
-    parts = [f"{line.label} {chart.show(line.values[index])}" for line in chart.lines]
-    return f"{_moment(chart.times[index], has_days)}: {', '.join(parts)}"
+@functools.lru_cache(maxsize=2048)
+def _written(moment: datetime, has_days: bool, zone: tzinfo, language: str | None) -> str:
+    return date_format(timezone.localtime(moment, zone), "j M H:i" if has_days else "H:i")
 
 
-def _summary(chart: Chart) -> str:
+def _words(chart: Chart, index: int, moments: list[str], cells: list[list[str]]) -> str:
+    pairs = zip(chart.lines, cells, strict=True)
+    parts = [f"{line.label} {column[index]}" for line, column in pairs]
+    return f"{moments[index]}: {', '.join(parts)}"
+
+
+def _summary(chart: Chart, latest: list[str]) -> str:
     parts = []
-    for line in chart.lines:
+    for line, now in zip(chart.lines, latest, strict=True):
         known = [value for value in line.values if value is not None]
-        highest = chart.show(max(known) if known else None)
-        latest = chart.show(_latest(line.values))
         parts.append(
             _("%(line)s: now %(latest)s, at most %(highest)s")
-            % {"line": line.label, "latest": latest, "highest": highest}
+            % {
+                "line": line.label,
+                "latest": now,
+                "highest": chart.show(max(known) if known else None),
+            }
         )
     return f"{chart.title}. {'; '.join(parts)}"
 

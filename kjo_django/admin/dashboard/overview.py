@@ -11,7 +11,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.dashboard.charts import Chart, Line
-from kjo_django.admin.dashboard.desk import Desk, Screen, shared
+from kjo_django.admin.dashboard.desk import CACHE_SECONDS, Desk, Screen, shared
 from kjo_django.admin.dashboard.figures import capped, duration, number
 from kjo_django.operations import health, metrics, overview
 from kjo_django.operations.counting import COUNT_LIMIT
@@ -58,9 +58,9 @@ def range_links(desk: Desk) -> list[dict[str, Any]]:
 
 def charts(length: timedelta, queue: str | None = None) -> list[Chart]:
     """Return the charts of all queues, or of one."""
-    found = shared(
-        f"series {length} {queue}", lambda: metrics.series(length, queue=queue), seconds=2
-    )
+    # A point of a long time changes slowly, and costs more to add up.
+    seconds = max(CACHE_SECONDS, length.total_seconds() / 20_000)
+    found = shared(f"series {length} {queue}", lambda: metrics.series(length, queue=queue), seconds)
     marks = shared(f"deploys {length}", lambda: metrics.deploys(length), seconds=10)
     times = [point.time for point in found.points]
 
