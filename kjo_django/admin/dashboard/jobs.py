@@ -75,7 +75,9 @@ def _search(desk: Desk) -> tuple[str, search.JobFilter | None, str]:
 def _tabs(desk: Desk, found: search.JobFilter | None) -> list[dict[str, Any]]:
     if found is None:
         return []
-    counts = shared("state counts", state_counts)
+    # Counting what a search finds would cost a search for each state.
+    is_all = replace(found, state=None).is_empty
+    counts = shared("state counts", state_counts) if is_all else {}
     tabs: list[dict[str, Any]] = [{"label": _("All"), "state": None}]
     tabs += [
         {"label": each.label, "state": str(each), "count": counts.get(each)} for each in JobStatus
