@@ -589,7 +589,7 @@ def test_an_id_or_a_key_no_database_keeps_is_refused_before_anything_is_written(
     for options in ({"id": text}, {"key": text}):
         with pytest.raises(ValueError, match="holds a character no database keeps"):
             write.using(**options)
-    with pytest.raises(ValueError, match="ledger.write_keyed: the key holds a character"):
+    with pytest.raises(ValueError, match=r"ledger\.write_keyed: the key holds a character"):
         write_keyed.enqueue(job="job", key=text)
     assert not Job.objects.exists()
 
