@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from datetime import timedelta
 from uuid import UUID
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination
@@ -181,8 +181,18 @@ class LeaseBook:
         except CoordinationError as error:
             self._complain("Leases not renewed", error)
         if rows:
-            using = jobs_database()
-            with transaction.atomic(using=using):
-                Job.objects.using(using).filter(pk__in=rows, lease_token=self.token).update(
-                    lease_expires_at=timezone.now() + self.ttl
+            self._renew_rows(rows)
+
+    def _renew_rows(self, ids: list[UUID]) -> None:
+        using = jobs_database()
+        features = connections[using].features
+        with transaction.atomic(using=using):
+            jobs = Job.objects.using(using).filter(pk__in=ids, lease_token=self.token)
+            if features.has_select_for_update_skip_locked:
+                # One that is being recorded needs no longer lease, and two statements that wait for
+                # each other's rows would be a deadlock.
+                free = jobs.select_for_update(
+                    skip_locked=True, no_key=features.has_select_for_no_key_update
                 )
+                jobs = jobs.filter(pk__in=list(free.values_list("pk", flat=True)))
+            jobs.update(lease_expires_at=timezone.now() + self.ttl)

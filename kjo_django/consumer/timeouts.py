@@ -27,6 +27,10 @@ class HandlerTimeout(JobTimeoutError):
         super().__init__(message)
 
 
+def _exceeded(seconds: float) -> str:
+    return f"The handler exceeded its timeout of {seconds:g} s"
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
     thread_id: int
@@ -54,7 +58,6 @@ class TimeoutWatch:
             yield
             return
         run = _Run(threading.get_ident(), time.monotonic() + seconds, context)
-        exceeded = f"The handler exceeded its timeout of {seconds:g} s"
         # The lock itself, not the condition: raised within the condition's own Python code, the
         # timeout would leave it locked for ever, and every lane waiting for it.
         with self._lock:
@@ -75,10 +78,10 @@ class TimeoutWatch:
                             ctypes.c_ulong(run.thread_id), None
                         )
         except HandlerTimeout as error:
-            error.args = (exceeded,)
+            error.args = (_exceeded(seconds),)
             raise
         if run.is_fired:
-            raise HandlerTimeout(exceeded)
+            raise HandlerTimeout(_exceeded(seconds))
 
     _LOOK = 0.5
 

@@ -10,17 +10,19 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import IntegrityError, OperationalError, connection
+from django.db import IntegrityError, OperationalError, connection, transaction
 
 from kjo_django import PermanentError, registry
 from kjo_django.backends import get_coordination
 from kjo_django.consumer.flight import Flight
 from kjo_django.consumer.lanes import Lanes
+from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.work import Mode
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.worker import Worker
+from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job
 from tests.unit.test_lanes import delivery, handler
@@ -410,3 +412,38 @@ def test_a_flight_that_never_began_closes():
         on_thread=lambda: None, stopping=threading.Event(),
     )  # fmt: skip
     flight.close(0.1)
+
+
+# --- Leases ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.postgres
+def test_renewing_waits_for_no_row_that_is_being_recorded(postgres, settings):
+    """Two statements that wait for each other's rows would be a deadlock."""
+    # Given two leases, one in a row that somebody is writing
+    settings.KJO = KJO | MEMORY
+    token = "mine"
+    leases = LeaseBook(token, timedelta(minutes=5), timedelta(minutes=1))
+    busy, free = (JobFactory(queue="ledger", state="queued", lease_token=token) for _ in range(2))
+    leases.hold_rows([busy.pk, free.pk])
+    locked, let_go = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with transaction.atomic():
+            Job.objects.filter(pk=busy.pk).update(error="being recorded")
+            locked.set()
+            let_go.wait(WAIT)
+        connection.close()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert locked.wait(WAIT)
+    # When
+    try:
+        leases.renew()
+        renewed = set(Job.objects.exclude(lease_expires_at=None).values_list("pk", flat=True))
+    finally:
+        let_go.set()
+        writer.join()
+    # Then
+    assert renewed == {free.pk}

@@ -107,6 +107,12 @@ def test_what_has_no_row_needs_no_update():
     assert complete(outcome) == set()
 
 
+def rows_expected(plan: dict) -> int:
+    """Of the scan of the jobs, somewhere below the update."""
+    is_scan = plan.get("Relation Name") == "kjo_job" and plan["Node Type"] != "ModifyTable"
+    return plan["Plan Rows"] if is_scan else sum(map(rows_expected, plan.get("Plans", ())))
+
+
 @pytest.mark.parametrize("token", [None, "mine"])
 def test_the_planner_expects_the_groups_rows_whatever_statistics_say(real_database, token):
     """Misled, it compares each open row with each of the group's: seconds for a thousand."""
@@ -138,7 +144,7 @@ def test_the_planner_expects_the_groups_rows_whatever_statistics_say(real_databa
         complete(*done, token=token)
     # Then
     (plan,) = plans
-    assert plan["Plans"][0]["Plan Rows"] >= 50, plan
+    assert rows_expected(plan) >= 100, plan
 
 
 # --- Failure --------------------------------------------------------------------------------------
