@@ -35,7 +35,7 @@ PEERS = (
         "nothing",
         "Redis broker, no result backend, acknowledged early (the default), task events, gossip, "
         "mingle and heartbeat off, hiredis",
-        {"POOL": "prefork", "CONCURRENCY": "2", "PREFETCH": "256"},
+        {"PROCESSES": "2", "POOL": "solo", "CONCURRENCY": "1", "PREFETCH": "256"},
     ),
     Peer(
         "celery with a row",
@@ -45,7 +45,7 @@ PEERS = (
         "a row, and a marker against a second run",
         "as above, but acknowledged late and rejected when a worker is lost; in one transaction "
         "of Django's ORM a marker is inserted and the job's row completed; persistent connections",
-        {"POOL": "prefork", "CONCURRENCY": "2", "PREFETCH": "64"},
+        {"PROCESSES": "2", "POOL": "solo", "CONCURRENCY": "1", "PREFETCH": "64"},
         has_database=True,
     ),
     Peer(
@@ -55,7 +55,7 @@ PEERS = (
         30_000,
         "nothing",
         "Redis broker without any middleware (no retries, no limits), hiredis",
-        {"PROCESSES": "2", "THREADS": "8", "dramatiq_queue_prefetch": "1000"},
+        {"PROCESSES": "2", "THREADS": "4", "dramatiq_queue_prefetch": "5000"},
     ),
     Peer(
         "huey",

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import django
 from celery import Celery
+from celery_workers import work
 from django.conf import settings
 from tally import tally
 
@@ -90,7 +91,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "fill":
         fill(int(sys.argv[2]))
     else:
-        quiet = ["--loglevel", "WARNING", "--without-mingle", "--without-gossip"]
-        lanes = ["--pool", os.environ.get("POOL", "prefork")]
-        lanes += ["--concurrency", os.environ.get("CONCURRENCY", "4")]
-        app.worker_main(["worker", *lanes, *quiet, "--without-heartbeat"])
+        work(app, __file__)

@@ -6,6 +6,7 @@ import sys
 import time
 
 from celery import Celery
+from celery_workers import work
 from tally import tally
 
 URL, QUEUE = os.environ["REDIS_URL"], os.environ["KJO_BENCHMARK_TOPIC"]
@@ -19,7 +20,6 @@ app.conf.update(
     worker_prefetch_multiplier=int(os.environ.get("PREFETCH", "4")),
     worker_hijack_root_logger=False,
 )
-QUIET = ["--loglevel", "WARNING", "--without-mingle", "--without-gossip", "--without-heartbeat"]
 
 
 @app.task(name="kjo_benchmark.no_op")
@@ -55,6 +55,4 @@ if __name__ == "__main__":
     elif sys.argv[1] == "call":
         call()
     else:
-        lanes = ["--pool", os.environ.get("POOL", "prefork")]
-        lanes += ["--concurrency", os.environ.get("CONCURRENCY", "4")]
-        app.worker_main(["worker", *lanes, *QUIET])
+        work(app, __file__)
