@@ -74,33 +74,41 @@ def measure(
     """Measure every case once, then again and again up to ``rounds`` rounds.
 
     :param most_seconds: a further round of a case is only begun when it should end by then, so a
-        slow machine gives fewer rounds instead of a late answer. 0: no limit.
+        slow machine gives fewer rounds instead of a late answer; preparing is not counted. 0: no
+        limit.
     :param after_round: called with the number of each round once all cases had their turn.
     """
-    began = time.monotonic()
     everything = [Measured(case) for case in cases]
     _prepare(cases, engines, rounds, tell)
-    for number in range(rounds):
-        if number and time.monotonic() - began > most_seconds > 0:
-            break
-        for measured in everything:
-            case = measured.case
-            if measured.failed or number >= case.rounds_of(rounds):
-                continue
-            late = time.monotonic() - began + measured.longest > most_seconds > 0
-            if number and late:
-                continue
-            start = time.monotonic()
-            try:
-                _measure_once(measured, engines[case.engine], ours_first=number % 2 == 0)
-            except BenchmarkError as error:
-                measured.failed = str(error)
-                tell(f"{case.engine} {case.name}: failed: {error}")
-                continue
-            measured.longest = max(measured.longest, time.monotonic() - start)
-            tell(_progress(measured, number + 1, rounds))
-        after_round(number)
+    ends_at = time.monotonic() + most_seconds if most_seconds else math.inf
+    try:
+        for number in range(rounds):
+            if number and time.monotonic() > ends_at:
+                break
+            for measured in everything:
+                if number and time.monotonic() + measured.longest > ends_at:
+                    continue
+                if not measured.failed and number < measured.case.rounds_of(rounds):
+                    _measure_round(measured, engines[measured.case.engine], number, rounds, tell)
+            after_round(number)
+    except KeyboardInterrupt:
+        # An hour of measurements is worth keeping.
+        tell("interrupted: no further measurement is begun")
     return everything
+
+
+def _measure_round(
+    measured: Measured, engine: Engine, number: int, rounds: int, tell: Callable[[str], None]
+) -> None:
+    start = time.monotonic()
+    try:
+        _measure_once(measured, engine, ours_first=number % 2 == 0)
+    except BenchmarkError as error:
+        measured.failed = str(error)
+        tell(f"{measured.case.engine} {measured.case.name}: failed: {error}")
+        return
+    measured.longest = max(measured.longest, time.monotonic() - start)
+    tell(_progress(measured, number + 1, rounds))
 
 
 def _prepare(

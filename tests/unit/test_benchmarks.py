@@ -122,6 +122,27 @@ def test_late_rounds_are_not_begun(monkeypatch):
     assert turns == [0]
 
 
+def test_what_was_measured_before_an_interruption_is_kept(monkeypatch):
+    answers = iter([rate(5), KeyboardInterrupt()])
+
+    def answer(*arguments: object) -> dict[str, float]:
+        given = next(answers)
+        if isinstance(given, BaseException):
+            raise given
+        return given
+
+    monkeypatch.setattr(rounds, "_run", answer)
+    told: list[str] = []
+    cases = [Case(name, EMBEDDED, Step("ours")) for name in ("first", "second")]
+    found = rounds.measure(
+        cases, {EMBEDDED: NoEngine()}, rounds=3, most_seconds=0, tell=told.append
+    )
+
+    assert [len(one.ours) for one in found] == [1, 0]
+    assert found[1].as_dict()["rounds"] == 0
+    assert "interrupted" in told[-1]
+
+
 # --- Cases ----------------------------------------------------------------------------------------
 
 
