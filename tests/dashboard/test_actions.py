@@ -198,6 +198,7 @@ def test_many_are_changed_by_a_job_of_its_own(operator, monkeypatch):
     response = client.post(url("jobs_all", "requeue"), {"q": "state:failed"}, follow=True)
     job = Job.objects.get(handler="kjo_django.change_jobs")
     assert str(job.pk) in response.redirect_chain[-1][0]
+    assert written() == [("op-0", "Started to change jobs: requeue state:failed")]
     assert not Job.objects.filter(generation=2).exists()
 
 

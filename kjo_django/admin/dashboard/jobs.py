@@ -152,6 +152,7 @@ def change_all(desk: Desk, action: str) -> HttpResponse:
             )
         )
         if isinstance(done, Job):
+            desk.audit(f"Started to change jobs: {action} {text}")([done])
             desk.tell(_("This takes a while; a job of its own does it."))
             return desk.back("job", done.pk)
         if done is not None:

@@ -151,6 +151,7 @@ def _fields(selection: DeadLetterFilter) -> list[tuple[str, str]]:
 
 def _after(desk: Desk, done: Any) -> HttpResponse:
     if isinstance(done, Job):
+        desk.audit("Started to replay or discard dead letters.")([done])
         desk.tell(_("This takes a while; a job of its own does it."))
         if desk.may("view_job"):
             return desk.back("job", done.pk)
