@@ -1,0 +1,193 @@
+"""Replaying one dead letter, in a transaction of its own."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from django.db import connections, transaction
+from django.db.models import QuerySet
+
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.consumer.work import Result
+from kjo_django.exceptions import PublishError
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, DeadLetterState, Job
+from kjo_django.operations import republishing
+from kjo_django.operations.jobs import Outcomes, close_as_replayed, requeue_chunk, tell_replayed
+from kjo_django.operations.reports import (
+    REFUSED_LOOP,
+    REFUSED_NO_SOURCE,
+    REFUSED_PROCESSED,
+    ReplayReport,
+)
+from kjo_django.operations.reprocessing import NOWHERE, Reprocessor
+from kjo_django.operations.rows import Observer, lock, tell_after_commit
+from kjo_django.producer import dispatch
+from kjo_django.producer.wakeups import after_commit
+from kjo_django.states import JobState
+from kjo_django.transports.base import OutgoingRecord, Record
+
+
+class Replayer:
+    """Replays one letter at a time into a report."""
+
+    def __init__(
+        self,
+        report: ReplayReport,
+        *,
+        force: bool,
+        actor: str,
+        on_changed: Observer | None,
+        reprocessor: Reprocessor | None = None,
+        value: bytes | None = None,
+    ) -> None:
+        self._report = report
+        self._reprocessor = reprocessor
+        self._value = value
+        self._force = force
+        self._actor = actor
+        self._on_changed = on_changed
+        self._using = dispatch.jobs_database()
+        self._max_replays = get_settings().max_replays
+
+    @property
+    def _open(self) -> QuerySet[DeadLetter]:
+        rows = DeadLetter.objects.using(self._using).filter(state=DeadLetterState.OPEN)
+        return rows.defer("traceback")
+
+    def replay(self, key: Any) -> None:
+        """Replay the letter, or say in the report why not."""
+        letter = self._open.filter(pk=key).first()
+        if letter is None:
+            self._report.skipped += 1
+            return
+        self._report.count(letter.reason, letter.handler, letter.error_type)
+        if letter.replay_count >= self._max_replays and not self._force:
+            self._refuse(letter, REFUSED_LOOP, f"{letter.replay_count} times; --force replays it")
+        elif letter.job_id is not None:
+            self._replay_job(letter)
+        else:
+            self._replay_message(letter)
+
+    def _refuse(self, letter: DeadLetter, reason: str, detail: str = "") -> None:
+        self._report.refuse(str(letter.pk), reason, detail)
+
+    # --- Of a job ---------------------------------------------------------------------------------
+
+    def _replay_job(self, letter: DeadLetter) -> None:
+        assert letter.job_id is not None
+        with transaction.atomic(using=self._using):
+            held = lock(self._open, [letter.pk])
+            if not held:
+                self._report.skipped += 1
+                return
+            states = Job.objects.using(self._using).filter(pk=letter.job_id)
+            state = states.values_list("state", flat=True).first()
+            if state != JobState.FAILED and not self._force:
+                # It was enqueued again meanwhile and has moved on without this letter.
+                self._refuse(letter, f"the job is {state}", "--force runs it again")
+                return
+            if self._value is not None:
+                Job.objects.using(self._using).filter(pk=letter.job_id).update(payload=self._value)
+            outcomes = Outcomes()
+            requeue_chunk([letter.job_id], outcomes, actor=self._actor)
+            if outcomes.changed_count:
+                self._changed(letter)
+            else:
+                self._refuse(letter, f"the job is {next(iter(outcomes.counts))}")
+                return
+        if self._reprocessor is not None:
+            job = Job.objects.using(self._using).filter(pk=letter.job_id).first()
+            if job is not None:
+                self._report.ended[self._reprocessor.run_job(job).value] += 1
+
+    # --- Of a message nobody enqueued here --------------------------------------------------------
+
+    def _replay_message(self, letter: DeadLetter) -> None:
+        queue = republishing.queue_of(letter.queue, letter.topic)
+        topic = republishing.replay_topic_of(queue, letter.topic) if queue else ""
+        if queue is None or not topic:
+            self._refuse(letter, REFUSED_NO_SOURCE)
+            return
+        known = republishing.processed({letter.message_id: letter.handler})
+        if known:
+            self._report.already_processed += 1
+            if not self._force:
+                self._refuse(letter, REFUSED_PROCESSED, "--force runs it again under a new id")
+                return
+        record = _record_of(letter, topic, new_id=bool(known))
+        if self._value is not None:
+            record = replace(record, value=self._value)
+        if self._reprocessor is not None:
+            self._reprocess(letter, record, queue, self._reprocessor)
+            return
+        try:
+            self._publish_and_close(letter, record, queue)
+        except PublishError as error:
+            self._report.fail(str(letter.pk), error)
+
+    def _publish_and_close(
+        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf
+    ) -> None:
+        """Publish, then mark; one transaction keeps other replayers away meanwhile.
+
+        Not on a database that would lock everybody else out while a broker is waited for (SQLite):
+        there two replayers at once may publish a message twice, which its consumer absorbs.
+        """
+        is_transactional = dispatch.is_transactional(queue)
+        features = connections[self._using].features
+        if not is_transactional and not features.has_select_for_update_skip_locked:
+            republishing.publish_one(record, queue.transport)
+        with transaction.atomic(using=self._using):
+            held = lock(self._open, [letter.pk])
+            if not held:
+                self._report.skipped += 1
+                return
+            if is_transactional or features.has_select_for_update_skip_locked:
+                republishing.publish_one(record, queue.transport)
+            if is_transactional:
+                after_commit(self._using, dispatch.channel_of(queue))
+            close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
+            tell_after_commit(self._using, functools.partial(tell_replayed, [letter]))
+            self._changed(letter)
+
+    def _reprocess(
+        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf, reprocessor: Reprocessor
+    ) -> None:
+        """Run it, then mark; a crash in between runs it again, which its marker absorbs."""
+        place = Record(
+            topic=letter.topic or record.topic,
+            partition=NOWHERE if letter.partition is None else letter.partition,
+            offset=NOWHERE if letter.offset is None else letter.offset,
+            key=record.key,
+            value=record.value,
+            headers=dict(record.headers),
+        )
+        result = reprocessor.run(place, queue)
+        self._report.ended[result.value] += 1
+        if result in (Result.DEFERRED, Result.SKIPPED):
+            self._refuse(letter, f"it was {result.value}")
+            return
+        with transaction.atomic(using=self._using):
+            # If it died again there is a new dead letter of that.
+            close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
+            tell_after_commit(self._using, functools.partial(tell_replayed, [letter]))
+            self._changed(letter)
+
+    def _changed(self, letter: DeadLetter) -> None:
+        self._report.replayed += 1
+        if self._on_changed is not None:
+            self._on_changed([letter])
+
+
+def _record_of(letter: DeadLetter, topic: str, *, new_id: bool) -> OutgoingRecord:
+    headers = names.from_json(letter.headers)
+    count = max(letter.replay_count, names.number(headers, names.REPLAY_COUNT, 0)) + 1
+    return OutgoingRecord(
+        topic=topic,
+        key=None if letter.key is None else bytes(letter.key),
+        value=None if letter.value is None else bytes(letter.value),
+        headers=republishing.replay_headers(headers, count, new_id=new_id),
+    )
