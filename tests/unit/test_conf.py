@@ -151,6 +151,7 @@ WRONG = {
     "RETENTION_FAILED": [0],
     "RETENTION_PROCESSED_EVENTS": [0],
     "RETENTION_METRICS": [0],
+    "ASYNC_CONCURRENCY": [0, -1, "x", None],
     "RELEASE": [None, 5, "x" * 101],
     "REDACT": ["password", [""], None],
     "OPERATIONS_QUEUE": ["", 5, None],

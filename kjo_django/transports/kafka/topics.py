@@ -1,4 +1,5 @@
-"""Topics, lag and reachability, by way of the admin client."""
+"""Topics, lag and reachability. The admin client is used for what nothing else can: creating,
+growing and reading configurations (see `asking`)."""
 
 from __future__ import annotations
 
@@ -8,33 +9,24 @@ from concurrent.futures import Future
 from typing import Any
 
 from confluent_kafka import (
-    ConsumerGroupTopicPartitions,
     KafkaError,
     KafkaException,
-    TopicCollection,
 )
-from confluent_kafka import TopicPartition as KafkaPartition
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
     ConfigResource,
     ConfigSource,
     NewPartitions,
     NewTopic,
-    OffsetSpec,
     ResourceType,
 )
 
 from kjo_django.exceptions import PublishError
 from kjo_django.transports.base import TopicDescription, TopicPartition, TopicSpec
+from kjo_django.transports.kafka.asking import Asker
 from kjo_django.transports.kafka.clients import PerProcess, describe, error_of, logger, make, quiet
 from kjo_django.transports.kafka.options import KafkaOptions, guarded
 
-MOVING = (
-    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
-    KafkaError.COORDINATOR_NOT_AVAILABLE,
-    KafkaError.NOT_COORDINATOR,
-)
-COORDINATOR_WITHIN = 10.0
 VISIBLE_WITHIN = 15.0
 """Seconds until a topic just created is known to the broker we ask."""
 
@@ -47,10 +39,14 @@ class Topics:
     def __init__(self, options: KafkaOptions) -> None:
         self._options = options
         self._admin = PerProcess(self._make)
+        self._asker = Asker(options)
+        self._askers: dict[str, Asker] = {}
 
     def close(self) -> None:
-        """Forget the admin client; it is made anew when needed."""
+        """Forget the clients; they are made anew when needed."""
         self._admin.take()
+        for asker in (self._asker, *self._askers.values()):
+            asker.close()
 
     def ensure(self, specs: Sequence[TopicSpec]) -> list[str]:
         """Create what is missing, grow what is too small. Others may do the same meanwhile."""
@@ -76,20 +72,11 @@ class Topics:
         return [self._description(name, topics[name], configs) for name in names]
 
     def lag(self, names: Sequence[str], group: str) -> dict[TopicPartition, int]:
-        """Return end minus committed offset, or minus the earliest where nothing is committed."""
-        partitions = [
-            KafkaPartition(topic.name, number)
-            for topic in map(self._topic, dict.fromkeys(names))
-            if topic is not None
-            for number in range(len(topic.partitions))
-        ]
-        if not partitions:
-            return {}
-        committed = self._committed(group, partitions)
-        ends = self._offsets(partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
-        new = [each for each in partitions if committed.get(key(each), -1) < 0]
-        starts = {**committed, **self._offsets(new, OffsetSpec.earliest())}  # type: ignore[no-untyped-call]
-        return {where: max(0, end - starts.get(where, end)) for where, end in ends.items()}
+        """Return how far a group is behind in each partition of these topics."""
+        asker = self._askers.get(group)
+        if asker is None:
+            asker = self._askers.setdefault(group, Asker(self._options, group))
+        return asker.lag(names)
 
     def probe(self, timeout: float) -> str:
         """Name what answered."""
@@ -154,18 +141,14 @@ class Topics:
 
     def _topic(self, name: str) -> Any:
         """Return the broker's description of a topic, None where it does not exist."""
-        # Asked by name through this call, no broker creates the topic on the way.
-        futures = self._admin.get().describe_topics(
-            TopicCollection([name]), request_timeout=self._timeout
-        )
-        return self._result(futures[name], name, KafkaError.UNKNOWN_TOPIC_OR_PART)
+        return self._asker.topic(name)
 
     def _description(
         self, name: str, topic: Any, configs: Mapping[str, Mapping[str, str]]
     ) -> TopicDescription:
         if topic is None:
             return TopicDescription(name, None)
-        replicas = min((len(each.replicas) for each in topic.partitions), default=None)
+        replicas = min((len(each.replicas) for each in topic.partitions.values()), default=None)
         return TopicDescription(name, len(topic.partitions), replicas, configs.get(name, {}))
 
     def _configs(self, names: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -189,34 +172,6 @@ class Topics:
             if entry.source == own and not entry.is_sensitive
         }
 
-    def _committed(
-        self, group: str, partitions: Sequence[KafkaPartition]
-    ) -> dict[TopicPartition, int]:
-        request = ConsumerGroupTopicPartitions(group, list(partitions))
-        deadline = time.monotonic() + min(self._timeout, COORDINATOR_WITHIN)
-        while True:
-            futures = self._admin.get().list_consumer_group_offsets(
-                [request], request_timeout=self._timeout
-            )
-            if not self._is_moving(futures[group]) or time.monotonic() > deadline:
-                break
-            time.sleep(INTERVAL)
-        answer = self._result(futures[group], f"group {group}", KafkaError.GROUP_ID_NOT_FOUND)
-        return {key(each): each.offset for each in answer.topic_partitions} if answer else {}
-
-    def _offsets(
-        self, partitions: Sequence[KafkaPartition], spec: OffsetSpec
-    ) -> dict[TopicPartition, int]:
-        if not partitions:
-            return {}
-        futures = self._admin.get().list_offsets(
-            dict.fromkeys(partitions, spec), request_timeout=self._timeout
-        )
-        return {
-            key(partition): self._result(future, partition.topic).offset
-            for partition, future in futures.items()
-        }
-
     # --- Answers ----------------------------------------------------------------------------------
 
     @property
@@ -235,32 +190,10 @@ class Topics:
             raise PublishError(f"Kafka, {name}: no answer in time") from error
         return True
 
-    def _is_moving(self, future: Future[Any]) -> bool:
-        """Whether a group's coordinator answers only in a moment: brokers start or stop."""
-        try:
-            return has_code(future.exception(self._timeout), *MOVING)
-        except TimeoutError:
-            return False
-
-    def _result(self, future: Future[Any], name: str, absent: int | None = None) -> Any:
-        """Wait for the answer; None where the error ``absent`` says there is nothing."""
-        try:
-            return future.result(self._timeout)
-        except KafkaException as error:
-            if has_code(error, absent):
-                return None
-            raise PublishError(f"Kafka, {name}: {describe(error)}") from error
-        except TimeoutError as error:
-            raise PublishError(f"Kafka, {name}: no answer in time") from error
-
 
 def has_code(exception: BaseException | None, *codes: int | None) -> bool:
     error = error_of(exception) if exception is not None else None
     return error is not None and error.code() in codes
-
-
-def key(partition: KafkaPartition) -> TopicPartition:
-    return TopicPartition(partition.topic, partition.partition)
 
 
 def text_of(value: Any) -> str:
