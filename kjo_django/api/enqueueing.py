@@ -10,7 +10,6 @@ from rest_framework.exceptions import ValidationError
 
 from kjo_django import registry
 from kjo_django.exceptions import PayloadError
-from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job
 from kjo_django.producer.definition import EnqueueOptions, JobDefinition
 from kjo_django.producer.dispatch import jobs_database
@@ -57,11 +56,8 @@ def _build(body: dict[str, Any]) -> Job:
     if problem is not None:
         raise ValidationError({"payload": problem}, code="arguments")
     try:
-        job = JobDefinition(handler, options).build(payload)
+        return JobDefinition(handler, options).build(payload)
     except PayloadError as error:
         raise ValidationError({"payload": str(error)}) from None
     except ValueError as error:
         raise ValidationError(str(error)) from None
-    if storable_text(job.key) != job.key:
-        raise ValidationError({"payload": "Its key holds characters that cannot be stored."})
-    return job

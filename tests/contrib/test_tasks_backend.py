@@ -18,6 +18,8 @@ pytest.importorskip(
 from django.db import transaction
 from django.utils import timezone
 
+from kjo_django.conf import get_settings
+from kjo_django.consumer.leases import lease_name
 from kjo_django.consumer.work import Mode
 from kjo_django.contrib.tasks import handlers
 from kjo_django.contrib.tasks.compat import (
@@ -29,7 +31,7 @@ from kjo_django.contrib.tasks.compat import (
     task_started,
 )
 from kjo_django.exceptions import PayloadError
-from kjo_django.models import DeadLetter, Job, JobFailure
+from kjo_django.models import DeadLetter, Job, JobFailure, Lease
 from kjo_django.operations import jobs as operations
 from kjo_django.testing import drain
 from tests.contrib.conftest import NAME
@@ -178,7 +180,11 @@ def test_the_relay_publishes_it_where_the_transport_is_a_log(
 
 def test_a_task_whose_worker_died_too_often_has_failed(tasks: Any, work: Work) -> None:
     result = tasks.add.using(max_attempts=2).enqueue(1)
-    Job.objects.update(max_attempts=0)
+    # As often as it may be begun, its worker vanished with it.
+    job = Job.objects.get()
+    past = timezone.now() - timedelta(minutes=1)
+    name = lease_name(get_settings().queue(job.queue), job.message_id)
+    Lease.objects.create(name=name, token="vanished", expires_at=past, deliveries=2)
     work()
     result.refresh()
     assert (result.status, result.job_status) == ("FAILED", "failed")
