@@ -18,7 +18,7 @@ from django.db import connections
 
 from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
-from kjo_django.models import TransportMessage
+from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.database import DatabaseTransport
@@ -60,6 +60,9 @@ def test_two_processes_drain_what_a_third_publishes(alias: str, start: Any) -> N
     """Each record once, and each key in order, whoever got it (promise 1; DESIGN 5)."""
     consumers = [start("consume", "shared", "group", "3") for _ in "ab"]
     subscribed = DatabaseTransport("test", {"DATABASE": alias})
+    # What is published before a group is known is adopted by it a moment later, out of turn.
+    groups = TransportSubscription.objects.using(alias).filter(topic="shared")
+    eventually(groups.exists, 30, "the group is known")
     publisher = start("publish", "shared", "500")
 
     lines: list[tuple[int, str, int, int]] = []
