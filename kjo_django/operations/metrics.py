@@ -193,15 +193,18 @@ def totals(length: timedelta) -> Totals:
     now = timezone.now()
     rows, width = _table(length)
     whole = _floor(now, timedelta(minutes=1))
-    sums = rows.filter(minute__gte=_floor(now - length, width)).aggregate(
-        **{name: Sum(f"{name}_count") for name in COUNTERS}
-    )
-    minutes = MetricBucket.objects.using(jobs_database())
     since = whole - timedelta(minutes=RATE_MINUTES)
-    rate = minutes.filter(minute__gte=since, minute__lt=whole).aggregate(
-        done=Sum("completed_count", default=0)
-    )
-    found = Totals(per_minute=rate["done"] / RATE_MINUTES, lag=_present_lag(now))
+    present = Q(minute__gte=since, minute__lt=whole)
+    wanted: dict[str, Any] = {name: Sum(f"{name}_count") for name in COUNTERS}
+    is_by_minute = rows.model is MetricBucket and length >= timedelta(minutes=RATE_MINUTES + 1)
+    if is_by_minute:
+        wanted["present"] = Sum("completed_count", filter=present)
+    sums = rows.filter(minute__gte=_floor(now - length, width)).aggregate(**wanted)
+    if not is_by_minute:
+        minutes = MetricBucket.objects.using(jobs_database()).filter(present)
+        sums |= minutes.aggregate(present=Sum("completed_count"))
+    rate = (sums["present"] or 0) / RATE_MINUTES
+    found = Totals(per_minute=rate, lag=_present_lag(now))
     for name in COUNTERS:
         setattr(found, name, sums[name] or 0)
     return found

@@ -111,7 +111,7 @@ def test_totals_count_the_time_and_the_present_rate(django_assert_max_num_querie
     bucket(2, completed_count=20)
     bucket(61, completed_count=7)
 
-    with django_assert_max_num_queries(3):
+    with django_assert_max_num_queries(2):
         found = metrics.totals(HOUR)
 
     assert (found.completed, found.failed, found.duplicate, found.skipped) == (1080, 2, 3, 4)
