@@ -46,7 +46,8 @@ class Measured:
             "ours": medians(self.ours),
         }
         if self.failed:
-            result["failed"] = self.failed
+            # Its last line says what; the lines before name places of one machine.
+            result["failed"] = self.failed.strip().splitlines()[-1]
         if not self.ours:
             return result
         if self.ratios:
