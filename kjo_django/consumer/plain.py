@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -68,15 +69,18 @@ class PlainRunner:
             self.let_go(started)
 
     def claim(self, deliveries: Sequence[Delivery]) -> tuple[list[Started], list[Outcome]]:
-        """Decide what may run and take the row leases, in one short transaction.
+        """Decide what may run and take the row leases, which are renewed until ``let_go``.
 
-        They are renewed until ``let_go``.
+        In one short transaction where rows can be locked. Elsewhere each lease is taken by an
+        UPDATE that looks again; a transaction there would only make SQLite refuse the write at
+        once, whatever its time-out, when somebody else writes after our read.
         """
         using, service = jobs_database(), get_settings().service_name
+        locks = connections[using].features.has_select_for_update
         now = timezone.now()
         started: list[Started] = []
         ended: list[Outcome] = []
-        with settlement.in_transaction(using):
+        with settlement.in_transaction(using) if locks else nullcontext():
             wanted = {d: d.event_key(service) for d in deliveries}
             rows = load_rows(using, deliveries, lock=True)
             known = _processed(using, wanted.values())

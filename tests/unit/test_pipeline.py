@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
+import threading
 from collections import Counter
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from django.utils import timezone
 
 from kjo_django import PermanentError, Retry, registry
 from kjo_django.backends import get_coordination, get_transport
+from kjo_django.consumer import attempts
 from kjo_django.consumer.leases import alive_name
 from kjo_django.consumer.work import Mode, Result
 from kjo_django.exceptions import MessageError, RateLimitExceededError
@@ -1167,6 +1169,31 @@ def test_a_plain_handler_runs_outside_any_transaction(bench, transport):
     assert entries() == {"a": 1}
     assert ProcessedEvent.objects.count() == 1
     assert settled(bench)
+
+
+def test_a_plain_job_is_claimed_on_sqlite_without_holding_up_those_who_write(bench, monkeypatch):
+    """A transaction that reads and then writes meets "database is locked" at once, whatever the
+    time-out, when somebody else writes in between."""
+    written = []
+
+    def write():
+        Entry.objects.create(job="another")
+        connection.close()
+        written.append(True)
+
+    judge = attempts.judge
+
+    def judge_while_another_writes(*arguments, **options):
+        writer = threading.Thread(target=write)
+        writer.start()
+        writer.join(5)
+        return judge(*arguments, **options)
+
+    monkeypatch.setattr(attempts, "judge", judge_while_another_writes)
+    as_job(lambda: None, atomic=False).enqueue()
+    bench.run()
+    assert written == [True]
+    assert [outcome.result for outcome in bench.outcomes] == [Result.COMPLETED]
 
 
 def test_a_plain_handler_that_fails_keeps_what_it_wrote_and_is_retried(bench):
