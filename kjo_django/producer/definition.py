@@ -14,6 +14,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, get_settings
+from kjo_django.exceptions import PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.messages.carried import inherited
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
@@ -290,4 +291,4 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
 
 def _check_storable(text: str, what: str) -> None:
     if storable_text(text) != text:
-        raise ValueError(f"{what} holds a character no database keeps: {text!r:.80}")
+        raise PayloadError(f"{what} holds a character no database keeps: {text!r:.80}")

@@ -136,7 +136,7 @@ REFUSED = [
     ({**BODY, "payload": ["Ada"]}, "payload"),
     ({**BODY, "payload": None}, "payload"),
     ({**BODY, "payload": {"name": "x" * 1_000_000}}, "payload"),
-    ({**BODY, "payload": {"name": "Ada", "customer": "\0"}}, ""),
+    ({**BODY, "payload": {"name": "Ada", "customer": "\0"}}, "payload"),
     ({**BODY, "payload": {"name": "Ada", "customer": "x" * 256}}, ""),
     ({**BODY, "uniqe_id": "a"}, "uniqe_id"),
     ({**BODY, "unique_id": ""}, "unique_id"),

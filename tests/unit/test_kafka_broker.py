@@ -6,6 +6,8 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from confluent_kafka import Consumer
+from confluent_kafka import TopicPartition as KafkaPartition
 
 from kjo_django.exceptions import PublishError
 from kjo_django.testing.conformance import eventually
@@ -148,6 +150,58 @@ def test_partitions_added_later_are_read(kafka_server, name):
     assert (record.partition, record.value) == (2, b"new")
     subscription.close()
     transport.close()
+
+
+# --- Committing -----------------------------------------------------------------------------------
+
+
+def committed(kafka_server, topic, group, partition):
+    """Ask the broker, as an outsider."""
+    consumer = Consumer({"bootstrap.servers": kafka_server.bootstrap_servers, "group.id": group})
+    try:
+        (found,) = consumer.committed([KafkaPartition(topic, partition)], timeout=10)
+        return found.offset
+    finally:
+        consumer.close()
+
+
+def read(subscription, count):
+    records = []
+
+    def enough():
+        records.extend(subscription.poll(500, 0.05))
+        return len(records) >= count
+
+    eventually(enough, 30, f"{count} records")
+    return records
+
+
+def test_a_rebalance_commits_only_the_contiguous_watermark(transport, kafka_server, name):
+    transport.ensure_topics([TopicSpec(name, partitions=2)])
+    for partition in range(2):
+        publish(transport, name, *(b"%d" % n for n in range(4)), partition=partition)
+    taken = []
+
+    def finish(partitions, lost):
+        # All but offset 1 of each partition end while we wait.
+        first.acknowledge(record for record in taken if record.offset != 1)
+
+    first = transport.subscribe([name], name, on_revoked=finish)
+    taken += read(first, 8)
+    second = transport.subscribe([name], name)
+
+    def joined():
+        assert first.poll(0, 0.02) == second.poll(0, 0.02) == []
+        return first.assignment() and second.assignment()
+
+    eventually(joined, 30, "a partition each")
+    (moved,) = second.assignment()
+
+    assert committed(kafka_server, name, name, moved.partition) == 1
+    assert [record.offset for record in read(second, 3)] == [1, 2, 3]
+    first.close()
+    second.close()
+    assert [committed(kafka_server, name, name, number) for number in range(2)] == [1, 1]
 
 
 # --- Lag ------------------------------------------------------------------------------------------

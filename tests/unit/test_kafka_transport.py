@@ -281,35 +281,6 @@ def test_poll_commits_the_watermark_by_itself(transport, mock, topic, group, sub
     eventually(commits, 10, "offset 2 committed, before the unsettled record")
 
 
-def test_a_rebalance_commits_only_the_contiguous_watermark(transport, mock, group):
-    topic = f"kjo-{uuid.uuid4().hex[:12]}"
-    mock.create_topic(topic, 2)
-    for partition in range(2):
-        publish(transport, topic, *numbers(0, 4), partition=partition)
-    taken = []
-
-    def finish(partitions, lost):
-        # All but offset 1 of each partition end while we wait.
-        first.acknowledge(record for record in taken if record.offset != 1)
-
-    first = transport.subscribe([topic], group, on_revoked=finish)
-    taken += read(first, 8)
-    second = transport.subscribe([topic], group)
-    join(first, second)
-    (moved,) = second.assignment()
-
-    # Unlike a broker, the mock may refuse a commit during a rebalance: then nothing is committed,
-    # and all is delivered again. That a broker takes it is seen in the conformance suite.
-    position = max(0, committed(mock, topic, group, moved.partition))
-    assert position <= 1
-    again = read(second, 4 - position)
-    assert [record.offset for record in again] == list(range(position, 4))
-    second.acknowledge(record for record in again if record.offset != 1)
-    first.close()
-    second.close()
-    assert all(max(1, committed(mock, topic, group, number)) == 1 for number in range(2))
-
-
 def test_lost_partitions_are_not_committed(connect, mock, topic, group, subscribe, monkeypatch):
     transport = connect(
         **{
