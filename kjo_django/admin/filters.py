@@ -21,10 +21,6 @@ WINDOW = 50_000
 class ChoiceFilter(admin.SimpleListFilter):
     """Compares a column with one of the values known beforehand."""
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
-        """Return the choices."""
-        raise NotImplementedError
-
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Restrict the list."""
         value = self.value()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from datetime import timedelta
 
@@ -16,7 +17,7 @@ from kjo_django.exceptions import CoordinationError, KjoError
 logger = logging.getLogger("kjo_django")
 
 
-class Duty:
+class Duty(ABC):
     """A thread of every worker; a lease keeps all but one of them from the work. Should two do it
     all the same, nothing breaks.
 
@@ -31,13 +32,13 @@ class Duty:
         self._token = token
         self._stopping = threading.Event()
 
+    @abstractmethod
     def pause(self) -> timedelta:
         """Return how long it rests after each turn; asked every time."""
-        raise NotImplementedError
 
+    @abstractmethod
     def work(self, held: list[str]) -> None:
         """Take a turn with those of the leases that are held; without coordination, with all."""
-        raise NotImplementedError
 
     def run(self) -> None:
         """Work every so often until ``stop``."""

@@ -243,11 +243,8 @@ def test_a_selection_of_many_chunks_is_requeued_once_each(monkeypatch, settings)
     assert Job.objects.filter(state="pending", generation=2).count() == 20
 
 
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.skipif(
-    not connection.features.has_select_for_update_skip_locked,
-    reason="SQLite locks the whole database: there the conditional UPDATE waits",
-)
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres")  # SQLite locks the whole database: the UPDATE waits there
 def test_a_job_whose_row_a_running_handler_has_locked_answers_processing():
     """PJQ-F4: an atomic handler holds its job's row until it commits."""
     # Given
@@ -275,11 +272,9 @@ def test_a_job_whose_row_a_running_handler_has_locked_answers_processing():
     assert jobs.cancel_one(job.pk) is CancelResult.CANCELLED
 
 
-@pytest.mark.django_db(transaction=True)
+@pytest.mark.usefixtures("real_database")
 def test_of_many_who_requeue_one_job_at_once_one_generation_each_and_none_is_lost():
     """Race-safe: every answer is true, and there are as many messages as generations."""
-    if connection.vendor == "sqlite" and connection.is_in_memory_db():
-        pytest.skip("a database in memory knows no waiting; set KJO_TEST_SQLITE to a file")
     # Given
     job = JobFactory(failed=True)
     answers = []
