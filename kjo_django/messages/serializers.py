@@ -39,6 +39,11 @@ class JsonSerializer:
 
     def dumps(self, value: Any) -> bytes:
         """Serialize; NaN, infinities, unknown types and lone surrogates are refused."""
+        if _quick_dumps is not None and type(value) is dict and _is_plain(value):
+            try:
+                return _quick_dumps(value)
+            except TypeError:
+                pass  # The encoder below knows why, or takes what that one does not
         try:
             return _ENCODER.encode(value).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -72,12 +77,21 @@ def _refuse_constant(name: str) -> Any:
 
 
 try:
+    from orjson import dumps as _quick_dumps
     from orjson import loads as _quick_loads
 except ImportError:
-    _quick_loads = None  # type: ignore[assignment]
+    _quick_dumps = _quick_loads = None  # type: ignore[assignment]
 
-# It would read a larger integer as a float, without a word. It only reads for us: it would write
-# NaN as null and take enumerations, which we refuse.
+# All it writes for us: NaN it would write as null, and enumerations it would take, which we refuse.
+# Of these both encoders make the same bytes.
+_PLAIN = frozenset({str, int, bool, type(None)})
+
+
+def _is_plain(value: dict[Any, Any]) -> bool:
+    return _PLAIN.issuperset(map(type, value.values()))
+
+
+# It would read a larger integer as a float, without a word.
 _MANY_DIGITS = b"0" * 19
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
+from itertools import repeat
 from typing import Any, TypeVar, overload
 
 from asgiref.sync import sync_to_async
@@ -19,7 +20,14 @@ from kjo_django.ids import uuid7
 from kjo_django.messages.carried import inherited
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
-from kjo_django.producer.enqueue import EnqueueResult, check_payload_size, milliseconds, store
+from kjo_django.producer.enqueue import (
+    Content,
+    EnqueueResult,
+    check_payload_size,
+    milliseconds,
+    store,
+    store_alike,
+)
 from kjo_django.retries.policy import LONGEST_DELAY
 from kjo_django.values import duration, text, texts, whole
 
@@ -44,12 +52,11 @@ class EnqueueOptions:
     headers: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if self.id is not None and not (isinstance(self.id, str) and 0 < len(self.id) <= 255):
-            raise ValueError("id must be text of 1 to 255 characters")
+        if self.id is not None:
+            _check_id(self.id)
         if self.key is not None and not (isinstance(self.key, str) and len(self.key) <= 255):
             raise ValueError("key must be text of at most 255 characters")
-        for name in ("id", "key"):
-            _check_storable(getattr(self, name) or "", name)
+        _check_storable(self.key or "", "key")
         if self.delay is not None and not (
             isinstance(self.delay, timedelta) and self.delay <= LONGEST_DELAY
         ):
@@ -128,33 +135,59 @@ class JobDefinition:
     def enqueue_many(
         self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
     ) -> list[EnqueueResult]:
-        """Store many jobs with one INSERT, all or none.
+        """Store many jobs with one INSERT (on PostgreSQL one COPY), all or none.
 
         :param ids: a unique id for each payload; then each answer tells whether it was new.
+        :raises TypeError: the function does not take the arguments of one of them.
+        :raises PayloadError: one cannot be serialized or is too large. A note on the exception says
+            which. Nothing is written.
         """
-        if ids is None:
-            return store([self.build(dict(payload)) for payload in payloads])
-        pairs = zip(payloads, ids, strict=True)
-        return store([self.using(id=id).build(dict(payload)) for payload, id in pairs])
+        wanted = (
+            zip(payloads, repeat(self.options.id))
+            if ids is None
+            else zip(payloads, ids, strict=True)
+        )
+        contents: list[Content] = []
+        try:
+            for payload, id in wanted:
+                contents.append(self._content(dict(payload), id))
+        except Exception as error:
+            error.add_note(f"Raised by payloads[{len(contents)}] of enqueue_many().")
+            raise
+        return store_alike(self._row(contents[0]), contents) if contents else []
 
     def build(self, payload: dict[str, Any]) -> Job:
         """Return the unsaved row of a job; everything is validated here, before any write."""
+        return self._row(self._content(payload, self.options.id))
+
+    def _content(self, payload: dict[str, Any], id: str | None) -> Content:
+        """Return what tells a job from others of one call, validated."""
         problem = self.handler.check_arguments(payload)
         if problem is not None:
             raise TypeError(f"{self.name}: {problem}")
-        declared, given = self.handler.options, self.options
-        queue = get_settings().queue(known_queue(given.queue) if given.queue else declared.queue)
-        key = given.key if given.key is not None else self.handler.key_of(payload)
+        if id is not None and id is not self.options.id:
+            _check_id(id)
+        key = self.options.key
+        if key is None:
+            key = self.handler.key_of(payload)
+            self._check_key(key)
+        return Content(id, key, dumped(payload, self.handler.options.serializer))
+
+    def _check_key(self, key: str) -> None:
         if len(key) > 255:
             raise ValueError(f"{self.name}: the key has {len(key)} characters, 255 are allowed")
         _check_storable(key, f"{self.name}: the key")
+
+    def _row(self, content: Content) -> Job:
+        declared, given = self.handler.options, self.options
+        queue = get_settings().queue(known_queue(given.queue) if given.queue else declared.queue)
         return new_job(
             given,
             queue=queue,
             handler=declared.name,
-            payload=payload,
+            payload=content.payload,
             serializer=declared.serializer,
-            key=key,
+            key=content.key,
             max_attempts=given.max_attempts or declared.max_attempts or queue.max_attempts,
             result_ttl=milliseconds(given.result_ttl or declared.result_ttl, queue.result_ttl),
         )
@@ -165,7 +198,7 @@ def new_job(
     *,
     queue: QueueConf,
     handler: str,
-    payload: Any,
+    payload: bytes,
     serializer: Serializer,
     key: str,
     max_attempts: int,
@@ -173,7 +206,7 @@ def new_job(
 ) -> Job:
     """Return the unsaved row of a job with everything resolved.
 
-    :raises PayloadError: the payload cannot be serialized or is too large.
+    :param payload: ``dumped`` by this serializer.
     """
     now = timezone.now()
     return Job(
@@ -183,7 +216,7 @@ def new_job(
         unique_id=options.id,
         key=key,
         max_attempts=max_attempts,
-        payload=check_payload_size(serializer.dumps(payload)),
+        payload=payload,
         content_type=serializer.content_type,
         headers={**inherited(), **(options.headers or {})} or None,
         available_at=options.run_at or (now + options.delay if options.delay else now),
@@ -191,6 +224,14 @@ def new_job(
         created_at=now,
         result_ttl=result_ttl,
     )
+
+
+def dumped(payload: Any, serializer: Serializer) -> bytes:
+    """Return a payload as it is stored and sent.
+
+    :raises PayloadError: it cannot be serialized or is too large.
+    """
+    return check_payload_size(serializer.dumps(payload))
 
 
 def known_queue(name: str) -> str:
@@ -289,6 +330,12 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     return declare if function is None else declare(function)
 
 
+def _check_id(id: Any) -> None:
+    if not (isinstance(id, str) and 0 < len(id) <= 255):
+        raise ValueError("id must be text of 1 to 255 characters")
+    _check_storable(id, "id")
+
+
 def _check_storable(text: str, what: str) -> None:
-    if storable_text(text) != text:
+    if text and storable_text(text) != text:
         raise PayloadError(f"{what} holds a character no database keeps: {text!r:.80}")

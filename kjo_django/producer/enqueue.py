@@ -13,18 +13,19 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from django.db import connections, transaction
+from django.db.models.base import ModelState
 from django.utils import timezone
 
 from kjo_django import states, tracing
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import PayloadError, StorageError
+from kjo_django.ids import uuid7s
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job, transition
-from kjo_django.models.postgres import is_psycopg3
-from kjo_django.producer import dispatch
+from kjo_django.producer import copying, dispatch
 from kjo_django.producer.wakeups import RELAY_CHANNEL, after_commit
 from kjo_django.states import JobState
 
@@ -94,6 +95,53 @@ def store(jobs: Sequence[Job], *, revives_failed: bool = False) -> list[EnqueueR
         return _store(jobs, revives_failed)
 
 
+class Content(NamedTuple):
+    """What tells a job from the others of one call."""
+
+    unique_id: str | None
+    key: str
+    payload: bytes
+
+
+def store_alike(job: Job, contents: Sequence[Content]) -> list[EnqueueResult]:
+    """Store a job for each of ``contents``, as ``store`` does, without making an instance of each
+    where its row can be written without.
+
+    :param job: unsaved; what all of them have in common. It is not stored itself.
+    """
+    if tracing.tracer is None:
+        return _store_alike(job, contents)
+    # What it leaves with this one, all of them carry.
+    with tracing.tracer.enqueuing([job] * len(contents)):
+        return _store_alike(job, contents)
+
+
+def _store_alike(job: Job, contents: Sequence[Content]) -> list[EnqueueResult]:
+    using = dispatch.jobs_database()
+    connection = connections[using]
+    queue = get_settings().queue(job.queue)
+    ids = uuid7s(len(contents))
+    if (
+        dispatch.is_transactional(queue)
+        or any(content.unique_id is not None for content in contents)
+        or not copying.may_copy(connection, len(contents))
+    ):
+        each = zip(ids, contents, strict=True)
+        return _store([_like(job, id, content) for id, content in each], revives_failed=False)
+    job.state = dispatch.initial_state(queue)
+    rows = ((id, key, payload) for id, (_, key, payload) in zip(ids, contents, strict=True))
+    copying.copy_alike(connection, job, rows)
+    after_commit(using, RELAY_CHANNEL, (_facts(job, id, None) for id in ids))
+    return [EnqueueResult("queued", id) for id in ids]
+
+
+def _like(job: Job, id: uuid.UUID, content: Content) -> Job:
+    """Return a copy. The model's own ``__init__`` costs more than all the rest of an enqueue."""
+    copy = Job.__new__(Job)
+    copy.__dict__.update(job.__dict__, _state=ModelState(), id=id, **content._asdict())
+    return copy
+
+
 def _store(jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
     using = dispatch.jobs_database()
     conf = get_settings()
@@ -129,18 +177,14 @@ def _insert(using: str, jobs: Sequence[Job], *, ignore_conflicts: bool = False) 
     if ignore_conflicts:
         Job.objects.using(using).bulk_create(jobs, ignore_conflicts=True, batch_size=1000)
         return
-    # COPY is not seen by query wrappers, such as the savepoint of a handler that enqueues first
-    # thing: its rows would survive the handler's failure.
-    may_copy = connection.vendor == "postgresql" and not connection.execute_wrappers
-    if may_copy and len(jobs) >= _COPY_FROM and is_psycopg3():
-        _copy(connection, jobs)
+    if copying.may_copy(connection, len(jobs)):
+        copying.copy_jobs(connection, jobs)
     else:
         _insert_values(connection, jobs)
     for job in jobs:
         job._state.adding, job._state.db = False, using
 
 
-_COPY_FROM = 20
 _FIELDS = Job._meta.local_concrete_fields
 
 
@@ -165,29 +209,12 @@ def _insert_values(connection: Any, jobs: Sequence[Job]) -> None:
             )
 
 
-def _copy(connection: Any, jobs: Sequence[Job]) -> None:
-    columns = ", ".join(connection.ops.quote_name(field.column) for field in _FIELDS)
-    plain = [field.attname for field in _FIELDS]
-    at_headers = plain.index("headers")
-    headers = _FIELDS[at_headers]
-    with (
-        transaction.atomic(using=connection.alias, savepoint=False),
-        connection.cursor() as cursor,
-        cursor.copy(f"COPY kjo_job ({columns}) FROM STDIN") as copy,
-    ):
-        for job in jobs:
-            values = [getattr(job, name) for name in plain]
-            if values[at_headers] is not None:
-                values[at_headers] = headers.get_db_prep_save(values[at_headers], connection)
-            copy.write_row(values)
-
-
 def _tell(using: str, jobs: Sequence[Job], channel: str) -> None:
-    facts = (
-        {"job_id": str(j.pk), "unique_id": j.unique_id, "queue": j.queue, "handler": j.handler}
-        for j in jobs
-    )
-    after_commit(using, channel, facts)
+    after_commit(using, channel, (_facts(job, job.pk, job.unique_id) for job in jobs))
+
+
+def _facts(job: Job, id: uuid.UUID, unique_id: str | None) -> dict[str, Any]:
+    return {"job_id": str(id), "unique_id": unique_id, "queue": job.queue, "handler": job.handler}
 
 
 def _store_unique(using: str, jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:

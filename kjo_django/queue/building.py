@@ -10,7 +10,7 @@ from kjo_django.conf import get_settings
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import Serializer, register_serializer
 from kjo_django.models import Job
-from kjo_django.producer.definition import EnqueueOptions, new_job
+from kjo_django.producer.definition import EnqueueOptions, dumped, new_job
 from kjo_django.producer.enqueue import milliseconds
 from kjo_django.values import whole
 
@@ -78,13 +78,14 @@ class JobBuilder:
         queue = get_settings().queue(self._queue)
         if serializer is not None:
             register_serializer(serializer)
+        chosen = serializer or self._serializer
         lasts = result_ttl if result_ttl is not None else self._result_ttl
         return new_job(
             options,
             queue=queue,
             handler=self._handler,
-            payload=payload,
-            serializer=serializer or self._serializer,
+            payload=dumped(payload, chosen),
+            serializer=chosen,
             key=key or "",
             max_attempts=max_attempts or self._attempts(),
             result_ttl=milliseconds(lasts, queue.result_ttl),

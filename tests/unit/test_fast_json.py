@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
+import uuid
+from datetime import date, datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kjo_django.exceptions import MessageError
+from kjo_django.exceptions import MessageError, PayloadError
 from kjo_django.messages import serializers
 from kjo_django.messages.serializers import JSON
 
@@ -90,3 +94,70 @@ def test_bytes_of_any_kind_are_read_or_refused_alike(data):
 
 def test_absurd_nesting_is_refused_alike():
     assert_both_agree(b"[" * 5000 + b"]" * 5000)
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Name(enum.StrEnum):
+    ANN = "ann"
+
+
+class Text(str):
+    pass
+
+
+WRITABLE = st.one_of(
+    VALUES,
+    st.text(st.characters(max_codepoint=0x9F)),
+    st.text(st.characters(categories=["Cs", "Cc", "Lu", "Zl", "Zp"])),
+    st.sampled_from([*Colour, *Number, *Name, Text("x"), object(), b"x", {1}, (1, "a")]),
+    st.sampled_from([uuid.UUID(int=1), Decimal("1.50"), date(2030, 1, 1), datetime(2030, 1, 1)]),
+)
+
+
+def written(value: Any) -> bytes | str:
+    try:
+        return JSON.dumps(value)
+    except PayloadError as error:
+        return str(error)
+
+
+def assert_both_write(value: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        quick = written(value)
+        patch.setattr(serializers, "_quick_dumps", None)
+        plain = written(value)
+    assert quick == plain
+
+
+def test_plain_payloads_are_written_by_it_where_it_is_present(monkeypatch):
+    monkeypatch.setattr(serializers, "_quick_dumps", lambda value: b"quick")
+    assert JSON.dumps({"id": 7, "name": "a", "is_new": True, "none": None}) == b"quick"
+    assert JSON.dumps({"ratio": 0.5}) == b'{"ratio":0.5}'
+
+
+@given(st.dictionaries(st.text(), WRITABLE))
+@example({"a": 2**63, "b": -(2**63), "c": 2**64, "d": -(2**63) - 1})
+@example({"a": "".join(map(chr, range(0x300))), "b": "\u2028\u2029\ufeff\U0001f600"})
+@example({"a": "\ud800"})
+@example({"\ud800": "a"})
+@example({"a": math.nan})
+@example({"a": Colour.RED})
+def test_both_write_the_same_bytes_or_refuse_alike(payload):
+    assert_both_write(payload)
+
+
+@given(
+    st.dictionaries(st.sampled_from([1, 2.5, True, None, (1,), Name.ANN, Number.ONE, "a"]), VALUES)
+)
+def test_both_take_the_same_names(payload):
+    assert_both_write(payload)

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kjo_django import ids
-from kjo_django.ids import uuid7, uuid7_floor
+from kjo_django.ids import uuid7, uuid7_floor, uuid7s
 
 moments = st.datetimes(
     min_value=datetime(1970, 1, 1), max_value=datetime(9999, 12, 31), timezones=st.just(UTC)
@@ -62,6 +62,29 @@ def test_they_keep_growing_while_the_clock_stands_still_or_steps_back(fresh_cloc
     assert {one.version for one in made} == {7}
 
 
+def test_many_made_at_once_are_like_those_made_one_by_one():
+    # When
+    made = [uuid7(), *uuid7s(1), *uuid7s(5000), uuid7(), *uuid7s(0), *uuid7s(5000), uuid7()]
+    # Then
+    assert len(made) == 10_004
+    assert made == sorted(set(made))
+    assert {(one.version, one.variant) for one in made} == {(7, uuid.RFC_4122)}
+    # No two share their random bits by being made in one call
+    assert len({one.int & (1 << 62) - 1 for one in made}) == len(made)
+
+
+def test_many_made_at_once_go_on_from_the_clock(fresh_clock):
+    # Given
+    fresh_clock(1_700_000_000_123_000_000)
+    # When
+    made = uuid7s(2 * 4096 + 1)
+    # Then
+    assert made[0].int >> 80 == made[4095].int >> 80 == 1_700_000_000_123
+    assert made[4096].int >> 80 == 1_700_000_000_124
+    assert made[-1].int >> 80 == 1_700_000_000_125
+    assert made[-1] < uuid7()
+
+
 def test_threads_never_make_the_same_one():
     # Given
     made: list[list[uuid.UUID]] = [[] for _ in range(8)]
@@ -69,7 +92,9 @@ def test_threads_never_make_the_same_one():
 
     def make(into: list[uuid.UUID]) -> None:
         barrier.wait()
-        into.extend(uuid7() for _ in range(2000))
+        for _ in range(20):
+            into.extend(uuid7() for _ in range(50))
+            into.extend(uuid7s(50))
 
     threads = [threading.Thread(target=make, args=(into,)) for into in made]
     # When

@@ -38,7 +38,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations.jobs import live_leases
-from kjo_django.producer.definition import EnqueueOptions, new_job
+from kjo_django.producer.definition import EnqueueOptions, dumped, new_job
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.enqueue import milliseconds, result_of, store
 from kjo_django.states import JobState, JobStatus
@@ -159,18 +159,19 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
         expires_at=now + expires if isinstance(expires, timedelta) else expires,
         headers=headers,
     )
+    payload = {
+        "task": task.module_path,
+        "backend": backend.alias,
+        "args": args,
+        "kwargs": kwargs,
+        "using": _written(task),
+    }
     queue = conf.get_settings().queue(task.queue_name)
     return new_job(
         options,
         queue=queue,
         handler=NAME,
-        payload={
-            "task": task.module_path,
-            "backend": backend.alias,
-            "args": args,
-            "kwargs": kwargs,
-            "using": _written(task),
-        },
+        payload=dumped(payload, JSON),
         serializer=JSON,
         key=options.key or "",
         max_attempts=backend.default(task, "max_attempts") or queue.max_attempts,
