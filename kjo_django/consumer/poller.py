@@ -76,6 +76,11 @@ class Poller:
         return list(self._queue_of)
 
     @property
+    def is_called(self) -> bool:
+        """Whether those who publish to its topics call; others' brokers answer its poll at once."""
+        return self._transport.capabilities.transactional
+
+    @property
     def partitions(self) -> list[TopicPartition]:
         """The partitions assigned to it now."""
         return self._subscription.assignment() if self._subscription is not None else []

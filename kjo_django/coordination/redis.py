@@ -40,14 +40,13 @@ from redis import ConnectionPool, Redis
 from redis.exceptions import RedisError
 
 from kjo_django.coordination.base import Claim, Coordination, Listener
+from kjo_django.coordination.listeners import Alarm
 from kjo_django.exceptions import CoordinationError
 
 DELIVERIES = "DELIVERIES:"
 _DELIVERIES_KEPT = timedelta(days=1)
 _SCAN_COUNT = 1000
 _LONGEST_PAUSE = 5.0
-_SLICE = 0.1
-"""Longest wait at once for a message, and so the longest until ``wake`` is seen."""
 
 # KEYS: the leases, then the delivery counts. ARGV: token, ttl and life of the counts in ms.
 _CLAIM = """
@@ -285,11 +284,11 @@ class RedisListener(Listener):
     def __init__(self, client: Callable[[], Any], channels: Mapping[str, str]) -> None:
         self._client = client
         self._channels = dict(channels)
-        self._woken = threading.Event()
         self._failures = 0
         self._retry_at = 0.0
         self._closed = False
         self._pubsub: Any = self._subscribe()
+        self._alarm = Alarm()
 
     def _subscribe(self) -> Any:
         pubsub = self._client().pubsub(ignore_subscribe_messages=True)
@@ -309,31 +308,39 @@ class RedisListener(Listener):
         missed."""
         deadline = time.monotonic() + timeout
         while not self._closed:
-            remaining = max(0.0, deadline - time.monotonic())
             try:
-                called = self._listen(min(remaining, _SLICE))
-            except (RedisError, OSError) as error:
+                called, woken = self._listen(deadline - time.monotonic())
+            except (RedisError, OSError, ValueError) as error:
                 self._lose(error)
                 continue
-            if called or self._woken.is_set() or time.monotonic() >= deadline:
-                self._woken.clear()
+            if called or woken or time.monotonic() >= deadline:
                 return called
         return set()
 
-    def _listen(self, timeout: float) -> set[str]:
+    def _listen(self, timeout: float) -> tuple[set[str], bool]:
         if self._pubsub is None:
             pause = self._retry_at - time.monotonic()
             if pause > 0:
-                self._woken.wait(min(pause, timeout))
-                return set()
+                return set(), self._alarm.wait(min(pause, timeout))
             self._pubsub = self._subscribe()
             self._failures = 0
-            return set(self._channels.values())
+            return set(self._channels.values()), False
+        # Also what has been read ahead, by the client or by TLS: no socket tells of that.
+        called = self._heard(self._pubsub)
+        if called:
+            return called, False
+        # Both in one wait. Looking now and then would cost time, and CPU of a worker that is idle.
+        woken = self._alarm.wait(timeout, _descriptor_of(self._pubsub))
+        return self._heard(self._pubsub), woken
+
+    def _heard(self, pubsub: Any) -> set[str]:
+        """Read all that is there."""
         called: set[str] = set()
-        message = self._pubsub.get_message(timeout=timeout)
-        while message is not None:
-            called.add(self._channels.get(_text(message["channel"]), ""))
-            message = self._pubsub.get_message(timeout=0)
+        pubsub.check_health()
+        while pubsub.connection.can_read(timeout=0):
+            message = pubsub.get_message(timeout=0)
+            if message is not None:
+                called.add(self._channels.get(_text(message["channel"]), ""))
         called.discard("")
         return called
 
@@ -346,15 +353,18 @@ class RedisListener(Listener):
         self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
 
     def wake(self) -> None:
-        """Make ``wait`` return, within a tenth of a second."""
-        self._woken.set()
+        """Make ``wait`` return."""
+        self._alarm.ring()
 
     def close(self) -> None:
         """Give the connection back; to be called by the owning thread."""
+        if self._closed:
+            return
         self._closed = True
         pubsub, self._pubsub = self._pubsub, None
         if pubsub is not None:
             _close_quietly(pubsub)
+        self._alarm.close()
 
 
 def _pool_of(url: str) -> ConnectionPool:
@@ -365,6 +375,14 @@ def _pool_of(url: str) -> ConnectionPool:
         raise ImproperlyConfigured(
             "KJO['COORDINATION']['OPTIONS']['URL'] is no redis:// or rediss:// URL."
         ) from error
+
+
+def _descriptor_of(pubsub: Any) -> int:
+    """Return the socket's: the client has no public name for it, and no wait that can be ended."""
+    socket = pubsub.connection._sock
+    if socket is None:
+        raise OSError("the connection is closed")
+    return int(socket.fileno())
 
 
 def _close_quietly(pubsub: Any) -> None:

@@ -14,13 +14,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import NamedTuple
 from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
-from django.db.models import CharField, F, Value
-from django.db.models.functions import Concat
 from django.utils import timezone
 
 from kjo_django import registry, states
@@ -30,19 +28,20 @@ from kjo_django.coordination.base import Listener
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, transition
-from kjo_django.models.job import JobQuerySet
 from kjo_django.producer import dispatch
+from kjo_django.producer.due import due_jobs, next_due
 from kjo_django.producer.sends import publish
 from kjo_django.producer.wakeups import RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
 
-_OF_A_MESSAGE = (
-    *("queue", "handler", "key", "generation", "attempts"),
-    *("payload", "content_type", "headers", "destination"),
-)
 LEASE_TTL = timedelta(seconds=10)
+SOON = 0.03
+"""Seconds after a batch in which it only listens. While one job follows the other nobody has to ask
+what falls due later: every look for what is due finds it, so much late at most."""
+STANDBY = 0.25
+"""Seconds between looks at rows that are due and another relay's, in case that one died."""
 REFUSED_DELAY = timedelta(seconds=30)
 """Until a row whose record is refused for what it is, is tried again."""
 REST_MAX = 30.0
@@ -91,6 +90,8 @@ class Relay:
         self._token = uuid7().hex
         self._stopping = threading.Event()
         self._listener: Listener | None = None
+        self._held: frozenset[str] = frozenset()
+        self._sure_until = 0.0
         self._rests: dict[str, tuple[float, float]] = {}
         self._unrecorded: dict[UUID, tuple[str, Sent]] = {}
         self.published_count = 0
@@ -103,26 +104,11 @@ class Relay:
         :param queues: only those of these; of all it looks after that do not rest if not given.
         """
         using = dispatch.jobs_database()
-        limit = get_settings().relay_batch_size
         wanted = self._awake() if queues is None else queues
-        due = self._awaiting(wanted).filter(available_at__lte=timezone.now())
-        # Results and errors are not part of a message: do not carry them over the wire.
-        jobs = list(due.only(*_OF_A_MESSAGE).order_by("available_at", "id")[:limit])
+        jobs = due_jobs(using, wanted, get_settings().relay_batch_size, self._unrecorded)
         for queue_name in dict.fromkeys(job.queue for job in jobs):
             self._publish(using, queue_name, [job for job in jobs if job.queue == queue_name])
         return len(jobs)
-
-    def _awaiting(self, queues: Collection[str]) -> JobQuerySet:
-        """Return the rows that wait to be published, now or later."""
-        using = dispatch.jobs_database()
-        rows = Job.objects.using(using).filter(state__in=states.AWAITING_PUBLISH)
-        if connections[using].vendor == "postgresql":
-            # What is due is few, a queue's jobs are millions: no plan is to begin with the queue.
-            name = Concat(F("queue"), Value(""), output_field=CharField())
-            rows = rows.alias(name=name).filter(name__in=queues)
-        else:
-            rows = rows.filter(queue__in=queues)
-        return rows.exclude(pk__in=list(self._unrecorded)) if self._unrecorded else rows
 
     def _publish(self, using: str, queue_name: str, jobs: list[Job]) -> None:
         queue = get_settings().queue(queue_name)
@@ -217,6 +203,7 @@ class Relay:
 
     # The rows are found and locked first, by their ids: the planner expects hardly any row in these
     # states, and would compare each with each.
+    # Nobody waits for the disk: a note lost in a crash of the server is made by publishing again.
     _RECORD = """
 WITH free AS MATERIALIZED (
     SELECT id, generation, attempts, state FROM kjo_job WHERE id = ANY(%s::uuid[])
@@ -230,7 +217,10 @@ WITH free AS MATERIALIZED (
 )
 UPDATE kjo_job SET state = 'queued', topic = %s, partition = sent.partition,
     "offset" = sent.position, queued_at = now()
-FROM sent WHERE kjo_job.id = sent.id
+FROM sent, set_config(
+    'synchronous_commit',
+    CASE WHEN %s THEN current_setting('synchronous_commit') ELSE 'off' END, true
+) WHERE kjo_job.id = sent.id
 RETURNING kjo_job.id
 """
 
@@ -239,7 +229,8 @@ RETURNING kjo_job.id
         columns = [list(column) for column in zip(*sent, strict=True)]
         with connections[using].cursor() as cursor:
             states_of = states.expected("publish")
-            cursor.execute(self._RECORD, [columns[0], *columns, states_of, topic])
+            is_others = connections[using].in_atomic_block
+            cursor.execute(self._RECORD, [columns[0], *columns, states_of, topic, is_others])
             return {row[0] for row in cursor.fetchall()}
 
     def _record_each(self, using: str, topic: str, sent: Sequence[Sent]) -> set[UUID]:
@@ -290,7 +281,7 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
 
     def run(self) -> None:
         """Publish until ``stop``; outages are waited out."""
-        delay = 1.0
+        delay, is_called = 1.0, False
         try:
             self._listener = get_coordination().listen([RELAY_CHANNEL])
         except KjoError as error:
@@ -302,15 +293,8 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
                         self._record_late()
                         # As long as another relay has no reason to publish them again.
                         self._take_queues()
-                    # A read first: an idle relay, or one on standby, writes nothing.
-                    is_full = (
-                        self._is_due()
-                        and (mine := self._take_queues())
-                        and self.publish_due(mine) >= get_settings().relay_batch_size
-                    )
+                    is_called = self._turn(is_called)
                     delay = 1.0
-                    if not is_full:
-                        self._wait()
                 except Exception as error:
                     # Whatever it is: a relay that dies of it leaves every later job unpublished.
                     is_outage = isinstance(error, OUTAGES)
@@ -319,49 +303,65 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
                     self._on_error(str(error))
                     _drop_broken(dispatch.jobs_database())
                     self._stopping.wait(delay)
-                    delay = min(delay * 2, 30.0)
+                    delay, is_called = min(delay * 2, 30.0), False
         finally:
             self._close()
+
+    def _turn(self, is_called: bool) -> bool:
+        """Publish a batch of what is due, or learn when something will be; then wait for a call.
+
+        Called, it looks for the rows at once: every read before that is time somebody's job waits.
+        Otherwise a read comes first: an idle relay, or one on standby, writes nothing.
+
+        :returns: whether it was called, or has more to publish.
+        """
+        longest = get_settings().poll_interval.total_seconds()
+        if not is_called:
+            next_at = next_due(dispatch.jobs_database(), self._awake(), self._unrecorded)
+            until_due = (next_at - timezone.now()).total_seconds() if next_at else longest
+            if until_due > 0:
+                return self._hears(min(until_due, longest))
+        mine = self._take_queues()
+        count = self.publish_due(mine) if mine else 0
+        if count >= get_settings().relay_batch_size:
+            return True
+        if count:
+            return self._hears(SOON)
+        # Called for a job that is due later, or for one of another relay's.
+        return self._hears(0.0 if is_called else min(STANDBY, longest))
+
+    def _hears(self, seconds: float) -> bool:
+        """Wait so long for a call; return whether one came."""
+        if self._listener is not None:
+            return bool(self._listener.wait(seconds))
+        self._stopping.wait(seconds)
+        return False
 
     def _take_queues(self) -> list[str]:
         """Take or renew the leases; return the queues it may publish now. Without coordination
         every relay works.
 
         A lease for each queue: relays that look after different queues must not wait for one
-        another.
+        another. One it has just taken is not asked for again for a third of its life.
         """
-        names = {lease_of(queue): queue for queue in self._awake()}
+        awake = self._awake()
+        if time.monotonic() < self._sure_until and self._held.issuperset(awake):
+            return awake
+        names = {lease_of(queue): queue for queue in awake}
+        self._held = frozenset()
         try:
             coordination = get_coordination()
             claims = coordination.claim(list(names), self._token, LEASE_TTL)
             held = [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
             if held:
                 coordination.renew(held, self._token, LEASE_TTL)
-            return [names[name] for name in held]
         except CoordinationError as error:
             logger.warning("Relaying without a lease: %s", error)
-            return list(names.values())
-
-    def _wait(self) -> None:
-        """Wait for a call, the next row that falls due, or the slow poll."""
-        timeout = get_settings().poll_interval.total_seconds()
-        next_due = self._next_due()
-        if next_due is not None:
-            until_due = (next_due - timezone.now()).total_seconds()
-            # Due already: another relay holds the lease. Look again soon in case it died.
-            timeout = min(timeout, until_due if until_due > 0 else 0.25)
-        if self._listener is not None:
-            self._listener.wait(timeout)
-        else:
-            self._stopping.wait(timeout)
-
-    def _is_due(self) -> bool:
-        next_due = self._next_due()
-        return next_due is not None and next_due <= timezone.now()
-
-    def _next_due(self) -> datetime | None:
-        waiting = self._awaiting(self._awake())
-        return waiting.order_by("available_at").values_list("available_at", flat=True).first()
+            return awake
+        mine = [names[name] for name in held]
+        self._held = frozenset(mine)
+        self._sure_until = time.monotonic() + LEASE_TTL.total_seconds() / 3
+        return mine
 
     def stop(self) -> None:
         """Make ``run`` return after the batch at hand; thread-safe."""

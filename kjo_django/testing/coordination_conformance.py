@@ -318,6 +318,35 @@ class CoordinationConformance:
         listener.close()
         listener.close()
 
+    def test_calls_and_wakes_end_a_wait_at_once(
+        self, coordination: Coordination, name: str
+    ) -> None:
+        """A listener that looks now and then would add the time between two looks to every job."""
+        listener = coordination.listen([name])
+        listener.wait(0.2)
+
+        def delay(end_the_wait: Callable[[], None], heard: set[str]) -> float:
+            ended: list[float] = []
+
+            def end() -> None:
+                ended.append(time.monotonic())
+                end_the_wait()
+                self.end_thread()
+
+            timer = threading.Timer(0.03, end)
+            timer.start()
+            assert listener.wait(15) == heard
+            woke = time.monotonic()
+            timer.join()
+            return woke - ended[0]
+
+        called = [delay(lambda: coordination.notify(name), {name}) for _ in range(9)]
+        woken = [delay(listener.wake, set()) for _ in range(9)]
+        # The quickest ones: others have to do with how busy the machine is.
+        assert sorted(called)[2] < 0.05
+        assert sorted(woken)[2] < 0.02
+        listener.close()
+
     def test_a_wake_before_the_wait_is_not_lost(
         self, coordination: Coordination, name: str
     ) -> None:

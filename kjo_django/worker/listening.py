@@ -15,12 +15,15 @@ from kjo_django.producer.wakeups import topic_channel
 
 logger = logging.getLogger("kjo_django")
 
+LONGEST = 60.0
+"""Seconds of one wait; a call and ``stop`` end it at once."""
+
 
 class PublishListener:
     """One thread's loop; ``stop`` ends it at once, so that no shutdown waits for its turn."""
 
     def __init__(self, pollers: Sequence[Poller]) -> None:
-        self._pollers = pollers
+        self._pollers = [poller for poller in pollers if poller.is_called]
         self._stopping = threading.Event()
         self._listener: Listener | None = None
 
@@ -36,7 +39,7 @@ class PublishListener:
             return
         try:
             while not self._stopping.is_set():
-                if listener.wait(1.0):
+                if listener.wait(LONGEST):
                     for poller in self._pollers:
                         poller.wake()
         finally:

@@ -163,3 +163,19 @@ class TestRestarts:
         assert eventually(lambda: listener.wait(1)) == {"c"}
         assert listener.wait(0.2) == set()
         listener.close()
+
+    def test_an_idle_listener_sleeps(self, server: RedisServer, monkeypatch: Any) -> None:
+        """Looking ten times a second was a tenth of what an idle worker used."""
+        coordination = RedisCoordination({"CACHE": "kjo_restarting"})
+        listener = coordination.listen(["c"])
+        looks: list[float] = []
+        can_read = redis.Connection.can_read
+
+        def look(connection: redis.Connection, timeout: float = 0) -> bool:
+            looks.append(timeout)
+            return can_read(connection, timeout)
+
+        monkeypatch.setattr(redis.Connection, "can_read", look)
+        assert listener.wait(1.0) == set()
+        assert looks == [0, 0], "one before it sleeps, one after"
+        listener.close()

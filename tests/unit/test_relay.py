@@ -7,16 +7,19 @@ import threading
 from datetime import timedelta
 
 import pytest
-from django.db import OperationalError
+from django.db import OperationalError, connection, transaction
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination, get_transport
+from kjo_django.coordination.listeners import LocalListener
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, transition
 from kjo_django.producer import relay as relays
+from kjo_django.producer.due import due_jobs, next_due
 from kjo_django.producer.relay import Relay, lease_of
 from kjo_django.producer.wakeups import RELAY_CHANNEL, wake
+from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import Published
 from tests.factories import JobFactory
 from tests.ledger.jobs import always_fails, write, write_keyed
@@ -111,6 +114,42 @@ def test_results_and_errors_are_not_read_for_it(alone):
     alone.publish_due()
     record = get_transport().records("ledger")[0]
     assert record.headers[names.ATTEMPT] == b"2"
+
+
+def test_what_was_published_and_not_noted_yet_is_left_out(relay):
+    # Given
+    write.using(headers={"a": "b"}).enqueue(job="first")
+    write.enqueue(job="second")
+    first, second = jobs()
+    relay._unrecorded[first.pk] = ("ledger", None)
+    # When, then
+    assert due_jobs("default", ["ledger"], 10, relay._unrecorded) == [second]
+    assert next_due("default", ["ledger"], relay._unrecorded) == second.available_at
+    assert next_due("default", ["other"]) is None
+    (found,) = due_jobs("default", ["ledger"], 1)
+    assert (found.pk, found.headers, found.payload) == (first.pk, {"a": "b"}, first.payload)
+
+
+def test_a_note_leaves_the_durability_of_others_alone(postgres, settings):
+    """A note does not wait for the disk. What else its connection writes does."""
+
+    def durability():
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW synchronous_commit")
+            return cursor.fetchone()[0]
+
+    # Given
+    settings.KJO = KINDS
+    relay = Relay()
+    # When, then: in a transaction of its own, and inside somebody's
+    write.enqueue(job="alone")
+    assert relay.publish_due() == 1
+    assert durability() == "on"
+    with transaction.atomic():
+        write.enqueue(job="inside")
+        assert relay.publish_due() == 1
+        assert durability() == "on"
+    assert [job.state for job in jobs()] == ["queued", "queued"]
 
 
 # --- Refused, crashed, overtaken ------------------------------------------------------------------
@@ -285,6 +324,60 @@ def test_it_publishes_what_is_there_and_what_comes(arrived):
         assert arrived.wait(10)
         arrived.clear()
         write.enqueue(job="after")  # the slow poll is an hour away: a call wakes it
+        assert arrived.wait(10)
+
+
+def test_called_it_publishes_without_asking_anything_before(arrived, monkeypatch):
+    """Each query and each lease asked for before the record goes out is time the job waits."""
+    # Given a relay that has just published
+    seen = []
+
+    def note(owner, name, event):
+        method = getattr(owner, name)
+
+        def noting(*args):
+            answer = method(*args)
+            if event != "called" or answer:
+                seen.append(event)
+            return answer
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(relays, "next_due", "asked what is next")
+    note(get_coordination(), "claim", "asked for leases")
+    note(get_transport(), "publish", "published")
+    note(LocalListener, "wait", "called")
+    monkeypatch.setattr(relays, "LEASE_TTL", timedelta(minutes=5))
+    write.enqueue(job="first")
+    with Running():
+        assert arrived.wait(10)
+        seen.clear()
+        # When
+        for number in range(3):
+            arrived.clear()
+            write.enqueue(job=f"later {number}")
+            assert arrived.wait(10)
+    # Then
+    calls = [place for place, event in enumerate(seen) if event == "called"]
+    assert len(calls) >= 3
+    assert "asked for leases" not in seen
+    assert {seen[place + 1] for place in calls} <= {"published", "called"}
+
+
+def test_a_call_that_was_lost_costs_no_more_than_the_slow_poll(alone, settings, monkeypatch):
+    settings.KJO = {**KINDS, "POLL_INTERVAL": 0.2}
+    monkeypatch.setattr(get_coordination(), "notify", lambda channel: None)
+    with Running():
+        write.enqueue(job="uncalled")
+        assert eventually(published)
+
+
+def test_called_for_a_job_that_is_due_later_it_wakes_for_it(arrived):
+    with Running():
+        write.enqueue(job="now")
+        assert arrived.wait(10)
+        arrived.clear()
+        write.using(delay=timedelta(milliseconds=300)).enqueue(job="soon")
         assert arrived.wait(10)
 
 

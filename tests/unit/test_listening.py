@@ -1,0 +1,59 @@
+"""Who listens for publishing, and for how long."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kjo_django.backends import get_coordination
+from kjo_django.producer.wakeups import topic_channel, wake
+from kjo_django.transports.database import DatabaseTransport
+from kjo_django.transports.memory import MemoryTransport
+from kjo_django.worker.listening import PublishListener
+from tests.unit.deliveries import KJO
+
+
+class Polling:
+    """As much of a poller as listening needs."""
+
+    def __init__(self, topic: str, is_called: bool = True) -> None:
+        self.topics = [topic]
+        self.is_called = is_called
+        self.woken = threading.Event()
+        self.wake = self.woken.set
+
+
+@pytest.fixture
+def _embedded(settings, sqlite_file):
+    settings.KJO = KJO
+
+
+@pytest.mark.usefixtures("_embedded")
+def test_a_call_wakes_the_pollers_and_stopping_waits_for_nothing():
+    # Given
+    poller = Polling("a")
+    listener = PublishListener([poller])
+    thread = threading.Thread(target=listener.run, daemon=True)
+    thread.start()
+    # When
+    deadline = time.monotonic() + 10
+    while not poller.woken.wait(0.02) and time.monotonic() < deadline:
+        wake(topic_channel("a"))  # again: it may not have listened yet
+    # Then
+    assert poller.woken.is_set()
+    listener.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("_embedded")
+def test_nobody_listens_for_a_broker_that_answers_the_poll_itself(monkeypatch):
+    monkeypatch.setattr(get_coordination(), "listen", lambda channels: pytest.fail("it listens"))
+    PublishListener([Polling("a", is_called=False)]).run()
+
+
+def test_those_who_publish_within_a_transaction_call():
+    assert DatabaseTransport.capabilities.transactional
+    assert not MemoryTransport.capabilities.transactional
