@@ -114,9 +114,11 @@ def for_row(headers: Mapping[str, bytes]) -> dict[str, Any]:
 
 def from_row(stored: Mapping[str, Any] | None) -> dict[str, bytes]:
     """Undo ``for_row``."""
+    if not stored:
+        return {}
     return {
         name: base64.b64decode(value["base64"]) if isinstance(value, Mapping) else value.encode()
-        for name, value in (stored or {}).items()
+        for name, value in stored.items()
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -147,13 +148,12 @@ class Job(models.Model):
         A job born of a foreign message keeps that message's identity, so that a second copy of the
         message is recognised.
         """
-        origin = (self.headers or {}).get(ORIGIN_ID)
-        return message_id(origin or str(self.id), self.generation)
+        return message_id(origin_of(self.headers) or str(self.id), self.generation)
 
     @property
     def log_facts(self) -> dict[str, Any]:
         """What a log record about the job says in its ``extra``."""
-        return {"job_id": str(self.pk), "handler": self.handler, "queue": self.queue}
+        return log_facts(self)
 
     @property
     def arguments(self) -> Any:
@@ -180,6 +180,16 @@ class Job(models.Model):
         ``operations.inspect.statuses`` asks coordination too, for many jobs in one round trip.
         """
         return self.status_with(leased=False)
+
+
+def log_facts(job: Any) -> dict[str, Any]:
+    """The same of a job, or of a row that is none."""
+    return {"job_id": str(job.pk), "handler": job.handler, "queue": job.queue}
+
+
+def origin_of(headers: Mapping[str, Any] | None) -> str | None:
+    """Return the id of the foreign message a job with these headers was born of, if it was."""
+    return headers.get(ORIGIN_ID) if headers else None
 
 
 def message_id(id: str, generation: int) -> str:

@@ -13,7 +13,7 @@ def array_text(values: Iterable[object]) -> str:
 
     psycopg looks at the elements of a list one by one, in Python.
     """
-    inside = ",".join([f'"{value}"' for value in values])
+    inside = ",".join(["NULL" if value is None else f'"{value}"' for value in values])
     return f"{{{inside}}}"
 
 

@@ -18,6 +18,8 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import job_headers
 from kjo_django.models import Job, transition
+from kjo_django.models.job import message_id, origin_of
+from kjo_django.producer.due import Due
 from kjo_django.producer.wakeups import RELAY_CHANNEL, after_commit, topic_channel
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord
@@ -41,7 +43,9 @@ def channel_of(queue: QueueConf) -> str:
     return topic_channel(queue.topic) if is_transactional(queue) else RELAY_CHANNEL
 
 
-def record_of(job: Job, queue: QueueConf, available_at: datetime | None = None) -> OutgoingRecord:
+def record_of(
+    job: Job | Due, queue: QueueConf, available_at: datetime | None = None
+) -> OutgoingRecord:
     """Build the message of a job's next attempt; of a record for others, that record."""
     if job.destination:
         headers = names.from_row(job.headers)
@@ -53,15 +57,16 @@ def record_of(job: Job, queue: QueueConf, available_at: datetime | None = None) 
             headers=headers,
             available_at=available_at,
         )
+    id = str(job.pk)
     return OutgoingRecord(
         topic=queue.topic,
         # Without a key of its own a job is its own key: partitions fill evenly, nothing waits.
-        key=(job.key or str(job.pk)).encode(),
+        key=(job.key or id).encode(),
         value=bytes(job.payload),
         headers=job_headers(
-            id=job.message_id,
+            id=message_id(origin_of(job.headers) or id, job.generation),
             type=job.handler,
-            job_id=str(job.pk),
+            job_id=id,
             service=get_settings().service_name,
             generation=job.generation,
             attempt=job.attempts + 1,
@@ -94,12 +99,14 @@ def hand_over(jobs: Sequence[Job], queue: QueueConf) -> None:
         after_commit(using, topic_channel(topic))
 
 
-def is_waited_for(job: Job) -> bool:
+def is_waited_for(job: Job | Due) -> bool:
     """Whether others of its key wait until a record has been handled; that completes its row."""
     return names.PARKED_ROW in (job.headers or {})
 
 
-def mark_sent(using: str, jobs: Sequence[Job], places: Sequence[tuple[Any, Any]] = ()) -> None:
+def mark_sent(
+    using: str, jobs: Sequence[Job | Due], places: Sequence[tuple[Any, Any]] = ()
+) -> None:
     """Complete records for others: with their publishing all is done that this row asked for.
 
     :param places: partition and offset of each, where the transport tells.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from django.db import connections
@@ -16,20 +16,36 @@ from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.models import Job
-from kjo_django.models.job import JobQuerySet
+from kjo_django.models.job import JobQuerySet, log_facts
 from kjo_django.models.postgres import array_text
 
-# Results and errors are not part of a message: they are not carried over the wire.
-_OF_A_MESSAGE = [
-    field.attname
-    for field in Job._meta.concrete_fields
-    if field.attname
-    in (
-        *("id", "queue", "handler", "key", "generation", "attempts"),
-        *("payload", "content_type", "headers", "destination"),
-    )
-]
-_HEADERS = _OF_A_MESSAGE.index("headers")
+
+class Due(NamedTuple):
+    """A row that was read for the relay. A model instance of each would cost as much as to publish
+    it. Results and errors are not part of a message: they are not carried over the wire."""
+
+    id: UUID
+    queue: str
+    handler: str
+    key: str
+    generation: int
+    attempts: int
+    payload: bytes
+    content_type: str
+    destination: str
+    headers: dict[str, Any] | None
+
+    @property
+    def pk(self) -> UUID:
+        """As of a model instance."""
+        return self.id
+
+    @property
+    def log_facts(self) -> dict[str, Any]:
+        """What a log record about the job says in its ``extra``."""
+        return log_facts(self)
+
+
 _read_headers: Any = Job._meta.get_field("headers").from_db_value
 
 # What is due is few, a queue's jobs are millions: no plan is to begin with the queue, so its name
@@ -37,14 +53,14 @@ _read_headers: Any = Job._meta.get_field("headers").from_db_value
 _WAITING = f"""FROM kjo_job
 WHERE state IN ({", ".join(f"'{state.value}'" for state in states.AWAITING_PUBLISH)})
     AND queue || '' = ANY(%s::text[]) AND id <> ALL(%s::uuid[])"""
-_DUE = f"""SELECT {", ".join(_OF_A_MESSAGE)} {_WAITING} AND available_at <= %s
+_DUE = f"""SELECT {", ".join(Due._fields)} {_WAITING} AND available_at <= %s
 ORDER BY available_at, id LIMIT %s"""
 _NEXT = f"SELECT available_at {_WAITING} ORDER BY available_at LIMIT 1"
 
 
 def due_jobs(
     using: str, queues: Collection[str], limit: int, without: Collection[UUID] = ()
-) -> list[Job]:
+) -> list[Due]:
     """Return rows that are due, in order, with what their messages are made of.
 
     :param queues: only theirs.
@@ -55,9 +71,10 @@ def due_jobs(
     if connections[using].vendor == "postgresql":
         with connections[using].cursor() as cursor:
             cursor.execute(_DUE, [*_parameters(queues, without), now, limit])
-            return [_job_of(using, row) for row in cursor.fetchall()]
+            return [_due_of(using, row) for row in cursor.fetchall()]
     rows = _waiting(using, queues, without).filter(available_at__lte=now)
-    return list(rows.only(*_OF_A_MESSAGE).order_by("available_at", "id")[:limit])
+    columns = rows.order_by("available_at", "id").values_list(*Due._fields)
+    return [Due._make(row) for row in columns[:limit]]
 
 
 def next_due(
@@ -73,10 +90,11 @@ def next_due(
     return rows.values_list("available_at", flat=True).first()
 
 
-def _job_of(using: str, row: Sequence[Any]) -> Job:
-    values = list(row)
-    values[_HEADERS] = _read_headers(values[_HEADERS], None, connections[using])
-    return Job.from_db(using, _OF_A_MESSAGE, values)
+def _due_of(using: str, row: Sequence[Any]) -> Due:
+    due = Due._make(row)
+    if due.headers is None:
+        return due
+    return due._replace(headers=_read_headers(due.headers, None, connections[using]))
 
 
 def _parameters(queues: Collection[str], without: Collection[UUID]) -> list[Any]:

@@ -28,8 +28,9 @@ from kjo_django.coordination.base import Listener
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, transition
+from kjo_django.models.postgres import array_text
 from kjo_django.producer import dispatch
-from kjo_django.producer.due import due_jobs, next_due
+from kjo_django.producer.due import Due, due_jobs, next_due
 from kjo_django.producer.sends import publish
 from kjo_django.producer.wakeups import RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -110,7 +111,7 @@ class Relay:
             self._publish(using, queue_name, [job for job in jobs if job.queue == queue_name])
         return len(jobs)
 
-    def _publish(self, using: str, queue_name: str, jobs: list[Job]) -> None:
+    def _publish(self, using: str, queue_name: str, jobs: list[Due]) -> None:
         queue = get_settings().queue(queue_name)
         transport = get_transport(queue.transport)
         made = [_record_or_refusal(job, queue) for job in jobs]
@@ -144,7 +145,7 @@ class Relay:
         return [q for q in self.queues if q not in self._rests or self._rests[q][0] <= now]
 
     def _record(
-        self, using: str, topic: str, jobs: Sequence[Job], answers: Sequence[Published]
+        self, using: str, topic: str, jobs: Sequence[Due], answers: Sequence[Published]
     ) -> None:
         """Write down where each row went, unless its job has moved on meanwhile."""
         accepted = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is None]
@@ -184,14 +185,14 @@ class Relay:
             recorded = self._record_each(using, topic, sent)
         for one in sent:
             self._unrecorded.pop(one.id, None)
-        missing = {one.id: one for one in sent if one.id not in recorded}
-        if missing:
+        if recorded < len(sent):
+            known = {one.id: one for one in sent}
             rows = Job.objects.using(using).filter(
-                pk__in=list(missing), state__in=states.AWAITING_PUBLISH
+                pk__in=list(known), state__in=states.AWAITING_PUBLISH
             )
             for id, generation, attempts in rows.values_list("pk", "generation", "attempts"):
-                if (generation, attempts) == missing[id][1:3]:
-                    self._unrecorded[id] = (topic, missing[id])
+                if (generation, attempts) == known[id][1:3]:
+                    self._unrecorded[id] = (topic, known[id])
 
     def _record_late(self) -> None:
         """Note what was locked when it was published."""
@@ -221,21 +222,20 @@ FROM sent, set_config(
     'synchronous_commit',
     CASE WHEN %s THEN current_setting('synchronous_commit') ELSE 'off' END, true
 ) WHERE kjo_job.id = sent.id
-RETURNING kjo_job.id
 """
 
-    def _record_at_once(self, using: str, topic: str, sent: Sequence[Sent]) -> set[UUID]:
-        """Note them in one round trip; return whose rows were."""
-        columns = [list(column) for column in zip(*sent, strict=True)]
+    def _record_at_once(self, using: str, topic: str, sent: Sequence[Sent]) -> int:
+        """Note them in one round trip; return how many rows that were."""
+        columns = [array_text(column) for column in zip(*sent, strict=True)]
         with connections[using].cursor() as cursor:
             states_of = states.expected("publish")
             is_others = connections[using].in_atomic_block
             cursor.execute(self._RECORD, [columns[0], *columns, states_of, topic, is_others])
-            return {row[0] for row in cursor.fetchall()}
+            return int(cursor.rowcount)
 
-    def _record_each(self, using: str, topic: str, sent: Sequence[Sent]) -> set[UUID]:
+    def _record_each(self, using: str, topic: str, sent: Sequence[Sent]) -> int:
         """The same for other databases."""
-        now, recorded = timezone.now(), set()
+        now, recorded = timezone.now(), 0
         with transaction.atomic(using=using):
             free = {one.id for one in sent}
             if connections[using].features.has_select_for_update_skip_locked:
@@ -251,7 +251,7 @@ RETURNING kjo_job.id
                     offset=one.offset,
                     queued_at=now,
                 ):
-                    recorded.add(one.id)
+                    recorded += 1
         return recorded
 
     _RECORD_OTHERS = """
@@ -263,13 +263,13 @@ FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::bigint[])
 WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
 """
 
-    def _record_others(self, using: str, records: Sequence[tuple[Job, Published]]) -> None:
+    def _record_others(self, using: str, records: Sequence[tuple[Due, Published]]) -> None:
         """Note that records for others have been published; they are done with that."""
         waiting = [each for each in records if dispatch.is_waited_for(each[0])]
         done = [each for each in records if not dispatch.is_waited_for(each[0])]
         if connections[using].vendor == "postgresql" and done:
             rows = [(j.pk, j.generation, a.partition, a.offset) for j, a in done]
-            columns = [list(column) for column in zip(*rows, strict=True)]
+            columns = [array_text(column) for column in zip(*rows, strict=True)]
             with connections[using].cursor() as cursor:
                 cursor.execute(self._RECORD_OTHERS, [*columns, states.expected("complete")])
             done = []
@@ -379,7 +379,7 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
         connections.close_all()
 
 
-def _record_or_refusal(job: Job, queue: QueueConf) -> OutgoingRecord | Published:
+def _record_or_refusal(job: Due, queue: QueueConf) -> OutgoingRecord | Published:
     """One row nobody can send must not hold up the others of its batch for ever."""
     try:
         return dispatch.record_of(job, queue)

@@ -11,16 +11,19 @@ from django.db import OperationalError, connection, transaction
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination, get_transport
+from kjo_django.conf import get_settings
 from kjo_django.coordination.listeners import LocalListener
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, transition
+from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer import relay as relays
+from kjo_django.producer.dispatch import record_of
 from kjo_django.producer.due import due_jobs, next_due
 from kjo_django.producer.relay import Relay, lease_of
 from kjo_django.producer.wakeups import RELAY_CHANNEL, wake
 from kjo_django.testing.conformance import eventually
-from kjo_django.transports.base import Published
+from kjo_django.transports.base import OutgoingRecord, Published
 from tests.factories import JobFactory
 from tests.ledger.jobs import always_fails, write, write_keyed
 from tests.unit.deliveries import KJO, MEMORY, Bench, make_everything_due
@@ -123,7 +126,9 @@ def test_what_was_published_and_not_noted_yet_is_left_out(relay):
     first, second = jobs()
     relay._unrecorded[first.pk] = ("ledger", None)
     # When, then
-    assert due_jobs("default", ["ledger"], 10, relay._unrecorded) == [second]
+    assert [each.pk for each in due_jobs("default", ["ledger"], 10, relay._unrecorded)] == [
+        second.pk
+    ]
     assert next_due("default", ["ledger"], relay._unrecorded) == second.available_at
     assert next_due("default", ["other"]) is None
     (found,) = due_jobs("default", ["ledger"], 1)
@@ -150,6 +155,41 @@ def test_a_note_leaves_the_durability_of_others_alone(postgres, settings):
         assert relay.publish_due() == 1
         assert durability() == "on"
     assert [job.state for job in jobs()] == ["queued", "queued"]
+
+
+def test_a_message_is_made_of_the_row_as_of_its_instance(relay, monkeypatch):
+    # Given rows of every kind
+    foreign = {ORIGIN_ID: "their-1", "traceparent": "00-é\t\\", "raw": {"base64": "AP8="}}
+    JobFactory(queue="ledger", key="a\tk\\ey\n", payload=bytes(range(256)))
+    JobFactory(queue="ledger", generation=3, state="failing", attempts=2, headers=foreign)
+    JobFactory(queue="ledger", generation=2, headers={})
+    JobFactory(queue="other", destination="elsewhere", headers={names.RAW_KEY: {"base64": "AP8="}})
+    JobFactory(queue="other", destination="elsewhere", key="k")
+    conf = get_settings()
+    expected = {job.pk: record_of(job, conf.queue(job.queue)) for job in jobs()}
+    sent: list[OutgoingRecord] = []
+    publish = get_transport().publish
+    monkeypatch.setattr(
+        get_transport(), "publish", lambda records: sent.extend(records) or publish(records)
+    )
+    # When
+    assert relay.publish_due() == 5
+    # Then
+    assert sent == [expected[job.pk] for job in jobs()]
+    assert [job.state for job in jobs()] == ["queued"] * 3 + ["completed"] * 2
+
+
+def test_a_transport_may_tell_no_places(relay, monkeypatch):
+    # Given
+    write.enqueue_many([{"job": "a"}, {"job": "b"}])
+    JobFactory(queue="ledger", destination="elsewhere")
+    monkeypatch.setattr(get_transport(), "publish", lambda records: [Published() for _ in records])
+    # When
+    relay.publish_due()
+    # Then
+    assert [job.state for job in jobs()] == ["queued", "queued", "completed"]
+    assert {(job.partition, job.offset) for job in jobs()} == {(None, None)}
+    assert [job.topic for job in jobs()] == ["ledger", "ledger", "elsewhere"]
 
 
 # --- Refused, crashed, overtaken ------------------------------------------------------------------
