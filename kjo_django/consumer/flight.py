@@ -21,27 +21,22 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from asgiref.sync import async_to_sync, sync_to_async
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import connections
 from django.utils import timezone
 
 from kjo_django.consumer.batches import Started, call_step, concurrent_steps
-from kjo_django.consumer.connections import answers, drop_broken_connections, freshen_connections
+from kjo_django.consumer.connections import freshen_connections
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.outages import Patience
 from kjo_django.consumer.plain import PlainRunner
+from kjo_django.consumer.recording import Recorder
 from kjo_django.consumer.timeouts import TimeoutWatch
-from kjo_django.consumer.work import Delivery, Outcome
-from kjo_django.exceptions import PublishError
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.consumer.work import Delivery
 
 logger = logging.getLogger("kjo_django")
 
 LANDING_GROUP = 1000
 """Most endings that are settled in one transaction."""
-REFUSALS = 3
-"""Times a database that is there may refuse to record one ending, before its job runs again."""
-OUTAGES = (DatabaseError, InterfaceError, OSError, PublishError)
 
 
 class _Sortie:
@@ -55,7 +50,7 @@ class _Sortie:
 class Flight:
     """One worker's coroutines. Its threads start with the first.
 
-    :param settle: writes outcomes down and acknowledges them; returns the deferred.
+    :param recorder: makes endings durable.
     :param on_landed: told which deliveries have landed, and which of them are deferred.
     :param on_thread: called first in each of its threads.
     """
@@ -65,19 +60,17 @@ class Flight:
         plain: PlainRunner,
         leases: LeaseBook,
         watch: TimeoutWatch,
+        recorder: Recorder,
         *,
-        settle: Callable[[list[Outcome]], list[Delivery]],
         on_landed: Callable[[Sequence[Delivery], Collection[Delivery]], None],
         on_thread: Callable[[], None],
-        stopping: threading.Event,
     ) -> None:
         self._plain = plain
         self._leases = leases
         self._watch = watch
-        self._settle = settle
+        self._recorder = recorder
         self._on_landed = on_landed
         self._on_thread = on_thread
-        self._stopping = stopping
         self._boarding: deque[tuple[list[Started], _Sortie]] = deque()
         self._landed: deque[tuple[list[Started], list[Ran], _Sortie]] = deque()
         self._has_landed = threading.Event()
@@ -198,7 +191,7 @@ class Flight:
         deliveries = [delivery for delivery, _, _ in started]
         deferred: list[Delivery] = deliveries
         try:
-            deferred = self._record(started, ran)
+            deferred = self._recorder.record(started, ran)
         except Exception:
             # Nothing was acknowledged: they run again, and so it is seen.
             logger.exception("%d coroutines could not be settled", len(deliveries))
@@ -210,34 +203,3 @@ class Flight:
                 sortie.left -= count
                 if not sortie.left:
                     sortie.held.__exit__(None, None, None)
-
-    def _record(self, started: Sequence[Started], ran: Sequence[Ran]) -> list[Delivery]:
-        """Make the endings durable; returns what is deferred. An outage is waited out: the handlers
-        have run, and are not to run again for it."""
-        patience = Patience(self._stopping)
-        while True:
-            try:
-                freshen_connections()
-                return self._settle(self._plain.record(started, ran))
-            except OUTAGES as error:
-                is_refused = isinstance(error, DatabaseError) and answers(jobs_database())
-                if is_refused and len(started) > 1:
-                    logger.warning("%d endings are settled one by one: %s", len(started), error)
-                    return [
-                        delivery
-                        for pair in zip(started, ran, strict=True)
-                        for delivery in self._record_one(*pair)
-                    ]
-                drop_broken_connections()
-                if is_refused and patience.count >= REFUSALS:
-                    raise
-                if not patience.goes_on("Endings cannot be settled", error):
-                    raise
-
-    def _record_one(self, started: Started, ran: Ran) -> list[Delivery]:
-        try:
-            return self._record([started], [ran])
-        except OUTAGES as error:
-            logger.error("The ending of %s is given up, it runs again: %s", started[0].kind, error)
-            self._leases.release([started[0].lease])
-            return [started[0]]

@@ -19,14 +19,16 @@ from kjo_django.consumer import attempts, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import drop_broken_connections, freshen_connections
 from kjo_django.consumer.current import facts_of
-from kjo_django.consumer.flight import OUTAGES, Flight
+from kjo_django.consumer.flight import Flight
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import Patience
 from kjo_django.consumer.outcomes import acknowledge, is_dead
 from kjo_django.consumer.plain import PlainRunner
+from kjo_django.consumer.recording import OUTAGES, Recorder
 from kjo_django.consumer.rows import load_rows
 from kjo_django.consumer.timeouts import TimeoutWatch
+from kjo_django.consumer.turns import Turns
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
 from kjo_django.exceptions import MessageError
 from kjo_django.producer.dispatch import jobs_database
@@ -94,18 +96,15 @@ class Pipeline:
         self._alone = Gate()
         self._atomic = AtomicRunner(leases, watch, on_measure)
         self._plain = PlainRunner(leases, watch, on_measure)
+        recorder = Recorder(self._plain, leases, self._settle, self._stopping)
+        self._turns = Turns(self._plain, leases, recorder, self._stopping, on_thread=on_thread)
         self._flight = on_landed and Flight(
-            self._plain,
-            leases,
-            watch,
-            settle=self._settle,
-            on_landed=on_landed,
-            on_thread=on_thread,
-            stopping=self._stopping,
+            self._plain, leases, watch, recorder, on_landed=on_landed, on_thread=on_thread
         )
 
     def close(self, timeout: float) -> None:
         """End the threads it started, waiting so many seconds for them."""
+        self._turns.close(timeout)
         if self._flight is not None:
             self._flight.close(timeout)
 
@@ -217,8 +216,10 @@ class Pipeline:
         return self._run_together([delivery], mode)
 
     def _run_together(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
-        if mode is not Mode.ATOMIC:
-            return self._settle(self._plain.run(deliveries, concurrently=mode is Mode.CONCURRENT))
+        if mode is Mode.PLAIN:
+            return self._turns.run(deliveries)
+        if mode is Mode.CONCURRENT:
+            return self._settle(self._plain.run_at_once(deliveries))
         if len(deliveries) > 1:
             try:
                 return self._settle(self._atomic.run(deliveries))
@@ -234,8 +235,11 @@ class Pipeline:
 
     # --- Afterwards -------------------------------------------------------------------------------
 
-    def _settle(self, outcomes: list[Outcome]) -> list[Delivery]:
-        """Write failures, then acknowledge, release and tell; returns what is deferred."""
+    def _settle(self, outcomes: list[Outcome], keep: Collection[str] = ()) -> list[Delivery]:
+        """Write failures, then acknowledge, release and tell; returns what is deferred.
+
+        :param keep: names of leases that are not released.
+        """
         failed = [o for o in outcomes if o.result in _NOT_DONE]
         stuck: set[int] = set()
         if failed:
@@ -250,7 +254,8 @@ class Pipeline:
         settled = [o for o in outcomes if o.result is not Result.DEFERRED and id(o) not in stuck]
         acknowledge(settled, in_transaction=False)
         deferred = [o.delivery for o in outcomes if o.result is Result.DEFERRED or id(o) in stuck]
-        self._leases.release([o.delivery.lease for o in outcomes if o.delivery.message is not None])
+        names = [o.delivery.lease for o in outcomes if o.delivery.message is not None]
+        self._leases.release([name for name in names if name not in keep] if keep else names)
         if tracing.tracer is not None:
             tracing.tracer.settled(settled)
             tracing.tracer.given_back(deferred)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 from django.db import connections
@@ -78,24 +77,3 @@ def _rows_at_once(using: str, ids: Sequence[uuid.UUID], *, lock: bool) -> dict[s
         read_times_natively(cursor)
         cursor.execute(f"{_ROWS} FOR NO KEY UPDATE" if lock else _ROWS, [array_text(ids)])
         return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in cursor.fetchall()}
-
-
-_LEASE = """
-UPDATE kjo_job SET lease_token = %s, lease_expires_at = %s, started_at = %s
-WHERE id = ANY(%s::uuid[])
-"""
-
-
-def lease_rows(
-    using: str, ids: Sequence[uuid.UUID], token: str, now: datetime, expires_at: datetime
-) -> None:
-    """Write a worker's lease into rows the caller has locked, in one statement."""
-    if not ids:
-        return
-    if connections[using].vendor == "postgresql":
-        with connections[using].cursor() as cursor:
-            cursor.execute(_LEASE, [token, expires_at, now, array_text(ids)])
-        return
-    Job.objects.using(using).filter(pk__in=ids).update(
-        lease_token=token, lease_expires_at=expires_at, started_at=now
-    )

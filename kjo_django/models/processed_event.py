@@ -56,6 +56,22 @@ class ProcessedEventQuerySet(models.QuerySet["ProcessedEvent"]):
         ours = set(self.filter(pk__in=[row.pk for row in rows]).values_list("pk", flat=True))
         return {row.event_key for row in rows if row.pk in ours}
 
+    def known(self, keys: Collection[EventKey]) -> set[EventKey]:
+        """Return those of the keys that are marked."""
+        if not keys:
+            return set()
+        ids = sorted({key.event_id for key in keys})
+        services = sorted({key.service_name for key in keys})
+        connection = connections[self.db]
+        if connection.vendor == "postgresql":
+            with connection.cursor() as cursor:
+                cursor.execute(_KNOWN, [ids, services])
+                rows = cursor.fetchall()
+        else:
+            marked = self.filter(service_name__in=services, event_id__in=ids).order_by()
+            rows = list(marked.values_list(*EventKey._fields))
+        return {EventKey(*row) for row in rows}.intersection(keys)
+
     def unmark(self, keys: Collection[EventKey]) -> None:
         """Take markers of this transaction back: their handlers failed or must not run."""
         for service, event_type in {(key.service_name, key.event_type) for key in keys}:
@@ -82,6 +98,10 @@ FROM (
         AS u (id, event_id, service_name, event_type)
 ) AS v {_UNLESS_KNOWN}
 """  # noqa: S608 - constants of this module; values are parameters
+
+_KNOWN = """SELECT event_id, service_name, event_type FROM processed_events
+WHERE event_id = ANY(%s::text[]) AND service_name = ANY(%s::text[])
+"""
 
 
 def _mark_from_arrays(connection: Any, keys: Sequence[EventKey], now: Any) -> set[EventKey]:

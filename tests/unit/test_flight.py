@@ -408,8 +408,8 @@ def test_a_flight_that_never_began_closes():
     from unittest import mock
 
     flight = Flight(
-        mock.Mock(), mock.Mock(), mock.Mock(), settle=list, on_landed=mock.Mock(),
-        on_thread=lambda: None, stopping=threading.Event(),
+        mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock(), on_landed=mock.Mock(),
+        on_thread=lambda: None,
     )  # fmt: skip
     flight.close(0.1)
 
