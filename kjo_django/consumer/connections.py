@@ -9,14 +9,16 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 
 def freshen_connections() -> None:
-    """Close this thread's connections that are broken or past their CONN_MAX_AGE, as Django does
-    between requests; a CONN_MAX_AGE of 0 is not taken as a wish to reconnect for every group."""
+    """Close this thread's connections that are broken, left without autocommit or past their
+    CONN_MAX_AGE, as Django does between requests; a CONN_MAX_AGE of 0 is not taken as a wish to
+    reconnect for every group."""
     for connection in connections.all(initialized_only=True):
         # With DEBUG on, Django keeps the latest queries; a worker's are large, and nobody asks.
         connection.queries_log.clear()
         if connection.connection is None or connection.in_atomic_block:
             continue
-        if connection.errors_occurred and not connection.is_usable():
+        is_left_open = connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
+        if is_left_open or (connection.errors_occurred and not connection.is_usable()):
             connection.close()
             continue
         connection.errors_occurred = False

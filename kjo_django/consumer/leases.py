@@ -146,10 +146,13 @@ class LeaseBook:
         except CoordinationError as error:
             self._complain("Leases not released, they expire by themselves", error)
 
-    def hold_rows(self, ids: Iterable[UUID]) -> None:
-        """Renew the row leases of these jobs too (``atomic=False``)."""
+    def hold_rows(self, ids: Iterable[UUID]) -> set[UUID]:
+        """Renew the row leases of these jobs too (``atomic=False``); return those that nobody else
+        of this worker holds."""
         with self._lock:
-            self._rows.update(ids)
+            free = set(ids) - self._rows
+            self._rows |= free
+            return free
 
     def let_rows_go(self, ids: Iterable[UUID]) -> None:
         """Stop renewing."""

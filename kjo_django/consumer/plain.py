@@ -72,17 +72,27 @@ class PlainRunner:
                 ended.append(start)
             else:
                 started.append((delivery, start, row))
-        judged = [row for _, _, row in started if row is not None]
-        # Whoever else changed a row since, and be it by taking its lease, has it.
-        won = row_leases.take(using, judged, self._leases.token, now, now + self._leases.ttl)
+        judged = {row["id"]: row for _, _, row in started if row is not None}
+        # Another record of a job may be with another lane, and its lease is this worker's too.
+        free = self._leases.hold_rows(judged)
+        won: set[UUID] = set()
+        try:
+            # Whoever else changed a row since, and be it by taking its lease, has it.
+            won = row_leases.take(
+                using,
+                [row for id, row in judged.items() if id in free],
+                self._leases.token,
+                now,
+                now + self._leases.ttl,
+            )
+        finally:
+            self._leases.let_rows_go(free - won)
         ended += [
             Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
             for delivery, _, row in started
             if row is not None and row["id"] not in won
         ]
-        started = [one for one in started if one[2] is None or one[2]["id"] in won]
-        self._leases.hold_rows(_ids(started))
-        return started, ended
+        return [one for one in started if one[2] is None or one[2]["id"] in won], ended
 
     def let_go(self, started: Sequence[Started]) -> None:
         """Stop renewing the row leases."""

@@ -110,28 +110,18 @@ def _change_lifetimes(using: str, outcomes: Sequence[Outcome], now: datetime) ->
 def _complete_one_by_one(
     using: str, done: Sequence[Outcome], now: datetime, token: str | None
 ) -> set[Any]:
-    if token is None:
-        ids = {outcome.job["id"] for outcome in done if outcome.job is not None}
-        if _complete_many(using, done, now) == len(done):
-            return ids
-        recorded = Job.objects.using(using).filter(pk__in=ids, finished_at=now)
-        return set(recorded.filter(state=JobState.COMPLETED).values_list("pk", flat=True))
-    won = set()
-    for outcome in done:
-        job = outcome.job
-        assert job is not None
-        rows = Job.objects.using(using).at(job["id"], job["generation"])
-        if token is not None:
-            rows = rows.filter(lease_token=token)
-        if transition("complete", rows, **_completion(outcome, now)):
-            won.add(job["id"])
-    return won
+    ids = {outcome.job["id"] for outcome in done if outcome.job is not None}
+    if _complete_many(using, done, now, token) == len(done):
+        return ids
+    recorded = Job.objects.using(using).filter(pk__in=ids, finished_at=now)
+    return set(recorded.filter(state=JobState.COMPLETED).values_list("pk", flat=True))
 
 
-def _complete_many(using: str, done: Sequence[Outcome], now: datetime) -> int:
+def _complete_many(using: str, done: Sequence[Outcome], now: datetime, token: str | None) -> int:
     """One statement, executed for each; returns how many rows it changed."""
     connection = connections[using]
     expected = states.expected("complete")
+    holder = [] if token is None else [token]
     changes: dict[str, Any] = {}
     rows = []
     for outcome in done:
@@ -140,13 +130,14 @@ def _complete_many(using: str, done: Sequence[Outcome], now: datetime) -> int:
         changes = {"state": states.RESULT_OF["complete"], **_completion(outcome, now)}
         values = [_FIELDS[n].get_db_prep_save(value, connection) for n, value in changes.items()]
         id = _FIELDS["id"].get_db_prep_save(job["id"], connection)
-        rows.append([*values, id, job["generation"], *expected])
+        rows.append([*values, id, job["generation"], *expected, *holder])
     assignments = ", ".join(f"{connection.ops.quote_name(name)} = %s" for name in changes)
     places = ", ".join(["%s"] * len(expected))
+    held = " AND lease_token = %s" if holder else ""
     with connection.cursor() as cursor:
         cursor.executemany(
             f"UPDATE kjo_job SET {assignments} "  # noqa: S608 - names of ours
-            f"WHERE id = %s AND generation = %s AND state IN ({places})",
+            f"WHERE id = %s AND generation = %s AND state IN ({places}){held}",
             rows,
         )
         return int(cursor.rowcount)

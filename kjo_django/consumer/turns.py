@@ -18,7 +18,7 @@ from django.db import DatabaseError, connections
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer.batches import Started, in_steps
-from kjo_django.consumer.connections import answers, drop_broken_connections
+from kjo_django.consumer.connections import answers, drop_broken_connections, freshen_connections
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import Patience
@@ -140,6 +140,8 @@ class Turns:
             now = time.monotonic()
         elif group.has_unrecorded(now):
             self._overdue.look_after(group)
+        # What the one before has left of its connection is not this one's fault.
+        freshen_connections()
         group.has_begun = True
         group.add(now, calls, self._plain.call(calls))
 
@@ -260,6 +262,8 @@ class _Overdue:
                 self._changed.wait(budget)
                 now = time.monotonic()
                 late = [g for g in self._groups if g.has_unrecorded(now - g.budget)]
+                # Until its lane has something new there is nothing more to record.
+                self._groups.difference_update(late)
             for group in late:
                 self._record(group)
 

@@ -41,7 +41,7 @@ class Sizes:
 QUICK = {
     REAL: Sizes(
         drain=10_000,
-        outside=1_000,
+        outside=10_000,
         insert=3_000,
         sleep=1_000,
         waiting=5_000,
@@ -53,7 +53,7 @@ QUICK = {
     ),
     EMBEDDED: Sizes(
         drain=3_000,
-        outside=200,
+        outside=3_000,
         insert=1_000,
         sleep=300,
         waiting=1_000,
@@ -66,7 +66,7 @@ QUICK = {
 FULL = {
     REAL: Sizes(
         drain=50_000,
-        outside=5_000,
+        outside=50_000,
         insert=20_000,
         sleep=4_000,
         waiting=50_000,
@@ -81,7 +81,7 @@ FULL = {
     ),
     EMBEDDED: Sizes(
         drain=20_000,
-        outside=500,
+        outside=20_000,
         insert=10_000,
         sleep=2_000,
         waiting=5_000,
@@ -103,7 +103,7 @@ def sizes_for(engine: str, jobs: int | None, full: bool = False) -> Sizes:
     return replace(
         sizes,
         drain=jobs,
-        outside=min(jobs, sizes.outside),
+        outside=jobs,
         insert=jobs,
         sleep=jobs,
         waiting=jobs,

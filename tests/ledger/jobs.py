@@ -176,3 +176,14 @@ def fail_unless(job: str, mended: bool) -> None:
     if not mended:
         raise PermanentError("the payload is not mended")
     Entry.objects.create(job=job)
+
+
+@job(queue="ledger", atomic=False, max_attempts=3)
+def write_wait_or_kill(job: str, path: str = "", kill: bool = False) -> None:
+    """Add an entry at once, having waited as ``wait_outside`` does, or take the process down."""
+    if kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    if path:
+        _wait_for_file(path)
+    Entry.objects.create(job=job)

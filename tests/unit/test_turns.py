@@ -1,0 +1,535 @@
+"""Groups of ``atomic=False`` handlers: claimed together, recorded together, little left unrecorded.
+
+On PostgreSQL and on a SQLite file.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from django.db import IntegrityError, OperationalError, connection, transaction
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.backends import get_coordination
+from kjo_django.consumer import row_leases
+from kjo_django.consumer.plain import PlainRunner
+from kjo_django.consumer.work import Result
+from kjo_django.exceptions import RateLimitExceededError
+from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
+from kjo_django.worker import Worker
+from tests.ledger.models import Entry
+from tests.unit.deliveries import KJO, MEMORY, Bench, as_job
+
+pytestmark = pytest.mark.usefixtures("real_database")
+WAIT = 60
+AMPLE, SHORT, NEXT_TO_NONE = 600, 0.2, 0.000002
+"""Seconds of budget: one nothing exhausts here, one a sleep does, one everything does."""
+
+
+@pytest.fixture(autouse=True)
+def _declared(real_database, monkeypatch):
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+
+
+@pytest.fixture
+def make_bench(settings):
+    made = []
+
+    def make(budget: float, worker: str = "bench", **options: object) -> Bench:
+        if not made:
+            settings.KJO = {**KJO, **MEMORY, "GROUP_BUDGET": budget, **options}
+        made.append(Bench(worker=worker))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.pipeline.close(WAIT)
+        bench.close()
+
+
+def noting(ran: list[int]):
+    def note(number):
+        ran.append(number)
+
+    return note
+
+
+def completed() -> int:
+    return Job.objects.filter(state="completed").count()
+
+
+def states() -> list[str]:
+    return list(Job.objects.order_by("id").values_list("state", flat=True))
+
+
+def leased() -> int:
+    return Job.objects.exclude(lease_token="", lease_expires_at=None).count()
+
+
+def settled(bench: Bench) -> bool:
+    return not leased() and not list(get_coordination().names("CONS:")) and bench.lag() == 0
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.01)
+
+
+# --- Together -------------------------------------------------------------------------------------
+
+
+def test_the_number_of_queries_does_not_grow_with_the_group(make_bench):
+    bench = make_bench(AMPLE)
+    ran = []
+    job = as_job(noting(ran), "bench.note", atomic=False)
+
+    def queries_of(count: int) -> int:
+        job.enqueue_many([{"number": number} for number in range(count)])
+        deliveries, statements = bench.poll(), []
+
+        def note(execute, sql, *rest):
+            statements.append(sql)
+            return execute(sql, *rest)
+
+        with connection.execute_wrapper(note):
+            bench.run(deliveries)
+        return len(statements)
+
+    queries_of(1)
+    assert queries_of(60) == queries_of(2)
+    assert len(ran) == completed() == ProcessedEvent.objects.count() == 63
+    assert settled(bench)
+
+
+def test_each_runs_once_in_order_and_outside_any_transaction(make_bench):
+    bench, seen = make_bench(AMPLE), []
+
+    def look(number):
+        seen.append((number, connection.in_atomic_block, completed(), leased()))
+
+    as_job(look, atomic=False).enqueue_many([{"number": n} for n in range(5)])
+    bench.run()
+    assert seen == [(n, False, 0, 5) for n in range(5)]
+    assert bench.results == [Result.COMPLETED] * 5
+    assert settled(bench)
+
+
+def test_a_failure_is_its_own(make_bench):
+    bench = make_bench(AMPLE)
+
+    def maybe(number):
+        Entry.objects.create(job=str(number))
+        if number == 1:
+            raise RuntimeError
+
+    as_job(maybe, atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    bench.run()
+    assert states() == ["completed", "failing", "completed"]
+    assert (Entry.objects.count(), JobFailure.objects.count()) == (3, 1)
+    assert settled(bench)
+
+
+def test_two_records_of_one_job_run_it_once(make_bench):
+    """Also where its coordination lease is both's."""
+    bench, ran = make_bench(AMPLE), []
+    as_job(lambda: ran.append(1), "bench.once", atomic=False).enqueue()
+    (delivery,) = bench.poll()
+    bench.run([delivery, bench.read(delivery.record)])
+    assert ran == [1]
+    assert bench.results[0] is Result.COMPLETED
+    assert len(bench.results) == 2
+    assert settled(bench)
+
+
+def test_two_lanes_with_a_record_each_of_one_job_run_it_once(make_bench):
+    """The lease in its row is the worker's, so it does not tell one lane from the other."""
+    bench, ran, late = make_bench(AMPLE), [], []
+
+    def run_again() -> None:
+        try:
+            late.extend(bench.pipeline.run([again], again.mode))
+        finally:
+            connection.close()
+
+    def once():
+        ran.append(1)
+        other = threading.Thread(target=run_again)
+        other.start()
+        other.join(WAIT)
+
+    as_job(once, atomic=False).enqueue()
+    (delivery,) = bench.poll()
+    again = bench.read(delivery.record)
+    bench.run([delivery])
+    assert (ran, late) == ([1], [again])
+    assert bench.run(late) == []
+    assert ran == [1]
+
+
+# --- What is unrecorded ---------------------------------------------------------------------------
+
+
+def test_with_next_to_no_budget_each_is_recorded_before_the_next_starts(make_bench):
+    bench, seen = make_bench(NEXT_TO_NONE), []
+    as_job(lambda: seen.append(completed()), "bench.look", atomic=False).enqueue_many([{}] * 4)
+    bench.run()
+    assert seen == [0, 1, 2, 3]
+    assert settled(bench)
+
+
+def test_what_has_run_is_recorded_before_another_starts_when_it_took_a_part_of_the_budget(
+    make_bench,
+):
+    # Given
+    bench, seen = make_bench(SHORT * 10), []
+
+    def look(number):
+        seen.append(completed())
+        if number == 1:
+            time.sleep(SHORT * 1.1)
+
+    as_job(look, atomic=False).enqueue_many([{"number": n} for n in range(4)])
+    # When
+    bench.run()
+    # Then
+    assert seen == [0, 0, 2, 2]
+    assert settled(bench)
+
+
+def test_what_was_quick_does_not_wait_for_what_is_slow(make_bench):
+    """Its record and its waiters do not, though the lane is busy."""
+    # Given
+    bench, told = make_bench(SHORT), []
+
+    def look(number):
+        if number == 2:
+            wait_until(lambda: completed() == 2)
+            wait_until(lambda: len(bench.outcomes) == 2)
+            told.extend(bench.outcomes)
+
+    as_job(look, atomic=False).enqueue_many([{"number": n} for n in range(4)])
+    # When
+    bench.run()
+    # Then
+    assert [outcome.result for outcome in told] == [Result.COMPLETED] * 2
+    assert states() == ["completed"] * 4
+    assert settled(bench)
+
+
+def test_a_batch_is_one_call_and_recorded_like_one(make_bench):
+    bench, calls = make_bench(NEXT_TO_NONE), []
+
+    def together(batch):
+        calls.append((len(batch), completed()))
+
+    as_job(together, atomic=False, batch=2).enqueue_many([{"number": n} for n in range(5)])
+    bench.run()
+    assert calls == [(2, 0), (2, 2), (1, 4)]
+    assert settled(bench)
+
+
+# --- Between claim and run, between run and record ------------------------------------------------
+
+
+def test_a_claim_is_good_for_the_budget_only(make_bench):
+    """What was cancelled meanwhile does not run."""
+    # Given
+    bench, ran = make_bench(SHORT), []
+
+    def cancel_the_others(number):
+        ran.append(number)
+        others = Job.objects.order_by("id")[1:3]
+        assert transition("cancel", Job.objects.filter(pk__in=[job.pk for job in others])) == 2
+        time.sleep(SHORT)
+
+    def note(number):
+        ran.append(number)
+
+    as_job(cancel_the_others, atomic=False).enqueue(number=0)
+    as_job(note, atomic=False).enqueue_many([{"number": n} for n in (1, 2, 3)])
+    # When
+    bench.run()
+    # Then
+    assert ran == [0, 3]
+    assert states() == ["completed", "cancelled", "cancelled", "completed"]
+    assert bench.results == [Result.COMPLETED, Result.SKIPPED, Result.SKIPPED, Result.COMPLETED]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_lost_its_lease_before_it_is_recorded_is_refused_alone(make_bench, fails):
+    # Given
+    bench = make_bench(AMPLE)
+
+    def note(number):
+        if number == 2:
+            theirs = {"lease_token": "another", "lease_expires_at": timezone.now() + timedelta(1)}
+            Job.objects.filter(pk=Job.objects.order_by("id")[1].pk).update(**theirs)
+        if fails and number == 1:
+            raise RuntimeError
+
+    as_job(note, atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    # When
+    bench.run()
+    # Then
+    assert bench.results.count(Result.COMPLETED) == 2
+    assert bench.results.count(Result.SKIPPED) == 1
+    lost = Job.objects.order_by("id")[1]
+    assert (lost.state != "completed", lost.lease_token, lost.attempts) == (True, "another", 0)
+    assert ProcessedEvent.objects.count() == 2
+
+
+def test_of_two_workers_that_judge_a_group_at_once_each_job_is_one_s(make_bench, monkeypatch):
+    # Given two workers without coordination between them
+    bench, another = make_bench(AMPLE), make_bench(AMPLE, worker="another")
+    ran, take, lost = [], row_leases.take, []
+    as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(6)])
+    deliveries = bench.poll()
+    theirs = [another.read(delivery.record) for delivery in deliveries[2:4]]
+
+    def take_after_the_other(using, rows, token, *times):
+        if token == "bench":
+            monkeypatch.setattr(row_leases, "take", take)
+            started, _ = another.pipeline._plain.claim(theirs)
+            assert len(started) == 2
+        return take(using, rows, token, *times)
+
+    monkeypatch.setattr(row_leases, "take", take_after_the_other)
+    # When the other is quicker between the judgement and the lease
+    lost = bench.run(deliveries)
+    # Then
+    assert ran == [0, 1, 4, 5]
+    assert lost == deliveries[2:4]
+    assert leased() == 2
+
+
+def test_what_waits_behind_a_pause_keeps_no_lease(make_bench):
+    # Given jobs of one partition; one of them meets a rate limit
+    bench, ran = make_bench(AMPLE, ERROR_RECOVERY_DELAYS={"rate_limit": 9}), []
+
+    def note(context, number):
+        ran.append(number)
+        if number == 1 and context.attempt == 1:
+            raise RateLimitExceededError("slow down")
+
+    job = as_job(note, atomic=False, takes_context=True)
+    job.enqueue_many([{"number": n} for n in range(4)])
+    # When
+    deferred = bench.run()
+    # Then
+    assert ran == [0, 1]
+    assert [delivery.deliveries for delivery in deferred] == [1, 1]
+    assert (leased(), list(get_coordination().names("CONS:"))) == (0, [])
+    assert not Job.objects.filter(state="queued").exclude(started_at=None).exists()
+    # And another worker may have them at once
+    another = make_bench(AMPLE, worker="another")
+    another.run([another.read(delivery.record) for delivery in deferred])
+    assert ran == [0, 1, 2, 3]
+
+
+def test_behind_one_of_its_key_that_is_held_elsewhere_nothing_runs_and_nothing_is_held(make_bench):
+    bench, ran = make_bench(AMPLE), []
+    job = as_job(lambda key, n: ran.append(n), "bench.keyed", atomic=False, key="key")
+    for number, key in enumerate("kkok"):
+        job.enqueue(key=key, n=number)
+    deliveries = bench.poll()
+    theirs = {"lease_token": "another", "lease_expires_at": timezone.now() + timedelta(1)}
+    get_coordination().claim(["WORKER:another"], "another", timedelta(minutes=1))
+    Job.objects.filter(pk=Job.objects.order_by("id")[1].pk).update(**theirs)
+    # When
+    deferred = bench.run(deliveries)
+    # Then
+    assert ran == [0, 2]
+    assert deferred == [deliveries[1], deliveries[3]]
+    assert leased() == 1
+
+
+# --- Outages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_an_outage_while_recording_runs_nothing_again(make_bench, monkeypatch, failures):
+    # Given
+    bench, ran, left, record = make_bench(AMPLE), [], [failures], PlainRunner.record
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+
+    def away(self, started, endings):
+        if left[0]:
+            left[0] -= 1
+            raise OperationalError("server closed the connection unexpectedly")
+        return record(self, started, endings)
+
+    monkeypatch.setattr(PlainRunner, "record", away)
+    as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    # When
+    bench.run()
+    # Then
+    assert (ran, states()) == ([0, 1, 2], ["completed"] * 3)
+    assert bench.results == [Result.COMPLETED] * 3
+    assert settled(bench)
+
+
+def test_an_ending_that_cannot_be_recorded_takes_no_others_with_it(make_bench, monkeypatch):
+    # Given
+    bench, record = make_bench(AMPLE), PlainRunner.record
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+
+    def refuse(self, started, endings):
+        if any(one[0].message.payload == b'{"number":1}' for one in started):
+            raise IntegrityError("not this one")
+        return record(self, started, endings)
+
+    monkeypatch.setattr(PlainRunner, "record", refuse)
+    ran = []
+    as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    # When
+    deliveries = bench.poll()
+    deferred = bench.run(deliveries)
+    # Then
+    assert (ran, deferred) == ([0, 1, 2], [deliveries[1]])
+    assert completed() == 2
+    assert leased() == 0
+    # And it runs again
+    monkeypatch.setattr(PlainRunner, "record", record)
+    bench.run(deferred)
+    assert (completed(), Job.objects.order_by("id")[1].attempts) == (3, 1)
+    assert settled(bench)
+
+
+def test_an_outage_before_they_begin_spends_nothing(make_bench, monkeypatch):
+    # Given a worker that stops while its database is away
+    bench, ran = make_bench(AMPLE), []
+    as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    deliveries = bench.poll()
+
+    def away(*args, **kwargs):
+        raise OperationalError("server closed the connection unexpectedly")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kjo_django.consumer.plain.load_rows", away)
+        patch.setattr("kjo_django.consumer.turns.answers", lambda using: False)
+        deferred = bench.run(deliveries)
+    # Then
+    assert (bench.stopping.waits, deferred, ran) == (1, deliveries, [])
+    assert (leased(), list(get_coordination().names("CONS:"))) == (0, [])
+    # And once it is back
+    bench.stopping.waits = 0
+    assert bench.run(deferred) == []
+    assert ran == [0, 1, 2]
+    assert set(Job.objects.values_list("attempts", flat=True)) == {1}
+
+
+def test_a_claim_the_database_refuses_is_made_one_by_one(make_bench, monkeypatch):
+    bench, ran, claim, sizes = make_bench(AMPLE), [], PlainRunner.claim, []
+
+    def refuse_many(self, deliveries):
+        sizes.append(len(deliveries))
+        if len(deliveries) == 3:
+            raise IntegrityError("not these")
+        return claim(self, deliveries)
+
+    monkeypatch.setattr(PlainRunner, "claim", refuse_many)
+    as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    bench.run()
+    assert (ran, sizes, bench.stopping.waits) == ([0, 1, 2], [3, 1, 2], 0)
+    assert settled(bench)
+
+
+def test_a_transaction_one_leaves_open_is_not_the_next_ones(make_bench):
+    # Given
+    bench = make_bench(AMPLE)
+
+    def leave_open(number):
+        Entry.objects.create(job=str(number))
+        if number == 1:
+            transaction.set_autocommit(False)
+            Entry.objects.create(job="never committed")
+
+    as_job(leave_open, atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    # When
+    bench.run()
+    # Then
+    connection.close()
+    assert states() == ["completed"] * 3
+    assert sorted(Entry.objects.values_list("job", flat=True)) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("real_database", ["postgres"], indirect=True)
+def test_a_connection_one_breaks_is_not_the_next_ones(make_bench):
+    # Given
+    bench = make_bench(AMPLE)
+
+    def break_it(number):
+        Entry.objects.create(job=str(number))
+        if number == 1:
+            connection.connection.close()
+            Entry.objects.count()
+
+    as_job(break_it, atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    # When
+    bench.run()
+    # Then
+    assert states() == ["completed", "failing", "completed"]
+    assert (Entry.objects.count(), bench.stopping.waits) == (3, 0)
+
+
+# --- The end --------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_stops_begins_no_more_of_a_group(settings):
+    # Given a worker in the first of a group
+    settings.KJO = {
+        **KJO,
+        **MEMORY,
+        "GROUP_BUDGET": AMPLE,
+        "CONCURRENCY": 1,
+        "POLL_INTERVAL": 0.1,
+        "HEARTBEAT_INTERVAL": 0.2,
+    }
+    ran, begun, go_on = [], threading.Event(), threading.Event()
+
+    def note(number):
+        ran.append(number)
+        if number == 1:
+            begun.set()
+            assert go_on.wait(WAIT)
+
+    job = as_job(note, atomic=False)
+    # Not the first anybody sees of it: that one runs alone.
+    job.enqueue(number=0)
+    worker = Worker(["ledger"], owns_process=False)
+    codes: list[int] = []
+
+    def run() -> None:
+        try:
+            codes.append(worker.run())
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: completed() == 1)
+        with transaction.atomic():
+            job.enqueue_many([{"number": n} for n in range(1, 40)])
+        assert begun.wait(WAIT)
+        # When
+        worker.stop()
+        wait_until(lambda: worker.lanes.is_stopped)
+    finally:
+        go_on.set()
+        thread.join(WAIT)
+    # Then: what it was in is finished, the others are as they were
+    assert codes == [0]
+    assert ran == [0, 1]
+    assert completed() == 2
+    rest = Job.objects.exclude(state="completed")
+    assert set(rest.values_list("attempts", "lease_token", "lease_expires_at", "started_at")) == {
+        (0, "", None, None)
+    }
+    assert not list(get_coordination().names("CONS:"))
