@@ -71,7 +71,8 @@ class Pipeline:
     """Runs groups. Called by every lane's thread; keeps no state between groups.
 
     :param on_outcomes: told of every group's outcomes once they are durable.
-    :param stopping: set when the worker stops.
+    :param stopping: set when the worker stops. Without it ``run_once`` raises all outages; with it,
+        those that ``atomic=False`` handlers meet are waited out, their endings in hand.
     :param on_landed: where given, coroutines outside a transaction fly: ``run`` returns while they
         are in the air. It is told which deliveries have landed, and which of them are deferred.
     :param on_thread: called first in each thread this starts.
@@ -96,8 +97,8 @@ class Pipeline:
         self._alone = Gate()
         self._atomic = AtomicRunner(leases, watch, on_measure)
         self._plain = PlainRunner(leases, watch, on_measure)
-        recorder = Recorder(self._plain, leases, self._settle, self._stopping)
-        self._turns = Turns(self._plain, leases, recorder, self._stopping, on_thread=on_thread)
+        recorder = Recorder(self._plain, leases, self._settle, stopping)
+        self._turns = Turns(self._plain, leases, recorder, stopping, on_thread=on_thread)
         self._flight = on_landed and Flight(
             self._plain, leases, watch, recorder, on_landed=on_landed, on_thread=on_thread
         )

@@ -38,10 +38,17 @@ class Settle(Protocol):
 
 
 class Recorder:
-    """Records and settles, in the threads of those who ask. Keeps no state."""
+    """Records and settles, in the threads of those who ask. Keeps no state.
+
+    :param stopping: set when the worker stops; None: outages are raised.
+    """
 
     def __init__(
-        self, plain: PlainRunner, leases: LeaseBook, settle: Settle, stopping: threading.Event
+        self,
+        plain: PlainRunner,
+        leases: LeaseBook,
+        settle: Settle,
+        stopping: threading.Event | None,
     ) -> None:
         self._plain = plain
         self._leases = leases
@@ -61,12 +68,14 @@ class Recorder:
         :param ended: outcomes of those that were not to run.
         :param keep: names of leases somebody else of their group still needs.
         """
-        patience = Patience(self._stopping)
+        patience = None if self._stopping is None else Patience(self._stopping)
         while True:
             try:
                 freshen_connections()
                 return self._settle([*ended, *self._plain.record(started, ran)], keep)
             except OUTAGES as error:
+                if patience is None:
+                    raise
                 is_refused = isinstance(error, DatabaseError) and answers(jobs_database())
                 if is_refused and len(started) + len(ended) > 1:
                     count = len(started) + len(ended)

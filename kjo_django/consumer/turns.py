@@ -38,6 +38,7 @@ UNRECORDED = 0.1
 class Turns:
     """Runs groups; called by every lane's thread.
 
+    :param stopping: set when the worker stops; None: outages are raised.
     :param on_thread: called first in the thread this may start.
     """
 
@@ -46,7 +47,7 @@ class Turns:
         plain: PlainRunner,
         leases: LeaseBook,
         recorder: Recorder,
-        stopping: threading.Event,
+        stopping: threading.Event | None,
         *,
         on_thread: Callable[[], None],
     ) -> None:
@@ -73,13 +74,15 @@ class Turns:
         names = Counter(delivery.lease for delivery in deliveries)
         twice = {name for name, count in names.items() if count > 1}
         group = _Group(self._recorder, twice, conf.group_budget.total_seconds())
-        count, patience = len(left), Patience(self._stopping)
-        while left and not (self._stopping.is_set() and group.has_begun):
+        count, patience = len(left), self._patience()
+        while left and not (self._is_stopping and group.has_begun):
             steps = _without_repeats(left, count, keys)
             awake = [d for step in steps for d in step if d not in group.resting]
             try:
                 started, ended = self._plain.claim(awake)
             except OUTAGES as error:
+                if patience is None:
+                    raise
                 left.extendleft(reversed(steps))
                 drop_broken_connections()
                 is_refused = isinstance(error, DatabaseError) and answers(jobs_database())
@@ -89,7 +92,7 @@ class Turns:
                 elif not patience.goes_on("The group cannot be claimed", error):
                     break
                 continue
-            patience = Patience(self._stopping)
+            patience = self._patience()
             done = self._run_claimed(group, steps, started, ended)
             left.extendleft(reversed(steps[done:]))
             # It took longer than was thought when the group was formed.
@@ -97,6 +100,13 @@ class Turns:
         if twice:
             self._leases.release(list(twice))
         return group.deferred + [delivery for step in left for delivery in step]
+
+    def _patience(self) -> Patience | None:
+        return None if self._stopping is None else Patience(self._stopping)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stopping is not None and self._stopping.is_set()
 
     def _run_claimed(
         self,
@@ -123,7 +133,7 @@ class Turns:
                 group.end(outcomes)
                 if calls:
                     self._call(group, calls)
-                if self._stopping.is_set() or time.monotonic() >= until:
+                if self._is_stopping or time.monotonic() >= until:
                     break
         finally:
             self._overdue.forget(group)
@@ -138,7 +148,7 @@ class Turns:
         if group.has_unrecorded(now - UNRECORDED * group.budget):
             group.record()
             now = time.monotonic()
-        elif group.has_unrecorded(now):
+        elif self._stopping is not None and group.has_unrecorded(now):
             self._overdue.look_after(group)
         # What the one before has left of its connection is not this one's fault.
         freshen_connections()

@@ -243,10 +243,10 @@ class _NoLeases(LeaseBook):
 class _Synchronous(Pipeline):
     """The pipeline, but what dies is not published: a test needs no broker."""
 
-    def _settle(self, outcomes: list[Outcome]) -> list[Delivery]:
+    def _settle(self, outcomes: list[Outcome], keep: Collection[str] = ()) -> list[Delivery]:
         for outcome in outcomes:
             outcome.notes["is_published"] = True
-        return super()._settle(outcomes)
+        return super()._settle(outcomes, keep)
 
 
 class _Runner:
