@@ -52,7 +52,7 @@ def uuid7() -> uuid.UUID:
         if not _randoms:
             _refill()
         random = _randoms.pop()
-    return _of(tick, random)
+    return uuid.UUID(int=_value(tick, random))
 
 
 def uuid7s(count: int) -> list[uuid.UUID]:
@@ -60,6 +60,16 @@ def uuid7s(count: int) -> list[uuid.UUID]:
 
     They count on from it, 4096 for each millisecond: more of them are ahead of it by so much.
     """
+    return [uuid.UUID(int=value) for value in _values(count)]
+
+
+def uuid7_texts(count: int) -> list[str]:
+    """Return so many as text, at a third of the price: all that a statement for many rows needs."""
+    texts = [f"{value:032x}" for value in _values(count)]
+    return [f"{t[:8]}-{t[8:12]}-{t[12:16]}-{t[16:20]}-{t[20:]}" for t in texts]
+
+
+def _values(count: int) -> list[int]:
     global _last_tick
     if count < 1:
         return []
@@ -68,7 +78,7 @@ def uuid7s(count: int) -> list[uuid.UUID]:
         first = max(now, _last_tick + 1)
         _last_tick = first + count - 1
     randoms = struct.unpack(f"{count}Q", os.urandom(8 * count))
-    return list(map(_of, range(first, first + count), randoms))
+    return list(map(_value, range(first, first + count), randoms))
 
 
 def _tick() -> int:
@@ -76,9 +86,9 @@ def _tick() -> int:
     return (milliseconds << 12) | ((rest << 12) // 1_000_000)
 
 
-def _of(tick: int, random: int) -> uuid.UUID:
+def _value(tick: int, random: int) -> int:
     value = (tick >> 12) << 80 | 0x7 << 76 | (tick & 0xFFF) << 64
-    return uuid.UUID(int=value | 0b10 << 62 | random >> 2)
+    return value | 0b10 << 62 | random >> 2
 
 
 def uuid7_floor(moment: datetime) -> uuid.UUID:

@@ -6,14 +6,13 @@ committed with the word that it has run, or not at all.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from django.db import DatabaseError, connections
+from django.db import DatabaseError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
@@ -25,17 +24,17 @@ from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import Resting, acknowledge, is_settled_by_group, outcome_of
-from kjo_django.consumer.rows import load_rows, row_id
-from kjo_django.consumer.savepoint import Chain, LazySavepoint
+from kjo_django.consumer.rows import mark_and_load, row_id
+from kjo_django.consumer.savepoint import CAUGHT, LazySavepoint
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.models import EventKey, ProcessedEvent
+from kjo_django.models.postgres import is_aborted
 from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
-Behind = Callable[[], AbstractContextManager[Any]]
-"""Makes what separates one handler's writes from those of its group."""
+_NOTHING = nullcontext()
 _RAN = (Result.COMPLETED, Result.RETRIED, Result.DEAD, Result.CANCELLED)
 
 
@@ -52,14 +51,16 @@ class ConnectionLost(DatabaseError):
 
 
 class _Spoiled(Exception):
-    """A handler failed that shares a transaction with others, without a savepoint between them.
+    """A handler failed that has no savepoint of its own, so its transaction is to be rolled back.
 
     :param ended: those that were asked to end, and did: they are not to run again.
+    :param failed: how it ended, by its delivery; not told of batches.
     """
 
-    def __init__(self, ended: dict[Delivery, Ran]) -> None:
+    def __init__(self, ended: dict[Delivery, Ran], failed: dict[Delivery, Ran]) -> None:
         super().__init__()
         self.ended = ended
+        self.failed = failed
 
 
 class AtomicRunner:
@@ -86,7 +87,7 @@ class AtomicRunner:
             if outcome is None or not answers(jobs_database()):
                 raise
             outcome.error, outcome.value = outcome.error or error, None
-            settlement.judge_failure(outcome, outcome.notes["max_attempts"])
+            settlement.judge_failure(outcome, outcome.max_attempts)
             return [outcome]
 
     def run(
@@ -94,19 +95,24 @@ class AtomicRunner:
     ) -> list[Outcome]:
         """Run a group in one transaction.
 
-        Without savepoints where every handler of it has no effect that a roll-back does not undo:
-        the first that fails undoes all, and all run again, each behind its own.
+        Without savepoints where there is one delivery only: when it fails, the whole transaction is
+        rolled back. Without them, too, where every handler of the group has no effect that a
+        roll-back does not undo: the first that fails undoes all, and all run again, each behind its
+        own.
 
         :param attempted: outcomes are added to it one by one.
         :raises DatabaseError: the transaction failed as a whole; nothing has taken effect.
         """
-        ended: dict[Delivery, Ran] = {}
-        if len(deliveries) > 1 and all(map(_is_database_only, deliveries)):
+        attempted = [] if attempted is None else attempted
+        known: dict[Delivery, Ran] = {}
+        is_alone = len(deliveries) == 1 and deliveries[0].batch is None
+        if is_alone or (len(deliveries) > 1 and all(map(_is_database_only, deliveries))):
             try:
-                return self._run([], deliveries, None)
+                return self._run(attempted, deliveries, None)
             except _Spoiled as spoiled:
-                ended = spoiled.ended
-        return self._run([] if attempted is None else attempted, deliveries, ended)
+                attempted.clear()
+                known = spoiled.failed if is_alone else spoiled.ended
+        return self._run(attempted, deliveries, known)
 
     def _run(
         self,
@@ -118,16 +124,14 @@ class AtomicRunner:
         using, service = jobs_database(), get_settings().service_name
         connection = connections[using]
         keys = {delivery: delivery.event_key(service) for delivery in deliveries}
+        # Two records of one message in a group, as a crashed relay leaves them.
+        has_repeats = len(set(keys.values())) < len(keys)
+        ended: dict[EventKey, Outcome] = {}
+        resting = Resting()
+        savepoint = LazySavepoint(connection)
+        behind = _NOTHING if known is None else savepoint
         with settlement.in_transaction(using):
-            # A write first: SQLite takes its write lock at once instead of failing half-way.
-            fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
-            rows = load_rows(using, deliveries, lock=True)
-            ended: dict[EventKey, Outcome] = {}
-            resting = Resting()
-            behind: Behind = nullcontext
-            chain = Chain()
-            if known is not None:
-                behind = functools.partial(LazySavepoint, connection, chain)
+            fresh, rows = mark_and_load(using, list(keys.values()), deliveries)
             for step in in_steps(deliveries, keys):
                 started: list[Started] = []
                 new: list[Outcome] = []
@@ -136,18 +140,12 @@ class AtomicRunner:
                     if delivery in resting:
                         new.append(Outcome(delivery, Result.DEFERRED, job=row, reason="paused"))
                         continue
-                    earlier = ended.get(key)
-                    if earlier is not None:
-                        # Two records of one message in a group, as a crashed relay leaves them: the
-                        # row read above tells nothing of what the first just ended with.
-                        outcomes.append(_repeated(delivery, row, earlier))
+                    if has_repeats and key in ended:
+                        # The row read above tells nothing of what the first just ended with.
+                        outcomes.append(_repeated(delivery, row, ended[key]))
                         continue
                     start = attempts.judge(
-                        delivery,
-                        row,
-                        is_fresh=key in fresh,
-                        leases=self._leases,
-                        now=timezone.now(),
+                        delivery, row, is_fresh=key in fresh, leases=self._leases
                     )
                     if isinstance(start, Outcome):
                         new.append(start)
@@ -158,20 +156,21 @@ class AtomicRunner:
                 if started:
                     new += self._attempt(connection, behind, started, known)
                 outcomes += resting.noting(new)
-                for outcome in new:
-                    if outcome.result in _RAN:
-                        ended[keys[outcome.delivery]] = outcome
-            chain.close(connection)
-            _take_markers_back(using, outcomes, keys, fresh)
-            settlement.complete(using, [o for o in outcomes if o.result is Result.COMPLETED])
-            acknowledge([o for o in outcomes if is_settled_by_group(o)], in_transaction=True)
+                if has_repeats:
+                    ended |= {keys[o.delivery]: o for o in new if o.result in _RAN}
+            with savepoint.closed():
+                completed = [o for o in outcomes if o.result is Result.COMPLETED]
+                if len(completed) < len(fresh):
+                    _take_markers_back(using, completed, keys, fresh)
+                settlement.complete(using, completed)
+                acknowledge([o for o in outcomes if is_settled_by_group(o)], in_transaction=True)
             _make_callbacks_robust(connection)
         return outcomes
 
     def _attempt(
         self,
         connection: BaseDatabaseWrapper,
-        behind: Behind,
+        behind: AbstractContextManager[Any],
         started: Sequence[Started],
         known: dict[Delivery, Ran] | None,
     ) -> list[Outcome]:
@@ -183,13 +182,16 @@ class AtomicRunner:
         ran = Ran(timezone.now(), 0.0)
         clock = time.perf_counter()
         try:
-            with behind():
+            with behind:
                 ran.value = call(delivery, context, self._watch)
         except ENDINGS as error:
             ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
-        if known is None and (ran.error is not None or connection.needs_rollback):
-            raise _Spoiled({delivery: ran} if ran.abort_reason in UNWANTED else {}) from ran.error
+        if known is None and ran.error is None and _is_unusable(connection):
+            ran.error = transaction.TransactionManagementError(CAUGHT)
+        if known is None and ran.error is not None:
+            failed = {delivery: ran}
+            raise _Spoiled(failed if ran.abort_reason in UNWANTED else {}, failed) from ran.error
         if ran.error is not None and is_broken(connection):
             # Gone, and with it the group's transaction; the error is the job's only if it was
             # alone in it, see above.
@@ -200,24 +202,24 @@ class AtomicRunner:
     def _attempt_batch(
         self,
         connection: BaseDatabaseWrapper,
-        behind: Behind,
+        behind: AbstractContextManager[Any],
         started: Sequence[Started],
         known: dict[Delivery, Ran] | None,
     ) -> list[Outcome]:
         def attempt(batch: Batch) -> list[Ran]:
             try:
-                with behind():
+                with behind:
                     endings = batch.call(self._watch)
             except ENDINGS as error:
                 if known is None:
-                    raise _Spoiled(batch.aborted(error)) from error
+                    raise _Spoiled(batch.aborted(error), {}) from error
                 if is_broken(connection):
                     delivery, start, row = batch.started[0]
                     ran = Ran(timezone.now(), 0.0, error=error)
                     raise ConnectionLost(outcome_of(delivery, ran, start, row)) from error
                 raise
-            if known is None and connection.needs_rollback:
-                raise _Spoiled({})
+            if known is None and _is_unusable(connection):
+                raise _Spoiled({}, {})
             return endings
 
         ran = run_batch(Batch(started), attempt, passing=(ConnectionLost, _Spoiled))
@@ -233,6 +235,11 @@ def _is_database_only(delivery: Delivery) -> bool:
     return handler is not None and handler.options.database_only
 
 
+def _is_unusable(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the handler has swallowed an error after which nothing can be committed."""
+    return bool(connection.needs_rollback) or is_aborted(connection)
+
+
 def _repeated(delivery: Delivery, row: dict[str, Any] | None, earlier: Outcome) -> Outcome:
     """Judge another record of a message that has just been run."""
     if earlier.result is Result.COMPLETED:
@@ -242,7 +249,7 @@ def _repeated(delivery: Delivery, row: dict[str, Any] | None, earlier: Outcome) 
 
 def _take_markers_back(
     using: str,
-    outcomes: Sequence[Outcome],
+    completed: Sequence[Outcome],
     keys: dict[Delivery, EventKey],
     fresh: Collection[EventKey],
 ) -> None:
@@ -250,7 +257,7 @@ def _take_markers_back(
 
     One that is left behind would make every later attempt look like a duplicate.
     """
-    effective = {keys[o.delivery] for o in outcomes if o.result is Result.COMPLETED}
+    effective = {keys[outcome.delivery] for outcome in completed}
     unused = set(fresh) - effective
     if unused:
         ProcessedEvent.objects.using(using).unmark(unused)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from django.utils import timezone
+
 from kjo_django import states
 from kjo_django.conf import get_settings
 from kjo_django.consumer import policies
@@ -50,13 +52,14 @@ def judge(
     *,
     is_fresh: bool,
     leases: LeaseBook,
-    now: datetime,
+    now: datetime | None = None,
 ) -> Start | Outcome:
     """Return how the delivery starts, or what it ends with instead.
 
     :param row: its job's columns, None when there is no row.
     :param is_fresh: whether its effects are not committed yet.
     :param leases: this worker's.
+    :param now: the moment it is judged at; when it is asked, if not given.
     """
     message, handler = delivery.message, delivery.handler
     assert message is not None
@@ -73,13 +76,14 @@ def judge(
         skipped = why_skip(delivery, row)
         if skipped:
             return Outcome(delivery, Result.SKIPPED, job=row, reason=skipped)
-        if _is_held_by_another(row, leases, now):
+        if row["lease_token"] and _is_held_by_another(row, leases, now or timezone.now()):
             return Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
         attempts, limit = row["attempts"], row["max_attempts"]
     limit = policies.limit_of(delivery.queue.name, limit, attempts)
     attempt = attempts + delivery.deliveries
-    if row is not None and row["expires_at"] is not None and row["expires_at"] <= now:
-        error: KjoError = ExpiredError(f"Not started by {row['expires_at'].isoformat()}")
+    expires_at = row["expires_at"] if row is not None else None
+    if expires_at is not None and expires_at <= (now or timezone.now()):
+        error: KjoError = ExpiredError(f"Not started by {expires_at.isoformat()}")
         return _dead(delivery, row, attempts, error, DeadLetterReason.EXPIRED)
     if attempt > limit:
         error = StalledError(

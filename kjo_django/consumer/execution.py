@@ -65,9 +65,7 @@ def describe(
         max_attempts=max_attempts,
         idempotency_key=message.id,
         queue=delivery.queue.name,
-        headers={
-            name: names.text(delivery.record.headers, name) for name in delivery.record.headers
-        },
+        headers=names.texts(delivery.record.headers),
         created_at=row["created_at"] if row is not None else message.timestamp,
         unique_id=row["unique_id"] if row is not None else None,
         generation=message.generation,

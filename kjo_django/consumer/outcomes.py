@@ -27,8 +27,8 @@ def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] |
         error=ran.error,
         started_at=ran.started_at,
         seconds=ran.seconds,
+        max_attempts=start.max_attempts,
     )
-    outcome.notes["max_attempts"] = start.max_attempts
     if ran.result_ttl is not None:
         outcome.notes["result_ttl"] = ran.result_ttl
     if ran.error is None:
@@ -52,7 +52,9 @@ class Resting:
         self._shards: set[object] = set()
 
     def __contains__(self, delivery: Delivery) -> bool:
-        return delivery.place in self._places or delivery.shard in self._shards
+        return bool(self._places or self._shards) and (
+            delivery.place in self._places or delivery.shard in self._shards
+        )
 
     def noting(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes, having noted which of them make others wait."""
@@ -80,6 +82,8 @@ def acknowledge(outcomes: Sequence[Outcome], *, in_transaction: bool) -> None:
     Inside the transaction that makes the outcomes durable only where the transport can join it;
     after it everywhere, which those that have joined take as a no-op.
     """
+    if in_transaction and not any(o.delivery.subscription.joins_transactions for o in outcomes):
+        return
     by_subscription: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
         by_subscription.setdefault(id(outcome.delivery.subscription), []).append(outcome)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from django.db import connections
+from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer.attempts import COLUMNS
 from kjo_django.consumer.work import Delivery
-from kjo_django.models import Job
-from kjo_django.models.postgres import array_text, read_times_natively
+from kjo_django.models import EventKey, Job, ProcessedEvent
+from kjo_django.models.postgres import (
+    execute_both,
+    read_times_natively,
+    text_array,
+)
+from kjo_django.models.processed_event import Marking
 
 
 def row_id(delivery: Delivery) -> str:
@@ -24,39 +30,73 @@ def row_id(delivery: Delivery) -> str:
 
 def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict[str, Any]:
     """Return the job rows of a group in one query (two when foreign messages are among them)."""
-    service = get_settings().service_name
-    ids, foreign = [], {}
-    for delivery in deliveries:
-        message = delivery.message
-        assert message is not None
-        if message.job_id is not None and (id := _uuid(message.job_id)) is not None:
-            ids.append(id)
-        if message.job_id is None or message.service != service:
-            # Another service's job has no row here, but for the one its first failure bore.
-            foreign[message.row_name] = row_id(delivery)
-    found = {}
-    if ids:
-        found.update(_rows_of(using, ids, lock=lock))
-    foreign = {id: place for id, place in foreign.items() if place not in found}
-    if foreign:
-        queue = deliveries[0].queue.retries
-        rows = Job.objects.using(using).filter(queue=queue, unique_id__in=list(foreign))
-        for row in rows.values(*COLUMNS):
-            found[foreign[row["unique_id"]]] = row
-    return found
+    wanted = _Wanted(deliveries)
+    found = _rows_of(using, wanted.ids, lock=lock) if wanted.ids else {}
+    return found | wanted.of_foreign(using, found)
 
 
-def _uuid(text: str) -> uuid.UUID | None:
-    try:
-        return uuid.UUID(text)
-    except ValueError:
-        return None
+def mark_and_load(
+    using: str, keys: Sequence[EventKey], deliveries: Sequence[Delivery]
+) -> tuple[set[EventKey], dict[str, Any]]:
+    """Mark a group's effects, then lock and return its rows; return which keys were new, too.
+
+    The write comes first: SQLite takes its write lock at once instead of failing half-way. On
+    PostgreSQL both are one round trip.
+    """
+    wanted = _Wanted(deliveries)
+    if connections[using].vendor != "postgresql" or not wanted.ids:
+        fresh = ProcessedEvent.objects.using(using).mark(keys)
+        return fresh, load_rows(using, deliveries, lock=True)
+    marking = Marking(sorted(set(keys)), timezone.now())
+    with connections[using].cursor() as cursor:
+        read_times_natively(cursor)
+        asking = f"{_ROWS} FOR NO KEY UPDATE", [text_array(wanted.ids)]
+        inserted = execute_both(cursor, marking.statement, asking)
+        found = _by_name(cursor.fetchall())
+        fresh = marking.fresh(cursor, inserted)
+    return fresh, found | wanted.of_foreign(using, found)
 
 
-def _rows_of(using: str, ids: Sequence[uuid.UUID], *, lock: bool) -> dict[str, Any]:
+class _Wanted:
+    """Whose rows a group needs."""
+
+    __slots__ = ("_foreign", "_queue", "ids")
+
+    def __init__(self, deliveries: Sequence[Delivery]) -> None:
+        service = get_settings().service_name
+        self.ids: list[str] = []
+        # Another service's job has no row here, but for the one its first failure bore.
+        self._foreign: dict[str, str] = {}
+        self._queue = deliveries[0].queue.retries
+        for delivery in deliveries:
+            message = delivery.message
+            assert message is not None
+            id = message.job_id
+            if id is not None and _IS_ID(id):
+                self.ids.append(id)
+            if id is None or message.service != service:
+                self._foreign[message.row_name] = row_id(delivery)
+
+    def of_foreign(self, using: str, found: Collection[str]) -> dict[str, Any]:
+        """Return the rows of foreign messages that are not among those found."""
+        foreign = {id: place for id, place in self._foreign.items() if place not in found}
+        if not foreign:
+            return {}
+        rows = Job.objects.using(using).filter(queue=self._queue, unique_id__in=list(foreign))
+        return {foreign[row["unique_id"]]: row for row in rows.values(*COLUMNS)}
+
+
+_IS_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
+"""As we write them; whoever writes them otherwise has no row here."""
+
+
+def _rows_of(using: str, ids: Sequence[str], *, lock: bool) -> dict[str, Any]:
     """Return the rows keyed by the id's text, locked against everybody else where that exists."""
     if connections[using].vendor == "postgresql":
-        return _rows_at_once(using, ids, lock=lock)
+        with connections[using].cursor() as cursor:
+            read_times_natively(cursor)
+            cursor.execute(f"{_ROWS} FOR NO KEY UPDATE" if lock else _ROWS, [text_array(ids)])
+            return _by_name(cursor.fetchall())
     rows = Job.objects.using(using).filter(pk__in=ids).order_by("pk")
     features = connections[using].features
     if lock and features.has_select_for_update:
@@ -64,16 +104,14 @@ def _rows_of(using: str, ids: Sequence[uuid.UUID], *, lock: bool) -> dict[str, A
     return {str(row["id"]): row for row in rows.values(*COLUMNS)}
 
 
+# A statement whose text does not grow with the group, and times read by psycopg's own loader
+# instead of Django's in Python (both aware; only the class differs).
 _ROWS = f"""
-SELECT id::text AS name, {", ".join(COLUMNS)} FROM kjo_job WHERE id = ANY(%s::uuid[])
+SELECT {", ".join(COLUMNS)}, id::text AS name FROM kjo_job WHERE id = ANY(%s::uuid[])
 ORDER BY kjo_job.id
 """  # noqa: S608 - column names of ours
 
 
-def _rows_at_once(using: str, ids: Sequence[uuid.UUID], *, lock: bool) -> dict[str, Any]:
-    """The same for PostgreSQL: a statement whose text does not grow with the group, and times read
-    by psycopg's own loader instead of Django's in Python (both aware; only the class differs)."""
-    with connections[using].cursor() as cursor:
-        read_times_natively(cursor)
-        cursor.execute(f"{_ROWS} FOR NO KEY UPDATE" if lock else _ROWS, [array_text(ids)])
-        return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in cursor.fetchall()}
+def _by_name(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
+    # Not strict: the name, last of each, is its key.
+    return {row[-1]: dict(zip(COLUMNS, row, strict=False)) for row in rows}

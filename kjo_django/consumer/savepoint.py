@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from django.db import Error, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from kjo_django.models.postgres import is_aborted, takes_several
 
-class Chain:
-    """The savepoints of one group: at most one is left open, behind a handler that succeeded, and
-    is released in one round trip with the opening of the next. PostgreSQL only."""
-
-    __slots__ = ("left_open",)
-
-    def __init__(self) -> None:
-        self.left_open: str | None = None
-
-    def close(self, connection: BaseDatabaseWrapper) -> None:
-        """Release what is left open: what follows belongs to the group, not to its last handler."""
-        if self.left_open is not None:
-            sid, self.left_open = self.left_open, None
-            with connection.cursor() as cursor:
-                cursor.execute(f"RELEASE SAVEPOINT {sid}")
+CAUGHT = (
+    "The handler caught a database error without an atomic() block around it; its writes were "
+    "undone."
+)
+# The server has one of ours at a time. Two names in turn: to go back to one that was never opened
+# must fail, and not find its predecessor. No more than two: psycopg, which keeps what it has found
+# out about a text, is to meet the same texts again.
+_NAMES = ("kjo_handler_a", "kjo_handler_b")
+_numbers = itertools.count(1)
 
 
 class LazySavepoint:
@@ -33,47 +29,109 @@ class LazySavepoint:
 
     On success its writes join the group's; on an exception they and the ``on_commit`` callbacks it
     registered are undone, and the exception goes on. Stands below any ``atomic()`` the handler
-    opens itself.
+    opens itself. To be entered by one handler after the other.
+
+    On PostgreSQL it costs no round trip: the first query carries it along, together with the
+    release of the one before, which is left open behind a handler that succeeded. (A query with a
+    syntax error is refused before any of that is done. So it costs the group its transaction, and
+    the handler fails when it runs alone.)
 
     :raises TransactionManagementError: on leaving, when the handler swallowed an error that left
         the transaction unusable; its writes are undone.
     """
 
-    def __init__(self, connection: BaseDatabaseWrapper, chain: Chain | None = None) -> None:
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
-        self._chain = chain if connection.vendor == "postgresql" else None
+        self._rides_along = connection.vendor == "postgresql"
+        self._left_open = ""
+        self._name = ""
         self._sid: str | None = None
         self._is_opening = False
 
     def __enter__(self) -> LazySavepoint:
         connection = self._connection
+        self._sid = None
         self._depth = len(connection.savepoint_ids)
         self._callbacks = len(connection.run_on_commit)
         connection.execute_wrappers.append(self._before_query)
         return self
 
     def _before_query(
-        self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any
+        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
     ) -> Any:
-        if self._sid is None and not self._is_opening:
-            self._is_opening = True
-            sid = self._open()
+        if self._sid is not None or self._is_opening:
+            return execute(sql, params, many, context)
+        if self._rides_along:
+            return self._open_along(execute, sql, params, many, context)
+        self._is_opening = True
+        try:
+            sid = self._connection.savepoint()
+        finally:
             self._is_opening = False
-            # Below what the handler's own atomic blocks have pushed meanwhile.
-            self._connection.savepoint_ids.insert(self._depth, sid)  # type: ignore[arg-type]
-            self._sid = sid
+        if sid is not None:
+            self._note(sid)
         return execute(sql, params, many, context)
 
-    def _open(self) -> str | None:
-        connection, chain = self._connection, self._chain
-        if chain is None or chain.left_open is None:
-            return connection.savepoint()
-        connection.savepoint_state += 1
-        sid = f"s{threading.get_ident()}_x{connection.savepoint_state}"
-        previous, chain.left_open = chain.left_open, None
-        with connection.cursor() as cursor:
-            cursor.execute(f"RELEASE SAVEPOINT {previous}; SAVEPOINT {sid}")
-        return sid
+    def _note(self, sid: str) -> None:
+        # Below what the handler's own atomic blocks have pushed meanwhile. Callbacks registered
+        # from now on share its fate, not that of the handler's before.
+        self._connection.savepoint_ids.insert(self._depth, sid)
+        self._sid = sid
+
+    def _open_along(
+        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+    ) -> Any:
+        """Open it with the query itself, or with one of its own before one that must go alone."""
+        left_open, self._left_open = self._left_open, ""
+        self._name = _NAMES[left_open == _NAMES[0]]
+        opening = f"{_releasing(left_open)}SAVEPOINT {self._name}; "
+        self._note(f"{self._name}_{next(_numbers)}")
+        try:
+            return self._carry(opening, execute, sql, params, many, context)
+        except Exception:
+            if self._sid is not None and not is_aborted(self._connection):
+                # Refused before it was sent, by wrong parameters say.
+                self._connection.savepoint_ids.remove(self._sid)
+                self._sid, self._left_open = None, left_open
+            raise
+
+    def _carry(
+        self,
+        opening: str,
+        execute: Callable[..., Any],
+        sql: Any,
+        params: Any,
+        many: bool,
+        context: Any,
+    ) -> Any:
+        """Send statements with a query, or alone before one that must go alone."""
+        cursor = context["cursor"].cursor
+        if many or not isinstance(sql, str) or not takes_several(cursor):
+            with self._connection.cursor() as own:
+                own.execute(opening)
+            return execute(sql, params, many, context)
+        result = execute(f"{opening}{sql}", params, many, context)
+        for _ in range(opening.count(";")):
+            cursor.nextset()
+        return result
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Release what is left open with the first query within the block: what is written from
+        there on is the group's, not its last handler's."""
+        self._connection.execute_wrappers.append(self._close_along)
+        try:
+            yield
+        finally:
+            self._connection.execute_wrappers.remove(self._close_along)
+
+    def _close_along(
+        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+    ) -> Any:
+        left_open, self._left_open = self._left_open, ""
+        if not left_open:
+            return execute(sql, params, many, context)
+        return self._carry(_releasing(left_open), execute, sql, params, many, context)
 
     def __exit__(
         self,
@@ -83,43 +141,44 @@ class LazySavepoint:
     ) -> None:
         connection = self._connection
         connection.execute_wrappers.remove(self._before_query)
-        if error is None and connection.needs_rollback:
+        if error is None and (connection.needs_rollback or is_aborted(connection)):
             self._undo()
-            raise transaction.TransactionManagementError(
-                "The handler caught a database error without an atomic() block around it; its "
-                "writes were undone."
-            )
+            raise transaction.TransactionManagementError(CAUGHT)
         if error is not None:
             try:
                 self._undo()
             except Error:
-                # The connection is broken: the original error says why, and the transaction is
-                # lost as a whole.
+                # The connection is broken or the transaction lost as a whole; the original error
+                # says why.
                 connection.errors_occurred = True
-        elif self._sid is not None and self._chain is not None:
-            # Releasing it costs a round trip; the next one's opening or the commit does it.
-            self._chain.left_open = self._sid
-            self._forget()
         elif self._sid is not None:
-            try:
-                connection.savepoint_commit(self._sid)
-            except Exception:
-                self._undo()
-                raise
-            self._forget()
+            if self._rides_along:
+                self._left_open = self._name
+            else:
+                try:
+                    connection.savepoint_commit(self._sid)
+                except Exception:
+                    self._undo()
+                    raise
+            del connection.savepoint_ids[self._depth :]
 
     def _undo(self) -> None:
-        connection = self._connection
+        connection, sid = self._connection, self._sid
         connection.needs_rollback = False
-        if self._sid is not None:
-            try:
-                connection.savepoint_rollback(self._sid)
-                connection.savepoint_commit(self._sid)
-            finally:
-                # Left behind on a broken connection, it would pass for a block that is still open.
-                self._forget()
-        del connection.run_on_commit[self._callbacks :]
+        # Left behind on a broken connection, they would pass for blocks that are still open.
+        del connection.savepoint_ids[self._depth :]
+        try:
+            if sid is None:
+                return
+            if self._rides_along:
+                with connection.cursor() as cursor:
+                    cursor.execute(f"ROLLBACK TO SAVEPOINT {self._name}; {_releasing(self._name)}")
+            else:
+                connection.savepoint_rollback(sid)
+                connection.savepoint_commit(sid)
+        finally:
+            del connection.run_on_commit[self._callbacks :]
 
-    def _forget(self) -> None:
-        del self._connection.savepoint_ids[self._depth :]
-        self._sid = None
+
+def _releasing(name: str) -> str:
+    return f"RELEASE SAVEPOINT {name}; " if name else ""

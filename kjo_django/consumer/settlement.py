@@ -32,7 +32,7 @@ from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
-from kjo_django.models.postgres import array_text
+from kjo_django.models.postgres import array_text, text_array
 from kjo_django.producer import dispatch
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, RetryPolicy
@@ -111,10 +111,7 @@ def _complete_one_by_one(
     using: str, done: Sequence[Outcome], now: datetime, token: str | None
 ) -> set[Any]:
     ids = {outcome.job["id"] for outcome in done if outcome.job is not None}
-    if _complete_many(using, done, now, token) == len(done):
-        return ids
-    recorded = Job.objects.using(using).filter(pk__in=ids, finished_at=now)
-    return set(recorded.filter(state=JobState.COMPLETED).values_list("pk", flat=True))
+    return _recorded(using, ids, _complete_many(using, done, now, token), now)
 
 
 def _complete_many(using: str, done: Sequence[Outcome], now: datetime, token: str | None) -> int:
@@ -173,7 +170,6 @@ FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[])
 WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
     WHEN kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
         AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
-RETURNING kjo_job.id
 """
 
 
@@ -182,17 +178,34 @@ def _complete_at_once(
 ) -> set[Any]:
     """The same for PostgreSQL, in one round trip however many there are."""
     jobs = [(job, outcome) for outcome in done if (job := outcome.job) is not None]
+    values = [outcome.value for _, outcome in jobs]
     columns: list[Any] = [
-        array_text(job["id"] for job, _ in jobs),
+        text_array([_id_text(outcome, job) for job, outcome in jobs]),
         array_text(job["generation"] for job, _ in jobs),
         array_text(outcome.attempt for _, outcome in jobs),
         array_text(outcome.started_at for _, outcome in jobs),
-        [outcome.value for _, outcome in jobs],
+        # Of arrays that end early, unnest takes NULL for the rest.
+        [] if values.count(None) == len(values) else values,
     ]
     with connections[using].cursor() as cursor:
         open_states = states.expected("complete")
-        cursor.execute(_COMPLETE, [now, now, *columns, columns[0], open_states, token, token])
-        return {row[0] for row in cursor.fetchall()}
+        parameters = [now, now, *columns, columns[0], open_states, token, token]
+        cursor.execute(_COMPLETE, parameters)
+        changed = cursor.rowcount
+    return _recorded(using, {job["id"] for job, _ in jobs}, changed, now)
+
+
+def _recorded(using: str, ids: set[Any], changed: int, now: datetime) -> set[Any]:
+    """Return which of these were recorded at this moment; nearly always all."""
+    if changed == len(ids):
+        return ids
+    recorded = Job.objects.using(using).filter(pk__in=ids, finished_at=now)
+    return set(recorded.filter(state=JobState.COMPLETED).values_list("pk", flat=True))
+
+
+def _id_text(outcome: Outcome, job: dict[str, Any]) -> str:
+    message = outcome.delivery.message
+    return (message and message.job_id) or str(job["id"])
 
 
 # --- Failure --------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 
 from kjo_django.consumer.context import Abort, Abortable
 from kjo_django.consumer.running import RunningJobs
@@ -31,12 +29,32 @@ def _exceeded(seconds: float) -> str:
     return f"The handler exceeded its timeout of {seconds:g} s"
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
-    thread_id: int
-    deadline: float
-    context: Abortable
-    is_fired: bool = False
+class _Limit:
+    """One run under a limit: entered around the handler's call, by the thread that makes it."""
+
+    __slots__ = ("_seconds", "_watch", "context", "deadline", "is_fired", "thread_id")
+
+    def __init__(self, watch: TimeoutWatch, context: Abortable, seconds: float) -> None:
+        self._watch = watch
+        self._seconds = seconds
+        self.context = context
+        self.deadline = time.monotonic() + seconds
+        self.thread_id = threading.get_ident()
+        self.is_fired = False
+
+    def __enter__(self) -> None:
+        self._watch.begin(self, self._seconds)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        # Raised before this line, the timeout has been delivered: nothing is left to take back.
+        self._watch.end(self)
+        if isinstance(error, HandlerTimeout):
+            error.args = (_exceeded(self._seconds),)
+        elif kind is None and self.is_fired:
+            raise HandlerTimeout(_exceeded(self._seconds))
+
+
+_UNLIMITED = nullcontext()
 
 
 class TimeoutWatch:
@@ -45,19 +63,20 @@ class TimeoutWatch:
     def __init__(self) -> None:
         self.running = RunningJobs()
         """Every handler that runs, with a limit or without."""
-        self._runs: set[_Run] = set()
+        self._runs: set[_Limit] = set()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._is_stopped = False
 
-    @contextmanager
-    def limit(self, context: Abortable, seconds: float | None) -> Iterator[None]:
+    def limit(
+        self, context: Abortable, seconds: float | None
+    ) -> AbstractContextManager[object, bool | None]:
         """Raise ``HandlerTimeout`` in this thread if the block takes longer."""
-        if seconds is None:
-            yield
-            return
-        run = _Run(threading.get_ident(), time.monotonic() + seconds, context)
+        return _UNLIMITED if seconds is None else _Limit(self, context, seconds)
+
+    def begin(self, run: _Limit, seconds: float) -> None:
+        """Watch a run."""
         # The lock itself, not the condition: raised within the condition's own Python code, the
         # timeout would leave it locked for ever, and every lane waiting for it.
         with self._lock:
@@ -66,22 +85,14 @@ class TimeoutWatch:
             if self._thread is None or seconds < self._LOOK:
                 self._ensure_thread()
                 self._changed.notify()
-        try:
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._runs.discard(run)
-                    if run.is_fired:
-                        # Not delivered yet? Then it must not hit what this thread does next.
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                            ctypes.c_ulong(run.thread_id), None
-                        )
-        except HandlerTimeout as error:
-            error.args = (_exceeded(seconds),)
-            raise
-        if run.is_fired:
-            raise HandlerTimeout(_exceeded(seconds))
+
+    def end(self, run: _Limit) -> None:
+        """Watch it no longer."""
+        with self._lock:
+            self._runs.discard(run)
+            if run.is_fired:
+                # Not delivered yet? Then it must not hit what this thread does next.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(run.thread_id), None)
 
     _LOOK = 0.5
 
@@ -94,14 +105,15 @@ class TimeoutWatch:
         with self._changed:
             while not self._is_stopped:
                 now = time.monotonic()
-                for run in self._runs:
-                    if not run.is_fired and run.deadline <= now:
-                        run.is_fired = True
-                        run.context.abort(Abort.TIMEOUT)
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                            ctypes.c_ulong(run.thread_id), ctypes.py_object(HandlerTimeout)
-                        )
-                pending = [run.deadline for run in self._runs if not run.is_fired]
+                for run in [run for run in self._runs if run.deadline <= now]:
+                    # Its thread may be torn from noting its end by this very exception.
+                    self._runs.discard(run)
+                    run.is_fired = True
+                    run.context.abort(Abort.TIMEOUT)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(run.thread_id), ctypes.py_object(HandlerTimeout)
+                    )
+                pending = [run.deadline for run in self._runs]
                 wait = min(min(pending) - now, self._LOOK) if pending else None
                 self._changed.wait(wait)
 

@@ -28,32 +28,61 @@ class Mode(enum.Enum):
     """Nothing to run: the record is dead-lettered."""
 
 
-@dataclass(slots=True, eq=False)
 class Delivery:
-    """One record on its way through a lane."""
+    """One record on its way through a lane.
 
-    record: Record
-    subscription: Subscription
-    queue: QueueConf
-    message: Message | None
-    handler: Handler | None
-    problem: MessageError | None = None
-    """Why it is poison."""
-    deliveries: int = 1
-    """Times it was begun since its last durable outcome, this one included."""
-    waiting_since: float = 0.0
-    """When it came to the lanes (monotonic)."""
-    trace: Any = None
-    """What a tracer keeps of its run until that is settled."""
+    What many ask of it is worked out once, when it is made.
 
-    @property
-    def mode(self) -> Mode:
+    :param problem: why it is poison.
+    :param deliveries: times it was begun since its last durable outcome, this one included.
+    """
+
+    __slots__ = (
+        "_lease",
+        "deliveries",
+        "handler",
+        "message",
+        "mode",
+        "problem",
+        "queue",
+        "record",
+        "shard",
+        "subscription",
+        "trace",
+        "waiting_since",
+    )
+
+    def __init__(
+        self,
+        record: Record,
+        subscription: Subscription,
+        queue: QueueConf,
+        message: Message | None,
+        handler: Handler | None,
+        problem: MessageError | None = None,
+        deliveries: int = 1,
+    ) -> None:
+        self.record = record
+        self.subscription = subscription
+        self.queue = queue
+        self.message = message
+        self.handler = handler
+        self.problem = problem
+        self.deliveries = deliveries
+        self.waiting_since = 0.0
+        """When it came to the lanes (monotonic)."""
+        self.trace: Any = None
+        """What a tracer keeps of its run until that is settled."""
+        self.mode = _mode_of(handler, problem)
         """How it is run."""
-        if self.problem is not None or self.handler is None:
-            return Mode.POISON
-        if self.handler.options.atomic:
-            return Mode.ATOMIC
-        return Mode.CONCURRENT if self.handler.is_async else Mode.PLAIN
+        self.shard: object = self
+        """What its order is kept by: its record's key, or the item several keys speak of. A record
+        without either asks for no order and is a shard of its own."""
+        if message is not None and message.lease_id:
+            self.shard = (record.topic, message.lease_id)
+        elif record.key is not None:
+            self.shard = (record.topic, record.key)
+        self._lease = ""
 
     @property
     def batch(self) -> int | None:
@@ -63,16 +92,10 @@ class Delivery:
     @property
     def lease(self) -> str:
         """Its lease's name."""
-        assert self.message is not None
-        return lease_name(self.queue, self.message.lease_id or self.message.id)
-
-    @property
-    def shard(self) -> object:
-        """What its order is kept by: its record's key, or the item several keys speak of. A record
-        without either asks for no order and is a shard of its own."""
-        if self.message is not None and self.message.lease_id:
-            return (self.record.topic, self.message.lease_id)
-        return (self.record.topic, self.record.key) if self.record.key is not None else self
+        if not self._lease:
+            assert self.message is not None
+            self._lease = lease_name(self.queue, self.message.lease_id or self.message.id)
+        return self._lease
 
     @property
     def place(self) -> TopicPartition:
@@ -86,9 +109,18 @@ class Delivery:
 
     def event_key(self, service: str) -> EventKey:
         """Its row in ``processed_events``."""
-        assert self.message is not None
-        owner = self.handler.service if self.handler is not None else ""
-        return EventKey(self.message.id, owner or service, self.message.type)
+        message, handler = self.message, self.handler
+        assert message is not None
+        owner = handler.service if handler is not None else ""
+        return EventKey(message.id, owner or service, message.type)
+
+
+def _mode_of(handler: Handler | None, problem: MessageError | None) -> Mode:
+    if problem is not None or handler is None:
+        return Mode.POISON
+    if handler.options.atomic:
+        return Mode.ATOMIC
+    return Mode.CONCURRENT if handler.is_async else Mode.PLAIN
 
 
 class Result(enum.Enum):
@@ -124,4 +156,6 @@ class Outcome:
     pause_seconds: float | None = None
     started_at: datetime | None = None
     seconds: float = 0.0
+    max_attempts: int = 0
+    """Of its job, when the attempt began; 0 when none did."""
     notes: dict[str, Any] = field(default_factory=dict)

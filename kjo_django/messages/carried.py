@@ -6,8 +6,7 @@ passing them on: whatever is enqueued or published while a handler runs carries 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 
 from kjo_django import tracing
@@ -19,19 +18,25 @@ INHERITED = (names.TRACEPARENT, names.TRACESTATE, names.CORRELATION_ID)
 _carried: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_carried", default=None)
 
 
-@contextmanager
-def carrying(headers: Mapping[str, str], **others: str) -> Iterator[None]:
+class carrying:
     """Let what is published within the block inherit from these headers.
 
     :param others: further values, by ``inherited``'s names with underscores.
     """
-    found = {name: headers[name] for name in INHERITED if headers.get(name)}
-    found |= {name.replace("_", "-"): value for name, value in others.items() if value}
-    token = _carried.set(found)
-    try:
-        yield
-    finally:
-        _carried.reset(token)
+
+    __slots__ = ("_found", "_token")
+
+    def __init__(self, headers: Mapping[str, str], **others: str) -> None:
+        self._found = {name: headers[name] for name in INHERITED if headers.get(name)}
+        for name, value in others.items():
+            if value:
+                self._found[name.replace("_", "-")] = value
+
+    def __enter__(self) -> None:
+        self._token = _carried.set(self._found)
+
+    def __exit__(self, *error: object) -> None:
+        _carried.reset(self._token)
 
 
 def inherited() -> dict[str, str]:

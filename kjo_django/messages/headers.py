@@ -77,6 +77,11 @@ def text(headers: Mapping[str, bytes], name: str, default: str = "") -> str:
     return default if value is None else value.decode("utf-8", "replace")
 
 
+def texts(headers: Mapping[str, bytes]) -> dict[str, str]:
+    """Return all headers as ``text`` does."""
+    return {name: value.decode("utf-8", "replace") for name, value in headers.items()}
+
+
 def number(headers: Mapping[str, bytes], name: str, default: int) -> int:
     """Return a header as a non-negative number, or ``default`` when it is missing or is not one.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _TIMESTAMPTZ = 1184
@@ -15,6 +15,15 @@ def array_text(values: Iterable[object]) -> str:
     """
     inside = ",".join(["NULL" if value is None else f'"{value}"' for value in values])
     return f"{{{inside}}}"
+
+
+def text_array(values: Sequence[str]) -> str | list[str]:
+    """Write an array of texts as one text too; as a list, for psycopg to write, where one of them
+    has something to escape."""
+    inside = '","'.join(values)
+    if "\\" in inside or inside.count('"') != 2 * (len(values) - 1):
+        return list(values)
+    return f'{{"{inside}"}}' if values else "{}"
 
 
 def is_psycopg3() -> bool:
@@ -34,3 +43,49 @@ def read_times_natively(cursor: Any) -> None:
     loader = psycopg.adapters.get_loader(_TIMESTAMPTZ, psycopg.pq.Format.TEXT)
     if loader is not None:
         cursor.cursor.adapters.register_loader(_TIMESTAMPTZ, loader)
+
+
+def takes_several(cursor: Any) -> bool:
+    """Return whether several statements may be sent as one: psycopg's client-side cursors, Django's
+    default, write the parameters into the text and send that; those of ``server_side_binding`` and
+    of ``iterator()`` take one statement at a time, and so does a pipeline.
+
+    :param cursor: the database's own, inside Django's wrapper.
+    """
+    if not is_psycopg3():
+        return False
+    import psycopg
+
+    return isinstance(cursor, psycopg.ClientCursor) and (
+        cursor.connection.pgconn.pipeline_status == psycopg.pq.PipelineStatus.OFF
+    )
+
+
+def is_aborted(connection: Any) -> bool:
+    """Return whether an error has made the transaction of a connection of Django's unusable, by
+    what psycopg knows without asking; False where that cannot be told."""
+    if connection.vendor != "postgresql" or connection.connection is None or not is_psycopg3():
+        return False
+    import psycopg
+
+    status = connection.connection.pgconn.transaction_status
+    return bool(status == psycopg.pq.TransactionStatus.INERROR)
+
+
+def execute_both(
+    cursor: Any, first: tuple[str, Sequence[Any]], second: tuple[str, Sequence[Any]]
+) -> int:
+    """Execute two statements, each with its parameters, in one round trip where that can be.
+
+    :returns: how many rows the first one changed; the second one's are left to be fetched.
+    """
+    (sql, parameters), (next_sql, next_parameters) = first, second
+    if takes_several(cursor.cursor):
+        cursor.execute(f"{sql}; {next_sql}", [*parameters, *next_parameters])
+        changed = int(cursor.rowcount)
+        cursor.nextset()
+    else:
+        cursor.execute(sql, parameters)
+        changed = int(cursor.rowcount)
+        cursor.execute(next_sql, next_parameters)
+    return changed

@@ -9,8 +9,8 @@ from django.db import connections, models
 from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
-from kjo_django.ids import uuid7
-from kjo_django.models.postgres import array_text
+from kjo_django.ids import uuid7, uuid7_texts
+from kjo_django.models.postgres import text_array
 
 
 class EventKey(NamedTuple):
@@ -36,7 +36,7 @@ class ProcessedEventQuerySet(models.QuerySet["ProcessedEvent"]):
     def mark(self, keys: Sequence[EventKey], *, now: Any = None) -> set[EventKey]:
         """Insert a marker for each key and return those that were new.
 
-        One INSERT … ON CONFLICT DO NOTHING RETURNING. A concurrent transaction marking the same
+        One INSERT … ON CONFLICT DO NOTHING. A concurrent transaction marking the same
         key blocks this one until it ends: committed, the key is a duplicate here; rolled back, it
         is new here. Keys are inserted in one fixed order, so two groups never deadlock.
         """
@@ -46,7 +46,10 @@ class ProcessedEventQuerySet(models.QuerySet["ProcessedEvent"]):
         ordered = sorted(set(keys))
         connection = connections[self.db]
         if connection.vendor == "postgresql":
-            return _mark_from_arrays(connection, ordered, now)
+            marking = Marking(ordered, now)
+            with connection.cursor() as cursor:
+                cursor.execute(*marking.statement)
+                return marking.fresh(cursor, cursor.rowcount)
         if connection.vendor == "sqlite":
             return _mark_from_values(connection, ordered, now)
         times = {"processed_at": now, "created_at": now, "updated_at": now}
@@ -89,7 +92,7 @@ class ProcessedEventQuerySet(models.QuerySet["ProcessedEvent"]):
 _INSERT = """INSERT INTO processed_events
     (id, event_id, service_name, event_type, processed_at, created_at, updated_at)
 """
-_UNLESS_KNOWN = " ON CONFLICT DO NOTHING RETURNING event_id, service_name, event_type"
+_UNLESS_KNOWN = " ON CONFLICT DO NOTHING"
 _FROM_ARRAYS = f"""{_INSERT}
 SELECT v.id, v.event_id, v.service_name, v.event_type, v.moment, v.moment, v.moment
 FROM (
@@ -98,17 +101,38 @@ FROM (
         AS u (id, event_id, service_name, event_type)
 ) AS v {_UNLESS_KNOWN}
 """  # noqa: S608 - constants of this module; values are parameters
+_OURS = """
+SELECT event_id, service_name, event_type FROM processed_events WHERE id = ANY(%s::uuid[])
+"""
 
 _KNOWN = """SELECT event_id, service_name, event_type FROM processed_events
 WHERE event_id = ANY(%s::text[]) AND service_name = ANY(%s::text[])
 """
 
 
-def _mark_from_arrays(connection: Any, keys: Sequence[EventKey], now: Any) -> set[EventKey]:
-    """PostgreSQL: one statement whose text does not grow with the group."""
-    ids, services, types = (list(column) for column in zip(*keys, strict=True))
-    with connection.cursor() as cursor:
-        cursor.execute(_FROM_ARRAYS, [now, array_text(uuid7() for _ in keys), ids, services, types])
+class Marking:
+    """The INSERT of a group's markers on PostgreSQL: its text does not grow with the group, and
+    nothing is returned where all are new, as they nearly always are.
+
+    :param keys: without repeats, in the order all groups insert them.
+    :param now: when they took effect (aware).
+    """
+
+    def __init__(self, keys: Sequence[EventKey], now: Any) -> None:
+        self._keys = keys
+        ids, services, types = zip(*keys, strict=True)
+        self._minted = text_array(uuid7_texts(len(keys)))
+        columns = [text_array(column) for column in (ids, services, types)]
+        self.statement: tuple[str, list[Any]] = (_FROM_ARRAYS, [now, self._minted, *columns])
+
+    def fresh(self, cursor: Any, inserted: int) -> set[EventKey]:
+        """Return the keys that were new, given how many rows it inserted."""
+        if inserted == len(self._keys):
+            return set(self._keys)
+        if not inserted:
+            return set()
+        # Ours are the rows that carry the ids minted for them.
+        cursor.execute(_OURS, [self._minted])
         return {EventKey(*row) for row in cursor.fetchall()}
 
 
@@ -123,7 +147,8 @@ def _mark_from_values(connection: Any, keys: Sequence[EventKey], now: Any) -> se
             parameters = [
                 value for key in chunk for value in (uuid7().hex, *key, moment, moment, moment)
             ]
-            cursor.execute(f"{_INSERT} VALUES {values} {_UNLESS_KNOWN}", parameters)
+            returning = "RETURNING event_id, service_name, event_type"
+            cursor.execute(f"{_INSERT} VALUES {values} {_UNLESS_KNOWN} {returning}", parameters)
             fresh.update(EventKey(*row) for row in cursor.fetchall())
     return fresh
 

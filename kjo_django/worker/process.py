@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from typing import Any
 
@@ -47,6 +48,7 @@ from kjo_django.operations import topics
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.relay import Relay
 from kjo_django.transports.base import TopicPartition
+from kjo_django.worker import collecting
 from kjo_django.worker.controls import Controls
 from kjo_django.worker.draining import waiting_records
 from kjo_django.worker.heartbeat import Heartbeat
@@ -73,8 +75,8 @@ class Worker:
     :param relay: also relay committed jobs of these queues.
     :param install_signal_handlers: stop on SIGTERM, SIGINT and SIGUSR2 (main thread only).
     :param max_messages: stop after this many have been settled.
-    :param owns_process: close the process' transports and coordination at the end; False where
-        others use them too.
+    :param owns_process: close the process' transports and coordination at the end, and let the
+        garbage collector look less often meanwhile; False where others use the process too.
     :param on_error: told of outages: what met one, and which.
     """
 
@@ -208,16 +210,17 @@ class Worker:
         is_main = threading.current_thread() is threading.main_thread()
         hears = self._installs_signal_handlers and is_main
         restore = hear_stop_signals(self._stopping) if hears else None
-        self._start()
-        try:
-            while not self._stopping.is_set():
-                if until is not None and until():
-                    break
-                self._stopping.wait(TICK)
-        finally:
-            is_drained = self._stop()
-            if restore is not None:
-                restore()
+        with collecting.seldom() if self._owns_process else nullcontext():
+            self._start()
+            try:
+                while not self._stopping.is_set():
+                    if until is not None and until():
+                        break
+                    self._stopping.wait(TICK)
+            finally:
+                is_drained = self._stop()
+                if restore is not None:
+                    restore()
         if is_drained:
             return 0
         return LEFT_RUNNING if self.controls.is_stopped else 1

@@ -65,12 +65,14 @@ def test_a_handler_that_asks_nothing_opens_no_savepoint():
     assert len(queries) == 0
 
 
-def test_the_first_query_opens_one_and_the_others_use_it():
+def test_the_first_query_opens_one_and_the_others_use_it(real_database):
     with group(), CaptureQueriesContext(connection) as queries, handler():
         Entry.objects.create(job="a")
         Entry.objects.create(job="b")
-    assert savepoint_statements(queries) == ["SAVEPOINT", "RELEASE"]
-    assert len(queries) == 4
+    if real_database == "postgresql":  # along with the query, see test_savepoint_postgres.py
+        assert (savepoint_statements(queries), len(queries)) == (["SAVEPOINT"], 2)
+    else:
+        assert (savepoint_statements(queries), len(queries)) == (["SAVEPOINT", "RELEASE"], 4)
     assert queries[0]["sql"].startswith("SAVEPOINT")
 
 

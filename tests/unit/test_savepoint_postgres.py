@@ -1,0 +1,168 @@
+"""PostgreSQL's savepoints ride along with the handlers' own queries."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from django.db import DatabaseError, connection, transaction
+from django.db.transaction import TransactionManagementError
+
+from kjo_django.consumer.savepoint import LazySavepoint
+from tests.ledger.models import Entry
+
+pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
+
+OPEN_A, OPEN_B = "SAVEPOINT kjo_handler_a; ", "SAVEPOINT kjo_handler_b; "
+INSERT = 'INSERT INTO "ledger_entry"'
+
+
+class Failed(Exception):
+    pass
+
+
+@pytest.fixture
+def sent(monkeypatch) -> list[str]:
+    """The texts that are sent, one for each round trip."""
+    texts: list[str] = []
+    execute = psycopg.Cursor.execute
+
+    def recording(self, query, *arguments, **options):
+        texts.append(str(query))
+        return execute(self, query, *arguments, **options)
+
+    monkeypatch.setattr(psycopg.Cursor, "execute", recording)
+    return texts
+
+
+def entries() -> list[str]:
+    return sorted(Entry.objects.values_list("job", flat=True))
+
+
+def fail(savepoint: LazySavepoint, how) -> None:
+    """Let a handler fail that writes before."""
+    with pytest.raises(Failed), savepoint:
+        how()
+        raise Failed
+
+
+def test_it_costs_no_round_trip_of_its_own(sent):
+    with transaction.atomic():
+        savepoint = LazySavepoint(connection)
+        # When: two handlers write, one of them twice, then their group
+        with savepoint:
+            Entry.objects.create(job="a")
+            Entry.objects.create(job="b")
+        with savepoint:
+            Entry.objects.create(job="c")
+        with savepoint:
+            Entry.objects.create(job="d")
+        with savepoint.closed():
+            Entry.objects.create(job="group")
+            Entry.objects.create(job="group")
+    # Then
+    inserts = [text for text in sent if INSERT in text]
+    to_b, to_a = f"RELEASE {OPEN_A}{OPEN_B}", f"RELEASE {OPEN_B}{OPEN_A}"
+    beginnings = [OPEN_A, "", to_b, to_a, f"RELEASE {OPEN_A}", ""]
+    assert [text.partition(INSERT)[0] for text in inserts] == beginnings
+    assert len(sent) == len(inserts)
+    assert entries() == ["a", "b", "c", "d", "group", "group"]
+
+
+def test_the_query_it_rides_along_with_answers_as_if_it_were_alone():
+    Entry.objects.create(job="before")
+    with transaction.atomic():
+        savepoint = LazySavepoint(connection)
+        with savepoint:
+            assert entries() == ["before"]
+        with savepoint:
+            assert Entry.objects.filter(job="before").update(note="seen") == 1
+        with savepoint:
+            assert Entry.objects.create(job="made").pk
+        with savepoint, connection.cursor() as cursor:
+            cursor.execute("SELECT note, 100 %% 7 FROM ledger_entry WHERE job = %s", ["before"])
+            assert (cursor.fetchall(), cursor.nextset()) == ([("seen", 2)], None)
+
+
+def test_what_fails_between_two_that_succeed_is_undone_alone():
+    with transaction.atomic():
+        savepoint = LazySavepoint(connection)
+        with savepoint:
+            Entry.objects.create(job="a")
+        fail(savepoint, lambda: Entry.objects.create(job="lost"))
+        fail(savepoint, lambda: None)
+        with savepoint:
+            Entry.objects.create(job="b")
+    assert entries() == ["a", "b"]
+
+
+def test_a_first_query_the_database_refuses_undoes_that_handler_alone():
+    with transaction.atomic():
+        savepoint = LazySavepoint(connection)
+        with savepoint:
+            Entry.objects.create(job="a")
+        with pytest.raises(DatabaseError, match="no_such_table"), savepoint:
+            connection.cursor().execute("INSERT INTO no_such_table VALUES (1)")
+        with savepoint:
+            Entry.objects.create(job="b")
+    assert entries() == ["a", "b"]
+
+
+def test_a_query_that_was_never_sent_has_opened_nothing():
+    """psycopg looks at the parameters first."""
+    with transaction.atomic():
+        savepoint = LazySavepoint(connection)
+        with savepoint:
+            Entry.objects.create(job="a")
+        with pytest.raises(DatabaseError), savepoint:
+            connection.cursor().execute("SELECT %s, %s", [1])
+        with savepoint:
+            # And after one the handler minds, the next opens it
+            with pytest.raises(DatabaseError):
+                connection.cursor().execute("SELECT %s, %s", [1])
+            Entry.objects.create(job="b")
+        fail(savepoint, lambda: Entry.objects.create(job="lost"))
+    assert entries() == ["a", "b"]
+
+
+def test_a_syntax_error_loses_the_whole_transaction_and_never_keeps_half_of_it():
+    """The server reads all of a text before it does any of it, so the savepoint is not there."""
+    with pytest.raises(DatabaseError), transaction.atomic():
+        savepoint = LazySavepoint(connection)
+        with savepoint:
+            Entry.objects.create(job="a")
+        with pytest.raises(DatabaseError, match="syntax error"), savepoint:
+            connection.cursor().execute("SELEKT 1")
+        with savepoint:
+            Entry.objects.create(job="b")
+    assert entries() == []
+
+
+def test_an_error_that_was_swallowed_is_noticed_without_asking_the_server():
+    with transaction.atomic():
+        savepoint = LazySavepoint(connection)
+        with pytest.raises(TransactionManagementError), savepoint:
+            Entry.objects.create(job="lost")
+            with pytest.raises(DatabaseError):
+                connection.cursor().execute("INSERT INTO no_such_table VALUES (1)")
+        with savepoint:
+            Entry.objects.create(job="b")
+    assert entries() == ["b"]
+
+
+@pytest.mark.parametrize("handler_first", [True, False])
+def test_what_must_go_alone_comes_after_a_savepoint_of_its_own(handler_first, sent):
+    """Named cursors and statements for many rows take nothing along."""
+    Entry.objects.create(job="before")
+    with transaction.atomic():
+        savepoint = LazySavepoint(connection)
+        if not handler_first:
+            with savepoint:
+                Entry.objects.create(job="a")
+        with savepoint:
+            assert [entry.job for entry in Entry.objects.order_by("job").iterator()][-1] == "before"
+        with savepoint, connection.cursor() as cursor:
+            sql = "INSERT INTO ledger_entry (job, note, created_at) VALUES (%s, '', now())"
+            cursor.executemany(sql, [["x"], ["y"]])
+        fail(savepoint, lambda: Entry.objects.create(job="lost"))
+    assert [text for text in sent if text.endswith((OPEN_A, OPEN_B))]
+    assert entries() == sorted(["before", "x", "y", *([] if handler_first else ["a"])])
