@@ -34,6 +34,9 @@ COLUMNS = (
 """What is read of a job's row before it runs."""
 
 
+_OPEN = frozenset(state.value for state in states.OPEN)
+
+
 class ExpiredError(KjoError):
     """The job was not started by its ``expires_at``."""
 
@@ -97,7 +100,7 @@ def why_skip(delivery: Delivery, row: dict[str, Any]) -> str:
     """Return why the row forbids the run, or "" when it does not."""
     message = delivery.message
     assert message is not None
-    if row["state"] not in states.OPEN:
+    if row["state"] not in _OPEN:
         return str(row["state"])
     if message.job_id is None:
         # A second copy of a foreign message whose retries are in the hands of its row.

@@ -23,6 +23,7 @@ from kjo_django.consumer.shards import Costs, Group, Place, Shard
 from kjo_django.consumer.work import Delivery, Mode
 from kjo_django.transports.base import TopicPartition
 
+_NONE: Sequence[Delivery] = ()
 CONCURRENT_GROUP = 1000
 """Most coroutines a lane starts at once."""
 
@@ -58,8 +59,7 @@ class Lanes:
         self._running: dict[str, int] = {}
         self._flying: dict[str, int] = {}
         self._aloft: dict[Delivery, Shard] = {}
-        # By plain (topic, partition) pairs: they equal TopicPartition and cost nothing to make.
-        self._in_flight: dict[tuple[str, int], int] = {}
+        self._groups: dict[int, Group] = {}
         self._deferred: list[tuple[float, int, Shard]] = []
         self._tickets = itertools.count()
         self._costs = Costs(budget)
@@ -78,13 +78,14 @@ class Lanes:
     def put(self, deliveries: Iterable[Delivery]) -> None:
         """Add deliveries in the order they were polled."""
         with self._changed:
+            now = time.monotonic()
             for delivery in deliveries:
-                self._add(delivery)
+                self._add(delivery, now)
             self._changed.notify_all()
 
-    def _add(self, delivery: Delivery) -> None:
+    def _add(self, delivery: Delivery, now: float) -> None:
         key = delivery.shard
-        delivery.waiting_since = time.monotonic()
+        delivery.waiting_since = now
         shard = self._shards.get(key)
         if shard is None:
             shard = self._shards[key] = Shard(key, delivery.queue.name)
@@ -171,14 +172,14 @@ class Lanes:
         budget = self._budget
         while ready and len(group.deliveries) < size and len(group.shards) < share:
             shard = ready[0]
-            if shard.waiting[0].mode is not group.mode:
+            left = self._fill(group, shard, size, budget)
+            if left is None:
                 break
-            if not self._has_room(group, shard.waiting[0], budget):
-                break
+            budget = left
             ready.popleft()
             group.shards.append(shard)
-            budget = self._fill(group, shard, size, budget)
-            self._set_aside(ready)
+            if self._held or (ready and not ready[0].waiting):
+                self._set_aside(ready)
         self._start(group)
         return group
 
@@ -202,28 +203,22 @@ class Lanes:
             return None
         return due
 
-    def _fill(self, group: Group, shard: Shard, size: int, budget: float) -> float:
-        """Move deliveries of one shard into the group, in order; return the budget left."""
-        while shard.waiting and len(group.deliveries) < size:
-            head = shard.waiting[0]
-            if head.mode is not group.mode or not self._has_room(group, head, budget):
+    def _fill(self, group: Group, shard: Shard, size: int, budget: float) -> float | None:
+        """Move deliveries of one shard into the group, in order; return the budget left, None when
+        there was no room for one."""
+        deliveries, waiting, left = group.deliveries, shard.waiting, None
+        while waiting and len(deliveries) < size:
+            head = waiting[0]
+            cost = self._costs.of(head)
+            if head.mode is not group.mode:
                 break
-            group.deliveries.append(shard.waiting.pop(0))
-            budget -= self._costs.of(head)
+            if cost > budget and deliveries and not _fits_the_batch(group, head):
+                break
+            deliveries.append(waiting.pop(0))
+            left = budget = budget - cost
             if group.mode is Mode.CONCURRENT:
                 break  # those of a group run at the same time, those of a key must not
-        return budget
-
-    def _has_room(self, group: Group, delivery: Delivery, budget: float) -> bool:
-        if not group.deliveries or budget >= self._costs.of(delivery):
-            return True
-        # The batch a group begins with is filled whatever it costs: that is one call. Only those
-        # that can be in it, so not a second one of a key.
-        return (
-            len(group.deliveries) < (delivery.batch or 0)
-            and group.deliveries[0].handler is delivery.handler
-            and group.deliveries[-1].shard != delivery.shard
-        )
+        return left
 
     def _start(self, group: Group) -> None:
         count = len(group.deliveries)
@@ -232,9 +227,7 @@ class Lanes:
         self._running[group.queue] = self._running.get(group.queue, 0) + 1
         self._idle -= 1
         self._peak = max(self._peak, self._lanes - self._idle)
-        for delivery in group.deliveries:
-            where = (delivery.record.topic, delivery.record.partition)
-            self._in_flight[where] = self._in_flight.get(where, 0) + 1
+        self._groups[id(group)] = group
         if group.mode is Mode.CONCURRENT:
             self._flying[group.queue] = self._flying.get(group.queue, 0) + count
             self._aloft.update(zip(group.deliveries, group.shards, strict=True))
@@ -258,18 +251,19 @@ class Lanes:
         with self._changed:
             self._running[group.queue] -= 1
             self._idle += 1
+            del self._groups[id(group)]
             if group.mode is Mode.CONCURRENT:
                 self._free_landed([d for d in group.deliveries if d not in flying], deferred, delay)
                 self._changed.notify_all()
                 return
-            self._count_out(group.deliveries)
+            self._running_count -= len(group.deliveries)
             back = set(deferred)
             held: dict[object, list[Delivery]] = {}
-            for delivery in group.deliveries:
+            for delivery in group.deliveries if back else ():
                 if delivery in back:
                     held.setdefault(delivery.shard, []).append(delivery)
             for shard in group.shards:
-                self._return(shard, held.get(shard.key, []), delay)
+                self._return(shard, held.get(shard.key, _NONE), delay)
             self._changed.notify_all()
 
     def land(
@@ -283,20 +277,16 @@ class Lanes:
     def _free_landed(
         self, deliveries: Sequence[Delivery], deferred: Collection[Delivery], delay: float
     ) -> None:
-        self._count_out(deliveries)
+        self._running_count -= len(deliveries)
         for delivery in deliveries:
             shard = self._aloft.pop(delivery)
             self._flying[shard.queue] -= 1
             self._return(shard, [delivery] if delivery in deferred else [], delay)
 
-    def _count_out(self, deliveries: Sequence[Delivery]) -> None:
-        self._running_count -= len(deliveries)
-        for delivery in deliveries:
-            self._in_flight[delivery.record.topic, delivery.record.partition] -= 1
-
-    def _return(self, shard: Shard, held: list[Delivery], delay: float) -> None:
-        shard.waiting[:0] = held
-        self._waiting_count += len(held)
+    def _return(self, shard: Shard, held: Sequence[Delivery], delay: float) -> None:
+        if held:
+            shard.waiting[:0] = held
+            self._waiting_count += len(held)
         if held and delay > 0:
             due = time.monotonic() + delay
             heapq.heappush(self._deferred, (due, next(self._tickets), shard))
@@ -328,7 +318,10 @@ class Lanes:
         def is_quiet() -> bool:
             if wanted is None:
                 return self._running_count == 0
-            return not any(self._in_flight.get(partition) for partition in wanted)
+            running = itertools.chain(
+                self._aloft, *(group.deliveries for group in self._groups.values())
+            )
+            return not any(delivery.place in wanted for delivery in running)
 
         with self._changed:
             return self._changed.wait_for(is_quiet, timeout)
@@ -392,3 +385,13 @@ class Lanes:
         with self._changed:
             since = [s.waiting[0].waiting_since for s in self._shards.values() if s.waiting]
         return time.monotonic() - min(since) if since else 0.0
+
+
+def _fits_the_batch(group: Group, delivery: Delivery) -> bool:
+    # The batch a group begins with is filled whatever it costs: that is one call. Only those that
+    # can be in it, so not a second one of a key.
+    return (
+        len(group.deliveries) < (delivery.batch or 0)
+        and group.deliveries[0].handler is delivery.handler
+        and group.deliveries[-1].shard != delivery.shard
+    )

@@ -15,7 +15,7 @@ from django.utils import timezone
 
 from kjo_django.backends import get_coordination
 from kjo_django.conf import QueueConf
-from kjo_django.coordination.base import Claim
+from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
 from kjo_django.producer.dispatch import jobs_database
@@ -78,8 +78,10 @@ class LeaseBook:
             claims = get_coordination().claim(names, self.token, ttl)
         except CoordinationError as error:
             self._complain("Going on without leases, the database decides", error)
-            return [Claim(True, 1)] * len(names)
-        acquired = (name for name, claim in zip(names, claims, strict=True) if claim.acquired)
+            return [FIRST_CLAIM] * len(names)
+        acquired: Iterable[str] = names
+        if claims.count(FIRST_CLAIM) != len(claims):
+            acquired = (name for name, claim in zip(names, claims, strict=True) if claim.acquired)
         self._note_held(acquired, ttl)
         return claims
 
@@ -114,7 +116,7 @@ class LeaseBook:
             (claim,) = coordination.claim([name], self.token, ttl)
         except CoordinationError as error:
             self._complain("Going on without leases, the database decides", error)
-            return Claim(True, 1)
+            return FIRST_CLAIM
         if claim.acquired:
             self._note_held([name], ttl)
         return claim

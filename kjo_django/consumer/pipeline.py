@@ -30,6 +30,7 @@ from kjo_django.consumer.rows import load_rows
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
+from kjo_django.coordination.base import FIRST_CLAIM
 from kjo_django.exceptions import MessageError
 from kjo_django.producer.dispatch import jobs_database
 
@@ -149,10 +150,16 @@ class Pipeline:
             return self._settle([_poison_outcome(d) for d in deliveries])
         names = [delivery.lease for delivery in deliveries]
         claims = self._leases.claim(names, deliveries[0].queue.processing_ttl)
+        if claims.count(FIRST_CLAIM) == len(claims):
+            for delivery in deliveries:
+                delivery.deliveries = 1
+            return self._run_claimed(list(deliveries), mode, flying)
         abandoned = self._leases.abandoned(
             {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
         )
-        mine, apart, deferred = [], [], []
+        mine: list[Delivery] = []
+        apart: list[Delivery] = []
+        deferred: list[Delivery] = []
         suspects: set[Delivery] = set()
         order = KeyOrder()
         for delivery, claim in zip(deliveries, claims, strict=True):
@@ -170,11 +177,8 @@ class Pipeline:
                 apart.append(delivery)
             else:
                 mine.append(delivery)
-        if mine and mode is Mode.CONCURRENT and self._flight is not None and flying is not None:
-            deferred += self._take_off(self._flight, mine, flying)
-        elif mine:
-            with self._alone.shared():
-                deferred += self._run_together(mine, mode)
+        if mine:
+            deferred += self._run_claimed(mine, mode, flying)
         for delivery in apart:
             if order.waits(delivery):
                 deferred.append(delivery)
@@ -189,6 +193,16 @@ class Pipeline:
             # Not begun: others may have them. A no-op for what others hold.
             self._leases.release([delivery.lease for delivery in deferred])
         return deferred
+
+    def _run_claimed(
+        self, deliveries: list[Delivery], mode: Mode, flying: set[Delivery] | None
+    ) -> list[Delivery]:
+        """Run what nobody else holds and no crash has left behind; returns those deferred, their
+        leases given back."""
+        if mode is Mode.CONCURRENT and self._flight is not None and flying is not None:
+            return self._take_off(self._flight, deliveries, flying)
+        with self._alone.shared():
+            return self._run_together(deliveries, mode)
 
     def _take_off(
         self, flight: Flight, deliveries: list[Delivery], flying: set[Delivery]
@@ -252,9 +266,12 @@ class Pipeline:
             with settlement.in_transaction(using):
                 settlement.record_failures(using, durable, self._worker)
                 acknowledge(durable, in_transaction=True)
-        settled = [o for o in outcomes if o.result is not Result.DEFERRED and id(o) not in stuck]
+        settled, deferred = outcomes, []
+        if stuck or any(outcome.result is Result.DEFERRED for outcome in outcomes):
+            waits = {id(o) for o in outcomes if o.result is Result.DEFERRED} | stuck
+            settled = [o for o in outcomes if id(o) not in waits]
+            deferred = [o.delivery for o in outcomes if id(o) in waits]
         acknowledge(settled, in_transaction=False)
-        deferred = [o.delivery for o in outcomes if o.result is Result.DEFERRED or id(o) in stuck]
         names = [o.delivery.lease for o in outcomes if o.delivery.message is not None]
         self._leases.release([name for name in names if name not in keep] if keep else names)
         if tracing.tracer is not None:

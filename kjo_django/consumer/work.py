@@ -39,8 +39,10 @@ class Delivery:
 
     __slots__ = (
         "_lease",
+        "batch",
         "deliveries",
         "handler",
+        "kind",
         "message",
         "mode",
         "problem",
@@ -73,6 +75,12 @@ class Delivery:
         """When it came to the lanes (monotonic)."""
         self.trace: Any = None
         """What a tracer keeps of its run until that is settled."""
+        self.kind = ""
+        """Its handler's name, by which its run time is estimated."""
+        self.batch: int | None = None
+        """Most deliveries its handler takes in one call; None for a handler of one."""
+        if handler is not None:
+            self.kind, self.batch = handler.options.name, handler.options.batch
         self.mode = _mode_of(handler, problem)
         """How it is run."""
         self.shard: object = self
@@ -83,11 +91,6 @@ class Delivery:
         elif record.key is not None:
             self.shard = (record.topic, record.key)
         self._lease = ""
-
-    @property
-    def batch(self) -> int | None:
-        """Most deliveries its handler takes in one call; None for a handler of one."""
-        return self.handler.options.batch if self.handler is not None else None
 
     @property
     def lease(self) -> str:
@@ -101,11 +104,6 @@ class Delivery:
     def place(self) -> TopicPartition:
         """The partition it came from."""
         return TopicPartition(self.record.topic, self.record.partition)
-
-    @property
-    def kind(self) -> str:
-        """What its run time is estimated by."""
-        return self.handler.name if self.handler is not None else ""
 
     def event_key(self, service: str) -> EventKey:
         """Its row in ``processed_events``."""

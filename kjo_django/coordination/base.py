@@ -24,6 +24,10 @@ class Claim(NamedTuple):
     than 1 means an earlier owner vanished without releasing it: a crash or a freeze."""
 
 
+FIRST_CLAIM = Claim(True, 1)
+"""Of a name nobody has held."""
+
+
 class Listener(abc.ABC):
     """Waits for wake-up calls on some channels. One thread owns it; ``wake`` is thread-safe."""
 

@@ -18,8 +18,8 @@ Keys, by example::
     DELIVERIES:CONS:EMAILS:7  how often it was claimed; forgotten on release, else after a day
     PREFIX_SENT:7             a mark; expires with its TTL
 
-A lease and its count are touched by one script, so on Redis Cluster all names of a call must share
-a slot: use a hash tag, ``KEY_PREFIX = "{kjo}"``. The tests meet single servers only.
+Leases and their counts are touched by one script, so on Redis Cluster all names of a call must
+share a slot: use a hash tag, ``KEY_PREFIX = "{kjo}"``. The tests meet single servers only.
 """
 
 from __future__ import annotations
@@ -39,37 +39,43 @@ from django_redis import get_redis_connection
 from redis import ConnectionPool, Redis
 from redis.exceptions import RedisError
 
-from kjo_django.coordination.base import Claim, Coordination, Listener
+from kjo_django.coordination.base import FIRST_CLAIM, Claim, Coordination, Listener
 from kjo_django.coordination.listeners import Alarm
 from kjo_django.exceptions import CoordinationError
 
-DELIVERIES = "DELIVERIES:"
 _DELIVERIES_KEPT = timedelta(days=1)
 _SCAN_COUNT = 1000
 _LONGEST_PAUSE = 5.0
 
-# KEYS: the leases, then the delivery counts. ARGV: token, ttl and life of the counts in ms.
+# A script works out the keys of the delivery counts: to send them would double what is written,
+# and they share their leases' slots. Few commands too: each costs as much as a row elsewhere.
+
+# KEYS: the leases. ARGV: length of the prefix, token, ttl and life of the counts in ms.
+# Answers with nothing where all are acquired for the first time, as they nearly always are.
 _CLAIM = """
-local n = #KEYS / 2
-local answers = {}
-for i = 1, n do
-    local lease, deliveries = KEYS[i], KEYS[n + i]
-    local acquired, count = 0, 0
-    if redis.call('SET', lease, ARGV[1], 'NX', 'PX', ARGV[2]) then
-        acquired = 1
-        count = redis.call('INCR', deliveries)
-        redis.call('PEXPIRE', deliveries, ARGV[3])
+local prefix = string.sub(KEYS[1], 1, ARGV[1]) .. 'DELIVERIES:'
+local answers, is_plain = {}, true
+for i, lease in ipairs(KEYS) do
+    local deliveries = prefix .. string.sub(lease, ARGV[1] + 1)
+    local acquired, count = 1, 1
+    if redis.call('SET', lease, ARGV[2], 'NX', 'PX', ARGV[3]) then
+        if not redis.call('SET', deliveries, 1, 'NX', 'PX', ARGV[4]) then
+            count = redis.call('INCR', deliveries)
+            redis.call('PEXPIRE', deliveries, ARGV[4])
+        end
     else
         count = tonumber(redis.call('GET', deliveries)) or 1
-        if redis.call('GET', lease) == ARGV[1] then
-            acquired = 1
-            redis.call('PEXPIRE', lease, ARGV[2])
+        if redis.call('GET', lease) == ARGV[2] then
+            redis.call('PEXPIRE', lease, ARGV[3])
+        else
+            acquired = 0
         end
     end
+    is_plain = is_plain and acquired == 1 and count == 1
     answers[2 * i - 1] = acquired
     answers[2 * i] = count
 end
-return answers
+return is_plain and {} or answers
 """
 
 # KEYS: the leases. ARGV: token, ttl in ms.
@@ -84,18 +90,19 @@ end
 return answers
 """
 
-# KEYS: the leases, then the delivery counts. ARGV: token, "1" to keep the counts.
+# KEYS: the leases. ARGV: length of the prefix, token, "1" to keep the counts.
 _RELEASE = """
-local n = #KEYS / 2
-for i = 1, n do
-    if redis.call('GET', KEYS[i]) == ARGV[1] then
-        redis.call('DEL', KEYS[i])
-        if ARGV[2] ~= '1' then
-            redis.call('DEL', KEYS[n + i])
+local prefix = string.sub(KEYS[1], 1, ARGV[1]) .. 'DELIVERIES:'
+for _, lease in ipairs(KEYS) do
+    if redis.call('GET', lease) == ARGV[2] then
+        if ARGV[3] == '1' then
+            redis.call('DEL', lease)
+        else
+            redis.call('DEL', lease, prefix .. string.sub(lease, ARGV[1] + 1))
         end
     end
 end
-return n
+return #KEYS
 """
 
 
@@ -118,7 +125,10 @@ class RedisCoordination(Coordination):
         """Take the leases with one script call: ``SET NX PX`` each (KJO-F1)."""
         if not names:
             return []
-        answers = self._run(_CLAIM, self._both(names), token, _ms(ttl), _ms(_DELIVERIES_KEPT))
+        times = _ms(ttl), _ms(_DELIVERIES_KEPT)
+        answers = self._run(_CLAIM, self._keys(names), len(self._prefix.encode()), token, *times)
+        if not answers:
+            return [FIRST_CLAIM] * len(names)
         return [
             Claim(bool(acquired), int(deliveries))
             for acquired, deliveries in zip(answers[::2], answers[1::2], strict=True)
@@ -135,7 +145,8 @@ class RedisCoordination(Coordination):
     def release(self, names: Sequence[str], token: str, *, count_delivery: bool = False) -> None:
         """Compare and delete with one script call (KJO-F10)."""
         if names:
-            self._run(_RELEASE, self._both(names), token, "1" if count_delivery else "0")
+            keeps = "1" if count_delivery else "0"
+            self._run(_RELEASE, self._keys(names), len(self._prefix.encode()), token, keeps)
 
     def holders(self, names: Sequence[str]) -> dict[str, str]:
         """Return the live tokens, in one round trip."""
@@ -261,10 +272,7 @@ class RedisCoordination(Coordination):
             return script(keys=keys, args=arguments, client=client)
 
     def _keys(self, names: Sequence[str]) -> list[str]:
-        return [self._prefix + name for name in names]
-
-    def _both(self, names: Sequence[str]) -> list[str]:
-        return self._keys(names) + [self._prefix + DELIVERIES + name for name in names]
+        return [self._prefix + name for name in names] if self._prefix else list(names)
 
     def _values(self, names: Sequence[str]) -> dict[str, str]:
         if not names:

@@ -59,26 +59,33 @@ class Statistics:
         """Count outcomes that are durable."""
         minute = timezone.now().replace(second=0, microsecond=0)
         with self._lock:
+            bucket, known = None, ("", "")
             for outcome in outcomes:
-                self._count(minute, outcome)
+                if outcome.result not in _COUNTERS:
+                    continue
+                delivery = outcome.delivery
+                names = delivery.queue.name, delivery.kind
+                if bucket is None or names != known:
+                    # Those of a group mostly share it.
+                    bucket, known = self._bucket_of(minute, *names), names
+                self._count(bucket, outcome)
 
     def skip(self, queue: QueueConf) -> None:
         """Count a record that was meant for others."""
         minute = timezone.now().replace(second=0, microsecond=0)
         with self._lock:
-            bucket = self._buckets.setdefault((minute, queue.name, ""), _Bucket())
+            bucket = self._bucket_of(minute, queue.name, "")
             bucket.counts[_COUNTERS[Result.SKIPPED]] += 1
 
-    def _count(self, minute: datetime, outcome: Outcome) -> None:
-        counter = _COUNTERS.get(outcome.result)
-        if counter is None:
-            return
-        delivery = outcome.delivery
-        key = (minute, delivery.queue.name, delivery.kind)
+    def _bucket_of(self, minute: datetime, queue: str, handler: str) -> _Bucket:
+        key = (minute, queue, handler)
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = _Bucket()
-        bucket.counts[counter] += 1
+        return bucket
+
+    def _count(self, bucket: _Bucket, outcome: Outcome) -> None:
+        bucket.counts[_COUNTERS[outcome.result]] += 1
         if outcome.result in (Result.COMPLETED, Result.RETRIED, Result.DEAD):
             self.processed += 1
         if outcome.result is Result.DEAD:
@@ -90,7 +97,7 @@ class Statistics:
         if outcome.started_at is not None:
             bucket.runs[bound_of(outcome.seconds)] += 1
             bucket.run_seconds += outcome.seconds
-            due = outcome.job["available_at"] if outcome.job else delivery.record.timestamp
+            due = outcome.job["available_at"] if outcome.job else outcome.delivery.record.timestamp
             if due is not None:
                 # A clock that stepped back counts as no time: a sum never falls.
                 waited = max(0.0, (outcome.started_at - due).total_seconds())
