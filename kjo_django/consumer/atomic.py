@@ -187,6 +187,7 @@ class AtomicRunner:
         except ENDINGS as error:
             ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
+        self._on_measure(delivery.kind, ran.seconds)
         if known is None and ran.error is None and _is_unusable(connection):
             ran.error = transaction.TransactionManagementError(CAUGHT)
         if known is None and ran.error is not None:
@@ -196,7 +197,6 @@ class AtomicRunner:
             # Gone, and with it the group's transaction; the error is the job's only if it was
             # alone in it, see above.
             raise ConnectionLost(outcome_of(delivery, ran, start, row)) from ran.error
-        self._on_measure(delivery.kind, ran.seconds)
         return [outcome_of(delivery, ran, start, row)]
 
     def _attempt_batch(

@@ -69,7 +69,8 @@ class Running:
     @property
     def trace_id(self) -> str:
         """Of the trace its message carries, or ""; of a batch, of its first."""
-        found = _TRACE_ID.match(self._contexts[0].headers.get(names.TRACEPARENT, ""))
+        headers = self._deliveries[0].record.headers
+        found = _TRACE_ID.match(names.text(headers, names.TRACEPARENT))
         return found[1] if found else ""
 
 

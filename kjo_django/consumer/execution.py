@@ -18,6 +18,7 @@ from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import JobTimeoutError, PayloadError, PermanentError
 from kjo_django.messages import headers as names
+from kjo_django.messages.carried import inheritable
 from kjo_django.messages.serializers import dump_result, serializer_for
 
 ENDINGS = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
@@ -65,13 +66,20 @@ def describe(
         max_attempts=max_attempts,
         idempotency_key=message.id,
         queue=delivery.queue.name,
-        headers=names.texts(delivery.record.headers),
+        headers=names.texts(delivery.record.headers) if _is_seen(kind, delivery) else {},
         created_at=row["created_at"] if row is not None else message.timestamp,
         unique_id=row["unique_id"] if row is not None else None,
         generation=message.generation,
         lease=delivery.lease,
         is_atomic=delivery.handler is None or delivery.handler.options.atomic,
     )
+
+
+def _is_seen(kind: type[JobContext], delivery: Delivery) -> bool:
+    """Return whether anybody is going to see the context; reading headers takes its time."""
+    if kind is not JobContext or delivery.handler is None:
+        return True
+    return delivery.handler.options.takes_context
 
 
 def arguments_of(delivery: Delivery, context: JobContext) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -108,7 +116,7 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
     limit = time_limit(delivery)
     watch.running.enter(context)
     try:
-        with Running((delivery,), (context,), context.headers):
+        with Running((delivery,), (context,), inheritable(delivery.record.headers)):
             positional, named = arguments_of(delivery, context)
             if handler.is_async:
                 coroutine = handler.function(*positional, **named)
@@ -177,7 +185,7 @@ async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) ->
     assert handler is not None
     watch.running.enter(context)
     try:
-        with Running((delivery,), (context,), context.headers):
+        with Running((delivery,), (context,), inheritable(delivery.record.headers)):
             positional, named = arguments_of(delivery, context)
             coroutine = handler.function(*positional, **named)
             value = wrapped(delivery, await with_limit(coroutine, context, time_limit(delivery)))

@@ -141,7 +141,8 @@ class LazySavepoint:
     ) -> None:
         connection = self._connection
         connection.execute_wrappers.remove(self._before_query)
-        if error is None and (connection.needs_rollback or is_aborted(connection)):
+        is_used = self._sid is not None
+        if error is None and (connection.needs_rollback or (is_used and is_aborted(connection))):
             self._undo()
             raise transaction.TransactionManagementError(CAUGHT)
         if error is not None:

@@ -18,6 +18,11 @@ INHERITED = (names.TRACEPARENT, names.TRACESTATE, names.CORRELATION_ID)
 _carried: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_carried", default=None)
 
 
+def inheritable(headers: Mapping[str, bytes]) -> dict[str, str]:
+    """Return what of a record's headers is inherited."""
+    return {name: names.text(headers, name) for name in INHERITED if name in headers}
+
+
 class carrying:
     """Let what is published within the block inherit from these headers.
 

@@ -486,7 +486,10 @@ def headers_of(message: Any) -> dict[str, bytes]:
         headers = read_headers(message)
     except Exception as error:
         return {UNREADABLE_HEADERS: describe(error.__cause__ or error).encode()}
-    return {name: value or b"" for name, value in headers} if headers else {}
+    found = dict(headers) if headers else {}
+    if None in found.values():
+        return {name: value or b"" for name, value in found.items()}
+    return found
 
 
 def moment(milliseconds: int) -> datetime | None:
