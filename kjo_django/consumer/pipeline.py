@@ -266,7 +266,7 @@ class Pipeline:
             with settlement.in_transaction(using):
                 settlement.record_failures(using, durable, self._worker)
                 acknowledge(durable, in_transaction=True)
-        settled, deferred = outcomes, []
+        settled, deferred = outcomes, list[Delivery]()
         if stuck or any(outcome.result is Result.DEFERRED for outcome in outcomes):
             waits = {id(o) for o in outcomes if o.result is Result.DEFERRED} | stuck
             settled = [o for o in outcomes if id(o) not in waits]
