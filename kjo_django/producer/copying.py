@@ -1,4 +1,4 @@
-"""Storing many jobs by one COPY: PostgreSQL with psycopg 3."""
+"""Rows of jobs as psycopg 3 takes them, and storing many of them by one COPY."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ BLOCK = 64 * 1024
 """Characters written at once; the server works on one block while the next is made."""
 
 _COLUMNS = {field.attname: field for field in Job._meta.local_concrete_fields}
+_HEADERS = list(_COLUMNS).index("headers")
 _OWN = ("id", "key", "payload")
 
 
@@ -39,16 +40,17 @@ def may_copy(connection: Any, count: int) -> bool:
 
 def copy_jobs(connection: Any, jobs: Iterable[Job]) -> None:
     """Store jobs, each with columns of its own."""
-    names = list(_COLUMNS)
-    at_headers = names.index("headers")
-    with _copying(connection, names) as copy:
+    with _copying(connection, list(_COLUMNS)) as copy:
         for job in jobs:
-            values = [getattr(job, name) for name in names]
-            if values[at_headers] is not None:
-                values[at_headers] = _COLUMNS["headers"].get_db_prep_save(
-                    values[at_headers], connection
-                )
-            copy.write_row(values)
+            copy.write_row(values_of(connection, job))
+
+
+def values_of(connection: Any, job: Job) -> list[Any]:
+    """Return a row for psycopg 3, which writes all but JSON as the fields have it."""
+    values = [getattr(job, name) for name in _COLUMNS]
+    if job.headers is not None:
+        values[_HEADERS] = _COLUMNS["headers"].get_db_prep_save(job.headers, connection)
+    return values
 
 
 def copy_alike(connection: Any, job: Job, contents: Iterable[tuple[uuid.UUID, str, bytes]]) -> None:

@@ -88,6 +88,9 @@ def assert_alike(definition: JobDefinition, payloads: list[dict[str, Any]]) -> N
     copied = stored_by(enqueue)
     assert copied == stored_by(lambda: by_insert(enqueue))
     assert copied == stored_by(lambda: store([definition.build(each) for each in payloads]))
+    assert copied == stored_by(
+        lambda: Job.objects.bulk_create([definition.build(each) for each in payloads])
+    )
     assert len(copied) == len(payloads)
 
 
