@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from django.db import connections, transaction
 from django.db.models.base import ModelState
+from django.db.models.constants import OnConflict
 from django.utils import timezone
 
 from kjo_django import states, tracing
@@ -82,8 +83,8 @@ def milliseconds(value: timedelta | int | None, default: timedelta) -> int:
 def store(jobs: Sequence[Job], *, revives_failed: bool = False) -> list[EnqueueResult]:
     """Store jobs and send them on their way, joining the caller's transaction.
 
-    One INSERT for all of them (two for those with a unique id, which need to know whose row it
-    became). Answers come in the order of the jobs.
+    One INSERT for all of them; where a unique id was taken, a query tells by whom. Answers come in
+    the order of the jobs.
 
     :param revives_failed: a failed job of the same id begins a new generation at once, instead of
         being a duplicate until its error expires (PJQ-F1).
@@ -171,44 +172,50 @@ def _store(jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
     return answers
 
 
-def _insert(using: str, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> None:
-    """Store rows. ``bulk_create`` would open a transaction for one, and look at 27 placeholders a
-    row for many."""
+def _insert(using: str, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> int:
+    """Store rows; return how many. ``bulk_create`` would open a transaction for one, and look at 27
+    placeholders a row for many."""
     connection = connections[using]
-    if ignore_conflicts:
-        Job.objects.using(using).bulk_create(jobs, ignore_conflicts=True, batch_size=1000)
-        return
-    if copying.may_copy(connection, len(jobs)):
+    count = len(jobs)
+    if not ignore_conflicts and copying.may_copy(connection, len(jobs)):
         copying.copy_jobs(connection, jobs)
     else:
-        _insert_values(connection, jobs)
+        conflicts = OnConflict.IGNORE if ignore_conflicts else None
+        count = _insert_values(connection, jobs, conflicts)
     for job in jobs:
         job._state.adding, job._state.db = False, using
+    return count
 
 
 _FIELDS = Job._meta.local_concrete_fields
 _ROW = f"({', '.join(['%s'] * len(_FIELDS))})"
-_heads: dict[str, str] = {}
+_around: dict[tuple[str, Any], tuple[str, str]] = {}
 
 
-def _head(connection: Any) -> str:
-    """Return how the statement begins; to quote the names takes longer than to build a job."""
-    head = _heads.get(connection.vendor)
-    if head is None:
+def _around_rows(connection: Any, on_conflict: Any) -> tuple[str, str]:
+    """Return how the statement begins and how it ends. To quote the names takes longer than to
+    build a job."""
+    around = _around.get((connection.vendor, on_conflict))
+    if around is None:
         columns = ", ".join(connection.ops.quote_name(field.column) for field in _FIELDS)
-        head = _heads[connection.vendor] = f"INSERT INTO kjo_job ({columns}) VALUES "  # noqa: S608
-    return head
+        begin = connection.ops.insert_statement(on_conflict=on_conflict)
+        end = connection.ops.on_conflict_suffix_sql(_FIELDS, on_conflict, [], [])
+        around = f"{begin} kjo_job ({columns}) VALUES ", f" {end}"
+        _around[connection.vendor, on_conflict] = around
+    return around
 
 
 def _values_of(connection: Any, job: Job) -> list[Any]:
     return [field.get_db_prep_save(getattr(job, field.attname), connection) for field in _FIELDS]
 
 
-def _insert_values(connection: Any, jobs: Sequence[Job]) -> None:
+def _insert_values(connection: Any, jobs: Sequence[Job], on_conflict: Any) -> int:
+    begin, end = _around_rows(connection, on_conflict)
     is_ready = connection.vendor == "postgresql" and is_psycopg3()
     values_of = copying.values_of if is_ready else _values_of
     limit = connection.features.max_query_params or 30_000
     size = min(1000, limit // len(_FIELDS))
+    count = 0
     with contextlib.ExitStack() as stack:
         if len(jobs) > size:
             stack.enter_context(transaction.atomic(using=connection.alias, savepoint=False))
@@ -216,9 +223,11 @@ def _insert_values(connection: Any, jobs: Sequence[Job]) -> None:
         for start in range(0, len(jobs), size):
             chunk = jobs[start : start + size]
             cursor.execute(
-                _head(connection) + ", ".join([_ROW] * len(chunk)),
+                begin + ", ".join([_ROW] * len(chunk)) + end,
                 [value for job in chunk for value in values_of(connection, job)],
             )
+            count += cursor.rowcount
+    return count
 
 
 def _tell(using: str, jobs: Sequence[Job], channel: str) -> None:
@@ -232,7 +241,8 @@ def _facts(job: Job, id: uuid.UUID, unique_id: str | None) -> dict[str, Any]:
 def _store_unique(using: str, jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
     """Insert, then resolve the unique ids that were taken."""
     named = [job for job in jobs if job.unique_id is not None]
-    _insert(using, jobs, ignore_conflicts=bool(named))
+    if _insert(using, jobs, ignore_conflicts=bool(named)) == len(jobs):
+        return [EnqueueResult("queued", job.pk) for job in jobs]
     holders: dict[tuple[str, str | None], Job] = {}
     for queue in {job.queue for job in named}:
         ids = [job.unique_id for job in named if job.queue == queue]

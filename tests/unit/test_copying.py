@@ -91,6 +91,10 @@ def assert_alike(definition: JobDefinition, payloads: list[dict[str, Any]]) -> N
     assert copied == stored_by(
         lambda: Job.objects.bulk_create([definition.build(each) for each in payloads])
     )
+    ids = [f"{number}\t\\N" for number in range(len(payloads))]
+    named = stored_by(lambda: definition.enqueue_many(payloads, ids=ids))
+    assert [row.pop("unique_id") for row in named] == ids
+    assert named == [{k: v for k, v in row.items() if k != "unique_id"} for row in copied]
     assert len(copied) == len(payloads)
 
 

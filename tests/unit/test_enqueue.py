@@ -339,6 +339,23 @@ def test_on_postgresql_a_thousand_cost_as_many_queries_as_two(postgres, with_ids
     assert Job.objects.count() == 1003
 
 
+@pytest.mark.parametrize("count", [1, 20])
+def test_what_became_of_ids_is_asked_only_where_one_was_taken(transport, count):
+    # Given
+    write.enqueue(job="warm")
+    payloads = [{"job": str(n)} for n in range(count)]
+
+    def selects(ids: list[str]) -> int:
+        with CaptureQueriesContext(connection) as queries:
+            write.enqueue_many(payloads, ids=ids)
+        return sum("kjo_job" in q["sql"] and q["sql"].startswith("SELECT") for q in queries)
+
+    # When, then
+    assert selects([f"new {n}" for n in range(count)]) == 0
+    assert selects([f"new {n}" for n in range(count)]) == 1
+    assert Job.objects.count() == count + 1
+
+
 def test_the_answers_come_in_the_order_of_the_payloads():
     answers = write.enqueue_many([{"job": str(n)} for n in range(20)])
     stored = {job.pk: job.arguments["job"] for job in Job.objects.all()}
