@@ -30,7 +30,7 @@ from kjo_django.consumer.rows import load_rows
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
-from kjo_django.coordination.base import FIRST_CLAIM
+from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.exceptions import MessageError
 from kjo_django.producer.dispatch import jobs_database
 
@@ -153,7 +153,23 @@ class Pipeline:
         if claims.count(FIRST_CLAIM) == len(claims):
             for delivery in deliveries:
                 delivery.deliveries = 1
-            return self._run_claimed(list(deliveries), mode, flying)
+            deferred = self._run_claimed(list(deliveries), mode, flying)
+        else:
+            deferred = self._run_sorted(deliveries, claims, mode, flying)
+        if deferred:
+            # Not begun: others may have them. A no-op for what others hold.
+            self._leases.release([delivery.lease for delivery in deferred])
+        return deferred
+
+    def _run_sorted(
+        self,
+        deliveries: Sequence[Delivery],
+        claims: Sequence[Claim],
+        mode: Mode,
+        flying: set[Delivery] | None,
+    ) -> list[Delivery]:
+        """Run what is ours, then what a crash has left behind, each of these alone."""
+        names = [delivery.lease for delivery in deliveries]
         abandoned = self._leases.abandoned(
             {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
         )
@@ -189,16 +205,12 @@ class Pipeline:
             else:
                 with self._alone.shared():
                     deferred += map(order.put_off, self._run_together([delivery], mode))
-        if deferred:
-            # Not begun: others may have them. A no-op for what others hold.
-            self._leases.release([delivery.lease for delivery in deferred])
         return deferred
 
     def _run_claimed(
         self, deliveries: list[Delivery], mode: Mode, flying: set[Delivery] | None
     ) -> list[Delivery]:
-        """Run what nobody else holds and no crash has left behind; returns those deferred, their
-        leases given back."""
+        """Run what nobody else holds and no crash has left behind; returns those deferred."""
         if mode is Mode.CONCURRENT and self._flight is not None and flying is not None:
             return self._take_off(self._flight, deliveries, flying)
         with self._alone.shared():
