@@ -15,10 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import NamedTuple
-from uuid import UUID
 
-from django.db import DatabaseError, InterfaceError, connections, transaction
+from django.db import DatabaseError, InterfaceError, connections
 from django.utils import timezone
 
 from kjo_django import registry, states
@@ -27,10 +25,10 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.coordination.base import Listener
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
-from kjo_django.models import Job, transition
-from kjo_django.models.postgres import array_text
+from kjo_django.models import Job
 from kjo_django.producer import dispatch
 from kjo_django.producer.due import Due, due_jobs, next_due
+from kjo_django.producer.noting import Notes, Sent, note_others
 from kjo_django.producer.sends import publish
 from kjo_django.producer.wakeups import RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -50,16 +48,6 @@ REST_MAX = 30.0
 
 
 OUTAGES = (PublishError, CoordinationError, DatabaseError, InterfaceError)
-
-
-class Sent(NamedTuple):
-    """Where a job's message went."""
-
-    id: UUID
-    generation: int
-    attempts: int
-    partition: int | None
-    offset: int | None
 
 
 def lease_of(queue: str) -> str:
@@ -94,7 +82,7 @@ class Relay:
         self._held: frozenset[str] = frozenset()
         self._sure_until = 0.0
         self._rests: dict[str, tuple[float, float]] = {}
-        self._unrecorded: dict[UUID, tuple[str, Sent]] = {}
+        self._notes = Notes()
         self.published_count = 0
 
     # --- One batch --------------------------------------------------------------------------------
@@ -106,7 +94,7 @@ class Relay:
         """
         using = dispatch.jobs_database()
         wanted = self._awake() if queues is None else queues
-        jobs = due_jobs(using, wanted, get_settings().relay_batch_size, self._unrecorded)
+        jobs = due_jobs(using, wanted, get_settings().relay_batch_size, self._notes.late)
         for queue_name in dict.fromkeys(job.queue for job in jobs):
             self._publish(using, queue_name, [job for job in jobs if job.queue == queue_name])
         return len(jobs)
@@ -154,13 +142,13 @@ class Relay:
         refused = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is not None]
         now = timezone.now()
         if sent:
-            self._record_sent(
+            self._notes.note(
                 using,
                 topic,
                 [Sent(j.pk, j.generation, j.attempts, a.partition, a.offset) for j, a in sent],
             )
         if records:
-            self._record_others(using, records)
+            note_others(using, records)
         self.published_count += len(accepted)
         for job, answer in refused:
             if answer.is_final:
@@ -172,110 +160,6 @@ class Relay:
                     available_at=now + REFUSED_DELAY, error=f"Not published: {answer.error}"[:500]
                 )
         self._on_error(refused[0][1].error if refused else None)
-
-    def _record_sent(self, using: str, topic: str, sent: Sequence[Sent]) -> None:
-        """Note where jobs went, without waiting for rows that are locked.
-
-        A consumer that was quicker than this note has the row locked for as long as its job runs.
-        Such a row is left for later, and not published again meanwhile.
-        """
-        if connections[using].vendor == "postgresql":
-            recorded = self._record_at_once(using, topic, sent)
-        else:
-            recorded = self._record_each(using, topic, sent)
-        for one in sent:
-            self._unrecorded.pop(one.id, None)
-        if recorded < len(sent):
-            known = {one.id: one for one in sent}
-            rows = Job.objects.using(using).filter(
-                pk__in=list(known), state__in=states.AWAITING_PUBLISH
-            )
-            for id, generation, attempts in rows.values_list("pk", "generation", "attempts"):
-                if (generation, attempts) == known[id][1:3]:
-                    self._unrecorded[id] = (topic, known[id])
-
-    def _record_late(self) -> None:
-        """Note what was locked when it was published."""
-        by_topic: dict[str, list[Sent]] = {}
-        for topic, one in self._unrecorded.values():
-            by_topic.setdefault(topic, []).append(one)
-        for topic, sent in by_topic.items():
-            self._record_sent(dispatch.jobs_database(), topic, sent)
-
-    # The rows are found and locked first, by their ids: the planner expects hardly any row in these
-    # states, and would compare each with each.
-    # Nobody waits for the disk: a note lost in a crash of the server is made by publishing again.
-    _RECORD = """
-WITH free AS MATERIALIZED (
-    SELECT id, generation, attempts, state FROM kjo_job WHERE id = ANY(%s::uuid[])
-    FOR NO KEY UPDATE SKIP LOCKED
-), sent AS MATERIALIZED (
-    SELECT v.id, v.partition, v.position
-    FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::int[], %s::bigint[])
-        AS v (id, generation, attempts, partition, position)
-    JOIN free USING (id)
-    WHERE free.generation = v.generation AND free.attempts = v.attempts AND free.state = ANY(%s)
-)
-UPDATE kjo_job SET state = 'queued', topic = %s, partition = sent.partition,
-    "offset" = sent.position, queued_at = now()
-FROM sent, set_config(
-    'synchronous_commit',
-    CASE WHEN %s THEN current_setting('synchronous_commit') ELSE 'off' END, true
-) WHERE kjo_job.id = sent.id
-"""
-
-    def _record_at_once(self, using: str, topic: str, sent: Sequence[Sent]) -> int:
-        """Note them in one round trip; return how many rows that were."""
-        columns = [array_text(column) for column in zip(*sent, strict=True)]
-        with connections[using].cursor() as cursor:
-            states_of = states.expected("publish")
-            is_others = connections[using].in_atomic_block
-            cursor.execute(self._RECORD, [columns[0], *columns, states_of, topic, is_others])
-            return int(cursor.rowcount)
-
-    def _record_each(self, using: str, topic: str, sent: Sequence[Sent]) -> int:
-        """The same for other databases."""
-        now, recorded = timezone.now(), 0
-        with transaction.atomic(using=using):
-            free = {one.id for one in sent}
-            if connections[using].features.has_select_for_update_skip_locked:
-                rows = Job.objects.using(using).filter(pk__in=list(free))
-                free = set(rows.select_for_update(skip_locked=True).values_list("pk", flat=True))
-            for one in sent:
-                rows = Job.objects.using(using).at(one.id, one.generation)
-                if one.id in free and transition(
-                    "publish",
-                    rows.filter(attempts=one.attempts),
-                    topic=topic,
-                    partition=one.partition,
-                    offset=one.offset,
-                    queued_at=now,
-                ):
-                    recorded += 1
-        return recorded
-
-    _RECORD_OTHERS = """
-UPDATE kjo_job SET state = 'completed', topic = kjo_job.destination, partition = v.partition,
-    "offset" = v.position, queued_at = now(), finished_at = now(), error = '',
-    attempts = kjo_job.attempts + 1
-FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::bigint[])
-    AS v (id, generation, partition, position)
-WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
-"""
-
-    def _record_others(self, using: str, records: Sequence[tuple[Due, Published]]) -> None:
-        """Note that records for others have been published; they are done with that."""
-        waiting = [each for each in records if dispatch.is_waited_for(each[0])]
-        done = [each for each in records if not dispatch.is_waited_for(each[0])]
-        if connections[using].vendor == "postgresql" and done:
-            rows = [(j.pk, j.generation, a.partition, a.offset) for j, a in done]
-            columns = [array_text(column) for column in zip(*rows, strict=True)]
-            with connections[using].cursor() as cursor:
-                cursor.execute(self._RECORD_OTHERS, [*columns, states.expected("complete")])
-            done = []
-        with transaction.atomic(using=using):
-            places = [(answer.partition, answer.offset) for _, answer in [*waiting, *done]]
-            dispatch.mark_sent(using, [job for job, _ in [*waiting, *done]], places)
 
     # --- The loop ---------------------------------------------------------------------------------
 
@@ -289,10 +173,6 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
         try:
             while not self._stopping.is_set():
                 try:
-                    if self._unrecorded:
-                        self._record_late()
-                        # As long as another relay has no reason to publish them again.
-                        self._take_queues()
                     is_called = self._turn(is_called)
                     delay = 1.0
                 except Exception as error:
@@ -316,13 +196,21 @@ WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state 
         :returns: whether it was called, or has more to publish.
         """
         longest = get_settings().poll_interval.total_seconds()
+        using = dispatch.jobs_database()
+        late = list(self._notes.late.values())
         if not is_called:
-            next_at = next_due(dispatch.jobs_database(), self._awake(), self._unrecorded)
+            if late:
+                self._notes.note_late(using, late)
+                # As long as another relay has no reason to publish them again.
+                self._take_queues()
+            next_at = next_due(using, self._awake(), self._notes.late)
             until_due = (next_at - timezone.now()).total_seconds() if next_at else longest
             if until_due > 0:
                 return self._hears(min(until_due, longest))
         mine = self._take_queues()
         count = self.publish_due(mine) if mine else 0
+        if is_called and late:
+            self._notes.note_late(using, late)
         if count >= get_settings().relay_batch_size:
             return True
         if count:

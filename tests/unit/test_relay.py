@@ -119,17 +119,15 @@ def test_results_and_errors_are_not_read_for_it(alone):
     assert record.headers[names.ATTEMPT] == b"2"
 
 
-def test_what_was_published_and_not_noted_yet_is_left_out(relay):
+@pytest.mark.usefixtures("relay")
+def test_what_was_published_and_not_noted_yet_is_left_out():
     # Given
     write.using(headers={"a": "b"}).enqueue(job="first")
     write.enqueue(job="second")
     first, second = jobs()
-    relay._unrecorded[first.pk] = ("ledger", None)
     # When, then
-    assert [each.pk for each in due_jobs("default", ["ledger"], 10, relay._unrecorded)] == [
-        second.pk
-    ]
-    assert next_due("default", ["ledger"], relay._unrecorded) == second.available_at
+    assert [each.pk for each in due_jobs("default", ["ledger"], 10, [first.pk])] == [second.pk]
+    assert next_due("default", ["ledger"], [first.pk]) == second.available_at
     assert next_due("default", ["other"]) is None
     (found,) = due_jobs("default", ["ledger"], 1)
     assert (found.pk, found.headers, found.payload) == (first.pk, {"a": "b"}, first.payload)
@@ -190,6 +188,49 @@ def test_a_transport_may_tell_no_places(relay, monkeypatch):
     assert [job.state for job in jobs()] == ["queued", "queued", "completed"]
     assert {(job.partition, job.offset) for job in jobs()} == {(None, None)}
     assert [job.topic for job in jobs()] == ["ledger", "ledger", "elsewhere"]
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "state"), [(None, "queued"), ("cancel", "cancelled"), ("delete", None)]
+)
+def test_a_row_that_is_locked_is_noted_when_it_is_free(postgres, settings, meanwhile, state):
+    """A consumer that was quicker than the note has the row locked while its job runs."""
+    # Given
+    settings.KJO = {**KINDS, "POLL_INTERVAL": 0.2}
+    relay = Relay()
+    write.enqueue(job="a")
+    locked, may_end = threading.Event(), threading.Event()
+
+    def run_the_job():
+        with transaction.atomic():
+            row = Job.objects.filter(pk=jobs()[0].pk)
+            row.select_for_update().get()
+            locked.set()
+            may_end.wait(20)
+            if meanwhile == "cancel":
+                transition("cancel", row)
+            elif meanwhile == "delete":
+                row.delete()
+        connection.close()
+
+    consumer = threading.Thread(target=run_the_job)
+    consumer.start()
+    assert locked.wait(10)
+    # When it is published, then it is neither waited for nor published again
+    assert relay.publish_due() == 1
+    assert jobs()[0].state == "pending"
+    assert relay.publish_due() == 0
+    # And when it is free
+    may_end.set()
+    consumer.join(10)
+    running = threading.Thread(target=relay.run)
+    running.start()
+    assert eventually(lambda: not relay._notes.late)
+    relay.stop()
+    running.join(10)
+    # Then
+    assert [job.state for job in jobs()] == ([state] if state else [])
+    assert len(published()) == 1
 
 
 # --- Refused, crashed, overtaken ------------------------------------------------------------------

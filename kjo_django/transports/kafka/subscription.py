@@ -39,8 +39,9 @@ from kjo_django.transports.kafka.queries import edges_of, known_end_of, starts_o
 from kjo_django.transports.kafka.reading import Reader, Reading
 from kjo_django.transports.watermark import Watermark
 
-SLICE = 0.05
-"""Seconds of one wait inside ``poll``; `wake` is noticed between two."""
+SLICE = 0.1
+"""Seconds of one wait inside ``poll``, which a record ends at once; `wake` is noticed between two.
+"""
 
 MOST_RECORDS = 10_000
 """Records of one poll, whatever was asked for."""
@@ -137,7 +138,7 @@ class KafkaSubscription(Subscription):
     def _await_commits(self, consumer: Consumer, deadline: float) -> None:
         """Serve callbacks until all commits are answered. What else arrives is put away."""
         while self._committer.is_waiting and time.monotonic() < deadline:
-            message = self._first(consumer, SLICE)
+            message = self._first(consumer, LEAVE_SLICE)
             if message is not None:
                 self._reading.keep([message])
             if self._reading.unsteady:

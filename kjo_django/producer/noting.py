@@ -1,0 +1,153 @@
+"""Noting where the relay's messages went, unless a job has moved on meanwhile.
+
+A note that is never made, since the relay died, is made by publishing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from uuid import UUID
+
+from django.db import connections, transaction
+from django.utils import timezone
+
+from kjo_django import states
+from kjo_django.models import Job, transition
+from kjo_django.models.postgres import array_text
+from kjo_django.producer import dispatch
+from kjo_django.producer.due import Due
+from kjo_django.transports.base import Published
+
+
+class Sent(NamedTuple):
+    """Where a job's message went."""
+
+    id: UUID
+    generation: int
+    attempts: int
+    partition: int | None
+    offset: int | None
+
+
+class Notes:
+    """What one relay has noted, and what it could not note yet."""
+
+    def __init__(self) -> None:
+        self.late: dict[UUID, tuple[str, Sent]] = {}
+        """By its job: topic and place of what was published while its row was locked."""
+
+    def note(self, using: str, topic: str, sent: Sequence[Sent]) -> None:
+        """Note where jobs went, without waiting for rows that are locked.
+
+        A consumer that was quicker than this note has the row locked for as long as its job runs.
+        Such a row is left for later, and not published again meanwhile.
+        """
+        note = _note_at_once if connections[using].vendor == "postgresql" else _note_each
+        missing = note(using, topic, sent)
+        locked = {one.id: one for one in sent if one.id in missing}
+        late = {id: one for id, one in locked.items() if id in self.late}
+        for id in _no_longer_sent(using, late):
+            del locked[id]
+        for one in sent:
+            self.late.pop(one.id, None)
+        self.late.update((id, (topic, one)) for id, one in locked.items())
+
+    def note_late(self, using: str, late: Iterable[tuple[str, Sent]]) -> None:
+        """Note those of ``late`` that can be noted by now."""
+        by_topic: dict[str, list[Sent]] = {}
+        for topic, one in late:
+            by_topic.setdefault(topic, []).append(one)
+        for topic, sent in by_topic.items():
+            self.note(using, topic, sent)
+
+
+def _no_longer_sent(using: str, late: dict[UUID, Sent]) -> set[UUID]:
+    """Return those of the notes that need not be made: the row is gone, or has moved on."""
+    if not late:
+        return set()
+    rows = Job.objects.using(using).filter(pk__in=list(late), state__in=states.AWAITING_PUBLISH)
+    found = rows.values_list("pk", "generation", "attempts")
+    return set(late) - {id for id, *run in found if run == list(late[id][1:3])}
+
+
+# The rows are found and locked first, by their ids: the planner expects hardly any row in these
+# states, and would compare each with each. Nobody waits for the disk: a note lost in a crash of the
+# server is made by publishing again.
+_NOTE = """
+WITH free AS MATERIALIZED (
+    SELECT id, generation, attempts, state FROM kjo_job WHERE id = ANY(%s::uuid[])
+    FOR NO KEY UPDATE SKIP LOCKED
+), sent AS MATERIALIZED (
+    SELECT v.id, v.partition, v.position
+    FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::int[], %s::bigint[])
+        AS v (id, generation, attempts, partition, position)
+    JOIN free USING (id)
+    WHERE free.generation = v.generation AND free.attempts = v.attempts AND free.state = ANY(%s)
+), noted AS (
+    UPDATE kjo_job SET state = 'queued', topic = %s, partition = sent.partition,
+        "offset" = sent.position, queued_at = now()
+    FROM sent, set_config(
+        'synchronous_commit',
+        CASE WHEN %s THEN current_setting('synchronous_commit') ELSE 'off' END, true
+    ) WHERE kjo_job.id = sent.id
+)
+SELECT id FROM unnest(%s::uuid[]) AS v (id) EXCEPT SELECT id FROM free
+"""
+
+
+def _note_at_once(using: str, topic: str, sent: Sequence[Sent]) -> set[UUID]:
+    """Note them in one round trip; return those whose rows were locked, or are gone."""
+    columns = [array_text(column) for column in zip(*sent, strict=True)]
+    with connections[using].cursor() as cursor:
+        states_of = states.expected("publish")
+        is_others = connections[using].in_atomic_block
+        cursor.execute(_NOTE, [columns[0], *columns, states_of, topic, is_others, columns[0]])
+        return {row[0] for row in cursor.fetchall()}
+
+
+def _note_each(using: str, topic: str, sent: Sequence[Sent]) -> set[UUID]:
+    """The same for other databases."""
+    now = timezone.now()
+    with transaction.atomic(using=using):
+        free = every = {one.id for one in sent}
+        if connections[using].features.has_select_for_update_skip_locked:
+            rows = Job.objects.using(using).filter(pk__in=list(free))
+            free = set(rows.select_for_update(skip_locked=True).values_list("pk", flat=True))
+        for one in sent:
+            rows = Job.objects.using(using).at(one.id, one.generation)
+            if one.id in free:
+                transition(
+                    "publish",
+                    rows.filter(attempts=one.attempts),
+                    topic=topic,
+                    partition=one.partition,
+                    offset=one.offset,
+                    queued_at=now,
+                )
+    return every - free
+
+
+_NOTE_OTHERS = """
+UPDATE kjo_job SET state = 'completed', topic = kjo_job.destination, partition = v.partition,
+    "offset" = v.position, queued_at = now(), finished_at = now(), error = '',
+    attempts = kjo_job.attempts + 1
+FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::bigint[])
+    AS v (id, generation, partition, position)
+WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
+"""
+
+
+def note_others(using: str, records: Sequence[tuple[Due, Published]]) -> None:
+    """Note that records for others have been published; they are done with that."""
+    waiting = [each for each in records if dispatch.is_waited_for(each[0])]
+    done = [each for each in records if not dispatch.is_waited_for(each[0])]
+    if connections[using].vendor == "postgresql" and done:
+        rows = [(j.pk, j.generation, a.partition, a.offset) for j, a in done]
+        columns = [array_text(column) for column in zip(*rows, strict=True)]
+        with connections[using].cursor() as cursor:
+            cursor.execute(_NOTE_OTHERS, [*columns, states.expected("complete")])
+        done = []
+    with transaction.atomic(using=using):
+        places = [(answer.partition, answer.offset) for _, answer in [*waiting, *done]]
+        dispatch.mark_sent(using, [job for job, _ in [*waiting, *done]], places)
