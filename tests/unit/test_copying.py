@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from kjo_django import signals
+from kjo_django import signals, tracing
 from kjo_django.backends import get_coordination
 from kjo_django.exceptions import PayloadError
 from kjo_django.models import Job
@@ -274,6 +275,36 @@ def test_a_savepoint_takes_its_own_rows_only(told):
             raise ZeroDivisionError
     assert {job.arguments["job"][:4] for job in Job.objects.all()} == {"kept"}
     assert len(told) == 31
+
+
+class Tracer:
+    """Leaves a header with every job."""
+
+    def __init__(self) -> None:
+        self.enclosed: list[int] = []
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    @contextmanager
+    def enqueuing(self, jobs: list[Job]) -> Iterator[None]:
+        self.enclosed.append(len(jobs))
+        for job in jobs:
+            job.headers = {**(job.headers or {}), "traceparent": "00-1"}
+        yield
+
+
+@pytest.mark.parametrize("count", [3, 100], ids=["by INSERT", "by COPY"])
+def test_what_a_tracer_leaves_all_of_them_carry(monkeypatch, count):
+    # Given
+    tracer = Tracer()
+    monkeypatch.setattr(tracing, "tracer", tracer)
+    # When
+    write.using(headers={"a": "b"}).enqueue_many([{"job": str(n)} for n in range(count)])
+    # Then
+    assert tracer.enclosed == [count]
+    headers = [job.headers for job in Job.objects.all()]
+    assert headers == [{"a": "b", "traceparent": "00-1"}] * count
 
 
 def test_with_unique_ids_each_is_stored_once_with_what_it_was_given():
