@@ -130,7 +130,8 @@ class AtomicRunner:
         resting = Resting()
         savepoint = LazySavepoint(connection)
         behind = _NOTHING if known is None else savepoint
-        with settlement.in_transaction(using):
+        watching = _NOTHING if known is None else savepoint.group()
+        with settlement.in_transaction(using), watching:
             fresh, rows = mark_and_load(using, list(keys.values()), deliveries)
             for step in in_steps(deliveries, keys):
                 started: list[Started] = []
@@ -158,12 +159,11 @@ class AtomicRunner:
                 outcomes += resting.noting(new)
                 if has_repeats:
                     ended |= {keys[o.delivery]: o for o in new if o.result in _RAN}
-            with savepoint.closed():
-                completed = [o for o in outcomes if o.result is Result.COMPLETED]
-                if len(completed) < len(fresh):
-                    _take_markers_back(using, completed, keys, fresh)
-                settlement.complete(using, completed)
-                acknowledge([o for o in outcomes if is_settled_by_group(o)], in_transaction=True)
+            completed = [o for o in outcomes if o.result is Result.COMPLETED]
+            if len(completed) < len(fresh):
+                _take_markers_back(using, completed, keys, fresh)
+            settlement.complete(using, completed)
+            acknowledge([o for o in outcomes if is_settled_by_group(o)], in_transaction=True)
             _make_callbacks_robust(connection)
         return outcomes
 

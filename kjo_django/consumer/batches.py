@@ -203,7 +203,7 @@ class Batch:
         return {
             name: first[name]
             for name in INHERITED
-            if name in first and all(i.headers.get(name) == first[name] for i in self.items)
+            if first.get(name) and all(i.headers.get(name) == first[name] for i in self.items)
         }
 
     def _endings(self, value: Any, started_at: Any, seconds: float) -> list[Ran]:

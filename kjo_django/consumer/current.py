@@ -13,7 +13,7 @@ from kjo_django.consumer.context import JobContext
 from kjo_django.consumer.work import Delivery
 from kjo_django.current import Run, running
 from kjo_django.messages import headers as names
-from kjo_django.messages.carried import carrying
+from kjo_django.messages.carried import carry, drop
 
 _TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
@@ -23,26 +23,25 @@ class Running:
 
     :param deliveries: one, or those of a batch.
     :param contexts: of each of them.
-    :param headers: what is inherited from.
+    :param inherited: by what is published meanwhile; see ``messages.carried``.
     """
 
-    __slots__ = ("_carried", "_contexts", "_deliveries", "_scope", "_token")
+    __slots__ = ("_carried", "_contexts", "_deliveries", "_inherited", "_scope", "_token")
 
     def __init__(
         self,
         deliveries: Sequence[Delivery],
         contexts: Sequence[JobContext],
-        headers: Mapping[str, str],
+        inherited: Mapping[str, str],
     ) -> None:
         self._deliveries = deliveries
         self._contexts = contexts
         self._scope: AbstractContextManager[object] | None = None
-        self._carried = carrying(headers)
-        self._token: Token[Run | None] | None = None
+        self._inherited = inherited
 
     def __enter__(self) -> Running:
-        self._token = running.set(self)
-        self._carried.__enter__()
+        self._token: Token[Run | None] = running.set(self)
+        self._carried = carry(self._inherited)
         if tracing.tracer is not None:
             self._scope = tracing.tracer.running(self._deliveries, self._contexts)
             self._scope.__enter__()
@@ -51,9 +50,8 @@ class Running:
     def __exit__(self, *error: Any) -> None:
         if self._scope is not None:
             self._scope.__exit__(*error)
-        self._carried.__exit__(None, None, None)
-        if self._token is not None:
-            running.reset(self._token)
+        drop(self._carried)
+        running.reset(self._token)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -29,12 +29,12 @@ class LazySavepoint:
 
     On success its writes join the group's; on an exception they and the ``on_commit`` callbacks it
     registered are undone, and the exception goes on. Stands below any ``atomic()`` the handler
-    opens itself. To be entered by one handler after the other.
+    opens itself. To be entered by one handler after the other, all within ``group``.
 
     On PostgreSQL it costs no round trip: the first query carries it along, together with the
-    release of the one before, which is left open behind a handler that succeeded. (A query with a
-    syntax error is refused before any of that is done. So it costs the group its transaction, and
-    the handler fails when it runs alone.)
+    release of the one before, which is left open behind a handler that succeeded; the group's own
+    next query closes the last. (A query with a syntax error is refused before any of that is done.
+    So it costs the group its transaction, and the handler fails when it runs alone.)
 
     :raises TransactionManagementError: on leaving, when the handler swallowed an error that left
         the transaction unusable; its writes are undone.
@@ -46,28 +46,38 @@ class LazySavepoint:
         self._left_open = ""
         self._name = ""
         self._sid: str | None = None
-        self._is_opening = False
+        # Only between a handler's beginning and its first query is there something to open.
+        self._opens = False
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Look at every query of the connection, of the handlers' and of those between and after
+        them."""
+        self._connection.execute_wrappers.append(self._before_query)
+        try:
+            yield
+        finally:
+            self._connection.execute_wrappers.remove(self._before_query)
 
     def __enter__(self) -> LazySavepoint:
-        connection = self._connection
         self._sid = None
-        self._depth = len(connection.savepoint_ids)
-        self._callbacks = len(connection.run_on_commit)
-        connection.execute_wrappers.append(self._before_query)
+        self._opens = True
+        self._depth = len(self._connection.savepoint_ids)
+        self._callbacks = len(self._connection.run_on_commit)
         return self
 
     def _before_query(
         self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
     ) -> Any:
-        if self._sid is not None or self._is_opening:
+        if not self._opens:
+            if self._left_open and self._sid is None:
+                left_open, self._left_open = self._left_open, ""
+                return self._carry(_releasing(left_open), execute, sql, params, many, context)
             return execute(sql, params, many, context)
+        self._opens = False
         if self._rides_along:
             return self._open_along(execute, sql, params, many, context)
-        self._is_opening = True
-        try:
-            sid = self._connection.savepoint()
-        finally:
-            self._is_opening = False
+        sid = self._connection.savepoint()
         if sid is not None:
             self._note(sid)
         return execute(sql, params, many, context)
@@ -92,7 +102,7 @@ class LazySavepoint:
             if self._sid is not None and not is_aborted(self._connection):
                 # Refused before it was sent, by wrong parameters say.
                 self._connection.savepoint_ids.remove(self._sid)
-                self._sid, self._left_open = None, left_open
+                self._sid, self._left_open, self._opens = None, left_open, True
             raise
 
     def _carry(
@@ -115,36 +125,14 @@ class LazySavepoint:
             cursor.nextset()
         return result
 
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Release what is left open with the first query within the block: what is written from
-        there on is the group's, not its last handler's."""
-        self._connection.execute_wrappers.append(self._close_along)
-        try:
-            yield
-        finally:
-            self._connection.execute_wrappers.remove(self._close_along)
-
-    def _close_along(
-        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
-    ) -> Any:
-        left_open, self._left_open = self._left_open, ""
-        if not left_open:
-            return execute(sql, params, many, context)
-        return self._carry(_releasing(left_open), execute, sql, params, many, context)
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        connection = self._connection
-        connection.execute_wrappers.remove(self._before_query)
-        is_used = self._sid is not None
-        if error is None and (connection.needs_rollback or (is_used and is_aborted(connection))):
-            self._undo()
-            raise transaction.TransactionManagementError(CAUGHT)
+        connection, is_open = self._connection, self._sid is not None
+        self._opens = False
         if error is not None:
             try:
                 self._undo()
@@ -152,19 +140,28 @@ class LazySavepoint:
                 # The connection is broken or the transaction lost as a whole; the original error
                 # says why.
                 connection.errors_occurred = True
-        elif self._sid is not None:
-            if self._rides_along:
-                self._left_open = self._name
-            else:
-                try:
-                    connection.savepoint_commit(self._sid)
-                except Exception:
-                    self._undo()
-                    raise
-            del connection.savepoint_ids[self._depth :]
+        elif connection.needs_rollback or (is_open and is_aborted(connection)):
+            self._undo()
+            raise transaction.TransactionManagementError(CAUGHT)
+        elif is_open:
+            self._keep()
+
+    def _keep(self) -> None:
+        connection, sid = self._connection, self._sid
+        if self._rides_along:
+            self._left_open = self._name
+        elif sid is not None:
+            try:
+                connection.savepoint_commit(sid)
+            except Exception:
+                self._undo()
+                raise
+        self._sid = None
+        del connection.savepoint_ids[self._depth :]
 
     def _undo(self) -> None:
         connection, sid = self._connection, self._sid
+        self._sid = None
         connection.needs_rollback = False
         # Left behind on a broken connection, they would pass for blocks that are still open.
         del connection.savepoint_ids[self._depth :]

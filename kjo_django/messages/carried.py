@@ -7,7 +7,7 @@ passing them on: whatever is enqueued or published while a handler runs carries 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 
 from kjo_django import tracing
 from kjo_django.messages import headers as names
@@ -20,7 +20,17 @@ _carried: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_carried", defau
 
 def inheritable(headers: Mapping[str, bytes]) -> dict[str, str]:
     """Return what of a record's headers is inherited."""
-    return {name: names.text(headers, name) for name in INHERITED if name in headers}
+    return {name: names.text(headers, name) for name in INHERITED if headers.get(name)}
+
+
+def carry(found: Mapping[str, str]) -> Token[Mapping[str, str] | None]:
+    """Let what is published from now on inherit this, until ``drop``; see ``carrying``."""
+    return _carried.set(found)
+
+
+def drop(token: Token[Mapping[str, str] | None]) -> None:
+    """Inherit what was inherited before."""
+    _carried.reset(token)
 
 
 class carrying:

@@ -112,6 +112,9 @@ def serializer_for(content_type: str) -> Serializer:
 
     Raises ``MessageError`` (reason ``deserialization``) when none is registered.
     """
+    known = _serializers.get(content_type)
+    if known is not None:
+        return known
     name = content_type.partition(";")[0].strip().lower()
     if name in _OPTIONAL and name not in _serializers:
         try:

@@ -643,7 +643,8 @@ def test_what_a_failing_handler_enqueued_first_thing_is_undone_however_many(post
 
     # When
     with transaction.atomic():
-        with pytest.raises(ZeroDivisionError), LazySavepoint(connection):
+        savepoint = LazySavepoint(connection)
+        with pytest.raises(ZeroDivisionError), savepoint.group(), savepoint:
             write.enqueue_many([{"job": str(n)} for n in range(100)])
             raise ZeroDivisionError
         write.enqueue(job="other")

@@ -30,7 +30,8 @@ def group():
 @contextmanager
 def handler():
     """What a handler does runs inside."""
-    with LazySavepoint(connection):
+    savepoint = LazySavepoint(connection)
+    with savepoint.group(), savepoint:
         yield
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import psycopg
 import pytest
 from django.db import DatabaseError, connection, transaction
@@ -18,6 +21,14 @@ INSERT = 'INSERT INTO "ledger_entry"'
 
 class Failed(Exception):
     pass
+
+
+@contextmanager
+def group() -> Iterator[LazySavepoint]:
+    """The transaction of a group, and the savepoint its handlers enter."""
+    savepoint = LazySavepoint(connection)
+    with transaction.atomic(), savepoint.group():
+        yield savepoint
 
 
 @pytest.fixture
@@ -46,8 +57,7 @@ def fail(savepoint: LazySavepoint, how) -> None:
 
 
 def test_it_costs_no_round_trip_of_its_own(sent):
-    with transaction.atomic():
-        savepoint = LazySavepoint(connection)
+    with group() as savepoint:
         # When: two handlers write, one of them twice, then their group
         with savepoint:
             Entry.objects.create(job="a")
@@ -56,9 +66,8 @@ def test_it_costs_no_round_trip_of_its_own(sent):
             Entry.objects.create(job="c")
         with savepoint:
             Entry.objects.create(job="d")
-        with savepoint.closed():
-            Entry.objects.create(job="group")
-            Entry.objects.create(job="group")
+        Entry.objects.create(job="group")
+        Entry.objects.create(job="group")
     # Then
     inserts = [text for text in sent if INSERT in text]
     to_b, to_a = f"RELEASE {OPEN_A}{OPEN_B}", f"RELEASE {OPEN_B}{OPEN_A}"
@@ -70,8 +79,7 @@ def test_it_costs_no_round_trip_of_its_own(sent):
 
 def test_the_query_it_rides_along_with_answers_as_if_it_were_alone():
     Entry.objects.create(job="before")
-    with transaction.atomic():
-        savepoint = LazySavepoint(connection)
+    with group() as savepoint:
         with savepoint:
             assert entries() == ["before"]
         with savepoint:
@@ -84,8 +92,7 @@ def test_the_query_it_rides_along_with_answers_as_if_it_were_alone():
 
 
 def test_what_fails_between_two_that_succeed_is_undone_alone():
-    with transaction.atomic():
-        savepoint = LazySavepoint(connection)
+    with group() as savepoint:
         with savepoint:
             Entry.objects.create(job="a")
         fail(savepoint, lambda: Entry.objects.create(job="lost"))
@@ -96,8 +103,7 @@ def test_what_fails_between_two_that_succeed_is_undone_alone():
 
 
 def test_a_first_query_the_database_refuses_undoes_that_handler_alone():
-    with transaction.atomic():
-        savepoint = LazySavepoint(connection)
+    with group() as savepoint:
         with savepoint:
             Entry.objects.create(job="a")
         with pytest.raises(DatabaseError, match="no_such_table"), savepoint:
@@ -109,8 +115,7 @@ def test_a_first_query_the_database_refuses_undoes_that_handler_alone():
 
 def test_a_query_that_was_never_sent_has_opened_nothing():
     """psycopg looks at the parameters first."""
-    with transaction.atomic():
-        savepoint = LazySavepoint(connection)
+    with group() as savepoint:
         with savepoint:
             Entry.objects.create(job="a")
         with pytest.raises(DatabaseError), savepoint:
@@ -126,8 +131,7 @@ def test_a_query_that_was_never_sent_has_opened_nothing():
 
 def test_a_syntax_error_loses_the_whole_transaction_and_never_keeps_half_of_it():
     """The server reads all of a text before it does any of it, so the savepoint is not there."""
-    with pytest.raises(DatabaseError), transaction.atomic():
-        savepoint = LazySavepoint(connection)
+    with pytest.raises(DatabaseError), group() as savepoint:
         with savepoint:
             Entry.objects.create(job="a")
         with pytest.raises(DatabaseError, match="syntax error"), savepoint:
@@ -138,8 +142,7 @@ def test_a_syntax_error_loses_the_whole_transaction_and_never_keeps_half_of_it()
 
 
 def test_an_error_that_was_swallowed_is_noticed_without_asking_the_server():
-    with transaction.atomic():
-        savepoint = LazySavepoint(connection)
+    with group() as savepoint:
         with pytest.raises(TransactionManagementError), savepoint:
             Entry.objects.create(job="lost")
             with pytest.raises(DatabaseError):
@@ -153,8 +156,7 @@ def test_an_error_that_was_swallowed_is_noticed_without_asking_the_server():
 def test_what_must_go_alone_comes_after_a_savepoint_of_its_own(handler_first, sent):
     """Named cursors and statements for many rows take nothing along."""
     Entry.objects.create(job="before")
-    with transaction.atomic():
-        savepoint = LazySavepoint(connection)
+    with group() as savepoint:
         if not handler_first:
             with savepoint:
                 Entry.objects.create(job="a")
