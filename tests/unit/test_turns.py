@@ -401,6 +401,46 @@ def test_an_ending_that_cannot_be_recorded_takes_no_others_with_it(make_bench, m
     assert settled(bench)
 
 
+def test_behind_an_ending_that_cannot_be_recorded_its_key_waits(make_bench, monkeypatch):
+    # Given
+    bench, ran, record = make_bench(NEXT_TO_NONE), [], PlainRunner.record
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+
+    def refuse(self, started, endings):
+        if any(b'"n":0' in one[0].message.payload for one in started):
+            raise IntegrityError("not this one")
+        return record(self, started, endings)
+
+    monkeypatch.setattr(PlainRunner, "record", refuse)
+    job = as_job(lambda key, n: ran.append(n), "bench.keyed", atomic=False, key="key")
+    for number, key in enumerate("kok"):
+        job.enqueue(key=key, n=number)
+    deliveries = bench.poll()
+    # When
+    deferred = bench.run(deliveries)
+    # Then
+    assert ran == [0, 1]
+    assert deferred == [deliveries[0], deliveries[2]]
+
+
+def test_a_lease_two_records_share_is_kept_until_the_last_has_ended(make_bench, monkeypatch):
+    # Given
+    bench, held, claim = make_bench(NEXT_TO_NONE), [], PlainRunner.claim
+    as_job(lambda: None, "bench.once", atomic=False).enqueue()
+    (delivery,) = bench.poll()
+
+    def look(self, deliveries):
+        held.append(len(get_coordination().holders([delivery.lease])))
+        return claim(self, deliveries)
+
+    monkeypatch.setattr(PlainRunner, "claim", look)
+    # When
+    bench.run([delivery, bench.read(delivery.record)])
+    # Then
+    assert held == [1, 1]
+    assert settled(bench)
+
+
 def test_an_outage_before_they_begin_spends_nothing(make_bench, monkeypatch):
     # Given a worker that stops while its database is away
     bench, ran = make_bench(AMPLE), []
