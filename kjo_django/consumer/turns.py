@@ -79,7 +79,7 @@ class Turns:
             steps = _without_repeats(left, count, keys)
             awake = [d for step in steps for d in step if d not in group.resting]
             try:
-                started, ended = self._plain.claim(awake)
+                started, ended = self._plain.claim(awake) if awake else ([], [])
             except OUTAGES as error:
                 if patience is None:
                     raise
