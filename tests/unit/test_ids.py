@@ -131,3 +131,13 @@ def test_the_floor_is_below_every_id_made_at_or_after_the_moment(moment, later):
 @given(moments, moments)
 def test_floors_are_ordered_as_their_moments(one, other):
     assert (uuid7_floor(one) <= uuid7_floor(other)) or one > other
+
+
+def test_texts_are_those_of_ids_in_order_with_all_others():
+    before = str(uuid7())
+    texts = ids.uuid7_texts(3000)
+    after = str(uuid7())
+    assert [before, *texts, after] == sorted({before, *texts, after})
+    assert {str(uuid.UUID(text)) for text in texts} == set(texts)
+    assert {uuid.UUID(text).version for text in texts} == {7}
+    assert ids.uuid7_texts(0) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psycopg
@@ -10,8 +10,13 @@ import pytest
 from django.db import DatabaseError, connection, transaction
 from django.db.transaction import TransactionManagementError
 
+from kjo_django import registry
 from kjo_django.consumer.savepoint import LazySavepoint
+from kjo_django.models import Job, ProcessedEvent
+from kjo_django.models.postgres import text_array
+from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
+from tests.unit.deliveries import KJO, MEMORY, Bench, as_job
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
 
@@ -168,3 +173,75 @@ def test_what_must_go_alone_comes_after_a_savepoint_of_its_own(handler_first, se
         fail(savepoint, lambda: Entry.objects.create(job="lost"))
     assert [text for text in sent if text.endswith((OPEN_A, OPEN_B))]
     assert entries() == sorted(["before", "x", "y", *([] if handler_first else ["a"])])
+
+
+# --- In a worker ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(settings, monkeypatch, postgres) -> Iterator[Bench]:
+    settings.KJO = KJO | MEMORY
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def select(sql: str) -> Callable[..., None]:
+    """A handler that writes, then asks something in SQL of its own."""
+
+    def handler(job: str) -> None:
+        connection.cursor().execute(sql)
+        Entry.objects.create(job=job)
+
+    return handler
+
+
+@pytest.mark.parametrize("sql", ["SELEKT 1", "SELECT 1 FROM no_such_table"])
+def test_a_handler_with_bad_sql_fails_alone(bench, sql):
+    # Given: it is in the middle of a group
+    ledger.write.enqueue(job="a")
+    as_job(select(sql), "bench.select").enqueue(job="lost")
+    ledger.write.enqueue(job="b")
+    # When
+    bench.run()
+    # Then
+    assert entries() == ["a", "b"]
+    failed = Job.objects.exclude(state="completed").get()
+    assert (failed.handler, failed.state, failed.attempts) == ("bench.select", "failing", 1)
+
+
+def test_everything_works_with_parameters_bound_by_the_server(bench, settings):
+    """Then every statement goes alone."""
+    # Given
+    connection.close()
+    options = connection.settings_dict["OPTIONS"]
+    connection.settings_dict["OPTIONS"] = {**options, "server_side_binding": True}
+    try:
+        ledger.write.enqueue_many([{"job": "a"}, {"job": "b"}, {"job": "c"}])
+        ledger.always_fails.enqueue(job="x")
+        # When
+        bench.run()
+        # Then
+        assert entries() == ["a", "b", "c"]
+        assert sorted(Job.objects.values_list("state", flat=True)) == [
+            *["completed"] * 3,
+            "failing",
+        ]
+        assert ProcessedEvent.objects.count() == 3
+    finally:
+        connection.close()
+        connection.settings_dict["OPTIONS"] = options
+
+
+# --- Texts instead of lists -----------------------------------------------------------------------
+
+PLAIN = "plain", "", "with, comma", "{braces}", "NULL", "ünï"
+HOSTILE = 'quote"', "back\\slash", '\\"', "', DROP", "tab\tand\nline"
+
+
+@pytest.mark.parametrize("values", [[], ["one"], [*PLAIN], [*PLAIN, *HOSTILE], ["", ""], ['","']])
+def test_an_array_written_as_one_text_arrives_as_it_was(values):
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT %s::text[]", [text_array(values)])
+        assert cursor.fetchall() == [(values,)]

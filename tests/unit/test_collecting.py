@@ -1,0 +1,66 @@
+"""How often a worker's process collects garbage."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from kjo_django.worker import collecting
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before, was_enabled = gc.get_threshold(), gc.isenabled()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
+    if was_enabled:
+        gc.enable()
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_it_looks_seldom_at_what_is_new_and_not_at_what_was_there():
+    gc.set_threshold(700, 10, 10)
+    with collecting.seldom():
+        assert gc.get_threshold() == collecting.THRESHOLDS
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_threshold() == (700, 10, 10)
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_that_handlers_make_is_freed_all_the_same():
+    gc.set_threshold(700, 10, 10)
+    with collecting.seldom():
+        gone = weakref.ref(Node())
+        kept = []
+        while gone() is not None and len(kept) < 2 * collecting.THRESHOLDS[0]:
+            kept.append([])
+    assert gone() is None
+
+
+@pytest.mark.parametrize("own", [(50_000, 20, 20), (0, 0, 0)])
+def test_a_projects_own_pace_is_kept(own):
+    gc.set_threshold(*own)
+    with collecting.seldom():
+        assert gc.get_threshold() == own
+        assert gc.get_freeze_count() == 0
+
+
+def test_switched_off_it_stays_off():
+    gc.disable()
+    with collecting.seldom():
+        assert (gc.isenabled(), gc.get_freeze_count()) == (False, 0)
+
+
+def test_what_is_raised_within_leaves_all_as_it_was():
+    gc.set_threshold(700, 10, 10)
+    with pytest.raises(ZeroDivisionError), collecting.seldom():
+        raise ZeroDivisionError
+    assert (gc.get_threshold(), gc.get_freeze_count()) == ((700, 10, 10), 0)
