@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django.contrib import admin, messages
-from django.contrib.admin.models import CHANGE, LogEntry
-from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
 from django.db.models import QuerySet
 from django.http import (
@@ -21,7 +20,7 @@ from django.http import (
 from django.urls import URLPattern, path, reverse
 from django.utils.functional import cached_property
 
-from kjo_django.exceptions import KjoError
+from kjo_django.admin.telling import Tell, attempted
 from kjo_django.operations.counting import bounded_count
 
 if TYPE_CHECKING:
@@ -98,25 +97,13 @@ class KjoAdmin(BaseModelAdmin):
 
     # --- Actions ----------------------------------------------------------------------------------
 
-    def audit(self, request: HttpRequest, message: str) -> Callable[[Sequence[Any]], None]:
-        """Return an observer that writes who did it into the log of each object."""
-
-        def write(rows: Sequence[Any]) -> None:
-            LogEntry.objects.log_actions(
-                user_id=request.user.pk,  # type: ignore[arg-type]
-                queryset=rows,
-                action_flag=CHANGE,
-                change_message=message,
-            )
-
-        return write
-
     def attempt(self, request: HttpRequest, act: Callable[[], None]) -> None:
         """Run an operation; what it refuses is told, not raised."""
-        try:
-            act()
-        except (KjoError, ImproperlyConfigured, ValueError) as error:
-            self.message_user(request, str(error), messages.ERROR)
+        attempted(self.teller(request), act)
+
+    def teller(self, request: HttpRequest) -> Tell:
+        """Return what shows texts on the next page."""
+        return functools.partial(self.message_user, request)
 
     # --- Buttons ----------------------------------------------------------------------------------
 

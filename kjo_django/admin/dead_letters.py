@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from django import forms
 from django.contrib import admin, messages
@@ -25,10 +25,10 @@ from kjo_django.admin.filters import (
     newest,
 )
 from kjo_django.admin.jobs import may_see_payloads
+from kjo_django.admin.telling import audited, tell_replay
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter
 from kjo_django.operations import dead_letters
-from kjo_django.operations.reports import ReplayReport
 
 RAW = ("shown_key", "shown_value", "shown_headers", "shown_traceback")
 
@@ -172,9 +172,9 @@ class DeadLetterAdmin(KjoAdmin):
             report = dead_letters.replay(
                 queryset,
                 actor=request.user.get_username(),
-                on_changed=self.audit(request, "Replayed."),
+                on_changed=audited(request, "Replayed."),
             )
-            self._tell(request, report)
+            tell_replay(self.teller(request), report)
 
         self.attempt(request, act)
 
@@ -192,7 +192,7 @@ class DeadLetterAdmin(KjoAdmin):
                 queryset,
                 note=note,
                 actor=request.user.get_username(),
-                on_changed=self.audit(request, f"Discarded: {note}"),
+                on_changed=audited(request, f"Discarded: {note}"),
             )
             text = ngettext(
                 "%d dead letter was discarded.", "%d dead letters were discarded.", count
@@ -201,18 +201,3 @@ class DeadLetterAdmin(KjoAdmin):
             self.message_user(request, text % count, level)
 
         self.attempt(request, act)
-
-    def _tell(self, request: HttpRequest, report: ReplayReport) -> None:
-        count = report.replayed
-        text = ngettext("%d dead letter was replayed.", "%d dead letters were replayed.", count)
-        level = messages.SUCCESS if count else messages.WARNING
-        self.message_user(request, text % count, level)
-        for reason, refused in report.refused.items():
-            what = cast(str, _("%(count)d refused: %(reason)s."))
-            said = what % {"count": refused, "reason": reason}
-            self.message_user(request, said, messages.WARNING)
-        if report.failed:
-            detail = report.samples[-1]["detail"] if report.samples else ""
-            what = cast(str, _("%(count)d could not be published and stay open: %(detail)s"))
-            said = what % {"count": report.failed, "detail": inert(detail)}
-            self.message_user(request, said, messages.ERROR)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any, cast
+from typing import Any
 
-from django.contrib import admin, messages
+from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
@@ -16,9 +16,10 @@ from kjo_django import registry
 from kjo_django.admin.base import BaseInline, Button, KjoAdmin
 from kjo_django.admin.display import badge, inert, show_text, show_value
 from kjo_django.admin.filters import HandlerFilter, JobStateFilter, QueueFilter
+from kjo_django.admin.telling import audited, tell_outcomes
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import jobs, redaction
-from kjo_django.operations.jobs import CancelResult, Outcomes
+from kjo_django.operations.jobs import CancelResult
 from kjo_django.operations.progress import progress_of
 
 PAYLOAD_FIELDS = ("shown_payload", "shown_result", "headers")
@@ -185,9 +186,11 @@ class JobAdmin(KjoAdmin):
             outcomes = jobs.requeue(
                 queryset,
                 actor=request.user.get_username(),
-                on_changed=self.audit(request, "Requeued."),
+                on_changed=audited(request, "Requeued."),
             )
-            self._tell(request, outcomes, "requeued")
+            count = outcomes.changed_count
+            text = ngettext("%d job was requeued.", "%d jobs were requeued.", count) % count
+            tell_outcomes(self.teller(request), outcomes, "requeued", text)
 
         self.attempt(request, act)
 
@@ -199,27 +202,10 @@ class JobAdmin(KjoAdmin):
             outcomes = jobs.cancel(
                 queryset,
                 actor=request.user.get_username(),
-                on_changed=self.audit(request, "Cancelled."),
+                on_changed=audited(request, "Cancelled."),
             )
-            self._tell(request, outcomes, CancelResult.CANCELLED)
+            count = outcomes.changed_count
+            text = ngettext("%d job was cancelled.", "%d jobs were cancelled.", count) % count
+            tell_outcomes(self.teller(request), outcomes, CancelResult.CANCELLED, text)
 
         self.attempt(request, act)
-
-    def _tell(self, request: HttpRequest, outcomes: Outcomes, wanted: str) -> None:
-        """Tell how many were changed, and of the others why not."""
-        count = outcomes.changed_count
-        changed = {
-            "requeued": ngettext("%d job was requeued.", "%d jobs were requeued.", count),
-            "cancelled": ngettext("%d job was cancelled.", "%d jobs were cancelled.", count),
-        }[str(wanted)]
-        self.message_user(request, changed % count, messages.SUCCESS if count else messages.WARNING)
-        reasons = {
-            "processing": _("%d being processed; try again later."),
-            "completed": _("%d completed already."),
-            "failed": _("%d failed already; the record stays."),
-            "not_found": _("%d no longer there."),
-        }
-        for result, text in reasons.items():
-            left = outcomes.counts.get(result, 0)
-            if left:
-                self.message_user(request, cast(str, text) % left, messages.WARNING)

@@ -14,6 +14,7 @@ from django.utils.translation import ngettext
 
 from kjo_django.admin.base import Button, KjoAdmin
 from kjo_django.admin.display import badge
+from kjo_django.admin.telling import audited
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues
@@ -89,7 +90,7 @@ class QueueControlAdmin(KjoAdmin):
     @admin.action(permissions=["pause"], description=_("Pause selected queues"))
     def pause(self, request: HttpRequest, queryset: QuerySet[QueueControl]) -> None:
         """Stop handing out their jobs."""
-        write = self.audit(request, "Paused.")
+        write = audited(request, "Paused.")
         count = 0
         for control in queryset:
             if queues.pause(control.queue, actor=request.user.get_username()):
@@ -101,7 +102,7 @@ class QueueControlAdmin(KjoAdmin):
     @admin.action(permissions=["pause"], description=_("Resume selected queues"))
     def resume(self, request: HttpRequest, queryset: QuerySet[QueueControl]) -> None:
         """Hand out their jobs again."""
-        write = self.audit(request, "Resumed.")
+        write = audited(request, "Resumed.")
         count = 0
         for control in queryset:
             if queues.resume(control.queue, actor=request.user.get_username()):

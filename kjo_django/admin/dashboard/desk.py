@@ -16,9 +16,8 @@ from typing import Any
 
 from django.contrib import messages
 from django.contrib.admin import AdminSite
-from django.contrib.admin.models import CHANGE, LogEntry
 from django.core.cache import cache
-from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.core.exceptions import PermissionDenied
 from django.http import (
     HttpRequest,
     HttpResponse,
@@ -33,7 +32,7 @@ from django.utils.http import url_has_allowed_host_and_scheme
 from django.utils.translation import gettext as _
 
 from kjo_django.admin.display import inert
-from kjo_django.exceptions import KjoError
+from kjo_django.admin.telling import attempted, audited
 
 CACHE_SECONDS = 2.0
 """How long what a screen shows is shared: many who look cost one look a time."""
@@ -152,25 +151,11 @@ class Desk:
 
     def audit(self, message: str) -> Callable[[Sequence[Any]], None]:
         """Return an observer that writes who did it into the log of each object."""
-
-        def write(rows: Sequence[Any]) -> None:
-            if rows:
-                LogEntry.objects.log_actions(
-                    user_id=self.request.user.pk,  # type: ignore[arg-type]
-                    queryset=rows,
-                    action_flag=CHANGE,
-                    change_message=message,
-                )
-
-        return write
+        return audited(self.request, message)
 
     def attempt(self, act: Callable[[], Any]) -> Any:
-        """Run an operation; what it refuses is told, not raised."""
-        try:
-            return act()
-        except (KjoError, ImproperlyConfigured, ValueError) as error:
-            self.tell(str(error), messages.ERROR)
-            return None
+        """Run an operation and return what it does; what it refuses is told, not raised."""
+        return attempted(self.tell, act)
 
 
 class _Permissions:

@@ -15,7 +15,7 @@ from django.utils.translation import gettext as _
 
 from kjo_django import registry, states
 from kjo_django.admin.dashboard.desk import Desk, Screen
-from kjo_django.admin.dashboard.outcomes import tell_outcomes
+from kjo_django.admin.telling import tell_outcomes
 from kjo_django.conf import get_settings
 from kjo_django.consumer.leases import lease_name
 from kjo_django.models import Job, JobFailure
@@ -128,7 +128,7 @@ def _act(
     _find(job)
     outcomes = desk.attempt(lambda: act([job], actor=desk.actor, on_changed=desk.audit(word)))
     if outcomes is not None:
-        tell_outcomes(desk, outcomes, wanted)
+        tell_outcomes(desk.tell, outcomes, wanted)
     return desk.back("job", job)
 
 

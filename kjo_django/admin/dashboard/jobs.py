@@ -13,7 +13,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.dashboard.desk import Desk, Screen, shared
-from kjo_django.admin.dashboard.outcomes import tell_outcomes
+from kjo_django.admin.telling import tell_outcomes
 from kjo_django.models import Job
 from kjo_django.operations import bulk, jobs, rescheduling, search
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
@@ -134,7 +134,7 @@ def change_chosen(desk: Desk, action: str) -> HttpResponse:
         return desk.back("jobs")
     outcomes = desk.attempt(lambda: act(chosen, actor=desk.actor, on_changed=desk.audit(word)))
     if outcomes is not None:
-        tell_outcomes(desk, outcomes, WANTED[action])
+        tell_outcomes(desk.tell, outcomes, WANTED[action])
     return desk.back("jobs")
 
 
@@ -156,7 +156,7 @@ def change_all(desk: Desk, action: str) -> HttpResponse:
             desk.tell(_("This takes a while; a job of its own does it."))
             return desk.back("job", done.pk)
         if done is not None:
-            tell_outcomes(desk, done, WANTED[action])
+            tell_outcomes(desk.tell, done, WANTED[action])
         return desk.back("jobs")
     page = search.page(found, size=SAMPLE)
     return desk.show(

@@ -15,11 +15,11 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.dead_letters import address_of, selection_of
 from kjo_django.admin.dashboard.desk import Desk, Screen
+from kjo_django.admin.telling import tell_replay
 from kjo_django.models import Job
 from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.reports import ReplayReport
 
 LOOKED_AT = 500
 """Letters a preview looks at one by one; all are counted."""
@@ -156,31 +156,11 @@ def _after(desk: Desk, done: Any) -> HttpResponse:
         if desk.may("view_job"):
             return desk.back("job", done.pk)
     elif isinstance(done, int):
-        _tell_count(
-            desk,
-            done,
-            ngettext("%d dead letter was discarded.", "%d dead letters were discarded.", done),
-        )
+        text = ngettext("%d dead letter was discarded.", "%d dead letters were discarded.", done)
+        desk.tell(text % done, messages.SUCCESS if done else messages.WARNING)
     elif done is not None:
-        _tell_report(desk, done)
+        tell_replay(desk.tell, done)
     return desk.back("dead_letters")
-
-
-def _tell_report(desk: Desk, report: ReplayReport) -> None:
-    count = report.replayed
-    text = ngettext("%d dead letter was replayed.", "%d dead letters were replayed.", count)
-    _tell_count(desk, count, text)
-    for reason, refused in report.refused.items():
-        said = _("%(count)d refused: %(reason)s.") % {"count": refused, "reason": reason}
-        desk.tell(said, messages.WARNING)
-    if report.failed:
-        detail = report.samples[-1]["detail"] if report.samples else ""
-        what = _("%(count)d could not be published and stay open: %(detail)s")
-        desk.tell(what % {"count": report.failed, "detail": detail}, messages.ERROR)
-
-
-def _tell_count(desk: Desk, count: int, text: str) -> None:
-    desk.tell(text % count, messages.SUCCESS if count else messages.WARNING)
 
 
 SCREENS = (
