@@ -1,7 +1,9 @@
 """``kjo_consume --processes N`` as it is started in production.
 
-The rate is that of the jobs between the first third and the last tenth of a drain: before, one
-process may work alone while the other joins the group; after, one may have emptied its partitions.
+The queue is paused until every process is a member of the group and has partitions: what joining
+costs is another question. The rate is that of the jobs between the first third and the last tenth
+of the drain: before, one process may not have heard yet that the queue goes on; after, one may have
+emptied its partitions.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from datetime import datetime
 
 import psutil
 
+from kjo_django.models import Worker
+from kjo_django.operations import queues
 from tests.benchmarks import completions
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.workloads import WORKLOADS
@@ -27,9 +31,12 @@ def run(count: int, processes: int) -> dict[str, float]:
     """Drain the topic with so many worker processes."""
     command = [sys.executable, "-m", "django", "kjo_consume", "ledger", "--no-relay"]
     command += ["--processes", str(processes), "--status-interval", "0"]
-    psutil.cpu_percent()
+    queues.pause("ledger")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ) as process:
         try:
+            _await_members(processes, process)
+            psutil.cpu_percent()
+            queues.resume("ledger")
             _await(count, process)
             machine = psutil.cpu_percent()
             cpu_seconds = sum(map(_cpu_seconds, _family(process.pid)))
@@ -47,6 +54,19 @@ def run(count: int, processes: int) -> dict[str, float]:
         "cpu_us_per_job": cpu_seconds / count * 1e6,
         "machine_cpu_percent": machine,
     }
+
+
+def _await_members(processes: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until so many workers share all partitions of the topic."""
+    begun = time.monotonic()
+    while True:
+        shares = list(Worker.objects.values_list("partitions", flat=True))
+        held = {tuple(partition) for share in shares for partition in share}
+        if len(shares) == processes and all(shares) and len(held) == sum(map(len, shares)):
+            return
+        if process.poll() is not None or time.monotonic() - begun > PATIENCE:
+            raise BenchmarkError(f"The workers never shared the partitions: {shares}")
+        time.sleep(0.2)
 
 
 def _await(count: int, process: subprocess.Popen[bytes]) -> None:
