@@ -73,16 +73,13 @@ def judge(
         if message.job_id is not None and message.service == get_settings().service_name:
             # Its row was here and was deleted by somebody who meant it.
             return Outcome(delivery, Result.SKIPPED, reason="deleted")
-        attempts = 0
-        limit = handler.options.max_attempts or delivery.queue.max_attempts
     else:
         skipped = why_skip(delivery, row)
         if skipped:
             return Outcome(delivery, Result.SKIPPED, job=row, reason=skipped)
         if row["lease_token"] and _is_held_by_another(row, leases, now or timezone.now()):
             return Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
-        attempts, limit = row["attempts"], row["max_attempts"]
-    limit = policies.limit_of(delivery.queue.name, limit, attempts)
+    attempts, limit = spent_and_limit(delivery, row)
     attempt = attempts + delivery.deliveries
     expires_at = row["expires_at"] if row is not None else None
     if expires_at is not None and expires_at <= (now or timezone.now()):
@@ -94,6 +91,17 @@ def judge(
         )
         return _dead(delivery, row, limit, error, DeadLetterReason.STALLED)
     return Start(attempt, limit)
+
+
+def spent_and_limit(delivery: Delivery, row: dict[str, Any] | None) -> tuple[int, int]:
+    """Return how many attempts have an outcome that is recorded, and after how many it ends."""
+    if row is not None:
+        spent, own = row["attempts"], row["max_attempts"]
+    else:
+        handler = delivery.handler
+        spent = 0
+        own = (handler and handler.options.max_attempts) or delivery.queue.max_attempts
+    return spent, policies.limit_of(delivery.queue.name, own, spent)
 
 
 def why_skip(delivery: Delivery, row: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from uuid import UUID
 
@@ -104,22 +104,26 @@ class LeaseBook:
             or tokens[owners[name]] not in living
         }
 
-    def take_over(self, name: str, ttl: timedelta | None = None) -> Claim:
-        """Claim an abandoned name. That counts as a delivery, so do it when its run begins: what
+    def take_over(self, names: Sequence[str], ttl: timedelta | None = None) -> list[Claim]:
+        """Claim abandoned names. That counts as a delivery, so do it when their run begins: what
         waits beside a job that kills the worker must not be counted with it."""
         coordination = get_coordination()
         ttl = ttl or self.ttl
         try:
-            owner = coordination.holders([name]).get(name)
-            if owner is not None and owner != self.token and name in self.abandoned([name]):
-                coordination.release([name], owner, count_delivery=True)
-            (claim,) = coordination.claim([name], self.token, ttl)
+            owners = coordination.holders(names)
+            theirs = {name for name, owner in owners.items() if owner != self.token}
+            left_by: dict[str, list[str]] = {}
+            for name in self.abandoned(theirs):
+                left_by.setdefault(owners[name], []).append(name)
+            for owner, left in left_by.items():
+                coordination.release(left, owner, count_delivery=True)
+            claims = coordination.claim(names, self.token, ttl)
         except CoordinationError as error:
             self._complain("Going on without leases, the database decides", error)
-            return FIRST_CLAIM
-        if claim.acquired:
-            self._note_held([name], ttl)
-        return claim
+            return [FIRST_CLAIM] * len(names)
+        acquired = (name for name, claim in zip(names, claims, strict=True) if claim.acquired)
+        self._note_held(acquired, ttl)
+        return claims
 
     def _note_held(self, names: Iterable[str], ttl: timedelta) -> None:
         with self._lock:

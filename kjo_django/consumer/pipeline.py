@@ -27,6 +27,7 @@ from kjo_django.consumer.outcomes import acknowledge, is_dead
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.recording import OUTAGES, Recorder
 from kjo_django.consumer.rows import load_rows
+from kjo_django.consumer.suspects import SECOND, rounds_of
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
@@ -168,7 +169,7 @@ class Pipeline:
         mode: Mode,
         flying: set[Delivery] | None,
     ) -> list[Delivery]:
-        """Run what is ours, then what a crash has left behind, each of these alone."""
+        """Run what is ours, then what a crash has left behind, apart from all others."""
         names = [delivery.lease for delivery in deliveries]
         abandoned = self._leases.abandoned(
             {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
@@ -176,14 +177,15 @@ class Pipeline:
         mine: list[Delivery] = []
         apart: list[Delivery] = []
         deferred: list[Delivery] = []
-        suspects: set[Delivery] = set()
+        suspects: dict[Delivery, int] = {}
         order = KeyOrder()
         for delivery, claim in zip(deliveries, claims, strict=True):
             delivery.deliveries = max(1, claim.deliveries)
             if order.waits(delivery):
                 deferred.append(delivery)
             elif delivery.lease in abandoned or (claim.acquired and claim.deliveries > 1):
-                suspects.add(delivery)
+                # Those another's token is still on are counted when they are begun.
+                suspects[delivery] = claim.deliveries + (not claim.acquired)
                 apart.append(order.apart(delivery))
             elif not claim.acquired:
                 waits = "Already processing %s, it waits here"
@@ -195,16 +197,16 @@ class Pipeline:
                 mine.append(delivery)
         if mine:
             deferred += self._run_claimed(mine, mode, flying)
-        for delivery in apart:
-            if order.waits(delivery):
-                deferred.append(delivery)
-            elif delivery in suspects:
-                # It was being run when a worker died. Alone, it takes nobody with it a second time.
+        for together in rounds_of(apart, suspects) if apart else ():
+            ready = [delivery for delivery in together if not order.waits(delivery)]
+            deferred += [delivery for delivery in together if delivery not in ready]
+            if ready and ready[0] in suspects:
+                # Being run when a worker died. Apart, they take nobody else with them this time.
                 with self._alone.exclusive(timeout=60.0):
-                    deferred += map(order.put_off, self._run_suspect(delivery, mode))
-            else:
+                    deferred += map(order.put_off, self._run_suspects(ready, mode))
+            elif ready:
                 with self._alone.shared():
-                    deferred += map(order.put_off, self._run_together([delivery], mode))
+                    deferred += map(order.put_off, self._run_together(ready, mode))
         return deferred
 
     def _run_claimed(
@@ -235,12 +237,19 @@ class Pipeline:
             share.__exit__()
         return self._settle(ended) if ended else []
 
-    def _run_suspect(self, delivery: Delivery, mode: Mode) -> list[Delivery]:
-        claim = self._leases.take_over(delivery.lease, delivery.queue.processing_ttl)
-        if not claim.acquired:
-            return [delivery]
-        delivery.deliveries = max(1, claim.deliveries)
-        return self._run_together([delivery], mode)
+    def _run_suspects(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
+        names = [delivery.lease for delivery in deliveries]
+        claims = self._leases.take_over(names, deliveries[0].queue.processing_ttl)
+        deferred: list[Delivery] = []
+        mine: list[Delivery] = []
+        for delivery, claim in zip(deliveries, claims, strict=True):
+            delivery.deliveries = max(1, claim.deliveries)
+            (mine if claim.acquired else deferred).append(delivery)
+        # Who has begun one more meanwhile, elsewhere, does not share what comes now.
+        first = [delivery for delivery in mine if delivery.deliveries <= SECOND]
+        for together in (first, *([d] for d in mine if d.deliveries > SECOND)):
+            deferred += self._run_together(together, mode) if together else []
+        return deferred
 
     def _run_together(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
         if mode is Mode.PLAIN:

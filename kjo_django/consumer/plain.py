@@ -50,7 +50,7 @@ class PlainRunner:
     def claim(self, deliveries: Sequence[Delivery]) -> tuple[list[Started], list[Outcome]]:
         """Decide what may run and take the row leases, which are renewed until ``let_go``.
 
-        Of two records of one message only one may be among the deliveries.
+        Of two records of one job one is deferred.
         """
         using, service = jobs_database(), get_settings().service_name
         now = timezone.now()
@@ -87,12 +87,15 @@ class PlainRunner:
             )
         finally:
             self._leases.let_rows_go(free - won)
-        ended += [
-            Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
-            for delivery, _, row in started
-            if row is not None and row["id"] not in won
-        ]
-        return [one for one in started if one[2] is None or one[2]["id"] in won], ended
+        mine: list[Started] = []
+        for delivery, start, row in started:
+            if row is not None:
+                if row["id"] not in won:
+                    ended.append(Outcome(delivery, Result.DEFERRED, job=row, reason="leased"))
+                    continue
+                won.discard(row["id"])  # a second record of the job waits for the first
+            mine.append((delivery, start, row))
+        return mine, ended
 
     def let_go(self, started: Sequence[Started]) -> None:
         """Stop renewing the row leases."""

@@ -53,6 +53,21 @@ def test_a_crash_costs_an_attempt_and_nothing_is_lost(engine: Engine) -> None:
     assert set(engine.jobs.values_list("attempts", flat=True)) <= {1, 2}
 
 
+def test_many_that_were_in_flight_do_not_come_back_one_by_one(engine: Engine) -> None:
+    # Given a worker that dies with many in flight
+    first = engine.ready_worker()
+    jobs.sleep_async.enqueue_many({"seconds": 0.5} for _ in range(200))
+    engine.wait_until(
+        lambda: engine.jobs.exclude(lease_token="").count() > 150, "They never took off"
+    )
+    first.kill()
+    # When others take over, then in less than they would take after one another
+    engine.worker()
+    engine.settle(timeout=70)
+    assert set(engine.jobs.values_list("state", flat=True)) == {"completed"}
+    assert set(engine.jobs.values_list("attempts", flat=True)) <= {1, 2}
+
+
 def test_what_flies_lands_before_a_worker_ends(engine: Engine) -> None:
     # Given
     worker = engine.ready_worker()
