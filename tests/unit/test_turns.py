@@ -147,6 +147,21 @@ def test_two_records_of_one_job_run_it_once(make_bench):
     assert settled(bench)
 
 
+def test_two_records_of_one_coroutine_do_not_run_at_the_same_time(make_bench):
+    bench, ran = make_bench(AMPLE), []
+
+    async def once():
+        ran.append(1)
+
+    as_job(once, atomic=False).enqueue()
+    (delivery,) = bench.poll()
+    again = bench.read(delivery.record)
+    assert bench.run([delivery, again]) == [again]
+    assert bench.run([again]) == []
+    assert ran == [1]
+    assert settled(bench)
+
+
 def test_two_lanes_with_a_record_each_of_one_job_run_it_once(make_bench):
     """The lease in its row is the worker's, so it does not tell one lane from the other."""
     bench, ran, late = make_bench(AMPLE), [], []
