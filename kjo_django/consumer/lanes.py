@@ -51,7 +51,11 @@ class Lanes:
         self._budget = budget
         self._limit_of = limit_of
         self._flights_of = flights_of
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        """Told of what lanes may take."""
+        self._ended = threading.Condition(lock)
+        """Told of every group that has ended."""
         self._shards: dict[object, Shard] = {}
         # By queue and whether they fly: what waits for room in the air holds up nothing else.
         self._ready: dict[Place, deque[Shard]] = {}
@@ -79,21 +83,22 @@ class Lanes:
         """Add deliveries in the order they were polled."""
         with self._changed:
             now = time.monotonic()
-            for delivery in deliveries:
-                self._add(delivery, now)
-            self._changed.notify_all()
+            # No more lanes than there is something for: each that wakes wants the interpreter.
+            self._changed.notify(sum(self._add(delivery, now) for delivery in deliveries))
 
-    def _add(self, delivery: Delivery, now: float) -> None:
+    def _add(self, delivery: Delivery, now: float) -> bool:
+        """Add one; return whether there is a key more to be taken now."""
+        self._waiting_count += 1
         key = delivery.shard
         delivery.waiting_since = now
         shard = self._shards.get(key)
-        if shard is None:
-            shard = self._shards[key] = Shard(key, delivery.queue.name)
+        if shard is not None:
             shard.waiting.append(delivery)
-            self._make_ready(shard)
-        else:
-            shard.waiting.append(delivery)
-        self._waiting_count += 1
+            return False
+        shard = self._shards[key] = Shard(key, delivery.queue.name)
+        shard.waiting.append(delivery)
+        self._make_ready(shard)
+        return True
 
     def _make_ready(self, shard: Shard) -> None:
         place = shard.queue, shard.waiting[0].mode is Mode.CONCURRENT
@@ -254,7 +259,6 @@ class Lanes:
             del self._groups[id(group)]
             if group.mode is Mode.CONCURRENT:
                 self._free_landed([d for d in group.deliveries if d not in flying], deferred, delay)
-                self._changed.notify_all()
                 return
             self._running_count -= len(group.deliveries)
             back = set(deferred)
@@ -264,7 +268,9 @@ class Lanes:
                     held.setdefault(delivery.shard, []).append(delivery)
             for shard in group.shards:
                 self._return(shard, held.get(shard.key, _NONE), delay)
-            self._changed.notify_all()
+            # Its own lane comes next and takes; another one is needed for what that leaves.
+            self._changed.notify(sum(map(len, self._ready.values())))
+            self._ended.notify_all()
 
     def land(
         self, deliveries: Sequence[Delivery], deferred: Collection[Delivery] = (), delay: float = 0
@@ -272,7 +278,6 @@ class Lanes:
         """Free the keys of deliveries that were in flight; see ``done``."""
         with self._changed:
             self._free_landed(deliveries, deferred, delay)
-            self._changed.notify_all()
 
     def _free_landed(
         self, deliveries: Sequence[Delivery], deferred: Collection[Delivery], delay: float
@@ -281,7 +286,9 @@ class Lanes:
         for delivery in deliveries:
             shard = self._aloft.pop(delivery)
             self._flying[shard.queue] -= 1
-            self._return(shard, [delivery] if delivery in deferred else [], delay)
+            self._return(shard, [delivery] if delivery in deferred else _NONE, delay)
+        self._changed.notify_all()
+        self._ended.notify_all()
 
     def _return(self, shard: Shard, held: Sequence[Delivery], delay: float) -> None:
         if held:
@@ -324,7 +331,7 @@ class Lanes:
             return not any(delivery.place in wanted for delivery in running)
 
         with self._changed:
-            return self._changed.wait_for(is_quiet, timeout)
+            return self._ended.wait_for(is_quiet, timeout)
 
     def set_paused(self, queues: Iterable[str]) -> None:
         """Start nothing of these queues, and of all others again."""

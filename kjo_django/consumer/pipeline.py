@@ -294,13 +294,24 @@ class Pipeline:
             deferred = [o.delivery for o in outcomes if id(o) in waits]
         acknowledge(settled, in_transaction=False)
         names = [o.delivery.lease for o in outcomes if o.delivery.message is not None]
-        self._leases.release([name for name in names if name not in keep] if keep else names)
+        names = [name for name in names if name not in keep] if keep else names
+        if failed:
+            # Before anybody hears of it, since a retry may come to another worker at once.
+            self._leases.release(names)
+            self._tell(settled, deferred)
+        else:
+            try:
+                self._tell(settled, deferred)
+            finally:
+                self._leases.release(names)
+        return deferred
+
+    def _tell(self, settled: Sequence[Outcome], deferred: Sequence[Delivery]) -> None:
         if tracing.tracer is not None:
             tracing.tracer.settled(settled)
             tracing.tracer.given_back(deferred)
         self._tell_handlers(settled)
         self._on_outcomes(settled)
-        return deferred
 
     def _tell_handlers(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
