@@ -17,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer import attempts, settlement
+from kjo_django.consumer import attempts, completion, settlement
 from kjo_django.consumer.batches import UNWANTED, Batch, Started, in_steps, run_batch
 from kjo_django.consumer.connections import answers, is_broken
 from kjo_django.consumer.deadletters import error_text
@@ -162,7 +162,7 @@ class AtomicRunner:
             completed = [o for o in outcomes if o.result is Result.COMPLETED]
             if len(completed) < len(fresh):
                 _take_markers_back(using, completed, keys, fresh)
-            settlement.complete(using, completed)
+            completion.complete(using, completed)
             acknowledge([o for o in outcomes if is_settled_by_group(o)], in_transaction=True)
             _make_callbacks_robust(connection)
         return outcomes

@@ -14,7 +14,7 @@ from uuid import UUID
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer import attempts, row_leases, settlement
+from kjo_django.consumer import attempts, completion, row_leases, settlement
 from kjo_django.consumer.batches import Batch, Started, call_concurrently, run_batch
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
@@ -139,7 +139,7 @@ class PlainRunner:
             keys = {id(o): o.delivery.event_key(service) for o in done}
             fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
             winners = [o for o in done if keys[id(o)] in fresh or _judges_itself(o)]
-            recorded = settlement.complete(using, winners, self._leases.token)
+            recorded = completion.complete(using, winners, self._leases.token)
             won = {id(outcome) for outcome in winners}
             for outcome in done:
                 if id(outcome) not in won:

@@ -1,4 +1,4 @@
-"""Writing outcomes down. An acknowledgement follows only what is durable here."""
+"""Judging failures and writing them down. An acknowledgement follows only what is durable here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import transaction
 from django.utils import timezone
 
-from kjo_django import states
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.consumer import policies
@@ -32,7 +31,6 @@ from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
-from kjo_django.models.postgres import array_text, text_array
 from kjo_django.producer import dispatch
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, RetryPolicy
@@ -73,142 +71,6 @@ def judge_failure(outcome: Outcome, max_attempts: int) -> None:
         outcome.reason = decision.reason
         if isinstance(error, MessageError) and error.reason in DeadLetterReason.values:
             outcome.reason = error.reason
-
-
-# --- Success --------------------------------------------------------------------------------------
-
-
-def complete(using: str, outcomes: Sequence[Outcome], token: str | None = None) -> set[Any]:
-    """Record completions of jobs in one statement, inside the caller's transaction.
-
-    :param token: of a row lease that must still be held; those who lost it are refused.
-    :returns: the ids of the jobs recorded.
-    """
-    done = [outcome for outcome in outcomes if outcome.job is not None]
-    if not done:
-        return set()
-    now = timezone.now()
-    if connections[using].vendor == "postgresql":
-        recorded = _complete_at_once(using, done, now, token)
-    else:
-        recorded = _complete_one_by_one(using, done, now, token)
-    _change_lifetimes(using, [o for o in done if "result_ttl" in o.notes], now)
-    return recorded
-
-
-def _change_lifetimes(using: str, outcomes: Sequence[Outcome], now: datetime) -> None:
-    """Let results live as long as their handlers' hooks said: seldom, so apart from the rest."""
-    for outcome in outcomes:
-        job = outcome.job
-        assert job is not None
-        lasts = outcome.notes["result_ttl"]
-        Job.objects.using(using).at(job["id"], job["generation"]).update(
-            result_ttl=lasts, result_expires_at=now + timedelta(milliseconds=lasts)
-        )
-
-
-def _complete_one_by_one(
-    using: str, done: Sequence[Outcome], now: datetime, token: str | None
-) -> set[Any]:
-    ids = {outcome.job["id"] for outcome in done if outcome.job is not None}
-    return _recorded(using, ids, _complete_many(using, done, now, token), now)
-
-
-def _complete_many(using: str, done: Sequence[Outcome], now: datetime, token: str | None) -> int:
-    """One statement, executed for each; returns how many rows it changed."""
-    connection = connections[using]
-    expected = states.expected("complete")
-    holder = [] if token is None else [token]
-    changes: dict[str, Any] = {}
-    rows = []
-    for outcome in done:
-        job = outcome.job
-        assert job is not None
-        changes = {"state": states.RESULT_OF["complete"], **_completion(outcome, now)}
-        values = [_FIELDS[n].get_db_prep_save(value, connection) for n, value in changes.items()]
-        id = _FIELDS["id"].get_db_prep_save(job["id"], connection)
-        rows.append([*values, id, job["generation"], *expected, *holder])
-    assignments = ", ".join(f"{connection.ops.quote_name(name)} = %s" for name in changes)
-    places = ", ".join(["%s"] * len(expected))
-    held = " AND lease_token = %s" if holder else ""
-    with connection.cursor() as cursor:
-        cursor.executemany(
-            f"UPDATE kjo_job SET {assignments} "  # noqa: S608 - names of ours
-            f"WHERE id = %s AND generation = %s AND state IN ({places}){held}",
-            rows,
-        )
-        return int(cursor.rowcount)
-
-
-_FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
-
-
-def _completion(outcome: Outcome, now: datetime) -> dict[str, Any]:
-    job = outcome.job
-    assert job is not None
-    return {
-        "attempts": outcome.attempt,
-        "started_at": outcome.started_at,
-        "finished_at": now,
-        "result": outcome.value,
-        "result_expires_at": now + timedelta(milliseconds=job["result_ttl"]),
-        "error": "",
-        "lease_token": "",
-        "lease_expires_at": None,
-    }
-
-
-# What is asked of a row is hidden from the planner in a CASE. Statistics that say that hardly a row
-# is open, or holds this lease, made it begin with those and compare each with each of the group's.
-# The ids stand there twice so that it looks them up, and reads no small table from end to end.
-_COMPLETE = """
-UPDATE kjo_job SET state = 'completed', attempts = v.attempts, started_at = v.started_at,
-    finished_at = %s, result = v.result, error = '', lease_token = '', lease_expires_at = NULL,
-    result_expires_at = %s::timestamptz + kjo_job.result_ttl * interval '1 millisecond'
-FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[])
-    AS v (id, generation, attempts, started_at, result)
-WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
-    WHEN kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
-        AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
-"""
-
-
-def _complete_at_once(
-    using: str, done: Sequence[Outcome], now: datetime, token: str | None
-) -> set[Any]:
-    """The same for PostgreSQL, in one round trip however many there are."""
-    jobs = [(job, outcome) for outcome in done if (job := outcome.job) is not None]
-    values = [outcome.value for _, outcome in jobs]
-    columns: list[Any] = [
-        text_array([_id_text(outcome, job) for job, outcome in jobs]),
-        array_text(job["generation"] for job, _ in jobs),
-        array_text(outcome.attempt for _, outcome in jobs),
-        array_text(outcome.started_at for _, outcome in jobs),
-        # Of arrays that end early, unnest takes NULL for the rest.
-        [] if values.count(None) == len(values) else values,
-    ]
-    with connections[using].cursor() as cursor:
-        open_states = states.expected("complete")
-        parameters = [now, now, *columns, columns[0], open_states, token, token]
-        cursor.execute(_COMPLETE, parameters)
-        changed = cursor.rowcount
-    return _recorded(using, {job["id"] for job, _ in jobs}, changed, now)
-
-
-def _recorded(using: str, ids: set[Any], changed: int, now: datetime) -> set[Any]:
-    """Return which of these were recorded at this moment; nearly always all."""
-    if changed == len(ids):
-        return ids
-    recorded = Job.objects.using(using).filter(pk__in=ids, finished_at=now)
-    return set(recorded.filter(state=JobState.COMPLETED).values_list("pk", flat=True))
-
-
-def _id_text(outcome: Outcome, job: dict[str, Any]) -> str:
-    message = outcome.delivery.message
-    return (message and message.job_id) or str(job["id"])
-
-
-# --- Failure --------------------------------------------------------------------------------------
 
 
 def publish_dead(outcomes: Iterable[Outcome]) -> list[Outcome]:

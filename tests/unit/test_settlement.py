@@ -10,7 +10,7 @@ from django.db import ProgrammingError, connection, transaction
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer import settlement
+from kjo_django.consumer import completion, settlement
 from kjo_django.consumer.attempts import COLUMNS
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
@@ -45,7 +45,7 @@ def a_job(**columns) -> Job:
 
 def complete(*outcomes: Outcome, token: str | None = None) -> set:
     with settlement.in_transaction("default"):
-        return settlement.complete("default", outcomes, token)
+        return completion.complete("default", outcomes, token)
 
 
 def fail(*outcomes: Outcome) -> None:
