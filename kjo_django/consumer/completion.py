@@ -10,6 +10,7 @@ from django.db import connections
 from django.utils import timezone
 
 from kjo_django import states
+from kjo_django.consumer.rows import ID_TEXT
 from kjo_django.consumer.work import Outcome
 from kjo_django.models import Job
 from kjo_django.models.postgres import array_text, text_array
@@ -118,7 +119,7 @@ def _complete_at_once(
     jobs = [(job, outcome) for outcome in done if (job := outcome.job) is not None]
     values = [outcome.value for _, outcome in jobs]
     columns: list[Any] = [
-        text_array([_id_text(outcome, job) for job, outcome in jobs]),
+        text_array([job.get(ID_TEXT) or str(job["id"]) for job, _ in jobs]),
         array_text(job["generation"] for job, _ in jobs),
         array_text(outcome.attempt for _, outcome in jobs),
         array_text(outcome.started_at for _, outcome in jobs),
@@ -139,8 +140,3 @@ def _recorded(using: str, ids: set[Any], changed: int, now: datetime) -> set[Any
         return ids
     recorded = Job.objects.using(using).filter(pk__in=ids, finished_at=now)
     return set(recorded.filter(state=JobState.COMPLETED).values_list("pk", flat=True))
-
-
-def _id_text(outcome: Outcome, job: dict[str, Any]) -> str:
-    message = outcome.delivery.message
-    return (message and message.job_id) or str(job["id"])

@@ -120,6 +120,9 @@ class Lanes:
                 if place is not None:
                     group = self._form_group(place)
                     if group.deliveries:
+                        if self._deferred:
+                            # This lane may be long: another one is to wait for what falls due.
+                            self._changed.notify()
                         return group
                     continue
                 now = time.monotonic()

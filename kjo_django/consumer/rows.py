@@ -20,6 +20,9 @@ from kjo_django.models.postgres import (
 )
 from kjo_django.models.processed_event import Marking
 
+ID_TEXT = "id_text"
+"""Of a row read on PostgreSQL, its id as text: the server writes it in a tenth of Python's time."""
+
 
 def row_id(delivery: Delivery) -> str:
     """Return the key of its row in what ``load_rows`` returns."""
@@ -104,14 +107,14 @@ def _rows_of(using: str, ids: Sequence[str], *, lock: bool) -> dict[str, Any]:
     return {str(row["id"]): row for row in rows.values(*COLUMNS)}
 
 
+_SELECTED = (*COLUMNS, ID_TEXT)
 # A statement whose text does not grow with the group, and times read by psycopg's own loader
 # instead of Django's in Python (both aware; only the class differs).
 _ROWS = f"""
-SELECT {", ".join(COLUMNS)}, id::text AS name FROM kjo_job WHERE id = ANY(%s::uuid[])
+SELECT {", ".join(COLUMNS)}, id::text AS {ID_TEXT} FROM kjo_job WHERE id = ANY(%s::uuid[])
 ORDER BY kjo_job.id
 """  # noqa: S608 - column names of ours
 
 
 def _by_name(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
-    # Not strict: the name, last of each, is its key.
-    return {row[-1]: dict(zip(COLUMNS, row, strict=False)) for row in rows}
+    return {row[-1]: dict(zip(_SELECTED, row, strict=True)) for row in rows}

@@ -29,11 +29,21 @@ def seldom() -> Iterator[None]:
     if not gc.isenabled() or before not in PYTHONS_OWN:
         yield
         return
-    gc.collect()
-    gc.freeze()
+    if not gc.get_freeze_count():
+        set_apart()
     gc.set_threshold(*THRESHOLDS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+def set_apart() -> None:
+    """Let the collector leave alone what is there now, having looked at it once more.
+
+    To be done before a fork, too: each look writes to what it looks at, and what is written to is
+    shared no longer.
+    """
+    gc.collect()
+    gc.freeze()

@@ -12,6 +12,8 @@ from types import FrameType
 
 from django.db import connections
 
+from kjo_django.worker import collecting
+
 logger = logging.getLogger("kjo_django")
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
@@ -32,6 +34,7 @@ def supervise(count: int, work: Callable[[], int]) -> int:
     :returns: 0 when every child ended with 0.
     """
     connections.close_all()
+    collecting.set_apart()
     supervisor = _Supervisor(work)
     for name in STOP_SIGNALS:
         signal.signal(getattr(signal, name), supervisor.pass_on)

@@ -330,6 +330,28 @@ def test_a_paused_queue_starts_nothing_until_it_is_resumed():
     assert take(lanes).queue == "q"
 
 
+def test_what_falls_due_is_taken_although_the_lane_that_put_it_off_runs_on():
+    """A lane that began to wait before does not know when to look: somebody has to tell it."""
+    # Given: two lanes, of which the second waits for anything to come
+    lanes = lanes_of(2, size=1)
+    lanes.put([delivery("a")])
+    first = take(lanes)
+    taken: list[Group | None] = []
+    thread = threading.Thread(target=lambda: taken.append(lanes.take()), daemon=True)
+    thread.start()
+    while not lanes._changed._waiters:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    # When: the first puts off what it had, and goes on with something else that never ends
+    lanes.done(first, first.deliveries, delay=0.2)
+    other = delivery("b")
+    with lanes._changed:
+        lanes._add(other, time.monotonic())
+    assert take(lanes).deliveries == [other]
+    # Then
+    thread.join(10)
+    assert [group.deliveries for group in taken if group] == [first.deliveries]
+
+
 def test_a_resume_wakes_a_lane_that_waits():
     lanes = lanes_of(1)
     lanes.set_paused(["q"])

@@ -756,6 +756,31 @@ def test_a_foreign_message_that_exhausts_its_attempts_is_a_dead_letter(bench):
 
 
 @both
+def test_a_foreign_job_completes_the_row_its_failure_left_whatever_its_own_id_is(bench):
+    """The id of the other service's job is in the message, and means nothing here."""
+    # Given: its first attempt failed
+    fails = iter([True])
+
+    def fail_once(job: str) -> None:
+        if next(fails, False):
+            raise ValueError("not yet")
+
+    as_job(fail_once, "bench.fail_once")
+    foreign = {**GOOD, "kjo_type": "bench.fail_once", "kjo_job_id": "no uuid"}
+    bench.publish(b'{"job": "a"}', **foreign, kjo_service="elsewhere")
+    bench.run()
+    row = Job.objects.get()
+    assert (row.state, row.attempts, row.unique_id) == ("failing", 1, "foreign-1")
+    # When: they send another attempt
+    bench.publish(b'{"job": "a"}', **foreign, kjo_service="elsewhere", kjo_attempt="2")
+    theirs = [one for one in bench.poll() if one.record.headers[names.SERVICE] == b"elsewhere"]
+    bench.run(theirs)
+    # Then
+    row.refresh_from_db()
+    assert (row.state, row.attempts) == ("completed", 2)
+
+
+@both
 @pytest.mark.parametrize(
     "headers",
     [
