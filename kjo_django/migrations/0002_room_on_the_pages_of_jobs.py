@@ -2,7 +2,7 @@
 
 Without it, inserts and updates look for room among all pages of a large table and find a little on
 each: every job dirtied two pages nobody had touched for days, and wrote both of them whole into
-the log of transactions. With it, only pages that are nearly empty are taken for new rows.
+the log of transactions. With it, a new version finds room beside the old one.
 """
 
 from typing import Any
