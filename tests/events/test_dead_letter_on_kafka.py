@@ -15,7 +15,10 @@ from confluent_kafka.admin import AdminClient
 
 from kjo_django import BaseEvent, event_handler
 from kjo_django.backends import get_transport
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.exceptions import PublishError
 from kjo_django.models import DeadLetter
+from kjo_django.operations.topics import ensure_topics
 from kjo_django.transports.base import OutgoingRecord, Record, TopicSpec
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS
@@ -32,6 +35,13 @@ class Topics:
         self.source = f"it-dead-{uuid.uuid4().hex[:8]}"
         self.dead = f"{self.source}-dlq"
         self._admin = AdminClient({"bootstrap.servers": servers})
+
+    def make(self) -> None:
+        """Make all of them. A worker that does not find one in time makes it again later, and so
+        the one that was taken away."""
+        conf = get_settings()
+        queues = [conf.queue(self.source), conf.queue(f"{self.source}-retry")]
+        wait_until(lambda: _is_ensured(queues))
 
     def take_away(self) -> None:
         """From now on the broker takes no dead letters."""
@@ -98,6 +108,14 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
+def _is_ensured(queues: list[QueueConf]) -> bool:
+    try:
+        ensure_topics(queues)
+    except PublishError:
+        return False
+    return True
+
+
 @contextmanager
 def working(topic: str) -> Iterator[None]:
     """A worker of the events, stopped at the end as a deployment stops it."""
@@ -122,6 +140,7 @@ def test_what_is_not_acknowledged_commits_nothing(topics: Topics, caplog, mended
         handled.append(event.id)
 
     # Given a worker whose dead letters the broker does not take
+    topics.make()
     with working(topics.source):
         topics.take_away()
         topics.send(b"poison")
