@@ -220,7 +220,7 @@ class Lanes:
             cost = self._costs.of(head)
             if head.mode is not group.mode:
                 break
-            if cost > budget and deliveries and not _fits_the_batch(group, head):
+            if cost > budget and deliveries and not group.is_batch_for(head):
                 break
             deliveries.append(waiting.pop(0))
             left = budget = budget - cost
@@ -395,13 +395,3 @@ class Lanes:
         with self._changed:
             since = [s.waiting[0].waiting_since for s in self._shards.values() if s.waiting]
         return time.monotonic() - min(since) if since else 0.0
-
-
-def _fits_the_batch(group: Group, delivery: Delivery) -> bool:
-    # The batch a group begins with is filled whatever it costs: that is one call. Only those that
-    # can be in it, so not a second one of a key.
-    return (
-        len(group.deliveries) < (delivery.batch or 0)
-        and group.deliveries[0].handler is delivery.handler
-        and group.deliveries[-1].shard != delivery.shard
-    )

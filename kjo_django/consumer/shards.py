@@ -31,6 +31,15 @@ class Group:
     queue: str
     shards: list[Shard] = field(default_factory=list)
 
+    def is_batch_for(self, delivery: Delivery) -> bool:
+        """Whether the batch this group begins with takes one more, and this one: it is filled
+        whatever it costs, being one call, but never with a second one of a key."""
+        return (
+            len(self.deliveries) < (delivery.batch or 0)
+            and self.deliveries[0].handler is delivery.handler
+            and self.deliveries[-1].shard != delivery.shard
+        )
+
 
 class Costs:
     """How long handlers are expected to run.

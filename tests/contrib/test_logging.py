@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from asgiref.sync import sync_to_async
 
-from kjo_django import PermanentError, current, registry
+from kjo_django import PermanentError, current
 from kjo_django.contrib.logging import FIELDS, JobContextFilter
 from kjo_django.models import Job
 from kjo_django.worker import Worker
 from tests.ledger import jobs as ledger
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job
+from tests.unit.deliveries import KJO, as_job, benched
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "logging.md"
 SECRET = "ada@example.com"
@@ -65,11 +65,8 @@ def lines():
 
 @pytest.fixture
 def bench(settings, sqlite_file, monkeypatch):
-    settings.KJO = KJO | MEMORY
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
-    bench = Bench()
-    yield bench
-    bench.close()
+    with benched(settings, monkeypatch) as bench:
+        yield bench
 
 
 def deep_below() -> None:

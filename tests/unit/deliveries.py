@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -131,6 +132,19 @@ class Bench:
         self.subscription.close()
 
 
+@contextmanager
+def benched(settings: Any, monkeypatch: Any) -> Iterator[Bench]:
+    """Yield a worker on the memory transport; handlers made meanwhile are forgotten with it."""
+    settings.KJO = KJO | MEMORY
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    bench = Bench()
+    try:
+        yield bench
+    finally:
+        bench.pipeline.close(10)
+        bench.close()
+
+
 def make_everything_due() -> None:
     """Let all delays pass."""
     now = timezone.now()
@@ -166,4 +180,4 @@ class Silent(Subscription):
     def close(self) -> None: ...
 
 
-__all__ = ["KJO", "MEMORY", "Bench", "Mode", "Silent", "as_job", "make_everything_due"]
+__all__ = ["KJO", "MEMORY", "Bench", "Mode", "Silent", "as_job", "benched", "make_everything_due"]

@@ -7,23 +7,20 @@ from collections import Counter
 import pytest
 from django.db import DatabaseError, connection, transaction
 
-from kjo_django import job, registry
+from kjo_django import job
 from kjo_django.consumer.context import Abort
 from kjo_django.models import Job, ProcessedEvent
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job
+from tests.unit.deliveries import Bench, as_job, benched
 
 pytestmark = pytest.mark.usefixtures("real_database")
 
 
 @pytest.fixture
 def bench(real_database, settings, monkeypatch):
-    settings.KJO = KJO | MEMORY
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
-    bench = Bench()
-    yield bench
-    bench.close()
+    with benched(settings, monkeypatch) as bench:
+        yield bench
 
 
 class Writer:

@@ -10,13 +10,12 @@ import pytest
 from django.db import DatabaseError, connection, transaction
 from django.db.transaction import TransactionManagementError
 
-from kjo_django import registry
 from kjo_django.consumer.savepoint import LazySavepoint
 from kjo_django.models import Job, ProcessedEvent
 from kjo_django.models.postgres import text_array
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job
+from tests.unit.deliveries import Bench, as_job, benched
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
 
@@ -180,11 +179,8 @@ def test_what_must_go_alone_comes_after_a_savepoint_of_its_own(handler_first, se
 
 @pytest.fixture
 def bench(settings, monkeypatch, postgres) -> Iterator[Bench]:
-    settings.KJO = KJO | MEMORY
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
-    bench = Bench()
-    yield bench
-    bench.close()
+    with benched(settings, monkeypatch) as bench:
+        yield bench
 
 
 def select(sql: str) -> Callable[..., None]:

@@ -14,21 +14,16 @@ from datetime import timedelta
 import pytest
 from django.db import connection
 
-from kjo_django import registry
 from kjo_django.backends import get_coordination
 from kjo_django.consumer.work import Result
 from kjo_django.models import DeadLetter, Job
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job
+from tests.unit.deliveries import Bench, as_job, benched
 
 
 @pytest.fixture
 def bench(sqlite_file, settings, monkeypatch):
-    settings.KJO = KJO | MEMORY
-    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
-    bench = Bench()
-    yield bench
-    bench.pipeline.close(10)
-    bench.close()
+    with benched(settings, monkeypatch) as bench:
+        yield bench
 
 
 @pytest.fixture
