@@ -820,6 +820,25 @@ def test_a_foreign_message_delivered_again_after_it_failed_leaves_the_rest_to_it
     assert DeadLetter.objects.count() == 1
 
 
+def test_who_waits_for_a_job_is_told_first_and_a_retry_finds_its_lease_free(bench, monkeypatch):
+    # Given: somebody who looks at the lease when told of the outcome
+    held: dict[str, bool] = {}
+
+    def look(outcomes):
+        for outcome in outcomes:
+            lease = outcome.delivery.lease
+            held[outcome.delivery.kind] = lease in get_coordination().holders([lease])
+
+    monkeypatch.setattr(bench.pipeline, "_on_outcomes", look)
+    # When
+    for job in (ledger.write, ledger.always_fails):
+        job.enqueue(job="a")
+        bench.run()
+    # Then
+    assert held == {"ledger.write": True, "ledger.always_fails": False}
+    assert not list(get_coordination().names("CONS:"))
+
+
 # --- Handlers that break things -------------------------------------------------------------------
 
 
