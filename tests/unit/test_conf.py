@@ -43,7 +43,9 @@ def test_with_no_settings_at_all_everything_has_a_default():
 
 
 def test_a_project_without_the_setting_runs_on_defaults(settings):
+    settings.KJO = {}  # announced, and so is its end; a deletion is not
     del settings.KJO
+    assert not hasattr(settings, "KJO")
     assert get_settings() == Settings()
 
 
