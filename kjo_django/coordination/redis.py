@@ -24,11 +24,9 @@ share a slot: use a hash tag, ``KEY_PREFIX = "{kjo}"``. The tests meet single se
 
 from __future__ import annotations
 
-import random
 import re
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -39,13 +37,12 @@ from django_redis import get_redis_connection
 from redis import ConnectionPool, Redis
 from redis.exceptions import RedisError
 
-from kjo_django.coordination.base import FIRST_CLAIM, Claim, Coordination, Listener
-from kjo_django.coordination.listeners import Alarm
+from kjo_django.coordination.base import FIRST_CLAIM, Claim, Coordination
+from kjo_django.coordination.redis_listener import RedisListener, text_of
 from kjo_django.exceptions import CoordinationError
 
 _DELIVERIES_KEPT = timedelta(days=1)
 _SCAN_COUNT = 1000
-_LONGEST_PAUSE = 5.0
 
 # A script works out the keys of the delivery counts: to send them would double what is written,
 # and they share their leases' slots. Few commands too: each costs as much as a row elsewhere.
@@ -159,7 +156,7 @@ class RedisCoordination(Coordination):
         seen: set[str] = set()
         with self._reached():
             for key in self._client().scan_iter(match=pattern, count=_SCAN_COUNT, _type="STRING"):
-                name = _text(key)[hidden:]
+                name = text_of(key)[hidden:]
                 if name not in seen:  # SCAN may repeat itself
                     seen.add(name)
                     yield name
@@ -199,7 +196,7 @@ class RedisCoordination(Coordination):
         """Subscribe on a connection of its own."""
         keys = {self._prefix + channel: channel for channel in channels}
         with self._reached():
-            return RedisListener(self._client, keys)
+            return RedisListener(f"Redis at {self._setting}", self._client, keys)
 
     # --- Health -----------------------------------------------------------------------------------
 
@@ -280,99 +277,10 @@ class RedisCoordination(Coordination):
         with self._reached():
             found = self._client().mget(self._keys(names))
         return {
-            name: _text(value)
+            name: text_of(value)
             for name, value in zip(names, found, strict=True)
             if value is not None
         }
-
-
-class RedisListener(Listener):
-    """Hears PUBLISH on a connection of its own; after an outage it subscribes again."""
-
-    def __init__(self, client: Callable[[], Any], channels: Mapping[str, str]) -> None:
-        self._client = client
-        self._channels = dict(channels)
-        self._failures = 0
-        self._retry_at = 0.0
-        self._closed = False
-        self._pubsub: Any = self._subscribe()
-        self._alarm = Alarm()
-
-    def _subscribe(self) -> Any:
-        pubsub = self._client().pubsub(ignore_subscribe_messages=True)
-        try:
-            pubsub.subscribe(*self._channels)
-            # The server's answer: from now on nothing is missed.
-            deadline = time.monotonic() + _LONGEST_PAUSE
-            for _ in self._channels:
-                pubsub.get_message(timeout=max(0.0, deadline - time.monotonic()))
-        except BaseException:
-            pubsub.close()
-            raise
-        return pubsub
-
-    def wait(self, timeout: float) -> set[str]:
-        """Wait for calls. After an outage all channels count as called: nobody knows what was
-        missed."""
-        deadline = time.monotonic() + timeout
-        while not self._closed:
-            try:
-                called, woken = self._listen(deadline - time.monotonic())
-            except (RedisError, OSError, ValueError) as error:
-                self._lose(error)
-                continue
-            if called or woken or time.monotonic() >= deadline:
-                return called
-        return set()
-
-    def _listen(self, timeout: float) -> tuple[set[str], bool]:
-        if self._pubsub is None:
-            pause = self._retry_at - time.monotonic()
-            if pause > 0:
-                return set(), self._alarm.wait(min(pause, timeout))
-            self._pubsub = self._subscribe()
-            self._failures = 0
-            return set(self._channels.values()), False
-        # Also what has been read ahead, by the client or by TLS: no socket tells of that.
-        called = self._heard(self._pubsub)
-        if called:
-            return called, False
-        # Both in one wait. Looking now and then would cost time, and CPU of a worker that is idle.
-        woken = self._alarm.wait(timeout, _descriptor_of(self._pubsub))
-        return self._heard(self._pubsub), woken
-
-    def _heard(self, pubsub: Any) -> set[str]:
-        """Read all that is there."""
-        called: set[str] = set()
-        pubsub.check_health()
-        while pubsub.connection.can_read(timeout=0):
-            message = pubsub.get_message(timeout=0)
-            if message is not None:
-                called.add(self._channels.get(_text(message["channel"]), ""))
-        called.discard("")
-        return called
-
-    def _lose(self, error: Exception) -> None:
-        pubsub, self._pubsub = self._pubsub, None
-        if pubsub is not None:
-            _close_quietly(pubsub)
-        pause = min(_LONGEST_PAUSE, 0.1 * 2.0**self._failures)
-        self._failures += 1
-        self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
-
-    def wake(self) -> None:
-        """Make ``wait`` return."""
-        self._alarm.ring()
-
-    def close(self) -> None:
-        """Give the connection back; to be called by the owning thread."""
-        if self._closed:
-            return
-        self._closed = True
-        pubsub, self._pubsub = self._pubsub, None
-        if pubsub is not None:
-            _close_quietly(pubsub)
-        self._alarm.close()
 
 
 def _pool_of(url: str) -> ConnectionPool:
@@ -385,24 +293,5 @@ def _pool_of(url: str) -> ConnectionPool:
         ) from error
 
 
-def _descriptor_of(pubsub: Any) -> int:
-    """Return the socket's: the client has no public name for it, and no wait that can be ended."""
-    socket = pubsub.connection._sock
-    if socket is None:
-        raise OSError("the connection is closed")
-    return int(socket.fileno())
-
-
-def _close_quietly(pubsub: Any) -> None:
-    try:
-        pubsub.close()
-    except (RedisError, OSError):
-        pass  # it is gone either way
-
-
 def _ms(duration: timedelta) -> int:
     return max(1, round(duration.total_seconds() * 1000))
-
-
-def _text(value: bytes | str) -> str:
-    return value if isinstance(value, str) else value.decode("utf-8", "replace")

@@ -80,3 +80,25 @@ class TestSqlite(DatabaseCoordinationConformance):
 @pytest.mark.usefixtures("postgres_alias")
 class TestPostgres(DatabaseCoordinationConformance):
     alias = POSTGRES
+
+    def test_a_listener_whose_session_was_ended_hears_again(
+        self, coordination: DatabaseCoordination, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        # Given
+        channels = {f"{name}:a", f"{name}:b"}
+        listener = coordination.listen(sorted(channels))
+        assert listener.wait(0.05) == set()
+        # When
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND query LIKE 'LISTEN%'"
+            )
+            (ended,) = cursor.fetchone()
+        assert ended
+        # Then
+        assert listener.wait(20) == channels, "nobody knows what was missed"
+        assert "Lost the listening connection" in caplog.text
+        coordination.notify(f"{name}:a")
+        self.call_until(listener, f"{name}:a", {f"{name}:a"})
+        listener.close()
