@@ -14,6 +14,7 @@ from django.utils.translation import gettext_lazy as _
 from kjo_django import states
 from kjo_django.ids import uuid7
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, loads_for_display
+from kjo_django.models.constraints import UniqueWhereGiven
 from kjo_django.states import JobState, JobStatus
 
 ORIGIN_ID = "kjo-origin-id"
@@ -122,9 +123,7 @@ class Job(models.Model):
             ("cancel_job", _("Can cancel jobs")),
             ("view_payload", _("Can see payloads, results and tracebacks")),
         )
-        constraints = (
-            models.UniqueConstraint(fields=("queue", "unique_id"), name="kjo_job_unique_id"),
-        )
+        constraints = (UniqueWhereGiven(fields=("queue", "unique_id"), name="kjo_job_unique_id"),)
         indexes = (
             # The relay's batch: due rows in order. Rows leave it as soon as they are queued.
             models.Index(
