@@ -12,16 +12,11 @@ without replay) such records stay.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import time
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-
-from django.utils import timezone
-from django.utils.dateparse import parse_datetime
 
 from kjo_django import registry
 from kjo_django.backends import get_transport
@@ -32,21 +27,14 @@ from kjo_django.messages import headers as names
 from kjo_django.models import Job
 from kjo_django.operations import jobs, republishing
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
+from kjo_django.operations.dead_records import DeadRecord, matches, origin_of
 from kjo_django.operations.reports import REFUSED_LOOP, REFUSED_PROCESSED, Pace, ReplayReport
 from kjo_django.operations.reprocessing import Reprocessor
 from kjo_django.operations.rows import Progress, no_progress
 from kjo_django.producer.dispatch import jobs_database
-from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
 
 SUFFIX = "-dlq"
-ORIGINAL_TOPIC_HEADERS = (
-    names.DLQ_ORIGINAL_TOPIC,
-    "kafka_dlt-original-topic",  # Spring
-    "dlq-original-topic",  # seed 5
-    "__dlq.errors.topic",  # Kafka 4.4
-    "KDLQ_OrigTopic",  # seed 3
-)
 BATCH = 100
 JOIN_PATIENCE = 60.0
 """Seconds to wait for the group to be given partitions."""
@@ -191,127 +179,92 @@ class _TopicReplayer:
         if not matches(record, request.selection):
             report.skipped += 1
             return self._keeps and not request.dry_run
-        case = _Case.of(record, self._target_of(record))
+        dead = DeadRecord.of(record, self._target_of(record))
         report.count(
             names.text(record.headers, names.DLQ_REASON),
-            case.handler,
+            dead.handler,
             names.text(record.headers, names.DLQ_EXCEPTION_TYPE),
         )
-        report.already_processed += case.is_processed
-        refusal = self._refusal(case)
+        report.already_processed += dead.is_processed
+        refusal = self._refusal(dead)
         if refusal is not None:
-            report.refuse(case.id, *refusal)
+            report.refuse(dead.id, *refusal)
             return self._keeps and not request.dry_run
         if request.dry_run:
             return False
         self._pace.wait()
-        return self._requeue(case) if case.job is not None else self._publish(case)
+        return self._requeue(dead) if dead.job is not None else self._publish(dead)
 
     def _target_of(self, record: Record) -> str | None:
         """Return where it goes; only to topics of ours, since others wrote the header."""
         if self._request.target:
             return self._request.target
-        origins = [names.text(record.headers, name) for name in ORIGINAL_TOPIC_HEADERS]
-        topic = next(filter(None, origins), self._request.topic.removesuffix(SUFFIX))
+        topic = origin_of(record) or self._request.topic.removesuffix(SUFFIX)
         if topic not in self._allowed:
             return None
         return self._retry_topics.get(topic, topic)
 
-    def _refusal(self, case: _Case) -> tuple[str, str] | None:
+    def _refusal(self, dead: DeadRecord) -> tuple[str, str] | None:
         """Return why a record is not replayed, and what could be done."""
-        if case.target is None and case.job is None:
+        if dead.target is None and dead.job is None:
             return "no allowed target", "name it with --target"
         if self._request.force:
             return None
-        if case.replay_count >= self._max_replays:
-            return REFUSED_LOOP, f"{case.replay_count} times; --force replays it"
-        if case.job is not None and not case.is_jobs_death:
-            return "its job has moved on", f"the job is {case.job.state}"
-        if case.is_processed:
+        if dead.replay_count >= self._max_replays:
+            return REFUSED_LOOP, f"{dead.replay_count} times; --force replays it"
+        if dead.job is not None and not dead.is_jobs_death:
+            return "its job has moved on", f"the job is {dead.job.state}"
+        if dead.is_processed:
             return REFUSED_PROCESSED, "--force runs it again under a new id"
         return None
 
-    def _publish(self, case: _Case) -> bool:
-        assert case.target is not None
+    def _publish(self, dead: DeadRecord) -> bool:
+        assert dead.target is not None
         headers = republishing.replay_headers(
-            case.record.headers, case.replay_count + 1, new_id=case.is_processed
+            dead.record.headers, dead.replay_count + 1, new_id=dead.is_processed
         )
         if self._reprocessor is not None:
-            return self._reprocess(case, headers, self._reprocessor)
+            return self._reprocess(dead, headers, self._reprocessor)
         outgoing = OutgoingRecord(
-            topic=case.target, key=case.record.key, value=case.record.value, headers=headers
+            topic=dead.target, key=dead.record.key, value=dead.record.value, headers=headers
         )
         try:
             republishing.publish_one(outgoing, self._request.transport)
         except PublishError as error:
             # Nothing behind it may be acknowledged before it, so the next run begins here.
-            self._report.fail(case.id, error)
+            self._report.fail(dead.id, error)
             self._report.stopped = "a record was not accepted; run it again later"
             return False
         self._report.replayed += 1
         return True
 
-    def _reprocess(self, case: _Case, headers: dict[str, bytes], reprocessor: Reprocessor) -> bool:
-        queue = republishing.queue_of("", case.target or "")
+    def _reprocess(
+        self, dead: DeadRecord, headers: dict[str, bytes], reprocessor: Reprocessor
+    ) -> bool:
+        queue = republishing.queue_of("", dead.target or "")
         if queue is None:
-            self._report.refuse(case.id, "no queue here reads its topic")
+            self._report.refuse(dead.id, "no queue here reads its topic")
             return self._keeps
         # Keeping the place it had in this topic: messages without an id are known by it.
-        result = reprocessor.run(replace(case.record, headers=headers), queue)
+        result = reprocessor.run(replace(dead.record, headers=headers), queue)
         self._report.ended[result.value] += 1
         if result in (Result.DEFERRED, Result.SKIPPED):
-            self._report.refuse(case.id, f"it was {result.value}")
+            self._report.refuse(dead.id, f"it was {result.value}")
             return self._keeps and result is Result.SKIPPED
         self._report.replayed += 1
         return True
 
-    def _requeue(self, case: _Case) -> bool:
-        assert case.job is not None
-        outcomes = jobs.requeue([case.job.pk], actor=self._request.actor)
+    def _requeue(self, dead: DeadRecord) -> bool:
+        assert dead.job is not None
+        outcomes = jobs.requeue([dead.job.pk], actor=self._request.actor)
         if not outcomes.changed_count:
-            self._report.refuse(case.id, f"its job is {next(iter(outcomes.counts))}")
+            self._report.refuse(dead.id, f"its job is {next(iter(outcomes.counts))}")
             return self._keeps
         self._report.replayed += 1
         if self._reprocessor is not None:
-            job = Job.objects.using(jobs_database()).get(pk=case.job.pk)
+            job = Job.objects.using(jobs_database()).get(pk=dead.job.pk)
             self._report.ended[self._reprocessor.run_job(job).value] += 1
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A record and all that decides about it."""
-
-    record: Record
-    id: str
-    handler: str
-    target: str | None
-    job: Job | None
-    replay_count: int
-    is_processed: bool
-
-    @classmethod
-    def of(cls, record: Record, target: str | None) -> _Case:
-        id, handler = message_id_of(record), handler_of(record)
-        return cls(
-            record=record,
-            id=id or "{}[{}]@{}".format(*record.position),
-            handler=handler,
-            target=target,
-            job=republishing.find_job(record.headers),
-            replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
-            is_processed=bool(republishing.processed({id: handler})),
-        )
-
-    @property
-    def is_jobs_death(self) -> bool:
-        """Whether its job still is as this record left it."""
-        generation = names.number(self.record.headers, names.GENERATION, 1)
-        return (
-            self.job is not None
-            and self.job.state == JobState.FAILED
-            and self.job.generation == generation
-        )
 
 
 class _Bounds:
@@ -375,54 +328,3 @@ def _retry_topics(request: TopicReplay) -> dict[str, str]:
         for queue in queues
         if queue.transport == request.transport and queue.topic != request.topic
     }
-
-
-def message_id_of(record: Record) -> str:
-    """Return the id of the message, "" where it has none."""
-    found = names.text(record.headers, names.DLQ_MESSAGE_ID)
-    return found or names.text(record.headers, names.ID)
-
-
-def handler_of(record: Record) -> str:
-    """Return the name of the handler it was for, "" where it is not said."""
-    found = names.text(record.headers, names.DLQ_HANDLER)
-    return found or names.text(record.headers, names.TYPE)
-
-
-def matches(record: Record, selection: DeadLetterFilter) -> bool:
-    """Whether a record's headers pass the filter; what they do not say does not match."""
-    text = functools.partial(names.text, record.headers)
-    if selection.ids is not None and message_id_of(record) not in map(str, selection.ids):
-        return False
-    if selection.queue is not None:
-        topic = get_settings().queue(selection.queue).topic
-        if topic not in (text(name) for name in ORIGINAL_TOPIC_HEADERS):
-            return False
-    if selection.handler is not None and handler_of(record) != selection.handler:
-        return False
-    if selection.reason is not None and text(names.DLQ_REASON) != selection.reason:
-        return False
-    if selection.error:
-        told = text(names.DLQ_EXCEPTION_TYPE) + "\n" + text(names.DLQ_EXCEPTION_MESSAGE)
-        if selection.error.lower() not in told.lower():
-            return False
-    return _is_in_time(record, selection)
-
-
-def _is_in_time(record: Record, selection: DeadLetterFilter) -> bool:
-    if selection.since is None and selection.until is None:
-        return True
-    failed_at = _moment(names.text(record.headers, names.DLQ_LAST_FAILED_AT)) or record.timestamp
-    if failed_at is None:
-        return False
-    if selection.since is not None and failed_at < selection.since:
-        return False
-    return selection.until is None or failed_at < selection.until
-
-
-def _moment(text: str) -> datetime | None:
-    try:
-        found = parse_datetime(text)
-    except ValueError:
-        return None
-    return found if found is not None and timezone.is_aware(found) else None
