@@ -6,7 +6,6 @@ here is mutated; overriding ``settings.KJO`` in a test takes effect at once.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import socket
@@ -20,6 +19,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
 from kjo_django import environment
+from kjo_django.values import Problem as Problem
 from kjo_django.values import (
     duration,
     flag,
@@ -28,6 +28,7 @@ from kjo_django.values import (
     option,
     optional_duration,
     optional_text,
+    read_options,
     short_text,
     text,
     texts,
@@ -267,7 +268,7 @@ def _queue_conf(conf: Settings, name: str) -> QueueConf:
     merged = {**_declared.get(name, {}), **conf.queues.get(name, {})}
     given, problems = convert(QueueOptions, merged, f"KJO['QUEUES'][{name!r}]")
     if problems:
-        raise ImproperlyConfigured(f"{problems[0].message} {problems[0].hint}".strip())
+        raise ImproperlyConfigured(str(problems[0]))
     topic = given.topic or name
     result = QueueConf(
         name=name,
@@ -316,49 +317,12 @@ def declared_queues() -> list[str]:
 # --- Reading --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A fault of the settings: what is wrong and what to do."""
-
-    message: str
-    hint: str
-    is_unknown_key: bool = False
-
-
 def convert(kind: type[Any], given: Any, where: str) -> tuple[Any, list[Problem]]:
     """Read a dict into ``kind``; faults are collected and their keys keep the default.
 
     Keys of ``Settings`` are upper case, those of a queue are lower case.
     """
-    if not isinstance(given, Mapping):
-        return kind(), [Problem(f"{where} must be a dict, not {type(given).__name__}.", "")]
-    upper = kind is Settings
-    known = {f.name.upper() if upper else f.name: f for f in fields(kind)}
-    values: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for key, value in given.items():
-        declared = known.get(key)
-        if declared is None:
-            problems.append(_unknown_key(key, known, where))
-            continue
-        try:
-            values[declared.name] = declared.metadata["convert"](value)
-        except ValueError as error:
-            shown = type(value).__name__ if declared.metadata["is_secret"] else f"{value!r:.80}"
-            problems.append(
-                Problem(
-                    f"{where}[{key!r}] must be {error}, not {shown}.", declared.metadata["help"]
-                )
-            )
-    return kind(**values), problems
-
-
-def _unknown_key(key: Any, known: Mapping[str, Any], where: str) -> Problem:
-    close = difflib.get_close_matches(str(key), known, n=1) or difflib.get_close_matches(
-        str(key).upper(), known, n=1
-    )
-    hint = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(sorted(known))}."
-    return Problem(f"{where} has an unknown key {key!r}.", hint, is_unknown_key=True)
+    return read_options(kind, given, where, upper=kind is Settings)
 
 
 @functools.lru_cache(maxsize=1)
@@ -383,7 +347,7 @@ def get_settings() -> Settings:
     """
     loaded, faults = _load()
     if faults:
-        raise ImproperlyConfigured(f"{faults[0].message} {faults[0].hint}".strip())
+        raise ImproperlyConfigured(str(faults[0]))
     return loaded
 
 

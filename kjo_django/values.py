@@ -1,12 +1,13 @@
 """Types of the values people give: each converts, or raises ValueError saying what it wants.
 
-``option`` declares the fields of settings with them.
+``option`` declares the fields of settings with them, and ``read_options`` reads a dict into those.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
@@ -105,3 +106,54 @@ def option(
     else:
         kwargs["default"] = default
     return field(**kwargs)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fault of the settings: what is wrong and what to do."""
+
+    message: str
+    hint: str
+    is_unknown_key: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+
+def read_options(
+    kind: type[Any], given: Any, where: str, *, upper: bool = False
+) -> tuple[Any, list[Problem]]:
+    """Read a dict into the options of ``kind``; faults are collected and their keys keep the
+    default.
+
+    :param where: what the dict is, for the faults' messages.
+    :param upper: whether keys are the options' names in upper case.
+    """
+    if not isinstance(given, Mapping):
+        return kind(), [Problem(f"{where} must be a dict, not {type(given).__name__}.", "")]
+    known = {f.name.upper() if upper else f.name: f for f in fields(kind)}
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, value in given.items():
+        declared = known.get(key)
+        if declared is None:
+            problems.append(_unknown_key(key, known, where))
+            continue
+        try:
+            values[declared.name] = declared.metadata["convert"](value)
+        except ValueError as error:
+            shown = type(value).__name__ if declared.metadata["is_secret"] else f"{value!r:.80}"
+            problems.append(
+                Problem(
+                    f"{where}[{key!r}] must be {error}, not {shown}.", declared.metadata["help"]
+                )
+            )
+    return kind(**values), problems
+
+
+def _unknown_key(key: Any, known: Mapping[str, Any], where: str) -> Problem:
+    close = difflib.get_close_matches(str(key), known, n=1) or difflib.get_close_matches(
+        str(key).upper(), known, n=1
+    )
+    hint = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(sorted(known))}."
+    return Problem(f"{where} has an unknown key {key!r}.", hint, is_unknown_key=True)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.conf import convert
 from kjo_django.producer.content_hash import ALGORITHMS
 from kjo_django.values import (
     duration,
@@ -20,6 +19,7 @@ from kjo_django.values import (
     option,
     optional_duration,
     optional_text,
+    read_options,
     text,
     texts,
     whole,
@@ -127,9 +127,9 @@ def read(kind: type[T], given: Mapping[str, Any], where: str) -> T:
 
     :raises ImproperlyConfigured: naming the first that is wrong.
     """
-    options, problems = convert(kind, given, where)
+    options, problems = read_options(kind, given, where)
     if problems:
-        raise ImproperlyConfigured(f"{problems[0].message} {problems[0].hint}".strip())
+        raise ImproperlyConfigured(str(problems[0]))
     found: T = options
     return found
 
