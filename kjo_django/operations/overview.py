@@ -8,14 +8,11 @@ from typing import Any
 from django.db.models import QuerySet
 from django.utils import timezone
 
-from kjo_django.conf import get_settings
 from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
-from kjo_django.operations import metrics
+from kjo_django.operations import metrics, status
 from kjo_django.operations.counting import bounded_counts, seconds_since
-from kjo_django.operations.queues import overview as queue_overview
-from kjo_django.operations.status import alive_within
-from kjo_django.producer.dispatch import is_transactional, jobs_database
-from kjo_django.states import AWAITING_PUBLISH, JobState, JobStatus
+from kjo_django.producer.dispatch import jobs_database
+from kjo_django.states import JobState, JobStatus
 
 SHOWN = (JobState.PENDING, JobState.QUEUED, JobState.FAILING, JobState.FAILED, JobState.CANCELLED)
 """Of the completed no index knows how many there are; the minute buckets tell how many come."""
@@ -39,18 +36,15 @@ def overview() -> dict[str, Any]:
     """Return what the first screen shows; counts are lower bounds from 100,000 on."""
     now = timezone.now()
     jobs = Job.objects.using(jobs_database())
-    conf = get_settings()
-    names = [row["queue"] for row in queue_overview()]
-    direct = [name for name in names if is_transactional(conf.queue(name))]
-    waiting = jobs.filter(state__in=AWAITING_PUBLISH, available_at__lte=now)
-    backlog = waiting.exclude(queue__in=direct).order_by("available_at")
+    unpublished = status.backlog(now)
     letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
     counts = bounded_counts(
-        {**_by_state(now), "letters": letters.order_by("pk"), "backlog": backlog}
+        {**_by_state(now), "letters": letters.order_by("pk"), "backlog": unpublished.jobs}
     )
     letters_count, backlog_count = counts.pop("letters"), counts.pop("backlog")
-    oldest = _first(waiting.order_by("available_at"))
-    oldest_backlog = _first(backlog) if backlog_count and direct else oldest
+    oldest = oldest_backlog = _first(status.waiting_jobs(now))
+    if backlog_count and not unpublished.is_all_that_waits:
+        oldest_backlog = _first(unpublished.jobs)
     queued = jobs.filter(state=JobState.QUEUED, available_at__lte=now).order_by("pk")
     totals = metrics.totals(timedelta(hours=1))
     living = _living(now)
@@ -79,5 +73,5 @@ def _least(*moments: datetime | None) -> datetime | None:
 
 def _living(now: datetime) -> list[int]:
     rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
-    alive = rows.filter(heartbeat_at__gte=now - alive_within())
+    alive = rows.filter(heartbeat_at__gte=now - status.alive_within())
     return list(alive.order_by().values_list("in_flight_count", flat=True)[:5000])

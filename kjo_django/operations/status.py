@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
+from django.db.models import QuerySet
 from django.utils import timezone
 
 from kjo_django.backends import get_transport
@@ -105,10 +106,10 @@ class Due(NamedTuple):
 
 def due(now: datetime) -> dict[str, Due]:
     """Return the due jobs by queue; counts are lower bounds past 100,000 rows of a state."""
-    jobs = Job.objects.using(jobs_database()).filter(available_at__lte=now)
+    queued = Job.objects.using(jobs_database()).filter(state=JobState.QUEUED)
     rows = {
-        "due": jobs.filter(state__in=AWAITING_PUBLISH).order_by("available_at"),
-        "queued": jobs.filter(state=JobState.QUEUED).order_by("pk"),
+        "due": waiting_jobs(now),
+        "queued": queued.filter(available_at__lte=now).order_by("pk"),
     }
     found: dict[str, Due] = {}
     for groups, _ in many_grouped_counts(rows, ("queue",), oldest="available_at").values():
@@ -131,22 +132,44 @@ def open_dead_letters(limit: int = COUNT_LIMIT) -> tuple[dict[str, int], bool]:
     return {queue: count for (queue,), (count, _) in groups.items()}, is_capped
 
 
-def relay(now: datetime | None = None) -> dict[str, Any]:
-    """Return what the relay still has to publish: due rows of queues that need one."""
-    now = now or timezone.now()
+class Backlog(NamedTuple):
+    """The due jobs that the relay still has to publish."""
+
+    jobs: QuerySet[Job]
+    """Longest due first."""
+    is_possible: bool
+    """Whether any queue needs a relay."""
+    is_all_that_waits: bool
+    """Whether every queue needs one."""
+
+
+def waiting_jobs(now: datetime) -> QuerySet[Job]:
+    """Return the due jobs that no worker was given yet, longest due first."""
+    jobs = Job.objects.using(jobs_database())
+    return jobs.filter(state__in=AWAITING_PUBLISH, available_at__lte=now).order_by("available_at")
+
+
+def backlog(now: datetime) -> Backlog:
+    """Return the due jobs of queues that need a relay; nothing of them is read yet."""
     conf = get_settings()
     names = [row["queue"] for row in queue_operations.overview()]
     direct = [name for name in names if is_transactional(conf.queue(name))]
-    due = (
-        Job.objects.using(jobs_database())
-        .filter(state__in=AWAITING_PUBLISH, available_at__lte=now)
-        .exclude(queue__in=direct)
+    return Backlog(
+        waiting_jobs(now).exclude(queue__in=direct),
+        is_possible=len(direct) < len(names),
+        is_all_that_waits=not direct,
     )
-    oldest = due.order_by("available_at").values_list("available_at", flat=True).first()
+
+
+def relay(now: datetime | None = None) -> dict[str, Any]:
+    """Return what the relay still has to publish: due rows of queues that need one."""
+    now = now or timezone.now()
+    found = backlog(now)
+    oldest = found.jobs.values_list("available_at", flat=True).first()
     return {
-        "backlog": bounded_count(due),
+        "backlog": bounded_count(found.jobs),
         "oldest_seconds": seconds_since(oldest, now),
-        "is_needed": len(direct) < len(names),
+        "is_needed": found.is_possible,
     }
 
 

@@ -12,6 +12,7 @@ from kjo_django.backends import get_transport
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job
 from kjo_django.operations import counting, status
+from kjo_django.operations.overview import overview
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
@@ -118,6 +119,25 @@ def test_the_relays_backlog_is_what_is_due(settings):
     # And a transactional transport needs no relay
     settings.KJO = {}
     assert not status.relay()["is_needed"]
+
+
+def test_the_backlog_leaves_out_the_queues_that_need_no_relay(settings):
+    # Given a queue of each kind
+    memory = {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}
+    database = {"BACKEND": "kjo_django.transports.database.DatabaseTransport"}
+    settings.KJO = {
+        "TRANSPORTS": {"default": memory, "own": database},
+        "QUEUES": {"emails": {}, "images": {"transport": "own"}},
+    }
+    now = timezone.now()
+    JobFactory(queue="emails", available_at=now - timedelta(seconds=60))
+    JobFactory(queue="images", available_at=now - timedelta(seconds=90))
+    # When
+    relayed, screen = status.relay(now), overview()
+    # Then both ways of asking agree
+    assert (relayed["backlog"], relayed["oldest_seconds"], relayed["is_needed"]) == (1, 60, True)
+    assert screen["backlog"] == 1
+    assert 60 <= screen["oldest_backlog_seconds"] < 90 <= screen["oldest_waiting_seconds"]
 
 
 def test_pauses_dead_letters_and_workers_are_shown_and_it_is_json():
