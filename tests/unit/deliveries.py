@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,7 @@ from kjo_django.producer.relay import Relay
 from kjo_django.registry import HandlerOptions
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription
+from tests.ledger.models import Entry
 
 MEMORY = {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}}
 KJO: dict[str, Any] = {
@@ -162,6 +164,21 @@ def as_job(function: Callable[..., Any], name: str | None = None, **options: Any
     return JobDefinition(handler)
 
 
+def entries() -> Counter[str]:
+    """How often each job took effect."""
+    return Counter(Entry.objects.values_list("job", flat=True))
+
+
+def states() -> list[str]:
+    """The states of all jobs, oldest first."""
+    return list(Job.objects.order_by("id").values_list("state", flat=True))
+
+
+def the_job() -> Job:
+    """The only job there is."""
+    return Job.objects.get()
+
+
 class Silent(Subscription):
     """A subscription for deliveries that come from nowhere."""
 
@@ -180,4 +197,16 @@ class Silent(Subscription):
     def close(self) -> None: ...
 
 
-__all__ = ["KJO", "MEMORY", "Bench", "Mode", "Silent", "as_job", "benched", "make_everything_due"]
+__all__ = [
+    "KJO",
+    "MEMORY",
+    "Bench",
+    "Mode",
+    "Silent",
+    "as_job",
+    "benched",
+    "entries",
+    "make_everything_due",
+    "states",
+    "the_job",
+]

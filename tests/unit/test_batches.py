@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from datetime import timedelta
 
 import pytest
@@ -22,7 +21,7 @@ from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.testing import drain, perform
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job
+from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, entries, states
 from tests.unit.test_lanes import delivery
 
 both = pytest.mark.usefixtures("real_database")
@@ -44,14 +43,6 @@ def bench(request, settings, monkeypatch):
     bench = Bench()
     yield bench
     bench.close()
-
-
-def entries() -> Counter[str]:
-    return Counter(Entry.objects.values_list("job", flat=True))
-
-
-def states() -> list[str]:
-    return list(Job.objects.order_by("id").values_list("state", flat=True))
 
 
 def names(count: int) -> list[dict[str, object]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from django.db import DatabaseError, connection, transaction
 
@@ -12,7 +10,7 @@ from kjo_django.consumer.context import Abort
 from kjo_django.models import Job, ProcessedEvent
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import Bench, as_job, benched
+from tests.unit.deliveries import Bench, as_job, benched, entries, states
 
 pytestmark = pytest.mark.usefixtures("real_database")
 
@@ -61,14 +59,6 @@ def savepoints_of(bench: Bench) -> int:
     with connection.execute_wrapper(note):
         bench.run(deliveries)
     return sum(found)
-
-
-def entries() -> Counter[str]:
-    return Counter(Entry.objects.values_list("job", flat=True))
-
-
-def states() -> list[str]:
-    return list(Job.objects.order_by("id").values_list("state", flat=True))
 
 
 def fail() -> None:

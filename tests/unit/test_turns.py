@@ -22,7 +22,7 @@ from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from kjo_django.worker import Worker
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job
+from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, states
 
 pytestmark = pytest.mark.usefixtures("real_database")
 WAIT = 60
@@ -60,10 +60,6 @@ def noting(ran: list[int]):
 
 def completed() -> int:
     return Job.objects.filter(state="completed").count()
-
-
-def states() -> list[str]:
-    return list(Job.objects.order_by("id").values_list("state", flat=True))
 
 
 def leased() -> int:

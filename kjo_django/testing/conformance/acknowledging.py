@@ -7,10 +7,7 @@ import threading
 import pytest
 
 from kjo_django.testing.conformance.suite import Suite, values
-from kjo_django.transports.base import (
-    Record,
-    Transport,
-)
+from kjo_django.transports.base import Record, Transport
 
 
 class Acknowledging(Suite):

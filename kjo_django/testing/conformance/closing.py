@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from kjo_django.testing.conformance.suite import Suite, values
-from kjo_django.transports.base import (
-    Transport,
-)
+from kjo_django.transports.base import Transport
 
 
 class Closing(Suite):

@@ -8,11 +8,7 @@ import pytest
 
 from kjo_django.testing.conformance.suite import Suite, values
 from kjo_django.testing.conformance.waiting import eventually
-from kjo_django.transports.base import (
-    OutgoingRecord,
-    Record,
-    Transport,
-)
+from kjo_django.transports.base import OutgoingRecord, Record, Transport
 
 
 class Groups(Suite):

@@ -7,12 +7,7 @@ import uuid
 import pytest
 
 from kjo_django.testing.conformance.suite import Suite, values
-from kjo_django.transports.base import (
-    OutgoingRecord,
-    Record,
-    TopicPartition,
-    Transport,
-)
+from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition, Transport
 
 
 class Pausing(Suite):

@@ -8,10 +8,7 @@ import time
 
 from kjo_django.testing.conformance.suite import Suite, values
 from kjo_django.testing.conformance.waiting import eventually
-from kjo_django.transports.base import (
-    Record,
-    Transport,
-)
+from kjo_django.transports.base import Record, Transport
 
 
 class Polling(Suite):

@@ -10,10 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from kjo_django.testing.conformance.suite import Suite, values
-from kjo_django.transports.base import (
-    OutgoingRecord,
-    Transport,
-)
+from kjo_django.transports.base import OutgoingRecord, Transport
 
 EVERY_BYTE = bytes(range(256))
 

@@ -12,13 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kjo_django.testing.conformance.waiting import eventually
-from kjo_django.transports.base import (
-    OutgoingRecord,
-    Record,
-    Subscription,
-    TopicSpec,
-    Transport,
-)
+from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicSpec, Transport
 
 
 def values(records: Iterable[Record]) -> list[bytes | None]:

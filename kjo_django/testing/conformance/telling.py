@@ -6,9 +6,7 @@ import pytest
 
 from kjo_django.testing.conformance.suite import Suite
 from kjo_django.testing.conformance.waiting import eventually
-from kjo_django.transports.base import (
-    Transport,
-)
+from kjo_django.transports.base import Transport
 
 
 class Telling(Suite):

@@ -1,0 +1,166 @@
+"""Handlers that break things: the connection, the commit, the transaction."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+
+from kjo_django.consumer.work import Result
+from kjo_django.ids import uuid7
+from kjo_django.models import DeadLetter, Job, JobFailure
+from tests.ledger import jobs as ledger
+from tests.ledger.models import Entry
+from tests.unit.deliveries import as_job, entries
+from tests.unit.pipeline.bench import both, settled
+
+
+def close_connection(before: bool, after: bool):
+    def handler(job):
+        if before:
+            Entry.objects.create(job=job)
+        connection.close()
+        if after:
+            Entry.objects.create(job=job)
+
+    return handler
+
+
+@both
+@pytest.mark.parametrize("after", [False, True], ids=["leaves", "goes on"])
+@pytest.mark.parametrize("before", [False, True], ids=["unused", "used"])
+def test_a_handler_that_closes_its_connection_spends_an_attempt_and_spares_the_others(
+    bench, before, after, transport
+):
+    """Otherwise it would look like an outage, and be tried again for ever."""
+    # Given
+    breaking = as_job(close_connection(before, after), "bench.breaking", max_attempts=2)
+    ledger.write.enqueue(job="before")
+    breaking.enqueue(job="x")
+    ledger.write.enqueue(job="after")
+    # When
+    bench.run()
+    # Then
+    assert not bench.stopping.waits
+    assert entries() == {"before": 1, "after": 1}
+    assert Job.objects.get(handler="bench.breaking").attempts == 1
+    # And it ends
+    bench.run_until_done()
+    assert DeadLetter.objects.get().attempts == 2
+    assert settled(bench)
+
+
+@both
+@pytest.mark.parametrize("transport_name", ["memory", "database"])
+def test_a_violation_the_commit_finds_fails_its_own_job_only(bench, transport_name, settings):
+    """Foreign keys are checked at the end of the transaction."""
+
+    # Given
+    def violate(job):
+        Entry.objects.create(job=job)
+        JobFailure.objects.create(job_id=uuid7(), attempt=1, error_type="x", error="x")
+
+    violating = as_job(violate, max_attempts=2)
+    ledger.write.enqueue(job="before")
+    violating.enqueue(job="x")
+    ledger.write.enqueue(job="after")
+    # When
+    bench.run_until_done()
+    # Then
+    assert not bench.stopping.waits
+    assert entries() == {"before": 1, "after": 1}
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("exhausted", 2)
+    assert letter.error_type == "django.db.utils.IntegrityError"
+    assert JobFailure.objects.count() == 2
+    assert settled(bench)
+
+
+@both
+def test_a_violation_found_at_once_is_an_ordinary_failure(bench):
+    def violate():
+        Entry.objects.create(pk=7, job="a")
+        Entry(pk=7, job="b").save(force_insert=True)
+
+    as_job(violate, max_attempts=1).enqueue()
+    ledger.write.enqueue(job="c")
+    bench.run()
+    assert entries() == {"c": 1}
+    assert DeadLetter.objects.get().error_type == "django.db.utils.IntegrityError"
+
+
+@both
+def test_an_error_the_handler_swallowed_does_not_complete_half_of_it(bench):
+    def swallow():
+        Entry.objects.create(pk=7, job="a")
+        try:
+            Entry(pk=7, job="b").save(force_insert=True)
+        except IntegrityError:
+            pass
+
+    as_job(swallow, max_attempts=1).enqueue()
+    ledger.write.enqueue(job="c")
+    bench.run()
+    assert entries() == {"c": 1}
+    assert bench.results == [Result.DEAD, Result.COMPLETED] or Result.DEAD in bench.results
+
+
+def fail_loudly() -> None:
+    raise RuntimeError("the callback broke")
+
+
+@both
+@pytest.mark.parametrize(
+    "callback", [fail_loudly, functools.partial(fail_loudly)], ids=["function", "partial"]
+)
+def test_a_callback_that_fails_after_the_commit_leaves_the_job_completed(bench, callback, caplog):
+    """KJO-F12."""
+    # Given
+    called = []
+
+    def with_callback(job):
+        Entry.objects.create(job=job)
+        transaction.on_commit(callback)
+
+    def with_good_callback(job):
+        Entry.objects.create(job=job)
+        transaction.on_commit(lambda: called.append(job))
+
+    as_job(with_callback).enqueue(job="a")
+    as_job(with_good_callback).enqueue(job="b")
+    # When
+    bench.run()
+    # Then
+    assert entries() == {"a": 1, "b": 1}
+    assert called == ["b"]
+    assert bench.results == [Result.COMPLETED] * 2
+    assert "the callback broke" in caplog.text
+    assert settled(bench)
+
+
+def test_callbacks_of_a_failed_handler_are_not_called(bench):
+    called = []
+
+    def fail():
+        transaction.on_commit(lambda: called.append("no query"))
+        Entry.objects.create(job="a")
+        transaction.on_commit(lambda: called.append("query"))
+        raise RuntimeError
+
+    as_job(fail).enqueue()
+    bench.run()
+    assert called == []
+
+
+@both
+def test_a_handler_that_leaves_a_transaction_open_by_hand_is_stopped(bench):
+    def rollback():
+        Entry.objects.create(job="a")
+        transaction.set_rollback(True)
+
+    as_job(rollback, max_attempts=1).enqueue()
+    ledger.write.enqueue(job="b")
+    bench.run()
+    assert entries() == {"b": 1}
+    assert DeadLetter.objects.get().attempts == 1

@@ -1,0 +1,72 @@
+"""Handlers that are coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from kjo_django.consumer.work import Mode, Result
+from kjo_django.models import Job
+from kjo_django.producer.enqueue import result_of
+from tests.ledger.models import Entry
+from tests.unit.deliveries import as_job, entries
+from tests.unit.pipeline.bench import both, settled
+
+
+@both
+def test_a_coroutine_writes_within_the_groups_transaction(bench, transport):
+    # Given
+    async def write(job, fail=False):
+        await Entry.objects.acreate(job=job)
+        if fail:
+            raise RuntimeError
+
+    job = as_job(write, max_attempts=1)
+    job.enqueue_many([{"job": "a"}, {"job": "b", "fail": True}, {"job": "c"}])
+    # When
+    bench.run()
+    # Then
+    assert entries() == {"a": 1, "c": 1}
+    assert sorted(result.value for result in bench.results) == ["completed", "completed", "dead"]
+    assert settled(bench)
+
+
+def test_coroutines_outside_a_transaction_run_at_the_same_time(bench, transport):
+    # Given: each waits for all the others
+    count = 20
+    here = []
+    everybody = asyncio.Event()
+
+    async def meet(number):
+        here.append(number)
+        if len(here) == count:
+            everybody.set()
+        await asyncio.wait_for(everybody.wait(), 20)
+        return number
+
+    as_job(meet, atomic=False).enqueue_many([{"number": n} for n in range(count)])
+    deliveries = bench.poll()
+    # When
+    assert {delivery.mode for delivery in deliveries} == {Mode.CONCURRENT}
+    bench.run(deliveries)
+    # Then
+    assert bench.results == [Result.COMPLETED] * count
+    assert [result_of(job) for job in Job.objects.order_by("id")] == list(range(count))
+    assert settled(bench)
+
+
+def test_a_coroutine_that_fails_or_takes_too_long_is_alone_with_it(bench):
+    async def behave(how):
+        if how == "fail":
+            raise RuntimeError
+        await asyncio.sleep(3600 if how == "hang" else 0)
+
+    job = as_job(behave, atomic=False, timeout=timedelta(seconds=0.2), max_attempts=1)
+    job.enqueue_many([{"how": how} for how in ("fail", "hang", "well")])
+    bench.run()
+    states = {job.arguments["how"]: (job.state, job.error) for job in Job.objects.all()}
+    assert states == {
+        "fail": ("failed", "RuntimeError"),
+        "hang": ("failed", "The handler exceeded its timeout of 0.2 s"),
+        "well": ("completed", ""),
+    }

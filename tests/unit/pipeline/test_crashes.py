@@ -1,0 +1,162 @@
+"""Workers that die, and what the living do with what these had in hand."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from kjo_django.backends import get_coordination
+from kjo_django.consumer.leases import alive_name
+from kjo_django.consumer.work import Result
+from kjo_django.models import DeadLetter, Job
+from tests.ledger import jobs as ledger
+from tests.ledger.models import Entry
+from tests.unit.deliveries import Bench, as_job, entries, the_job
+from tests.unit.pipeline.bench import both, settled
+
+
+def crashed_while_running(bench: Bench, deliveries, times: int = 1) -> None:
+    """Leave behind what workers leave that were killed during these: leases and no sign of life."""
+    for number in range(times):
+        for delivery in deliveries:
+            coordination = get_coordination()
+            for token in coordination.holders([delivery.lease]).values():
+                coordination.release([delivery.lease], token, count_delivery=True)
+            (claim,) = coordination.claim([delivery.lease], f"dead-{number}", timedelta(minutes=5))
+            assert claim.acquired
+
+
+@both
+def test_a_crash_counts_as_an_attempt(bench):
+    """Promise 3, PJQ-F10."""
+    # Given
+    ledger.write_attempt.enqueue(job="a")
+    deliveries = bench.poll()
+    crashed_while_running(bench, deliveries)
+    # When
+    bench.run(deliveries)
+    # Then
+    assert the_job().state == "completed"
+    assert the_job().attempts == 2
+    assert Entry.objects.get().note == "attempt 2"
+    assert deliveries[0].deliveries == 2
+    assert settled(bench)
+
+
+def test_a_suspect_runs_alone_and_apart_from_its_group(bench):
+    # Given
+    together = []
+
+    def look(job):
+        together.append((job, bench.pipeline._alone._waiting))
+
+    job = as_job(look)
+    job.enqueue_many([{"job": "innocent"}, {"job": "suspect"}, {"job": "innocent too"}])
+    deliveries = bench.poll()
+    crashed_while_running(bench, [deliveries[1]])
+    # When
+    bench.run(deliveries)
+    # Then
+    assert together == [("innocent", 0), ("innocent too", 0), ("suspect", 1)]
+
+
+def test_a_job_that_killed_all_its_workers_ends_as_stalled(bench):
+    """Show 5."""
+    # Given
+    ledger.kill_worker.using(max_attempts=3).enqueue(job="a")
+    deliveries = bench.poll()
+    crashed_while_running(bench, deliveries, times=3)
+    # When
+    bench.run(deliveries)
+    # Then
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("stalled", 3)
+    assert letter.error_type == "kjo_django.exceptions.StalledError"
+    assert (the_job().state, the_job().attempts) == ("failed", 3)
+    assert settled(bench)
+
+
+def test_a_job_that_killed_all_but_one_gets_its_last_attempt(bench):
+    ledger.write.using(max_attempts=3).enqueue(job="a")
+    deliveries = bench.poll()
+    crashed_while_running(bench, deliveries, times=2)
+    bench.run(deliveries)
+    assert (the_job().state, the_job().attempts) == ("completed", 3)
+
+
+def test_what_a_living_worker_runs_is_left_to_it(bench, another):
+    # Given
+    ledger.write.enqueue(job="a")
+    (delivery,) = bench.poll()
+    another.leases.claim([delivery.lease])
+    # When, then
+    assert bench.run([delivery]) == [delivery]
+    assert entries() == {}
+    assert bench.outcomes == []
+    # And once it is done with it
+    another.leases.release([delivery.lease])
+    assert bench.run([delivery]) == []
+    assert (entries(), the_job().attempts) == ({"a": 1}, 1)
+
+
+def test_a_key_keeps_its_order_though_its_first_job_is_held_elsewhere(bench, another):
+    """One of a key at a time and in order, also across workers."""
+    # Given
+    for number in range(3):
+        ledger.write_keyed.enqueue(job=str(number), key="k")
+    ledger.write_keyed.enqueue(job="free", key="other")
+    deliveries = bench.poll()
+    another.leases.claim([deliveries[0].lease])
+    # When
+    deferred = bench.run(deliveries)
+    # Then
+    assert deferred == deliveries[:3]
+    assert entries() == {"free": 1}
+    another.leases.release([deliveries[0].lease])
+    assert bench.run(deferred) == []
+    assert [entry.job for entry in Entry.objects.order_by("id")] == ["free", "0", "1", "2"]
+    assert all(job.attempts == 1 for job in Job.objects.all())
+
+
+def test_a_key_keeps_its_order_after_a_crash(bench):
+    # Given: a worker died in the first of these
+    for number in range(3):
+        ledger.write_keyed.enqueue(job=str(number), key="k")
+    deliveries = bench.poll()
+    crashed_while_running(bench, deliveries[:1])
+    # When
+    for _ in range(3):
+        deliveries = bench.run(deliveries)
+    # Then
+    assert [entry.job for entry in Entry.objects.order_by("id")] == ["0", "1", "2"]
+
+
+def test_without_coordination_the_database_decides(bench, another, monkeypatch):
+    # Given
+    from kjo_django.exceptions import CoordinationError
+
+    def refuse(*args, **kwargs):
+        raise CoordinationError("away")
+
+    for name in ("claim", "renew", "release", "holders"):
+        monkeypatch.setattr(get_coordination(), name, refuse)
+    ledger.write.enqueue(job="a")
+    deliveries = bench.poll()
+    # When
+    bench.run(deliveries)
+    another.run([another.read(delivery.record) for delivery in deliveries])
+    # Then
+    assert entries() == {"a": 1}
+    assert bench.results == [Result.COMPLETED]
+    assert another.results[0] in (Result.DUPLICATE, Result.SKIPPED)
+
+
+def test_a_worker_that_is_not_alive_loses_its_leases(bench):
+    """PJQ-59: workers vanish with their sign of life."""
+    silent = Bench(worker="silent", alive=False)
+    assert alive_name("silent") not in get_coordination().holders([alive_name("silent")])
+    ledger.write.enqueue(job="a")
+    (delivery,) = bench.poll()
+    silent.leases.claim([delivery.lease])
+    bench.run([delivery])
+    assert (the_job().state, the_job().attempts) == ("completed", 2)
+    silent.close()

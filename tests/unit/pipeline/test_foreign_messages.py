@@ -1,0 +1,113 @@
+"""Messages nobody enqueued here."""
+
+from __future__ import annotations
+
+import pytest
+
+from kjo_django.consumer.work import Result
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
+from tests.ledger.models import Entry
+from tests.unit.deliveries import as_job, entries, the_job
+from tests.unit.pipeline.bench import GOOD, both, settled
+
+
+def test_a_foreign_message_runs_once_and_leaves_no_row_but_its_marker(bench):
+    bench.publish(b'{"job":"a"}', **GOOD)
+    bench.publish(b'{"job":"a"}', **GOOD)
+    bench.run()
+    assert entries() == {"a": 1}
+    assert not Job.objects.exists()
+    assert ProcessedEvent.objects.get().event_id == "foreign-1"
+    assert settled(bench)
+
+
+@both
+def test_a_foreign_message_that_fails_gets_a_row_and_its_retries(bench):
+    """DESIGN §6: their row is born at the first failure."""
+    # Given
+    bench.publish(b'{"job":"a","fail_times":2}', **GOOD | {"kjo_type": "ledger.write_attempt"})
+    # When
+    bench.run()
+    # Then
+    job = the_job()
+    assert (job.state, job.attempts, job.unique_id) == ("failing", 1, "foreign-1")
+    assert job.message_id == "foreign-1"
+    # And then
+    bench.run_until_done()
+    assert the_job().state == "completed"
+    assert [entry.note for entry in Entry.objects.all()] == ["attempt 3"]
+    assert ProcessedEvent.objects.get().event_id == "foreign-1"
+
+
+def test_a_foreign_message_that_exhausts_its_attempts_is_a_dead_letter(bench):
+    bench.publish(b'{"job":"a"}', **GOOD | {"kjo_type": "ledger.always_fails"})
+    bench.run_until_done()
+    assert DeadLetter.objects.get().reason == "exhausted"
+    assert the_job().state == "failed"
+    assert JobFailure.objects.count() == 2
+
+
+@both
+def test_a_foreign_job_completes_the_row_its_failure_left_whatever_its_own_id_is(bench):
+    """The id of the other service's job is in the message, and means nothing here."""
+    # Given: its first attempt failed
+    fails = iter([True])
+
+    def fail_once(job: str) -> None:
+        if next(fails, False):
+            raise ValueError("not yet")
+
+    as_job(fail_once, "bench.fail_once")
+    foreign = {**GOOD, "kjo_type": "bench.fail_once", "kjo_job_id": "no uuid"}
+    bench.publish(b'{"job": "a"}', **foreign, kjo_service="elsewhere")
+    bench.run()
+    row = Job.objects.get()
+    assert (row.state, row.attempts, row.unique_id) == ("failing", 1, "foreign-1")
+    # When: they send another attempt
+    bench.publish(b'{"job": "a"}', **foreign, kjo_service="elsewhere", kjo_attempt="2")
+    theirs = [one for one in bench.poll() if one.record.headers[names.SERVICE] == b"elsewhere"]
+    bench.run(theirs)
+    # Then
+    row.refresh_from_db()
+    assert (row.state, row.attempts) == ("completed", 2)
+
+
+@both
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"kjo_service": "elsewhere", "kjo_job_id": "01980000-0000-7000-8000-000000000001"},
+        {
+            "kjo_id": "01980000-0000-7000-8000-000000000001",
+            "kjo_service": "elsewhere",
+            "kjo_job_id": "01980000-0000-7000-8000-000000000001",
+        },
+        {
+            "kjo_id": "01980000-0000-7000-8000-000000000001:2",
+            "kjo_service": "elsewhere",
+            "kjo_job_id": "01980000-0000-7000-8000-000000000001",
+            "kjo_generation": "2",
+        },
+        {"kjo_service": "elsewhere", "kjo_job_id": "no uuid"},
+    ],
+    ids=["of no job", "of a job", "of a job by its id", "of a second generation", "of nonsense"],
+)
+def test_a_foreign_message_delivered_again_after_it_failed_leaves_the_rest_to_its_row(
+    bench, headers
+):
+    """A crash between the failure's commit and the offset's."""
+    # Given
+    bench.publish(b'{"job":"a"}', **GOOD | {"kjo_type": "ledger.always_fails"} | headers)
+    deliveries = bench.poll()
+    bench.run(deliveries)
+    # When
+    bench.run([bench.read(delivery.record) for delivery in deliveries])
+    # Then
+    assert bench.results == [Result.RETRIED, Result.SKIPPED]
+    assert not bench.stopping.waits
+    assert the_job().attempts == 1
+    bench.run_until_done()
+    assert the_job().state == "failed"
+    assert DeadLetter.objects.count() == 1

@@ -1,0 +1,64 @@
+"""A database that is away."""
+
+from __future__ import annotations
+
+from django.db import OperationalError
+
+from kjo_django.models import Job, JobFailure, ProcessedEvent
+from tests.ledger import jobs as ledger
+from tests.unit.deliveries import entries, the_job
+from tests.unit.pipeline.bench import both, settled
+
+
+def test_an_outage_of_the_database_spends_no_attempt_and_loses_nothing(bench, monkeypatch):
+    # Given
+    ledger.write.enqueue(job="a")
+    deliveries = bench.poll()
+
+    def away(*args, **kwargs):
+        raise OperationalError("server closed the connection unexpectedly")
+
+    # When
+    with monkeypatch.context() as patch:
+        patch.setattr("kjo_django.consumer.atomic.mark_and_load", away)
+        deferred = bench.run(deliveries)
+    # Then: it was waited for, and what could not be settled is handed back
+    assert bench.stopping.waits == 1
+    assert deferred == deliveries
+    assert (the_job().attempts, bench.lag()) == (0, 1)
+    assert not ProcessedEvent.objects.exists()
+    # And once it is back
+    bench.stopping.waits = 0
+    bench.run(deferred)
+    assert (entries(), the_job().attempts) == ({"a": 1}, 1)
+    assert settled(bench)
+
+
+@both
+def test_an_outage_while_failures_are_written_repeats_nothing_that_is_durable(bench, monkeypatch):
+    # Given
+    ledger.write.enqueue(job="a")
+    ledger.always_fails.enqueue(job="x")
+    deliveries = bench.poll()
+    broken = iter([True])
+    original = Job.objects.bulk_create
+
+    from kjo_django.consumer import settlement
+
+    record = settlement.record_failures
+
+    def once_away(*args, **kwargs):
+        if next(broken, False):
+            raise OperationalError("gone")
+        return record(*args, **kwargs)
+
+    monkeypatch.setattr(settlement, "record_failures", once_away)
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    # When
+    bench.run(deliveries)
+    # Then
+    assert original is not None
+    assert entries() == {"a": 1}
+    assert JobFailure.objects.count() == 1
+    assert Job.objects.get(handler="ledger.always_fails").attempts == 1
+    assert settled(bench)

@@ -1,0 +1,157 @@
+"""Handlers that run outside the transaction, under a lease."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+from django.utils import timezone
+
+from kjo_django.consumer import attempts
+from kjo_django.consumer.work import Result
+from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
+from tests.ledger.models import Entry
+from tests.unit.deliveries import as_job, entries, the_job
+from tests.unit.pipeline.bench import both, settled
+
+
+@both
+def test_a_plain_handler_runs_outside_any_transaction(bench, transport):
+    # Given
+    seen = []
+
+    def plain(job):
+        seen.append((connection.in_atomic_block, the_job().status, bool(the_job().lease_token)))
+        Entry.objects.create(job=job)
+
+    as_job(plain, atomic=False).enqueue(job="a")
+    # When
+    bench.run()
+    # Then
+    job = the_job()
+    assert seen == [(False, "processing", True)]
+    assert (job.state, job.attempts) == ("completed", 1)
+    assert (job.lease_token, job.lease_expires_at) == ("", None)
+    assert entries() == {"a": 1}
+    assert ProcessedEvent.objects.count() == 1
+    assert settled(bench)
+
+
+def test_a_plain_job_is_claimed_on_sqlite_without_holding_up_those_who_write(bench, monkeypatch):
+    """A transaction that reads and then writes meets "database is locked" at once, whatever the
+    time-out, when somebody else writes in between."""
+    written = []
+
+    def write():
+        Entry.objects.create(job="another")
+        connection.close()
+        written.append(True)
+
+    judge = attempts.judge
+
+    def judge_while_another_writes(*arguments, **options):
+        writer = threading.Thread(target=write)
+        writer.start()
+        writer.join(5)
+        return judge(*arguments, **options)
+
+    monkeypatch.setattr(attempts, "judge", judge_while_another_writes)
+    as_job(lambda: None, atomic=False).enqueue()
+    bench.run()
+    assert written == [True]
+    assert [outcome.result for outcome in bench.outcomes] == [Result.COMPLETED]
+
+
+def test_a_plain_handler_that_fails_keeps_what_it_wrote_and_is_retried(bench):
+    def plain(context):
+        Entry.objects.create(job=f"attempt {context.attempt}")
+        if context.attempt == 1:
+            raise RuntimeError
+
+    as_job(plain, atomic=False, takes_context=True).enqueue()
+    bench.run_until_done()
+    assert entries() == {"attempt 1": 1, "attempt 2": 1}
+    assert (the_job().state, the_job().attempts) == ("completed", 2)
+    assert JobFailure.objects.count() == 1
+
+
+@both
+@pytest.mark.parametrize("has_coordination", [True, False])
+def test_of_two_workers_one_runs_a_plain_job(bench, another, monkeypatch, has_coordination):
+    """The row's lease decides even when coordination has vanished."""
+    # Given
+    runs, late = [], []
+
+    def plain():
+        runs.append(1)
+        if len(runs) == 1:
+            # While it runs, the same record reaches another worker.
+            late.extend(another.run([another.read(delivery.record)]))
+
+    as_job(plain, atomic=False).enqueue()
+    (delivery,) = bench.poll()
+    if not has_coordination:
+        from kjo_django.coordination.base import Claim
+
+        monkeypatch.setattr(
+            another.leases, "claim", lambda names, *_: [Claim(True, 1)] * len(names)
+        )
+    # When
+    bench.run([delivery])
+    # Then
+    assert len(runs) == 1
+    assert len(late) == 1, "the other keeps it until it knows better"
+    another.run(late)
+    assert len(runs) == 1
+    assert the_job().state == "completed"
+
+
+@both
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_late_finisher_is_refused(bench, is_async):
+    """It was frozen past its lease, and another worker has the job now."""
+
+    # Given
+    def lose_the_lease():
+        Job.objects.update(lease_token="another", lease_expires_at=timezone.now() + timedelta(1))
+
+    async def lose_it_later():
+        await asyncio.sleep(0)
+        from asgiref.sync import sync_to_async
+
+        await sync_to_async(lose_the_lease)()
+
+    as_job(lose_it_later if is_async else lose_the_lease, atomic=False).enqueue()
+    # When
+    bench.run()
+    # Then
+    assert bench.results == [Result.SKIPPED]
+    assert (the_job().state, the_job().lease_token) != ("completed", "")
+    assert the_job().lease_token == "another"
+    assert not ProcessedEvent.objects.exists()
+
+
+@both
+def test_a_late_failure_does_not_take_the_job_from_its_new_owner(bench):
+    def lose_it_and_fail():
+        Job.objects.update(lease_token="another", lease_expires_at=timezone.now() + timedelta(1))
+        raise RuntimeError
+
+    as_job(lose_it_and_fail, atomic=False).enqueue()
+    bench.run()
+    job = the_job()
+    assert (job.lease_token, job.attempts) == ("another", 0)
+    assert not JobFailure.objects.exists()
+
+
+def test_a_plain_job_cancelled_while_it_ran_stays_cancelled(bench):
+    def cancel_myself():
+        assert transition("cancel", Job.objects.all())
+
+    as_job(cancel_myself, atomic=False).enqueue()
+    bench.run()
+    assert the_job().state == "cancelled"
+    assert not ProcessedEvent.objects.exists()
