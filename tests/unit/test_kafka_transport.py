@@ -16,7 +16,7 @@ from confluent_kafka import TopicPartition as KafkaPartition
 
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
-from kjo_django.transports.kafka import KafkaTransport, reading, subscription
+from kjo_django.transports.kafka import KafkaTransport, fetching, reading, records
 from tests.mock_kafka import OFFSET_COMMIT, MockKafka
 
 # The mock learns of a member that left when its session ends.
@@ -422,14 +422,14 @@ def test_a_poll_that_is_torn_apart_loses_nothing(transport, topic, subscribe, mo
     records = []
     open_one = subscribe(transport)
     records += read(open_one, 20, max_records=20)
-    real, calls = subscription.record_of, iter(range(1, 1000))
+    real, calls = fetching.record_of, iter(range(1, 1000))
 
     def interrupted(*arguments):
         if next(calls) in (7, 60):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(subscription, "record_of", interrupted)
+    monkeypatch.setattr(fetching, "record_of", interrupted)
     interrupts = []
 
     def all_read():
@@ -493,8 +493,8 @@ def test_records_of_an_assignment_made_during_the_call_are_not_trusted(
         messages = spy.client.consume(wanted, timeout)
         if next(pending, False):
             partition = [KafkaPartition(topic, 0)]
-            open_one._on_revoke(spy.client, partition)
-            open_one._on_assign(spy.client, partition)
+            open_one._rebalancing.on_revoke(spy.client, partition)
+            open_one._rebalancing.on_assign(spy.client, partition)
         return messages
 
     spy = Spy(open_one, consume=consume)
@@ -614,7 +614,7 @@ def test_a_consumer_that_failed_for_good_is_replaced(transport, topic, subscribe
     read(open_one, 3)
     first = open_one._consumer
 
-    open_one._note(KafkaError(KafkaError._FATAL, "fenced", fatal=True))
+    open_one._health.note(KafkaError(KafkaError._FATAL, "fenced", fatal=True))
 
     assert values(read(open_one, 3)) == numbers(0, 3)
     assert open_one._consumer is not first
@@ -649,11 +649,11 @@ def test_a_header_name_that_is_not_text_holds_nothing_up(transport, mock, topic,
     assert ours.headers == before[99].headers == {"a": b"b"}
     for record in before[100:]:
         assert record.value == b"foreign"
-        assert list(record.headers) == [subscription.UNREADABLE_HEADERS]
+        assert list(record.headers) == [records.UNREADABLE_HEADERS]
 
 
 @pytest.mark.parametrize("milliseconds", [-1, 0, 1_700_000_000_123, 2**62, -(2**62)])
 def test_any_timestamp_is_survived(milliseconds):
-    found = subscription.moment(milliseconds)
+    found = records.moment(milliseconds)
 
     assert found is None or found.utcoffset() is not None
