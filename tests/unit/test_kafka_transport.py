@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -13,6 +14,7 @@ from datetime import timedelta
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
+from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
@@ -619,6 +621,22 @@ def test_a_consumer_that_failed_for_good_is_replaced(transport, topic, subscribe
     assert values(read(open_one, 3)) == numbers(0, 3)
     assert open_one._consumer is not first
     assert lost == [True]
+
+
+def test_what_the_client_refuses_is_one_error_and_no_second_one(
+    connect, topic, monkeypatch, caplog
+):
+    # Given
+    transport = connect(consumer={"session.timeout.ms": "soon"})
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    # When
+    with pytest.raises(ImproperlyConfigured, match=r"session\.timeout\.ms"):
+        transport.subscribe([topic], "group")
+    gc.collect()
+    # Then
+    assert unraisable == []
+    assert "never closed" not in caplog.text
 
 
 def test_lag_follows_a_paused_partition(transport, topic, subscribe):

@@ -78,9 +78,10 @@ class KafkaSubscription(Subscription):
             self._watermark, self._reading, self._committer, self._health, on_revoked, on_assigned
         )
         self._woken = False
-        self._closed = False
         self._reopen_at = 0.0
+        self._closed = True  # so far: the client may refuse its configuration
         self._consumer: Consumer | None = self._open()
+        self._closed = False
         after_fork(self)
 
     # --- The contract -----------------------------------------------------------------------------
