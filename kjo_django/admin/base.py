@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
+from django.contrib.admin.utils import flatten_fieldsets
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
 from django.db.models import QuerySet
@@ -63,6 +64,8 @@ class KjoAdmin(BaseModelAdmin):
     ordering = ("-pk",)
     change_form_template = "admin/kjo_django/change_form.html"
     buttons: Sequence[Button] = ()
+    changeable: Sequence[str] = ()
+    """Fields of a page that can be edited there by who has the model's permission."""
     never_listed: Sequence[str] = ()
     """Large columns, loaded where a page shows them only."""
 
@@ -72,6 +75,11 @@ class KjoAdmin(BaseModelAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Leave the large columns where they are."""
         return super().get_queryset(request).defer(*self.never_listed)
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """All that the page shows, for this user, but what can be edited there."""
+        shown = flatten_fieldsets(self.get_fieldsets(request, obj))
+        return [name for name in shown if name not in self.changeable]
 
     # --- Permissions ------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import Model, QuerySet
+from django.db.models import Model, QuerySet, TextChoices
 from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
@@ -20,6 +20,12 @@ WINDOW = 50_000
 
 class ChoiceFilter(admin.SimpleListFilter):
     """Compares a column with one of the values known beforehand."""
+
+    values: type[TextChoices]
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
+        """Return the values."""
+        return self.values.choices
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Restrict the list."""
@@ -50,10 +56,7 @@ class JobStateFilter(ChoiceFilter):
 
     title = _("state")
     parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
-        """Return the states."""
-        return JobState.choices
+    values = JobState
 
 
 class DeadLetterStateFilter(ChoiceFilter):
@@ -61,10 +64,7 @@ class DeadLetterStateFilter(ChoiceFilter):
 
     title = _("state")
     parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
-        """Return the states."""
-        return DeadLetterState.choices
+    values = DeadLetterState
 
 
 class ReasonFilter(WindowedFilter):
@@ -72,10 +72,7 @@ class ReasonFilter(WindowedFilter):
 
     title = _("reason (newest 50,000)")
     parameter_name = "reason"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
-        """Return the reasons."""
-        return DeadLetterReason.choices
+    values = DeadLetterReason
 
 
 class QueueFilter(WindowedFilter):

@@ -112,11 +112,6 @@ class JobAdmin(KjoAdmin):
             sections.append((_("Payload"), {"fields": PAYLOAD_FIELDS}))
         return sections
 
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Everything is."""
-        fieldsets = self.get_fieldsets(request, obj)
-        return [name for _title, options in fieldsets for name in options["fields"]]
-
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from django.contrib import admin, messages
@@ -43,7 +44,7 @@ class QueueControlAdmin(KjoAdmin):
         "changed_by",
         "updated_at",
     )
-    readonly_fields = tuple(name for name in fields if name != "concurrency")
+    changeable = ("concurrency",)
     actions = ("pause", "resume")
     buttons = (Button("pause", _("Pause"), "pause"), Button("resume", _("Resume"), "pause"))
 
@@ -90,23 +91,29 @@ class QueueControlAdmin(KjoAdmin):
     @admin.action(permissions=["pause"], description=_("Pause selected queues"))
     def pause(self, request: HttpRequest, queryset: QuerySet[QueueControl]) -> None:
         """Stop handing out their jobs."""
-        write = audited(request, "Paused.")
-        count = 0
-        for control in queryset:
-            if queues.pause(control.queue, actor=request.user.get_username()):
-                write([control])
-                count += 1
+        count = self._change_each(request, queryset, queues.pause, "Paused.")
         text = ngettext("%d queue was paused.", "%d queues were paused.", count)
         self.message_user(request, text % count, messages.SUCCESS if count else messages.WARNING)
 
     @admin.action(permissions=["pause"], description=_("Resume selected queues"))
     def resume(self, request: HttpRequest, queryset: QuerySet[QueueControl]) -> None:
         """Hand out their jobs again."""
-        write = audited(request, "Resumed.")
-        count = 0
-        for control in queryset:
-            if queues.resume(control.queue, actor=request.user.get_username()):
-                write([control])
-                count += 1
+        count = self._change_each(request, queryset, queues.resume, "Resumed.")
         text = ngettext("%d queue was resumed.", "%d queues were resumed.", count)
         self.message_user(request, text % count, messages.SUCCESS if count else messages.WARNING)
+
+    def _change_each(
+        self,
+        request: HttpRequest,
+        controls: QuerySet[QueueControl],
+        change: Callable[..., bool],
+        message: str,
+    ) -> int:
+        """Return how many were not so already; the log of each says who did it."""
+        write = audited(request, message)
+        count = 0
+        for control in controls:
+            if change(control.queue, actor=request.user.get_username()):
+                write([control])
+                count += 1
+        return count

@@ -31,10 +31,6 @@ class ProcessedEventAdmin(KjoAdmin):
         fields = ["id", "event_id", "event_type", "service_name", "processed_at", "created_at"]
         return fields + (["shown_data"] if may_see_payloads(request) else [])
 
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Everything is."""
-        return self.get_fields(request, obj)
-
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
@@ -81,7 +77,6 @@ class WorkerAdmin(KjoAdmin):
         "started_at",
         "heartbeat_at",
     )
-    readonly_fields = fields
 
     @admin.display(description=_("state"))
     def shown_state(self, worker: Worker) -> SafeString:

@@ -187,10 +187,6 @@ class StreamRoute(registry.Route):
             type=self.handler.name,
             payload=record.value,
             content_type=JSON.content_type,
-            job_id=None,
-            service="",
-            generation=1,
-            attempt=1,
             replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
             timestamp=record.timestamp,
         )

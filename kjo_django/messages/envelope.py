@@ -29,15 +29,15 @@ class Message:
     """Name of the handler."""
     payload: bytes
     content_type: str
-    job_id: str | None
+    job_id: str | None = None
     """None for a message that no enqueue created."""
-    service: str
+    service: str = ""
     """The service whose database holds the job; empty when none does."""
-    generation: int
-    attempt: int
+    generation: int = 1
+    attempt: int = 1
     """The attempt this message asks for, from 1. A row that has seen it makes the message stale."""
-    replay_count: int
-    timestamp: datetime | None
+    replay_count: int = 0
+    timestamp: datetime | None = None
     lease_id: str = ""
     """What is leased while it runs; its id unless several messages concern one item."""
     unique_id: str = ""

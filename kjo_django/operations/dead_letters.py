@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,6 +43,7 @@ from kjo_django.operations.rows import (
     no_progress,
     tell_after_commit,
 )
+from kjo_django.operations.telling import tell_of_letters
 from kjo_django.producer import dispatch
 from kjo_django.producer.enqueue import check_payload_size
 from kjo_django.states import JobState
@@ -270,7 +271,10 @@ def discard(
             )
             if on_changed is not None and letters:
                 on_changed(letters)
-            tell_after_commit(using, functools.partial(_tell_discarded, letters, note.strip()))
+            tell = functools.partial(
+                tell_of_letters, signals.message_discarded, letters, note=note.strip()
+            )
+            tell_after_commit(using, tell)
         progress(count, None)
     return count
 
@@ -301,15 +305,3 @@ def _with_hidden(letter: DeadLetter, value: bytes) -> bytes:
 def _keys(rows: QuerySet[DeadLetter]) -> Iterator[Any]:
     for keys in chunks(rows):
         yield from keys
-
-
-def _tell_discarded(letters: Sequence[DeadLetter], note: str) -> None:
-    for letter in letters:
-        signals.send(
-            signals.message_discarded,
-            sender=letter.handler,
-            dead_letter_id=str(letter.pk),
-            queue=letter.queue,
-            handler=letter.handler,
-            note=note,
-        )

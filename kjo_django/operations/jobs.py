@@ -38,6 +38,7 @@ from kjo_django.operations.rows import (
     no_progress,
     tell_after_commit,
 )
+from kjo_django.operations.telling import log_change, tell_of_jobs, tell_of_letters
 from kjo_django.producer import dispatch
 from kjo_django.producer.enqueue import fresh_run
 from kjo_django.producer.wakeups import call_waiters
@@ -132,7 +133,7 @@ def cancel(
         if abort and busy:
             _ask_to_abort(using, busy)
         progress(outcomes.total, None)
-    _log("Cancelled", outcomes.changed_count, actor)
+    log_change("Cancelled", outcomes.changed_count, actor)
     return outcomes
 
 
@@ -168,7 +169,7 @@ def requeue(
         with transaction.atomic(using=dispatch.jobs_database()):
             requeue_chunk(keys, outcomes, actor=actor, on_changed=on_changed)
         progress(outcomes.total, None)
-    _log("Requeued", outcomes.changed_count, actor)
+    log_change("Requeued", outcomes.changed_count, actor)
     return outcomes
 
 
@@ -344,41 +345,12 @@ def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
     )
 
 
-def _tell(signal: Any, jobs: Sequence[Job]) -> None:
-    for job in jobs:
-        signals.send(
-            signal,
-            sender=job.handler,
-            job_id=str(job.pk),
-            unique_id=job.unique_id,
-            queue=job.queue,
-            handler=job.handler,
-        )
-
-
 def _tell_cancelled(jobs: Sequence[Job]) -> None:
     channels = {(job.headers or {}).get(names.REPLY_TO, "") for job in jobs}
     call_waiters(channels)
-    _tell(signals.job_cancelled, jobs)
+    tell_of_jobs(signals.job_cancelled, jobs)
 
 
 def _tell_requeued(jobs: Sequence[Job], letters: Sequence[DeadLetter]) -> None:
-    _tell(signals.job_requeued, jobs)
-    tell_replayed(letters)
-
-
-def tell_replayed(letters: Sequence[DeadLetter]) -> None:
-    """Send ``message_replayed`` for each."""
-    for letter in letters:
-        signals.send(
-            signals.message_replayed,
-            sender=letter.handler,
-            dead_letter_id=str(letter.pk),
-            queue=letter.queue,
-            handler=letter.handler,
-        )
-
-
-def _log(verb: str, count: int, actor: str) -> None:
-    if count:
-        logger.info("%s %d jobs%s", verb, count, f" for {actor}" if actor else "")
+    tell_of_jobs(signals.job_requeued, jobs)
+    tell_of_letters(signals.message_replayed, letters)

@@ -9,13 +9,14 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.models import QuerySet
 
+from kjo_django import signals
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.consumer.work import Result
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import republishing
-from kjo_django.operations.jobs import Outcomes, close_as_replayed, requeue_chunk, tell_replayed
+from kjo_django.operations.jobs import Outcomes, close_as_replayed, requeue_chunk
 from kjo_django.operations.reports import (
     REFUSED_LOOP,
     REFUSED_NO_SOURCE,
@@ -24,6 +25,7 @@ from kjo_django.operations.reports import (
 )
 from kjo_django.operations.reprocessing import NOWHERE, Reprocessor
 from kjo_django.operations.rows import Observer, lock, tell_after_commit
+from kjo_django.operations.telling import tell_of_letters
 from kjo_django.producer import dispatch
 from kjo_django.producer.wakeups import after_commit
 from kjo_django.states import JobState
@@ -149,9 +151,7 @@ class Replayer:
                 republishing.publish_one(record, queue.transport)
             if is_transactional:
                 after_commit(self._using, dispatch.channel_of(queue))
-            close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
-            tell_after_commit(self._using, functools.partial(tell_replayed, [letter]))
-            self._changed(letter)
+            self._close(letter)
 
     def _reprocess(
         self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf, reprocessor: Reprocessor
@@ -172,9 +172,13 @@ class Replayer:
             return
         with transaction.atomic(using=self._using):
             # If it died again there is a new dead letter of that.
-            close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
-            tell_after_commit(self._using, functools.partial(tell_replayed, [letter]))
-            self._changed(letter)
+            self._close(letter)
+
+    def _close(self, letter: DeadLetter) -> None:
+        close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
+        tell = functools.partial(tell_of_letters, signals.message_replayed, [letter])
+        tell_after_commit(self._using, tell)
+        self._changed(letter)
 
     def _changed(self, letter: DeadLetter) -> None:
         self._report.replayed += 1

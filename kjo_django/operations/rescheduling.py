@@ -27,6 +27,7 @@ from kjo_django.operations.rows import (
     no_progress,
     tell_after_commit,
 )
+from kjo_django.operations.telling import log_change, tell_of_jobs
 from kjo_django.producer import dispatch
 from kjo_django.producer.definition import known_queue
 from kjo_django.states import JobState
@@ -79,7 +80,7 @@ def run_now(
         with transaction.atomic(using=dispatch.jobs_database()):
             _run_chunk_now(keys, outcomes, actor, on_changed)
         progress(outcomes.total, None)
-    _log("Made due", outcomes, actor)
+    log_change("Made due", outcomes.changed_count, actor)
     return outcomes
 
 
@@ -109,7 +110,7 @@ def change_queue(
         with transaction.atomic(using=dispatch.jobs_database()):
             _move_chunk(keys, target, outcomes, actor, on_changed)
         progress(outcomes.total, None)
-    _log(f"Moved to {queue}", outcomes, actor)
+    log_change(f"Moved to {queue}", outcomes.changed_count, actor)
     return outcomes
 
 
@@ -136,7 +137,9 @@ def _run_chunk_now(
         on_changed(later)
     outcomes.add(RunNowResult.DUE, len(later))
     outcomes.changed_count += len(later)
-    tell_after_commit(using, functools.partial(_tell, signals.job_run_now, later, actor=actor))
+    tell_after_commit(
+        using, functools.partial(tell_of_jobs, signals.job_run_now, later, actor=actor)
+    )
 
 
 # --- Move -----------------------------------------------------------------------------------------
@@ -175,7 +178,9 @@ def _move_chunk(
     outcomes.changed_count += len(moved)
     tell_after_commit(
         using,
-        functools.partial(_tell, signals.job_moved, moved, actor=actor, to_queue=target.name),
+        functools.partial(
+            tell_of_jobs, signals.job_moved, moved, actor=actor, to_queue=target.name
+        ),
     )
 
 
@@ -228,22 +233,3 @@ def _take_open(keys: Sequence[Any], outcomes: Outcomes) -> list[Job]:
         if job.state in states.FINAL:
             outcomes.add(job.state)
     return [job for job in taken.free if job.state in states.OPEN]
-
-
-def _tell(signal: Any, jobs: Sequence[Job], **more: Any) -> None:
-    for job in jobs:
-        signals.send(
-            signal,
-            sender=job.handler,
-            job_id=str(job.pk),
-            unique_id=job.unique_id,
-            queue=job.queue,
-            handler=job.handler,
-            **more,
-        )
-
-
-def _log(verb: str, outcomes: Outcomes, actor: str) -> None:
-    if outcomes.changed_count:
-        by = f" for {actor}" if actor else ""
-        logger.info("%s %d jobs%s", verb, outcomes.changed_count, by)

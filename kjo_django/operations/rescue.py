@@ -27,6 +27,7 @@ from kjo_django.models import Job, transition
 from kjo_django.operations.jobs import send, take
 from kjo_django.operations.queues import paused_queues
 from kjo_django.operations.rows import chunks
+from kjo_django.operations.telling import tell_of_jobs
 from kjo_django.producer import dispatch
 from kjo_django.states import JobState
 from kjo_django.transports.base import TopicPartition, Transport
@@ -101,21 +102,10 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
             if count:
                 send(using, ids, queue)
         report.republished += count
-        _tell([job for job in taken.free if job.pk in set(ids)])
+        for job in taken.free:
+            if job.pk in set(ids):
+                tell_of_jobs(signals.job_stalled, [job], attempt=job.attempts + 1)
         report.busy += taken.busy_count
-
-
-def _tell(jobs: Iterable[Job]) -> None:
-    for job in jobs:
-        signals.send(
-            signals.job_stalled,
-            sender=job.handler,
-            job_id=str(job.pk),
-            unique_id=job.unique_id,
-            queue=job.queue,
-            handler=job.handler,
-            attempt=job.attempts + 1,
-        )
 
 
 def _gone(queue: QueueConf, now: datetime) -> Q:
