@@ -63,9 +63,16 @@ class QueueControlAdmin(KjoAdmin):
         return self.may(request, "pause_queue")
 
     def save_model(self, request: HttpRequest, obj: QueueControl, form: Any, change: bool) -> None:
-        """Write only what the form holds: somebody may have paused the queue meanwhile."""
-        obj.changed_by = request.user.get_username()[:150]
-        obj.save(update_fields=["concurrency", "changed_by", "updated_at"])
+        """Ask for what the form holds, and nothing else of the row: somebody may have paused the
+        queue meanwhile."""
+        queues.set_policy(obj.queue, concurrency=obj.concurrency, actor=request.user.get_username())
+
+    def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
+        """Let the form refuse what the operation would."""
+        if db_field.name in self.changeable:
+            _unit, most = queues.LIMITS[db_field.name]
+            kwargs |= {"min_value": 1, "max_value": most}
+        return super().formfield_for_dbfield(db_field, request, **kwargs)
 
     # --- Columns ----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from kjo_django import registry
+from kjo_django import registry, signals
 from kjo_django.admin import display, filters
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.consumer.running import dump_progress, progress_name
@@ -468,6 +468,40 @@ def test_the_concurrency_can_be_changed_without_undoing_a_pause(staff):
     control.refresh_from_db()
     assert (control.concurrency, control.is_paused) == (3, True)
     assert control.changed_by == "staff-2"
+
+
+def test_a_changed_concurrency_is_told_as_everywhere_else(
+    staff, django_capture_on_commit_callbacks
+):
+    # Given somebody who listens
+    told = []
+
+    def listen(sender, changes, actor, **_):
+        told.append((sender, changes, actor))
+
+    control = QueueControlFactory(queue="emails")
+    client = staff("view_queuecontrol", "change_queuecontrol")
+    signals.queue_changed.connect(listen)
+    # When
+    with django_capture_on_commit_callbacks(execute=True):
+        client.post(page_url(control), {"concurrency": "3"})
+        client.post(page_url(control), {"concurrency": ""})
+    # Then
+    assert told == [
+        ("emails", {"concurrency": 3}, "staff-2"),
+        ("emails", {"concurrency": None}, "staff-2"),
+    ]
+
+
+@pytest.mark.parametrize("value", ["0", "1001", "-1", "many"])
+def test_a_concurrency_out_of_its_range_is_refused_in_the_form(staff, value):
+    control = QueueControlFactory(queue="emails", concurrency=2)
+    client = staff("view_queuecontrol", "change_queuecontrol")
+    answer = client.post(page_url(control), {"concurrency": value})
+    assert answer.status_code == 200
+    assert "errorlist" in answer.content.decode()
+    control.refresh_from_db()
+    assert control.concurrency == 2
 
 
 def test_workers_are_shown_alive_or_gone(admin_client):

@@ -74,14 +74,14 @@ class PolicyForm(forms.Form):
     concurrency = forms.IntegerField(
         label=gettext_lazy("Concurrency"),
         min_value=1,
-        max_value=10_000,
+        max_value=queues.LIMITS["concurrency"][1],
         required=False,
         help_text=gettext_lazy("Groups of this queue one worker runs at once."),
     )
     max_attempts = forms.IntegerField(
         label=gettext_lazy("Max attempts"),
         min_value=1,
-        max_value=1_000_000,
+        max_value=queues.LIMITS["max_attempts"][1],
         required=False,
         help_text=gettext_lazy(
             "Executions before a job is dead-lettered, whatever the job was enqueued with."
@@ -90,7 +90,7 @@ class PolicyForm(forms.Form):
     backoff_base = forms.IntegerField(
         label=gettext_lazy("Back-off (seconds)"),
         min_value=1,
-        max_value=86_400,
+        max_value=queues.LIMITS["backoff_base"][1],
         required=False,
         help_text=gettext_lazy("Before the second attempt; doubles each time."),
     )
