@@ -137,10 +137,12 @@ class Turns:
                     break
         finally:
             self._overdue.forget(group)
-            group.record()
-            self._plain.let_go(started)
-            back = set(group.deferred)
-            self._give_back([one for one in started if one[0] in begun or one[0] in back])
+            try:
+                group.record()
+            finally:
+                self._plain.let_go(started)
+                back = set(group.deferred)
+                self._give_back([one for one in started if one[0] in begun or one[0] in back])
         return done
 
     def _call(self, group: _Group, calls: Sequence[Started]) -> None:
@@ -205,19 +207,22 @@ class _Group:
         :param all: of those that were not to run too.
         """
         with self._recording:
-            started: list[Started] = []
-            ran: list[Ran] = []
+            taken = [self._ran.popleft() for _ in range(len(self._ran))]
+            started = [one for _, calls, _ in taken for one in calls]
+            ran = [ending for _, _, endings in taken for ending in endings]
             ended: list[Outcome] = []
-            while self._ran:
-                _, calls, endings = self._ran.popleft()
-                started += calls
-                ran += endings
             if all:
                 ended, self._ended = self._ended, []
-            if started or ended:
+            if not started and not ended:
+                return
+            try:
                 deferred = self._recorder.record(started, ran, ended, self._keep)
-                self.resting.noting([Outcome(d, Result.DEFERRED) for d in deferred])
-                self.deferred += deferred
+            except BaseException:
+                if not all:  # its lane tries, and fails if it must: nobody else knows of them
+                    self._ran.extendleft(reversed(taken))
+                raise
+            self.resting.noting([Outcome(d, Result.DEFERRED) for d in deferred])
+            self.deferred += deferred
 
 
 class _Overdue:

@@ -233,6 +233,54 @@ def test_what_was_quick_does_not_wait_for_what_is_slow(make_bench):
     assert settled(bench)
 
 
+def test_endings_a_bug_kept_from_being_recorded_beside_the_lane_are_recorded_by_it(
+    make_bench, monkeypatch
+):
+    """Nobody else knows of them: dropped, they would hold back their partition until a restart."""
+    # Given
+    bench, record, failed = make_bench(SHORT), PlainRunner.record, threading.Event()
+
+    def fail_once(self, started, endings):
+        if not failed.is_set():
+            failed.set()
+            raise TypeError("a bug")
+        return record(self, started, endings)
+
+    monkeypatch.setattr(PlainRunner, "record", fail_once)
+
+    def look(number):
+        if number == 1:
+            assert failed.wait(WAIT)
+
+    as_job(look, atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    # When
+    deferred = bench.run()
+    # Then
+    assert (deferred, states()) == ([], ["completed"] * 3)
+    assert settled(bench)
+
+
+def test_endings_a_bug_kept_from_being_recorded_at_all_run_again(make_bench, monkeypatch):
+    """The worker does not go on taking them for another lane's."""
+    # Given
+    bench, ran, record = make_bench(AMPLE), [], PlainRunner.record
+
+    def fail(self, started, endings):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(PlainRunner, "record", fail)
+    as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(2)])
+    deliveries = bench.poll()
+    with pytest.raises(TypeError, match="a bug"):
+        bench.run(deliveries)
+    # When
+    monkeypatch.setattr(PlainRunner, "record", record)
+    deferred = bench.run(deliveries)
+    # Then
+    assert (deferred, ran, states()) == ([], [0, 1, 0, 1], ["completed"] * 2)
+    assert settled(bench)
+
+
 def test_a_batch_is_one_call_and_recorded_like_one(make_bench):
     bench, calls = make_bench(NEXT_TO_NONE), []
 
