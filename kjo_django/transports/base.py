@@ -21,6 +21,18 @@ class TopicPartition(NamedTuple):
     partition: int
 
 
+class GroupOffsets(NamedTuple):
+    """Where a consumer group is in one partition."""
+
+    lag: int
+    """Records not acknowledged yet."""
+    committed: int | None = None
+    """The offset it reads next after a crash; None where it has committed nothing, or there are no
+    offsets."""
+    end: int | None = None
+    """The offset the next record published gets; None where there are no offsets."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a transport can do; callers ask before they rely on it."""
@@ -262,6 +274,11 @@ class Transport(abc.ABC):
     def lag(self, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
         """Return the group's records not yet acknowledged, by partition, without joining it."""
         return {}
+
+    def offsets(self, topics: Sequence[str], group: str) -> dict[TopicPartition, GroupOffsets]:
+        """Return where the group is in each partition, without joining it; no dearer than ``lag``,
+        and it raises what that raises. Default: the lag, of what is no log."""
+        return {where: GroupOffsets(lag) for where, lag in self.lag(topics, group).items()}
 
     def probe(self, timeout: float) -> str:
         """Answer within ``timeout`` seconds with a short description of what was reached.

@@ -31,6 +31,26 @@ class Telling(Suite):
         self.settle(subscription, records[2:])
         eventually(lambda: lag() == 0, self.within, "no lag")
 
+    def test_offsets_agree_with_the_lag(self, transport: Transport, topic: str, group: str) -> None:
+        self.publish_values(transport, topic, b"1", b"2", b"3")
+        subscription = self.subscribe(transport, topic, group)
+        self.settle(subscription, self.read(subscription, 3)[:2])
+
+        def agreed() -> bool:
+            assert subscription.poll(0, 0.02) == []
+            offsets = transport.offsets([topic], group)
+            if not offsets:
+                pytest.skip("does not know its lag")
+            assert all(
+                each.committed is None or each.end - each.committed == each.lag
+                for each in offsets.values()
+                if each.end is not None
+            )
+            lags = {where: each.lag for where, each in offsets.items()}
+            return sum(lags.values()) == 1 and lags == transport.lag([topic], group)
+
+        eventually(agreed, self.within, "a lag of 1, however it is asked for")
+
     def test_a_healthy_subscription_reports_no_error(
         self, transport: Transport, topic: str, group: str
     ) -> None:

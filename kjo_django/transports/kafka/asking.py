@@ -15,7 +15,7 @@ from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, 
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from kjo_django.exceptions import PublishError
-from kjo_django.transports.base import TopicPartition
+from kjo_django.transports.base import GroupOffsets, TopicPartition
 from kjo_django.transports.kafka.clients import (
     PerProcess,
     after_fork,
@@ -64,12 +64,13 @@ class Asker:
         with self._asking:
             return self._topic(self._consumer.get(), name)
 
-    def lag(self, names: Iterable[str]) -> dict[TopicPartition, int]:
-        """Return end minus committed offset, or minus the earliest where nothing is committed."""
+    def offsets(self, names: Iterable[str]) -> dict[TopicPartition, GroupOffsets]:
+        """Return the committed and the end offset; the lag is what is between them, or after the
+        earliest where nothing is committed."""
         with self._asking:
             consumer = self._consumer.get()
             try:
-                return self._lag(consumer, names)
+                return self._offsets(consumer, names)
             except KafkaException as error:
                 raise PublishError(f"Kafka, group {self._group}: {_reason(error)}") from error
             finally:
@@ -101,7 +102,9 @@ class Asker:
             return None
         raise PublishError(f"Kafka, {name}: {describe(topic.error)}")
 
-    def _lag(self, consumer: Consumer, names: Iterable[str]) -> dict[TopicPartition, int]:
+    def _offsets(
+        self, consumer: Consumer, names: Iterable[str]
+    ) -> dict[TopicPartition, GroupOffsets]:
         topics = {name: self._topic(consumer, name) for name in dict.fromkeys(names)}
         partitions = [
             KafkaPartition(name, number)
@@ -115,7 +118,14 @@ class Asker:
         ends = self._edges(consumer, partitions, OFFSET_END)
         new = [each for each in partitions if committed[_key(each)] < 0]
         starts = {**committed, **self._edges(consumer, new, OFFSET_BEGINNING)}
-        return {where: max(0, end - starts[where]) for where, end in ends.items()}
+        return {
+            where: GroupOffsets(
+                lag=max(0, end - starts[where]),
+                committed=committed[where] if committed[where] >= 0 else None,
+                end=end,
+            )
+            for where, end in ends.items()
+        }
 
     def _edges(
         self, consumer: Consumer, partitions: Sequence[KafkaPartition], edge: int

@@ -22,7 +22,12 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 
 from kjo_django.exceptions import PublishError
-from kjo_django.transports.base import TopicDescription, TopicPartition, TopicSpec
+from kjo_django.transports.base import (
+    GroupOffsets,
+    TopicDescription,
+    TopicPartition,
+    TopicSpec,
+)
 from kjo_django.transports.kafka.asking import Asker
 from kjo_django.transports.kafka.clients import PerProcess, describe, error_of, logger, make, quiet
 from kjo_django.transports.kafka.options import KafkaOptions, guarded
@@ -71,12 +76,12 @@ class Topics:
         configs = self._configs(found)
         return [self._description(name, topics[name], configs) for name in names]
 
-    def lag(self, names: Sequence[str], group: str) -> dict[TopicPartition, int]:
-        """Return how far a group is behind in each partition of these topics."""
+    def offsets(self, names: Sequence[str], group: str) -> dict[TopicPartition, GroupOffsets]:
+        """Return where a group is in each partition of these topics."""
         asker = self._askers.get(group)
         if asker is None:
             asker = self._askers.setdefault(group, Asker(self._options, group))
-        return asker.lag(names)
+        return asker.offsets(names)
 
     def probe(self, timeout: float) -> str:
         """Name what answered."""

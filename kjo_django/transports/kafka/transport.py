@@ -11,6 +11,7 @@ from typing import Any
 from kjo_django.transports.base import (
     AssignedCallback,
     Capabilities,
+    GroupOffsets,
     OutgoingRecord,
     Published,
     RevokedCallback,
@@ -71,7 +72,10 @@ class KafkaTransport(Transport):
         return self._topics.describe(names)
 
     def lag(self, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
-        return self._topics.lag(topics, group)
+        return {where: each.lag for where, each in self.offsets(topics, group).items()}
+
+    def offsets(self, topics: Sequence[str], group: str) -> dict[TopicPartition, GroupOffsets]:
+        return self._topics.offsets(topics, group)
 
     def probe(self, timeout: float) -> str:
         return self._topics.probe(timeout)
