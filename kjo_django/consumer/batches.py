@@ -190,8 +190,8 @@ class Batch:
         return ran
 
     def _enter(self, watch: TimeoutWatch) -> None:
-        for item in self.items:
-            watch.running.enter(item)
+        for delivery, item in self._items.items():
+            watch.running.enter(item, delivery)
 
     def _leave(self, watch: TimeoutWatch) -> None:
         for item in self.items:

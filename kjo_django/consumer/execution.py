@@ -115,7 +115,7 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
     handler = delivery.handler
     assert handler is not None
     limit = time_limit(delivery)
-    watch.running.enter(context)
+    watch.running.enter(context, delivery)
     try:
         with Running((delivery,), (context,), inheritable(delivery.record.headers)):
             positional, named = arguments_of(delivery, context)
@@ -184,7 +184,7 @@ async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) ->
     started_at, start = timezone.now(), time.perf_counter()
     handler = delivery.handler
     assert handler is not None
-    watch.running.enter(context)
+    watch.running.enter(context, delivery)
     try:
         with Running((delivery,), (context,), inheritable(delivery.record.headers)):
             positional, named = arguments_of(delivery, context)

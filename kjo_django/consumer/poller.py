@@ -7,8 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 
 from django.db import connections
+from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, get_settings
@@ -51,7 +53,7 @@ class Poller:
         on_skipped: Callable[[QueueConf], None] = lambda queue: None,
     ) -> None:
         self._transport = transport
-        self._group = group
+        self.group = group
         self._lanes = lanes
         self._max_outstanding = max_outstanding
         self._on_error = on_error
@@ -69,6 +71,8 @@ class Poller:
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"kjo-poll-{group}", daemon=True)
         self.polled_count = 0
+        self.rebalanced_at: datetime | None = None
+        """When partitions were given to it or taken from it last."""
 
     @property
     def topics(self) -> list[str]:
@@ -121,6 +125,12 @@ class Poller:
         with self._lock:
             self._resume_at[partition] = time.monotonic() + seconds
 
+    def resting(self) -> dict[TopicPartition, float]:
+        """Return the partitions that rest, with the seconds they still will; thread-safe."""
+        now = time.monotonic()
+        with self._lock:
+            return {tp: due - now for tp, due in self._resume_at.items() if due > now}
+
     # --- The thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -146,9 +156,10 @@ class Poller:
     def _poll_until_closed(self) -> None:
         subscription = self._transport.subscribe(
             self.topics,
-            self._group,
+            self.group,
             lease=get_settings().record_lease,
             on_revoked=self._on_revoked,
+            on_assigned=self._on_assigned,
         )
         self._subscription = subscription
         self._paused_topics = frozenset()
@@ -197,9 +208,13 @@ class Poller:
 
     def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
         """Called within poll: forget what waits, let what runs end, bounded and lock-free."""
+        self.rebalanced_at = timezone.now()
         self._lanes.discard(partitions)
         if not lost and not self._lanes.wait_for(partitions, REVOKE_WAIT):
             logger.warning("A rebalance did not wait for long jobs of %s", partitions)
+
+    def _on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
+        self.rebalanced_at = timezone.now()
 
     # --- Pauses -----------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 from kjo_django.backends import get_coordination
 from kjo_django.consumer.context import Abort, JobContext
+from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import CoordinationError
+from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")
 
@@ -31,6 +33,16 @@ class Progress(NamedTuple):
 
     percent: float | None
     text: str
+
+
+class Run(NamedTuple):
+    """One handler that runs."""
+
+    job_id: str
+    handler: str
+    record: Record
+    seconds: float
+    """For how long it has."""
 
 
 def abort_name(job_id: str) -> str:
@@ -66,11 +78,11 @@ class RunningJobs:
     """Contexts of running handlers. Lanes enter and leave; the heartbeat looks after them."""
 
     def __init__(self) -> None:
-        self._contexts: dict[int, tuple[JobContext, float]] = {}
+        self._contexts: dict[int, tuple[JobContext, float, Delivery]] = {}
 
-    def enter(self, context: JobContext) -> None:
+    def enter(self, context: JobContext, delivery: Delivery) -> None:
         """Note that a handler starts."""
-        self._contexts[id(context)] = (context, time.monotonic())
+        self._contexts[id(context)] = (context, time.monotonic(), delivery)
 
     def leave(self, context: JobContext) -> None:
         """Note that it ended."""
@@ -78,8 +90,18 @@ class RunningJobs:
 
     def abort_all(self, reason: Abort) -> None:
         """Ask every handler to end."""
-        for context, _ in list(self._contexts.values()):
+        for context, _, _ in list(self._contexts.values()):
             context.abort(reason)
+
+    def longest(self, count: int) -> list[Run]:
+        """Return those that have run longest, without those that have only begun; thread-safe."""
+        now = time.monotonic()
+        runs = [
+            Run(context.job_id, delivery.kind, delivery.record, now - since)
+            for context, since, delivery in list(self._contexts.values())
+        ]
+        settled = [run for run in runs if run.seconds >= SETTLED_AFTER]
+        return sorted(settled, key=lambda run: -run.seconds)[:count]
 
     def look_after(self, token: str) -> None:
         """Store progress, and abort those whose cancellation is asked for or whose lease is gone.
@@ -87,7 +109,7 @@ class RunningJobs:
         :param token: this worker's.
         """
         settled = time.monotonic() - SETTLED_AFTER
-        contexts = [c for c, since in list(self._contexts.values()) if since <= settled]
+        contexts = [c for c, since, _ in list(self._contexts.values()) if since <= settled]
         if not contexts:
             return
         try:

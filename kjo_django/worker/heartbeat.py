@@ -15,6 +15,7 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer.connections import drop_broken_connections
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.producer.dispatch import jobs_database
+from kjo_django.worker.holding import held
 from kjo_django.worker.sessions import end_sessions_of_the_dead
 
 if TYPE_CHECKING:
@@ -116,9 +117,7 @@ class Heartbeat:
             "processed_count": worker.statistics.processed,
             "failed_count": worker.statistics.failed,
             "in_flight_count": worker.lanes.outstanding,
-            "partitions": sorted(
-                [tp.topic, tp.partition] for poller in worker.pollers for tp in poller.partitions
-            ),
+            "partitions": [each.stored() for each in held(worker)],
             "rss_bytes": memory_bytes(),
             "last_error": worker.last_error[:500],
             "started_at": worker.statistics.started_at,

@@ -269,6 +269,38 @@ def test_a_rest_does_not_resume_a_queue_an_operator_paused(polling, lanes):
     assert "resume" not in {name for name, _ in asked}
 
 
+def test_it_tells_when_its_partitions_changed_last(make):
+    # Given one that has both
+    first = make()
+    assert first.rebalanced_at is None
+    first.start()
+    eventually(lambda: len(first.partitions) == 2)
+    alone = first.rebalanced_at
+    assert alone is not None
+    # When a second takes one of them
+    second = make()
+    second.start()
+    eventually(lambda: len(first.partitions) == len(second.partitions) == 1)
+    # Then both tell
+    assert alone < first.rebalanced_at <= second.rebalanced_at
+    # And when it is given back, the first does again
+    shared = first.rebalanced_at
+    second.close(WAIT)
+    first.wake()
+    eventually(lambda: len(first.partitions) == 2)
+    eventually(lambda: first.rebalanced_at > shared)
+
+
+def test_it_tells_which_partitions_rest_and_for_how_long(make):
+    poller = make()
+    assert poller.resting() == {}
+    poller.pause_for(BOTH[0], 60)
+    poller.pause_for(BOTH[1], -1)
+    (rest,) = poller.resting().items()
+    assert rest[0] == BOTH[0]
+    assert 59 < rest[1] <= 60
+
+
 def test_a_poller_that_fails_tells_and_starts_over(make, lanes, monkeypatch):
     # Given
     told: list[str | None] = []

@@ -16,8 +16,10 @@ from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.backends import get_coordination, get_transport
+from kjo_django.conf import get_settings
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
+from kjo_django.operations.assignments import Assignment, assignments, rebalanced_at
 from kjo_django.worker import Worker
 from tests.ledger.jobs import always_fails, give, write, write_async, write_keyed, write_outside
 from tests.ledger.models import Entry
@@ -350,6 +352,52 @@ def test_it_is_known_while_it_lives_and_says_goodbye():
     assert row.state == "stopped"
     assert row.heartbeat_at <= timezone.now()
     assert sum(bucket.completed_count for bucket in MetricBucket.objects.all()) == 1
+
+
+def rows_by_name() -> dict[str, list[Assignment]]:
+    rows = WorkerRow.objects.filter(state="running")
+    return {row.name: assignments(row.partitions) for row in rows}
+
+
+def test_its_row_tells_when_a_rebalance_changed_its_partitions(settings):
+    # Given one that has all there is
+    topics = {"partitions": 2, "replication_factor": 1}
+    settings.KJO = {**settings.KJO, **MEMORY, "TOPIC_OPTIONS": topics}
+    with Running(name="one"):
+        wait_until(lambda: len(rows_by_name().get("one", ())) == 2)
+        alone = rows_by_name()["one"]
+        assert {each.group for each in alone} == {get_settings().queue("ledger").consumer_group}
+        # When a second comes
+        with Running(name="two"):
+            wait_until(lambda: list(map(len, rows_by_name().values())) == [1, 1])
+            # Then the rows of both say so, and when
+            both = rows_by_name()
+            assert rebalanced_at(both["one"]) > rebalanced_at(alone)
+            assert rebalanced_at(both["two"]) > rebalanced_at(alone)
+        # And when it has left, the first one's says that
+        wait_until(lambda: len(rows_by_name()["one"]) == 2)
+        assert rebalanced_at(rows_by_name()["one"]) > rebalanced_at(both["one"])
+
+
+def test_its_row_names_the_job_that_runs(transport):
+    release = threading.Event()
+
+    def hold():
+        release.wait(WAIT)
+
+    def told() -> list[tuple[str, str]]:
+        held = rows_by_name().get("one", ())
+        return [(job.id, job.handler) for each in held for job in each.running]
+
+    holding = as_job(hold, atomic=False)
+    with Running(name="one"):
+        try:
+            job_id = holding.enqueue().job_id
+            wait_until(lambda: told() == [(str(job_id), "bench.hold")])
+        finally:
+            release.set()
+        # And no longer than it does
+        wait_until(lambda: told() == [])
 
 
 def test_it_touches_its_heartbeat_file(tmp_path):
