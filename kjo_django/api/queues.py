@@ -79,12 +79,36 @@ class Queues(Shape):
     is_capped = serializers.BooleanField(help_text="Whether a count is a lower bound.")
 
 
+class PartitionOffsets(Shape):
+    """Where the consumer group is in one partition of the queue's topic."""
+
+    partition = serializers.IntegerField()
+    committed = serializers.IntegerField(
+        allow_null=True, help_text="null: nothing yet, or the transport has no offsets."
+    )
+    end = serializers.IntegerField(
+        allow_null=True, help_text="Of the next message; null: the transport has no offsets."
+    )
+    lag = serializers.IntegerField()
+
+
 class QueueDetail(Queue):
     """A queue with how far its consumers are behind."""
 
     lag = serializers.IntegerField(allow_null=True, help_text="Messages; null: not known.")
     lag_by_partition = serializers.DictField(child=serializers.IntegerField())
     lag_error = serializers.CharField(allow_null=True, help_text="Why it is not known.")
+    partitions = PartitionOffsets(many=True, help_text="Empty where the lag is not known.")
+    lag_per_minute = serializers.FloatField(
+        allow_null=True,
+        help_text="What the lag grew by, of the last five minutes; null: not known.",
+    )
+    lag_trend = serializers.CharField(
+        allow_null=True, help_text="growing, steady or shrinking; null: not known."
+    )
+    per_minute = serializers.FloatField(
+        help_text="Messages settled, of the last five whole minutes."
+    )
 
 
 class QueueOutcome(Shape):

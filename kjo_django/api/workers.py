@@ -18,6 +18,7 @@ from kjo_django.api.paging import PageQuery, page
 from kjo_django.api.problems import Conflict
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations import workers
+from kjo_django.operations.assignments import assignments, rebalanced_at
 from kjo_django.operations.status import alive_within
 from kjo_django.operations.workers import AskResult
 from kjo_django.producer.dispatch import jobs_database
@@ -29,7 +30,7 @@ _PLAIN = (
     *("is_relaying", "in_flight_count", "processed_count", "failed_count", "started_at"),
     "heartbeat_at",
 )
-_DETAILS = ("partitions", "rss_bytes", "last_error")
+_DETAILS = ("rss_bytes", "last_error")
 
 
 class Worker(Shape):
@@ -58,10 +59,38 @@ class Worker(Shape):
 WorkerPage = page_of(Worker)
 
 
+class RunningJob(Shape):
+    """A job that ran in a worker when it showed its last sign of life."""
+
+    id = serializers.CharField(help_text="The job's, or that of a message nobody enqueued here.")
+    handler = serializers.CharField(allow_blank=True)
+    started_at = serializers.DateTimeField()
+
+
+class HeldPartition(Shape):
+    """A partition that is a worker's."""
+
+    group = serializers.CharField(
+        allow_null=True, help_text="The consumer group; null: an older release wrote it."
+    )
+    topic = serializers.CharField()
+    partition = serializers.IntegerField(help_text="0 where the transport has no partitions.")
+    rebalanced_at = serializers.DateTimeField(
+        allow_null=True, help_text="When the worker's assignment in the group changed last."
+    )
+    resting_until = serializers.DateTimeField(
+        allow_null=True, help_text="It hands out nothing until then."
+    )
+    running = RunningJob(many=True, help_text="Those that have run longest; five of a worker.")
+
+
 class WorkerDetail(Worker):
     """A worker with what it holds and what it met last."""
 
-    partitions = serializers.ListField(child=serializers.JSONField())
+    partitions = HeldPartition(many=True)
+    rebalanced_at = serializers.DateTimeField(
+        allow_null=True, help_text="When its partitions changed last; null: it has none."
+    )
     rss_bytes = serializers.IntegerField(allow_null=True)
     last_error = serializers.CharField(allow_blank=True)
 
@@ -105,7 +134,9 @@ class WorkerView(KjoView):
     def get(self, request: Request, id: str) -> Response:
         """Tell of one worker."""
         row = find(id)
+        held = assignments(row.partitions)
         answer = summary(row) | {name: getattr(row, name) for name in _DETAILS}
+        answer |= {"partitions": held, "rebalanced_at": rebalanced_at(held)}
         return Response(WorkerDetail(answer).data)
 
 

@@ -14,6 +14,7 @@ from kjo_django.conf import Settings, get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
 from kjo_django.operations import queues as queue_operations
+from kjo_django.operations.assignments import assignments, rebalanced_at
 from kjo_django.operations.counting import (
     COUNT_LIMIT,
     bounded_count,
@@ -21,6 +22,7 @@ from kjo_django.operations.counting import (
     many_grouped_counts,
     seconds_since,
 )
+from kjo_django.operations.rates import add_rates
 from kjo_django.producer.dispatch import is_transactional, jobs_database
 from kjo_django.states import AWAITING_PUBLISH, JobState
 
@@ -43,6 +45,7 @@ def status(queues: Iterable[str] | None = None) -> dict[str, Any]:
     """
     now = timezone.now()
     rows, is_capped = queue_rows(queues, now)
+    add_rates(rows)
     return {
         "now": now.isoformat(),
         "queues": rows,
@@ -176,37 +179,40 @@ def relay(now: datetime | None = None) -> dict[str, Any]:
 def workers(now: datetime | None = None) -> list[dict[str, Any]]:
     """Return the workers that have not said goodbye, the living ones first."""
     now = now or timezone.now()
-    within = alive_within()
     rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
-    found = [
-        {
-            "id": str(worker.pk),
-            "name": worker.name,
-            "host": worker.hostname,
-            "pid": worker.pid,
-            "state": worker.state,
-            "asked_to": worker.wish or None,
-            "release": worker.release or None,
-            "is_alive": worker.heartbeat_at >= now - within,
-            "heartbeat_age_seconds": seconds_since(worker.heartbeat_at, now),
-            "queues": worker.queues,
-            "is_relaying": worker.is_relaying,
-            "concurrency": worker.concurrency,
-            "in_flight": worker.in_flight_count,
-            "processed": worker.processed_count,
-            "failed": worker.failed_count,
-            "partitions": worker.partitions,
-            "memory_bytes": worker.rss_bytes,
-            "last_error": worker.last_error or None,
-            "started_at": worker.started_at.isoformat(),
-        }
-        for worker in rows.order_by("-heartbeat_at")[:500]
-    ]
+    found = [_worker(worker, now) for worker in rows.order_by("-heartbeat_at")[:500]]
     return sorted(found, key=lambda worker: not worker["is_alive"])
 
 
+def _worker(worker: Worker, now: datetime) -> dict[str, Any]:
+    held = assignments(worker.partitions)
+    return {
+        "id": str(worker.pk),
+        "name": worker.name,
+        "host": worker.hostname,
+        "pid": worker.pid,
+        "state": worker.state,
+        "asked_to": worker.wish or None,
+        "release": worker.release or None,
+        "is_alive": worker.heartbeat_at >= now - alive_within(),
+        "heartbeat_age_seconds": seconds_since(worker.heartbeat_at, now),
+        "queues": [str(each) for each in worker.queues] if isinstance(worker.queues, list) else [],
+        "is_relaying": worker.is_relaying,
+        "concurrency": worker.concurrency,
+        "in_flight": worker.in_flight_count,
+        "processed": worker.processed_count,
+        "failed": worker.failed_count,
+        "partitions": [each.told() for each in held],
+        "rebalanced_at": (at := rebalanced_at(held)) and at.isoformat(),
+        "memory_bytes": worker.rss_bytes,
+        "last_error": worker.last_error or None,
+        "started_at": worker.started_at.isoformat(),
+        "uptime_seconds": seconds_since(worker.started_at, worker.heartbeat_at),
+    }
+
+
 def add_lags(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to each queue how far its group is behind, or why that is not known.
+    """Add to each queue where its group is and how far behind, or why that is not known.
 
     One question for each group; one refusal is enough of a transport that is away.
     """
@@ -215,17 +221,19 @@ def add_lags(rows: Sequence[dict[str, Any]]) -> None:
         groups.setdefault((row["transport"], row["consumer_group"]), []).append(row)
     refusals: dict[str, str] = {}
     for (transport, group), members in groups.items():
-        lags: dict[str, dict[str, int]] = {row["topic"]: {} for row in members}
+        places: dict[str, list[dict[str, Any]]] = {row["topic"]: [] for row in members}
         if transport not in refusals:
             try:
-                found = get_transport(transport).lag(sorted(lags), group)
-                for place, count in sorted(found.items()):
-                    lags[place.topic][str(place.partition)] = count
+                found = get_transport(transport).offsets(sorted(places), group)
+                for place, offsets in sorted(found.items()):
+                    at = {"partition": place.partition, **offsets._asdict()}
+                    places[place.topic].append(at)
             except PublishError as error:
                 refusals[transport] = str(error)
         error_text = refusals.get(transport)
         for row in members:
-            by_partition = lags[row["topic"]]
+            row["partitions"] = [] if error_text else places[row["topic"]]
+            by_partition = {str(each["partition"]): each["lag"] for each in row["partitions"]}
             row["lag"] = None if error_text else sum(by_partition.values())
-            row["lag_by_partition"] = {} if error_text else by_partition
+            row["lag_by_partition"] = by_partition
             row["lag_error"] = error_text

@@ -9,6 +9,7 @@ from kjo_django.admin.display import badge, inert, show_text, show_value
 
 register = template.Library()
 register.filter("number", figures.number)
+register.filter("exact", figures.exact)
 register.filter("capped", figures.capped)
 register.filter("duration", figures.duration)
 register.filter("size", figures.size)

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 from django.contrib.admin.models import LogEntry
+from django.utils import timezone
 from rest_framework.test import APIClient
 
 from kjo_django import signals
 from kjo_django.models import QueueControl, Worker
 from kjo_django.operations.health import Check
+from kjo_django.transports.base import GroupOffsets, TopicPartition
+from kjo_django.transports.database import DatabaseTransport
 from tests.api.conftest import Login, errors_of, problem_of
 from tests.factories import (
     DeadLetterFactory,
@@ -151,7 +154,35 @@ def test_workers_are_listed_by_state(operator: APIClient) -> None:
     (told,) = operator.get("/kjo/workers/", {"state": "running"}).json()["results"]
     assert told["id"] == str(running.pk)
     told = operator.get(f"/kjo/workers/{running.pk}/").json()
-    assert told["partitions"] == [["default", 0]]
+    assert [(each["topic"], each["partition"]) for each in told["partitions"]] == [("default", 0)]
+
+
+def test_a_worker_tells_what_it_holds_and_what_runs_there(operator: APIClient) -> None:
+    moment = timezone.localtime().replace(microsecond=0).isoformat()
+    job = {"id": "1", "handler": "shop.send", "started_at": moment}
+    held = {"group": "g", "topic": "default", "partition": 3, "rebalanced_at": moment}
+    # Given one as an older release wrote it, one as this does, and one that makes no sense
+    worker = WorkerFactory(partitions=[["default", 0], {**held, "running": [job]}, {"topic": 5}])
+    # When
+    told = operator.get(f"/kjo/workers/{worker.pk}/").json()
+    # Then
+    nothing = {"rebalanced_at": None, "resting_until": None, "running": []}
+    assert told["partitions"] == [
+        {"group": None, "topic": "default", "partition": 0, **nothing},
+        {**nothing, **held, "running": [job]},
+    ]
+    assert told["rebalanced_at"] == moment
+
+
+def test_a_queue_tells_where_its_group_is_in_each_partition(
+    operator: APIClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {TopicPartition("mails", 1): GroupOffsets(lag=3, committed=7, end=10)}
+    monkeypatch.setattr(DatabaseTransport, "offsets", lambda self, topics, group: found)
+    told = operator.get("/kjo/queues/mails/").json()
+    assert told["partitions"] == [{"partition": 1, "committed": 7, "end": 10, "lag": 3}]
+    assert (told["lag"], told["lag_by_partition"]) == (3, {"1": 3})
+    assert (told["per_minute"], told["lag_per_minute"], told["lag_trend"]) == (0.0, None, None)
 
 
 # --- The rest -------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
-"""Consumers: groups, their partitions and lag, the workers, and quieting and stopping these."""
+"""Consumers: the workers, and by group who has which partition and how far it is; quieting and
+stopping workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -13,84 +16,218 @@ from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from kjo_django.admin.dashboard.desk import Desk, Screen, shared
+from kjo_django.admin.dashboard.desk import Desk, Screen, forget, shared
+from kjo_django.admin.dashboard.figures import number
+from kjo_django.conf import get_settings
 from kjo_django.models import Worker
 from kjo_django.operations import workers
+from kjo_django.operations.assignments import Assignment, RunningJob, assignments, rebalanced_at
 from kjo_django.operations.counting import seconds_since
+from kjo_django.operations.health import shares_by_partition
 from kjo_django.operations.queues import overview
-from kjo_django.operations.status import add_lags, alive_within
+from kjo_django.operations.rates import MINUTES, Trend, add_rates
+from kjo_django.operations.status import add_lags
+from kjo_django.operations.status import workers as known_workers
 from kjo_django.producer.dispatch import jobs_database
 
 SHOWN = 200
+PARTITIONS_SHOWN = 500
+"""Of one topic."""
+RUNNING_SHOWN = 3
+"""Jobs of one worker that are named, those that have run longest."""
 LAG_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker of a group, and what it holds there."""
+
+    worker: dict[str, Any]
+    held: list[Assignment]
+
+    @property
+    def rebalanced_at(self) -> datetime | None:
+        """When that changed last, as far as its row says."""
+        return rebalanced_at(self.held)
 
 
 def show(desk: Desk) -> HttpResponse:
     """Return groups and workers."""
-    queues = shared("lags", _lags, LAG_SECONDS)
-    rows = _workers()
+    queues = shared("queues of groups", _queues, LAG_SECONDS)
+    rows = [Member(row, assignments(row["partitions"])) for row in shared("workers", known_workers)]
+    living = [row for row in rows if row.worker["is_alive"]]
     return desk.show(
         "consumers.html",
         {
-            "groups": _groups(queues, rows),
-            "workers": rows,
+            "groups": _groups(queues, living),
+            "workers": [_worker(desk, row) for row in sorted(rows, key=_order)[:SHOWN]],
             "shown": SHOWN,
-            "summary": _("%d workers are alive") % sum(row["is_alive"] for row in rows),
+            "minutes": MINUTES,
+            "summary": _("%d workers are alive") % len(living),
         },
         title=_("Consumers"),
     )
 
 
-def _lags() -> list[dict[str, Any]]:
+def _queues() -> list[dict[str, Any]]:
     rows = overview()
     add_lags(rows)
+    add_rates(rows)
     return rows
 
 
-def _workers() -> list[dict[str, Any]]:
-    now = timezone.now()
-    within = alive_within()
-    rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
-    found = [
-        {
-            "worker": worker,
-            "is_alive": worker.heartbeat_at >= now - within,
-            "age": seconds_since(worker.heartbeat_at, now),
-            "uptime": seconds_since(worker.started_at, worker.heartbeat_at),
-        }
-        for worker in rows.order_by("-heartbeat_at")[:SHOWN]
-    ]
-    return sorted(found, key=lambda row: (not row["is_alive"], row["worker"].name))
+# --- Workers --------------------------------------------------------------------------------------
 
 
-def _groups(queues: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    owners = {
-        (topic, str(partition)): row["worker"].name
-        for row in reversed(rows)
-        if row["is_alive"]
-        for topic, partition in row["worker"].partitions
+def _order(row: Member) -> tuple[bool, str]:
+    return not row.worker["is_alive"], row.worker["name"]
+
+
+def _worker(desk: Desk, row: Member) -> dict[str, Any]:
+    worker = row.worker
+    running = sorted(
+        (job for each in row.held for job in each.running), key=lambda job: job.started_at
+    )
+    return {
+        **worker,
+        "state_label": Worker.State(worker["state"]).label,
+        "wish_label": Worker.Wish(worker["asked_to"] or "").label,
+        "rebalanced_at": row.rebalanced_at,
+        "running": [_running(desk, job) for job in running[:RUNNING_SHOWN]],
     }
+
+
+def _running(desk: Desk, job: RunningJob) -> dict[str, Any]:
+    try:
+        url = desk.url("job", UUID(job.id)) if desk.may("view_job") else ""
+    except ValueError:  # the id of a message that nobody enqueued here
+        url = ""
+    return {
+        "handler": job.handler or job.id,
+        "url": url,
+        "seconds": seconds_since(job.started_at, timezone.now()),
+    }
+
+
+# --- Groups ---------------------------------------------------------------------------------------
+
+
+def _groups(queues: Iterable[dict[str, Any]], living: Sequence[Member]) -> list[dict[str, Any]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for queue in queues:
-        held = {
-            partition: name
-            for (topic, partition), name in owners.items()
-            if topic == queue["topic"]
-        }
-        lags = queue["lag_by_partition"]
-        groups.setdefault(queue["consumer_group"], []).append(
-            {
-                **queue,
-                "partitions": [
-                    {"number": number, "lag": lags.get(number), "owner": held.get(number)}
-                    for number in sorted({*lags, *held}, key=int)
-                ],
-            }
-        )
-    return [
-        {"name": name, "queues": members, "lag": sum(each["lag"] or 0 for each in members)}
-        for name, members in sorted(groups.items())
+        groups.setdefault(queue["consumer_group"], []).append(queue)
+    return [_group(name, of_group, living) for name, of_group in sorted(groups.items())]
+
+
+def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) -> dict[str, Any]:
+    by_topic: dict[str, list[dict[str, Any]]] = {}
+    for queue in queues:
+        by_topic.setdefault(queue["topic"], []).append(queue)
+    names = {queue["queue"] for queue in queues}
+    members = [
+        Member(row.worker, [each for each in row.held if _is_of(each, name, by_topic)])
+        for row in living
+        if not row.worker["queues"] or names & set(row.worker["queues"])
     ]
+    topics = [_topic(topic, sharing, members) for topic, sharing in by_topic.items()]
+    lags = [topic["lag"] for topic in topics if topic["lag"] is not None]
+    return {
+        "name": name,
+        "lag": sum(lags) if lags else None,
+        "members": sorted(members, key=_order),
+        "rebalanced_at": rebalanced_at([each for member in members for each in member.held]),
+        "topics": topics,
+    }
+
+
+def _is_of(held: Assignment, group: str, topics: Iterable[str]) -> bool:
+    """Rows of an older release do not tell the group."""
+    return held.topic in topics and held.group in (group, None)
+
+
+def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) -> dict[str, Any]:
+    """Return a topic of a group; queues that share it share its partitions and its lag."""
+    first = queues[0]
+    holders: dict[int, list[tuple[Assignment, Member]]] = {}
+    for member in members:
+        for held in member.held:
+            if held.topic == topic:
+                holders.setdefault(held.partition, []).append((held, member))
+    is_paused = any(queue["is_paused"] for queue in queues)
+    has_one_owner = shares_by_partition(get_settings().queue(first["queue"]))
+    known = {each["partition"]: each for each in first["partitions"]}
+    numbers = sorted(known.keys() | holders.keys())
+    return {
+        "name": topic,
+        "queues": [queue["queue"] for queue in queues if queue["queue"] != topic],
+        "lag": first["lag"],
+        "lag_error": first["lag_error"],
+        "trend": _trend(first),
+        "is_growing": first["lag_trend"] == Trend.GROWING,
+        "per_minute": sum(queue["per_minute"] for queue in queues),
+        "partitions": [
+            _partition(number, known.get(number), holders.get(number, ()), is_paused, has_one_owner)
+            for number in numbers[:PARTITIONS_SHOWN]
+        ],
+        "hidden_count": max(0, len(numbers) - PARTITIONS_SHOWN),
+    }
+
+
+def _partition(
+    number: int,
+    offsets: dict[str, Any] | None,
+    holders: Sequence[tuple[Assignment, Member]],
+    is_paused: bool,
+    has_one_owner: bool,
+) -> dict[str, Any]:
+    # The last to be given a partition has it: of one that was killed the row says so for a while.
+    holders = sorted(holders, key=_given_at, reverse=True)[: 1 if has_one_owner else None]
+    held = [each for each, _member in holders]
+    return {
+        "number": number,
+        **(offsets or {"lag": None, "committed": None, "end": None}),
+        "state": _state(holders, is_paused),
+        "owners": [member.worker["name"] for _held, member in holders],
+        "rebalanced_at": rebalanced_at(held),
+    }
+
+
+def _given_at(holder: tuple[Assignment, Member]) -> float:
+    at = holder[0].rebalanced_at
+    return at.timestamp() if at is not None else 0.0
+
+
+def _state(holders: Sequence[tuple[Assignment, Member]], is_paused: bool) -> tuple[str, Any]:
+    """Return the kind of state, which has its colour, and its word."""
+    now = timezone.now()
+    if is_paused:
+        return "paused", _("Paused")
+    if any(held.resting_until is not None and held.resting_until > now for held, _m in holders):
+        return "paused", _("Resting")
+    states = {member.worker["state"] for _held, member in holders}
+    if not states:
+        return "", ""
+    if Worker.State.RUNNING in states:
+        return "alive", _("Running")
+    state = Worker.State(states.pop())
+    return state.value, state.label
+
+
+def _trend(queue: dict[str, Any]) -> str:
+    change = queue["lag_per_minute"]
+    if change is None:
+        return ""
+    if queue["lag_trend"] == Trend.STEADY:
+        return _("steady")
+    words = (
+        _("growing by %s a minute")
+        if queue["lag_trend"] == Trend.GROWING
+        else _("shrinking by %s a minute")
+    )
+    return words % number(round(abs(change), 1))
+
+
+# --- Quiet and stop -------------------------------------------------------------------------------
 
 
 def _ask(act: Callable[..., Any], word: str, done: Any, desk: Desk, worker: UUID) -> HttpResponse:
@@ -105,6 +242,7 @@ def _ask(act: Callable[..., Any], word: str, done: Any, desk: Desk, worker: UUID
             desk.tell(_("The worker has ended, or was asked for that already."), messages.WARNING)
 
     desk.attempt(change)
+    forget("workers")
     return desk.back("consumers")
 
 

@@ -26,6 +26,11 @@ def number(value: float | str | None) -> str:
     return number_format(value, 1 if abs(value) >= 1 else 2)
 
 
+def exact(value: int | str | None) -> str:
+    """Return a whole number digit by digit: an offset is looked for, not weighed."""
+    return str(value) if isinstance(value, int) else NOTHING
+
+
 def capped(value: int, limit: int) -> str:
     """Return a bounded count; at its limit it is a lower bound, and says so."""
     return f"{number(value)}+" if value >= limit else number(value)
