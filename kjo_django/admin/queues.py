@@ -35,15 +35,7 @@ class QueueControlAdmin(KjoAdmin):
         "updated_at",
     )
     ordering = ("queue",)
-    fields = (
-        "queue",
-        "shown_state",
-        "concurrency",
-        "topic",
-        "consumer_group",
-        "changed_by",
-        "updated_at",
-    )
+    fields = list_display
     changeable = ("concurrency",)
     actions = ("pause", "resume")
     buttons = (Button("pause", _("Pause"), "pause"), Button("resume", _("Resume"), "pause"))

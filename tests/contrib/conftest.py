@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kjo_django import conf, registry
+from tests.declarations import forgetting
 from tests.unit import deliveries
 from tests.unit.deliveries import Bench
 
@@ -20,7 +21,6 @@ QUEUES = ["default", "mails"]
 @pytest.fixture
 def tasks(settings: Any) -> Iterator[Any]:
     """The tests' tasks, on a backend of ours."""
-    declared = dict(conf._declared)
     settings.KJO = {**deliveries.KJO, "QUEUES": {}}
     settings.TASKS = {
         "default": {"BACKEND": BACKEND, "QUEUES": QUEUES},
@@ -29,12 +29,10 @@ def tasks(settings: Any) -> Iterator[Any]:
         "immediate": {"BACKEND": "kjo_django.contrib.tasks.ImmediateBackend"},
         "dummy": {"BACKEND": "kjo_django.contrib.tasks.DummyBackend"},
     }
-    import_module("kjo_django.contrib.tasks.loading").load_backends()
-    yield import_module("tests.contrib.declared")
-    registry.unregister(NAME)
-    conf._declared.clear()
-    conf._declared.update(declared)
-    conf._queue_cache.clear()
+    with forgetting(conf._declared):
+        import_module("kjo_django.contrib.tasks.loading").load_backends()
+        yield import_module("tests.contrib.declared")
+        registry.unregister(NAME)
 
 
 @pytest.fixture

@@ -8,18 +8,10 @@ import pytest
 
 from kjo_django import conf, registry
 from kjo_django.events import handlers
+from tests.declarations import forgetting
 
 
 @pytest.fixture(autouse=True)
 def _forget_declarations() -> Iterator[None]:
-    queues, routes = dict(conf._declared), dict(registry._routes)
-    events = dict(handlers._routes)
-    yield
-    for store, before in (
-        (conf._declared, queues),
-        (registry._routes, routes),
-        (handlers._routes, events),
-    ):
-        store.clear()
-        store.update(before)
-    conf._queue_cache.clear()
+    with forgetting(conf._declared, registry._routes, handlers._routes):
+        yield

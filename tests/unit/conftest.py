@@ -17,8 +17,10 @@ import pytest
 from django.core.management import call_command
 from django.db import connections
 
+from kjo_django import conf, registry
 from kjo_django.backends import close_backends
 from kjo_django.transports.database import forget_groups
+from tests.declarations import forgetting
 from tests.settings import database as settings_of
 
 DEFAULT = "default"
@@ -104,3 +106,10 @@ def real_database(request: pytest.FixtureRequest) -> str:
     """The same test on a SQLite file and on PostgreSQL; the vendor's name."""
     request.getfixturevalue(request.param)
     return str(connections[DEFAULT].vendor)
+
+
+@pytest.fixture
+def forgotten_definitions() -> Iterator[None]:
+    """Handlers, routes and queues that a test defines are forgotten after it."""
+    with forgetting(registry._handlers, registry._routes, conf._declared):
+        yield

@@ -15,7 +15,6 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 
-from kjo_django import conf, registry
 from kjo_django.backends import get_transport
 from kjo_django.consumer.stream_template import BACKOFF, AbstractStreamConsumer
 from kjo_django.exceptions import PermanentError
@@ -25,21 +24,11 @@ from kjo_django.retries import Backoff
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.worker import Worker
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.usefixtures("forgotten_definitions"),
+]
 numbers = itertools.count(1)
-
-
-@pytest.fixture(autouse=True)
-def definitions():
-    """Forget the consumers a test defines."""
-    before = dict(registry._handlers), dict(registry._routes), dict(conf._declared)
-    yield
-    for known, was in zip(
-        (registry._handlers, registry._routes, conf._declared), before, strict=True
-    ):
-        known.clear()
-        known.update(was)
-    conf._queue_cache.clear()
 
 
 @pytest.fixture

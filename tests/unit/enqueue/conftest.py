@@ -1,0 +1,38 @@
+"""Both kinds of transport, and who is woken and told."""
+
+from __future__ import annotations
+
+import pytest
+
+from kjo_django import signals
+from kjo_django.backends import get_coordination
+
+KJO = {"SERVICE_NAME": "tests", "QUEUES": {"ledger": {}, "other": {}}}
+MEMORY = {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}}
+
+
+@pytest.fixture(params=["database", "memory"], autouse=True)
+def transport(request, settings):
+    settings.KJO = KJO | (MEMORY if request.param == "memory" else {})
+    return request.param
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The channels woken, call by call."""
+    woken: list[str] = []
+    monkeypatch.setattr(get_coordination(), "notify", woken.append)
+    return woken
+
+
+@pytest.fixture
+def told():
+    """The facts of each job_enqueued signal."""
+    facts = []
+
+    def receiver(signal, sender, **kwargs):
+        facts.append(kwargs)
+
+    signals.job_enqueued.connect(receiver)
+    yield facts
+    signals.job_enqueued.disconnect(receiver)

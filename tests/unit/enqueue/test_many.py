@@ -1,0 +1,111 @@
+"""Many jobs at once, in as many queries as two."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+
+from kjo_django.consumer.savepoint import LazySavepoint
+from kjo_django.models import Job
+from tests.ledger.jobs import write
+from tests.unit.enqueue.stored import writing_nothing
+
+pytestmark = pytest.mark.django_db
+
+
+def count_queries(action) -> int:
+    with CaptureQueriesContext(connection) as queries:
+        action()
+    return len(queries)
+
+
+@pytest.mark.parametrize("with_ids", [False, True], ids=["anonymous", "with ids"])
+def test_the_number_of_queries_does_not_grow_with_the_jobs(with_ids):
+    # Given: whatever is asked once in a while has been asked
+    write.enqueue(job="warm")
+
+    def enqueue(count: int) -> int:
+        ids = [f"{count}-{n}" for n in range(count)] if with_ids else None
+        return count_queries(
+            lambda: write.enqueue_many([{"job": str(n)} for n in range(count)], ids=ids)
+        )
+
+    # When
+    few, many = enqueue(2), enqueue(30)  # SQLite binds no more in one INSERT
+    # Then
+    assert few == many
+    assert Job.objects.count() == 33
+
+
+def test_enqueue_many_of_a_log_transport_is_one_insert(transport, django_assert_num_queries):
+    if transport == "memory":
+        with django_assert_num_queries(1):
+            write.enqueue_many([{"job": str(n)} for n in range(20)])
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("with_ids", [False, True], ids=["anonymous", "with ids"])
+def test_on_postgresql_a_thousand_cost_as_many_queries_as_two(postgres, with_ids):
+    def enqueue(count: int) -> int:
+        ids = [f"{count}-{n}" for n in range(count)] if with_ids else None
+        payloads = [{"job": str(n)} for n in range(count)]
+        return count_queries(lambda: write.enqueue_many(payloads, ids=ids))
+
+    write.enqueue(job="warm")
+    # Many go by COPY, which needs a transaction of its own: BEGIN and COMMIT are told apart.
+    assert enqueue(1000) <= enqueue(2) + 2
+    assert Job.objects.count() == 1003
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_what_became_of_ids_is_asked_only_where_one_was_taken(transport, count):
+    # Given
+    write.enqueue(job="warm")
+    payloads = [{"job": str(n)} for n in range(count)]
+
+    def selects(ids: list[str]) -> int:
+        with CaptureQueriesContext(connection) as queries:
+            write.enqueue_many(payloads, ids=ids)
+        return sum("kjo_job" in q["sql"] and q["sql"].startswith("SELECT") for q in queries)
+
+    # When, then
+    assert selects([f"new {n}" for n in range(count)]) == 0
+    assert selects([f"new {n}" for n in range(count)]) == 1
+    assert Job.objects.count() == count + 1
+
+
+def test_the_answers_come_in_the_order_of_the_payloads():
+    answers = write.enqueue_many([{"job": str(n)} for n in range(20)])
+    stored = {job.pk: job.arguments["job"] for job in Job.objects.all()}
+    assert [stored[answer.job_id] for answer in answers] == [str(n) for n in range(20)]
+    assert [answer.job_id for answer in answers] == sorted(answer.job_id for answer in answers)
+
+
+def test_many_may_be_none_or_a_generator():
+    assert write.enqueue_many([]) == []
+    assert len(write.enqueue_many({"job": str(n)} for n in range(3))) == 3
+
+
+def test_ids_and_payloads_must_be_as_many():
+    with writing_nothing(), pytest.raises(ValueError, match="zip"):
+        write.enqueue_many([{"job": "a"}], ids=["1", "2"])
+
+
+def test_one_bad_payload_among_many_stores_none():
+    with writing_nothing(), pytest.raises(TypeError, match="unexpected keyword argument"):
+        write.enqueue_many([{"job": "a"}, {"job": "b", "wrong": 1}])
+
+
+@pytest.mark.postgres
+def test_what_a_failing_handler_enqueued_first_thing_is_undone_however_many(postgres):
+    # Given: COPY is not seen by the wrapper that opens a handler's savepoint
+    # When
+    with transaction.atomic():
+        savepoint = LazySavepoint(connection)
+        with pytest.raises(ZeroDivisionError), savepoint.group(), savepoint:
+            write.enqueue_many([{"job": str(n)} for n in range(100)])
+            raise ZeroDivisionError
+        write.enqueue(job="other")
+    # Then
+    assert [job.arguments["job"] for job in Job.objects.all()] == ["other"]
