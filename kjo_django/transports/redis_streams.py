@@ -16,14 +16,11 @@ acknowledged it: undelivered work is never trimmed, whatever the length of the s
     How long acknowledged entries stay readable for another group (timedelta or seconds), default
     one day. They take memory.
 
-An entry's fields are ``kjo:h`` (headers as JSON, values in base64), ``kjo:v`` (value) and ``kjo:k``
-(key); the last two are absent for None. An entry without ``kjo:h`` was written by somebody else:
-its value is its fields as a JSON object.
+What an entry looks like, and one that somebody else wrote, is in ``redis_streams_entries``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,7 +32,6 @@ from django_redis import get_redis_connection
 from redis.exceptions import RedisError, ResponseError
 
 from kjo_django.exceptions import PublishError
-from kjo_django.messages.headers import to_json
 from kjo_django.transports.base import (
     AssignedCallback,
     Capabilities,
@@ -45,14 +41,8 @@ from kjo_django.transports.base import (
     TopicPartition,
     Transport,
 )
-from kjo_django.transports.redis_streams_subscription import (
-    HEADERS,
-    KEY,
-    VALUE,
-    RedisStreamsSubscription,
-    lag_of,
-    offset_of,
-)
+from kjo_django.transports.redis_streams_entries import fields_of, lag_of, offset_of
+from kjo_django.transports.redis_streams_subscription import RedisStreamsSubscription
 from kjo_django.values import duration
 
 PIPELINE = 500
@@ -102,7 +92,7 @@ class RedisStreamsTransport(Transport):
     def _add(self, records: Sequence[OutgoingRecord]) -> list[Published]:
         pipeline = self.client().pipeline(transaction=False)
         for record in records:
-            pipeline.xadd(self.stream(record.topic), _fields(record))
+            pipeline.xadd(self.stream(record.topic), fields_of(record))
         try:
             replies = pipeline.execute(raise_on_error=False)
         except RedisError as error:
@@ -165,12 +155,3 @@ class RedisStreamsTransport(Transport):
             raise PublishError(
                 f"Redis cannot be reached by the cache {self._cache!r}: {error}"
             ) from error
-
-
-def _fields(record: OutgoingRecord) -> dict[bytes, bytes]:
-    fields = {HEADERS: json.dumps(to_json(record.headers)).encode()}
-    if record.value is not None:
-        fields[VALUE] = record.value
-    if record.key is not None:
-        fields[KEY] = record.key
-    return fields

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
 from kjo_django.ids import uuid7
-from kjo_django.messages.headers import from_json
 from kjo_django.transports.base import (
     AssignedCallback,
     Record,
@@ -21,10 +19,10 @@ from kjo_django.transports.base import (
     Subscription,
     TopicPartition,
 )
+from kjo_django.transports.redis_streams_entries import lag_of, record_of, text_of, trim
 
 logger = logging.getLogger("kjo_django")
 
-HEADERS, VALUE, KEY = b"kjo:h", b"kjo:v", b"kjo:k"
 SLICE = 0.1
 """Longest wait at once for an entry, and so the longest until ``wake`` is seen."""
 RELEASED = "kjo-released"
@@ -164,7 +162,7 @@ class RedisStreamsSubscription(Subscription):
             replies = [(stream, entries[0]) for stream, entries in replies.items()]
         records: list[Record] = []
         for stream, entries in replies or ():
-            records += self._take(_text(stream), entries)
+            records += self._take(text_of(stream), entries)
         return records
 
     def _claim(self, client: Any, active: Sequence[str], limit: int) -> list[Record]:
@@ -192,7 +190,7 @@ class RedisStreamsSubscription(Subscription):
         found = [(id, fields) for id, fields in entries if fields is not None and id not in held]
         with self._lock:
             held.update(dict.fromkeys(id for id, _ in found))
-        return [_record(self._topics[stream], id, fields, self._name) for id, fields in found]
+        return [record_of(self._topics[stream], id, fields, self._name) for id, fields in found]
 
     # --- Keeping ----------------------------------------------------------------------------------
 
@@ -325,78 +323,3 @@ class RedisStreamsSubscription(Subscription):
         except ResponseError as error:
             if not str(error).startswith("NOGROUP"):
                 raise
-
-
-# --- Pieces ---------------------------------------------------------------------------------------
-
-
-def trim(client: Any, stream: str, retention: timedelta) -> None:
-    """Remove entries older than ``retention`` that every group has acknowledged (RST-F2)."""
-    seconds, micros = client.time()
-    oldest = (int((seconds - retention.total_seconds()) * 1000) + micros // 1000, 0)
-    for group in client.xinfo_groups(stream):
-        delivered = _pair(group["last-delivered-id"])
-        pending = client.xpending(stream, _text(group["name"]))
-        # The first one that must stay: the oldest in flight, or the one after the last delivered.
-        first = _pair(pending["min"]) if pending["pending"] else (delivered[0], delivered[1] + 1)
-        oldest = min(oldest, first)
-    if oldest > (0, 0):
-        client.xtrim(stream, minid=f"{oldest[0]}-{oldest[1]}", approximate=True)
-
-
-def lag_of(client: Any, stream: str, group: str) -> int:
-    """Return the group's entries that wait or are in flight; all of them before it exists."""
-    try:
-        groups = client.xinfo_groups(stream)
-    except ResponseError:
-        return 0  # no such stream: nothing was ever published
-    for found in groups:
-        if _text(found["name"]) != group:
-            continue
-        waiting = found.get("lag")
-        if waiting is None:  # Redis lost count, as after a trim in the middle
-            after = f"({_text(found['last-delivered-id'])}"
-            waiting = len(client.xrange(stream, min=after))
-        return int(waiting) + int(found["pending"])
-    return int(client.xlen(stream))
-
-
-def offset_of(id: Any) -> int:
-    """Return an entry's id as one growing number: milliseconds in the high bits."""
-    milliseconds, sequence = _pair(id)
-    return milliseconds << 20 | min(sequence, (1 << 20) - 1)
-
-
-def _pair(id: Any) -> tuple[int, int]:
-    milliseconds, _, sequence = _text(id).partition("-")
-    return int(milliseconds), int(sequence or 0)
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _record(topic: str, id: bytes, fields: Mapping[bytes, bytes], name: str) -> Record:
-    told = fields.get(HEADERS)
-    value: bytes | None
-    if told is None:  # written by somebody else
-        plain = {
-            k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in fields.items()
-        }
-        key, value, headers = None, json.dumps(plain, ensure_ascii=False).encode(), {}
-    else:
-        key, value = fields.get(KEY), fields.get(VALUE)
-        try:
-            headers = from_json(json.loads(told))
-        except (ValueError, TypeError, AttributeError):
-            headers = {}  # unreadable: the record is judged as one without headers
-    return Record(
-        topic=topic,
-        partition=0,
-        offset=offset_of(id),
-        key=key,
-        value=value,
-        headers=headers,
-        timestamp=datetime.fromtimestamp(_pair(id)[0] / 1000, UTC),
-        token=(name, id),
-    )

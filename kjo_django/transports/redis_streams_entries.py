@@ -1,0 +1,104 @@
+"""Entries of Redis streams: their form, their ids, and which of them are still needed.
+
+An entry's fields are ``kjo:h`` (headers as JSON, values in base64), ``kjo:v`` (value) and ``kjo:k``
+(key); the last two are absent for None. An entry without ``kjo:h`` was written by somebody else:
+its value is its fields as a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from kjo_django.messages.headers import from_json, to_json
+from kjo_django.transports.base import OutgoingRecord, Record
+
+HEADERS, VALUE, KEY = b"kjo:h", b"kjo:v", b"kjo:k"
+
+
+def fields_of(record: OutgoingRecord) -> dict[bytes, bytes]:
+    """Return a record as the fields of an entry."""
+    fields = {HEADERS: json.dumps(to_json(record.headers)).encode()}
+    if record.value is not None:
+        fields[VALUE] = record.value
+    if record.key is not None:
+        fields[KEY] = record.key
+    return fields
+
+
+def record_of(topic: str, id: bytes, fields: Mapping[bytes, bytes], name: str) -> Record:
+    """Return an entry as a record, handed out to the consumer of that name."""
+    told = fields.get(HEADERS)
+    value: bytes | None
+    if told is None:  # written by somebody else
+        plain = {
+            k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in fields.items()
+        }
+        key, value, headers = None, json.dumps(plain, ensure_ascii=False).encode(), {}
+    else:
+        key, value = fields.get(KEY), fields.get(VALUE)
+        try:
+            headers = from_json(json.loads(told))
+        except (ValueError, TypeError, AttributeError):
+            headers = {}  # unreadable: the record is judged as one without headers
+    return Record(
+        topic=topic,
+        partition=0,
+        offset=offset_of(id),
+        key=key,
+        value=value,
+        headers=headers,
+        timestamp=datetime.fromtimestamp(_pair(id)[0] / 1000, UTC),
+        token=(name, id),
+    )
+
+
+def offset_of(id: Any) -> int:
+    """Return an entry's id as one growing number: milliseconds in the high bits."""
+    milliseconds, sequence = _pair(id)
+    return milliseconds << 20 | min(sequence, (1 << 20) - 1)
+
+
+def _pair(id: Any) -> tuple[int, int]:
+    milliseconds, _, sequence = text_of(id).partition("-")
+    return int(milliseconds), int(sequence or 0)
+
+
+def text_of(value: Any) -> str:
+    """Return a name or an id, which the client gives as bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def trim(client: Any, stream: str, retention: timedelta) -> None:
+    """Remove entries older than ``retention`` that every group has acknowledged (RST-F2)."""
+    seconds, micros = client.time()
+    oldest = (int((seconds - retention.total_seconds()) * 1000) + micros // 1000, 0)
+    for group in client.xinfo_groups(stream):
+        delivered = _pair(group["last-delivered-id"])
+        pending = client.xpending(stream, text_of(group["name"]))
+        # The first one that must stay: the oldest in flight, or the one after the last delivered.
+        first = _pair(pending["min"]) if pending["pending"] else (delivered[0], delivered[1] + 1)
+        oldest = min(oldest, first)
+    if oldest > (0, 0):
+        client.xtrim(stream, minid=f"{oldest[0]}-{oldest[1]}", approximate=True)
+
+
+def lag_of(client: Any, stream: str, group: str) -> int:
+    """Return the group's entries that wait or are in flight; all of them before it exists."""
+    try:
+        groups = client.xinfo_groups(stream)
+    except ResponseError:
+        return 0  # no such stream: nothing was ever published
+    for found in groups:
+        if text_of(found["name"]) != group:
+            continue
+        waiting = found.get("lag")
+        if waiting is None:  # Redis lost count, as after a trim in the middle
+            after = f"({text_of(found['last-delivered-id'])}"
+            waiting = len(client.xrange(stream, min=after))
+        return int(waiting) + int(found["pending"])
+    return int(client.xlen(stream))
