@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from redis.exceptions import ResponseError
 
 from kjo_django.messages.headers import from_json, to_json
 from kjo_django.transports.base import OutgoingRecord, Record
+from kjo_django.transports.timestamps import moment
 
 HEADERS, VALUE, KEY = b"kjo:h", b"kjo:v", b"kjo:k"
 
@@ -43,7 +44,7 @@ def record_of(topic: str, id: bytes, fields: Mapping[bytes, bytes], name: str) -
         key, value = fields.get(KEY), fields.get(VALUE)
         try:
             headers = from_json(json.loads(told))
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             headers = {}  # unreadable: the record is judged as one without headers
     return Record(
         topic=topic,
@@ -52,15 +53,18 @@ def record_of(topic: str, id: bytes, fields: Mapping[bytes, bytes], name: str) -
         key=key,
         value=value,
         headers=headers,
-        timestamp=datetime.fromtimestamp(_pair(id)[0] / 1000, UTC),
+        timestamp=moment(_pair(id)[0]),
         token=(name, id),
     )
 
 
 def offset_of(id: Any) -> int:
-    """Return an entry's id as one growing number: milliseconds in the high bits."""
+    """Return an entry's id as one growing number below 2**63: milliseconds in the high bits.
+
+    An id somebody chose beyond that, of the year 2248 say, is the highest.
+    """
     milliseconds, sequence = _pair(id)
-    return milliseconds << 20 | min(sequence, (1 << 20) - 1)
+    return min(milliseconds, (1 << 43) - 1) << 20 | min(sequence, (1 << 20) - 1)
 
 
 def _pair(id: Any) -> tuple[int, int]:

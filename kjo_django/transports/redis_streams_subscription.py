@@ -28,6 +28,8 @@ SLICE = 0.1
 RELEASED = "kjo-released"
 """The consumer that holds what was handed back, marked as silent for long: anybody may claim it."""
 LONG_SILENT = 10**9
+START = "0-0"
+"""Where a look at what others hold begins; answered when it has come to the end."""
 LONGEST_BACKOFF = 5.0
 TRIM_INTERVAL = 30.0
 
@@ -90,6 +92,8 @@ class RedisStreamsSubscription(Subscription):
         self._is_open = False
         self._is_closed = False
         self._backoff = 0.0
+        self._turn = 0
+        self._looked_at: dict[str, str] = {}
         self._claim_at = self._renew_at = self._trim_at = 0.0
 
     # --- Polling ----------------------------------------------------------------------------------
@@ -145,6 +149,10 @@ class RedisStreamsSubscription(Subscription):
         if max_records <= 0 or not active:
             self._woken.wait(max(0.0, min(SLICE, deadline - time.monotonic())))
             return []
+        if len(active) > 1:  # each is the first in its turn: there may be room for no other
+            self._turn += 1
+            start = self._turn % len(active)
+            active = active[start:] + active[:start]
         records = self._claim(client, active, max_records)
         if not records:
             wait = int(1000 * max(0.0, min(SLICE, deadline - time.monotonic())))
@@ -166,7 +174,10 @@ class RedisStreamsSubscription(Subscription):
         return records
 
     def _claim(self, client: Any, active: Sequence[str], limit: int) -> list[Record]:
-        """Take over what others were handed and have been silent about for the lease (RST-F1)."""
+        """Take over what others were handed and have been silent about for the lease (RST-F1).
+
+        One call looks at ten entries for each that is wanted, the next one at those behind them.
+        """
         if time.monotonic() < self._claim_at:
             return []
         records: list[Record] = []
@@ -178,19 +189,22 @@ class RedisStreamsSubscription(Subscription):
                 self._group,
                 self._name,
                 int(self._lease * 1000),
+                start_id=self._looked_at.get(stream, START),
                 count=limit - len(records),
             )
+            self._looked_at[stream] = text_of(reply[0])
             records += self._take(stream, reply[1])
-        if not records:
+        if not records and all(self._looked_at[stream] == START for stream in active):
             self._claim_at = time.monotonic() + min(self._lease / 4, 1.0)
         return records
 
     def _take(self, stream: str, entries: Iterable[Any]) -> list[Record]:
-        held = self._held[stream]
+        topic, held = self._topics[stream], self._held[stream]
         found = [(id, fields) for id, fields in entries if fields is not None and id not in held]
+        records = [record_of(topic, id, fields, self._name) for id, fields in found]
         with self._lock:
             held.update(dict.fromkeys(id for id, _ in found))
-        return [record_of(self._topics[stream], id, fields, self._name) for id, fields in found]
+        return records
 
     # --- Keeping ----------------------------------------------------------------------------------
 

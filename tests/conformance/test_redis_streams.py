@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import redis
 from django.test import override_settings
 
-from kjo_django.testing.conformance import TransportConformance
+from kjo_django.testing.conformance import TransportConformance, eventually
+from kjo_django.transports.base import OutgoingRecord
 
 pytestmark = pytest.mark.redis
 
@@ -22,6 +25,7 @@ class TestRedisStreams(TransportConformance):
     def cache(self, redis_server: Any) -> Any:
         cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": redis_server.url}
         self.prefix = f"{uuid.uuid4().hex[:8]}:"
+        self.client = redis.Redis.from_url(redis_server.url)
         with override_settings(CACHES={"default": cache}):
             yield
 
@@ -29,3 +33,70 @@ class TestRedisStreams(TransportConformance):
         from kjo_django.transports.redis_streams import RedisStreamsTransport
 
         return RedisStreamsTransport("test", {"KEY_PREFIX": self.prefix})
+
+    def test_room_for_less_than_a_record_of_each_topic_starves_none(self) -> None:
+        """A worker with its hands full asks for one record at a time."""
+        transport = self.make_transport()
+        topics = ["a", "b", "c"]
+        transport.publish([OutgoingRecord(topic, b"") for topic in topics for _ in range(9)])
+        with closing(transport.subscribe(topics, "g")) as subscription:
+            taken: list[str] = []
+
+            def read() -> bool:
+                taken.extend(record.topic for record in subscription.poll(1, 0.05))
+                return len(taken) >= 9
+
+            eventually(read, 10, "nine records")
+            assert set(taken[:9]) == set(topics)
+
+    def test_what_a_crash_left_is_found_behind_what_others_are_busy_with(self) -> None:
+        """Redis looks at ten entries for each that is asked for."""
+        # Given a consumer busy with more, and one that died after it
+        transport = self.make_transport()
+        with closing(transport.subscribe(["t"], "g", lease=self.lease)) as busy:
+            busy.poll(0, 0.05)
+            transport.publish([OutgoingRecord("t", b"long") for _ in range(25)])
+            assert len(busy.poll(25, 5)) == 25
+            dead = transport.subscribe(["t"], "g", lease=self.lease)
+            transport.publish([OutgoingRecord("t", b"left")])
+            assert len(dead.poll(1, 5)) == 1
+            # When another has room for one
+            with closing(transport.subscribe(["t"], "g", lease=self.lease)) as other:
+                found: list[bytes | None] = []
+
+                def look() -> list[bytes | None]:
+                    assert busy.poll(0, 0.05) == []
+                    found.extend(record.value for record in other.poll(1, 0.05))
+                    return found
+
+                # Then
+                eventually(look, 15, "the record of the dead")
+                assert found == [b"left"]
+
+    @pytest.mark.parametrize(
+        ("id", "headers"),
+        [
+            ("18446744073709551614-1", b"{}"),
+            ("99999999999999-0", b"{}"),
+            ("*", b"[" * 100_000),
+            ("*", b'{"a": {"b": 1}}'),
+            ("*", b"\xff"),
+        ],
+    )
+    def test_an_entry_made_by_whomever_holds_nothing_up(self, id: str, headers: bytes) -> None:
+        # Given
+        transport = self.make_transport()
+        with closing(transport.subscribe(["t"], "g")) as subscription:
+            subscription.poll(0, 0.05)
+            stream = f"{self.prefix}t"
+            self.client.xadd(stream, {"kjo:h": headers, "kjo:v": b"theirs"}, id=id)
+            # When
+            (record,) = subscription.poll(10, 5)
+            # Then it has a place and a moment a row can hold, or none
+            assert record.value == b"theirs"
+            assert 0 <= record.offset < 2**63
+            assert record.headers == {}
+            assert record.timestamp is None or record.timestamp.utcoffset() is not None
+            subscription.acknowledge([record])
+            subscription.flush()
+            assert sum((subscription.lag() or {}).values()) == 0

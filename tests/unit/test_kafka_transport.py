@@ -19,6 +19,7 @@ from django.core.exceptions import ImproperlyConfigured
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
 from kjo_django.transports.kafka import KafkaTransport, fetching, reading, records
+from kjo_django.transports.timestamps import moment
 from tests.mock_kafka import OFFSET_COMMIT, MockKafka
 
 # The mock learns of a member that left when its session ends.
@@ -672,6 +673,6 @@ def test_a_header_name_that_is_not_text_holds_nothing_up(transport, mock, topic,
 
 @pytest.mark.parametrize("milliseconds", [-1, 0, 1_700_000_000_123, 2**62, -(2**62)])
 def test_any_timestamp_is_survived(milliseconds):
-    found = records.moment(milliseconds)
+    found = moment(milliseconds)
 
     assert found is None or found.utcoffset() is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from operator import methodcaller
 from typing import Any
 
@@ -10,6 +9,7 @@ from confluent_kafka import TIMESTAMP_NOT_AVAILABLE
 
 from kjo_django.transports.base import Record
 from kjo_django.transports.kafka.clients import describe
+from kjo_django.transports.timestamps import moment
 from kjo_django.transports.watermark import Assignment
 
 UNREADABLE_HEADERS = "kjo-unreadable-headers"
@@ -51,11 +51,3 @@ def headers_of(message: Any) -> dict[str, bytes]:
     if None in found.values():
         return {name: value or b"" for name, value in found.items()}
     return found
-
-
-def moment(milliseconds: int) -> datetime | None:
-    """Return a record's timestamp, None for one no calendar holds: producers may send anything."""
-    try:
-        return datetime.fromtimestamp(milliseconds / 1000, UTC)
-    except (OverflowError, ValueError, OSError):
-        return None
