@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError
@@ -28,6 +27,7 @@ from kjo_django.kdlq.routing import Decision, Processor, Verdict, decide, judge
 from kjo_django.messages import headers as names
 from kjo_django.producer.outgoing import carrier_of, store_record
 from kjo_django.transports.base import OutgoingRecord, Record, Transport
+from kjo_django.transports.timestamps import moment
 
 KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 
@@ -161,7 +161,7 @@ def as_record(message: Any) -> Record:
         return message
     _kind, milliseconds = message.timestamp()
     found = {name: value if value is not None else b"" for name, value in message.headers() or ()}
-    stamp = datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds > 0 else None
+    stamp = moment(milliseconds) if milliseconds > 0 else None
     return Record(
         topic=message.topic(),
         partition=message.partition(),

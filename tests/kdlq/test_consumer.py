@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from django.utils import timezone
@@ -22,6 +23,7 @@ from kjo_django.kdlq import (
     ProcessingStatus,
     Status,
 )
+from kjo_django.kdlq.consumer import as_record
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import dead_letters
 from kjo_django.producer.relay import Relay
@@ -351,3 +353,17 @@ def test_what_was_processed_from_the_dead_letter_topic_is_closed() -> None:
     accept(raises(ValueError("not yet")))
     assert accept(answers(None), the_one("DLQ")) is Status.OK
     assert DeadLetter.objects.get().state == DeadLetterState.REPLAYED
+
+
+def test_a_timestamp_no_calendar_holds_is_none():
+    theirs = record()
+    message = SimpleNamespace(
+        topic=lambda: theirs.topic,
+        partition=lambda: theirs.partition,
+        offset=lambda: theirs.offset,
+        key=lambda: theirs.key,
+        value=lambda: theirs.value,
+        headers=lambda: list(theirs.headers.items()),
+        timestamp=lambda: (1, 2**62),
+    )
+    assert as_record(message) == replace(theirs, timestamp=None)
