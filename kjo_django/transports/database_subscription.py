@@ -1,24 +1,23 @@
 """A consumer group's view of the message table.
 
-Many processes share a group: each claims rows under its own token, for as long as it shows signs of
-life. Clocks are the hosts' own, so they must agree to well within the lease.
+Many processes share a group: each claims rows under its own token (``database_claiming``), for as
+long as it shows signs of life. Clocks are the hosts' own, so they must agree to well within the
+lease.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import random
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from django.db import connections, transaction
 from django.utils import timezone
 
-from kjo_django.models import TransportMessage, TransportSubscription
+from kjo_django.models import TransportSubscription
 from kjo_django.transports.base import (
     AssignedCallback,
     Record,
@@ -26,35 +25,25 @@ from kjo_django.transports.base import (
     Subscription,
     TopicPartition,
 )
+from kjo_django.transports.database_claiming import Claimer, Collision, Pace
 from kjo_django.transports.database_rows import (
-    COLUMNS,
     OUTAGES,
     Backoff,
     batches,
-    commit_lazily,
     count_lag,
     delete_held,
-    due_rows,
     group_rows,
     held_rows,
     is_locked,
     mend_connection,
-    take_write_lock,
-    to_record,
-    unleased,
 )
 
 logger = logging.getLogger("kjo_django.transports.database")
 
-_SHORTEST_WAIT = 0.005
 _HOUSEKEEPING = 2.0
 _TRIES_OF_FLUSH = 5
 _PATIENCE_WITH_LOCKS = 3
 """Lock errors in a row before they are reported: each has waited for SQLite's own timeout."""
-
-
-class _Collision(Exception):
-    """A row chosen was renewed or settled by its late owner before it could be taken."""
 
 
 class DatabaseSubscription(Subscription):
@@ -85,16 +74,13 @@ class DatabaseSubscription(Subscription):
         self._on_registered = on_registered
         self._on_revoked = on_revoked
         self._on_assigned = on_assigned
-        self._paused: set[TopicPartition] = set()
         self._lock = threading.Lock()
         self._held: set[int] = set()
         self._settled: set[int] = set()
         self._wake = threading.Event()
         self._backoff = Backoff()
-        self._longest_wait = poll_interval
-        self._wait = _SHORTEST_WAIT
-        self._turn = 0
-        self._more = True
+        self._pace = Pace(poll_interval)
+        self._claimer = Claimer(alias, self._topics, group, self._token, lease, self._pace)
         self._renew_at = 0.0
         self._housekeep_at = 0.0
         self._closed = False
@@ -119,7 +105,7 @@ class DatabaseSubscription(Subscription):
                 return records
             if self._wake.wait(min(self._next_wait(), remaining)):
                 self._wake.clear()
-                self._wait = _SHORTEST_WAIT
+                self._pace.quicken()
                 return []
 
     def _announce(self) -> None:
@@ -129,9 +115,7 @@ class DatabaseSubscription(Subscription):
 
     def _next_wait(self) -> float:
         """Short after activity, doubling up to POLL_INTERVAL; longer while the database is away."""
-        wait = self._wait
-        self._wait = min(self._longest_wait, wait * 2)
-        return max(wait * random.uniform(0.75, 1.0), self._backoff.remaining)  # noqa: S311
+        return max(self._pace.next_wait(), self._backoff.remaining)
 
     def _attempt(self, max_records: int) -> list[Record]:
         """One round of everything that needs the database; an outage ends it, empty."""
@@ -141,13 +125,16 @@ class DatabaseSubscription(Subscription):
             self._housekeep()
             self._write_settled()
             self._renew()
-            records = self._claim(max_records)
+            records = self._claimer.claim(max_records)
         except OUTAGES as error:
             self._note_outage(error)
             return []
-        except _Collision:
-            self._wait = _SHORTEST_WAIT
+        except Collision:
+            self._pace.quicken()
             return []
+        if records:
+            with self._lock:
+                self._held.update(record.offset for record in records)
         self._backoff.succeeded()
         self.last_error = None
         return records
@@ -197,106 +184,6 @@ class DatabaseSubscription(Subscription):
                 lease_expires_at=timezone.now() + self._lease
             )
         self._renew_at = time.monotonic() + self._lease.total_seconds() / 3
-
-    # --- Claiming ---------------------------------------------------------------------------------
-
-    def _claim(self, limit: int) -> list[Record]:
-        due = self._due_topics() if limit > 0 else []
-        if not due:
-            self._more = False
-            return []
-        is_nested = connections[self._alias].in_atomic_block
-        with transaction.atomic(using=self._alias):
-            if not is_nested:
-                commit_lazily(self._alias)
-            topics = self._lock_topics(due)
-            # Not before the locks: waiting for them takes time.
-            now = timezone.now()
-            rows = self._choose(topics, limit, now)
-            self._take([row[0] for row in rows], now)
-        self._more = len(rows) >= limit
-        if rows or len(topics) < len(due):
-            # Something happens here, or another consumer claims just now: come back soon.
-            self._wait = _SHORTEST_WAIT
-        with self._lock:
-            self._held.update(row[0] for row in rows)
-        return [to_record(row, self._token) for row in rows]
-
-    def _due_topics(self) -> list[str]:
-        """Return the topics with something to claim, without taking a lock."""
-        topics = [t for t in self._topics if TopicPartition(t, 0) not in self._paused]
-        if self._more or not topics:
-            return topics
-        started = time.monotonic()
-        now = timezone.now()
-        waiting = group_rows(self._alias, self._group).filter(
-            unleased(now), topic__in=topics, available_at__lte=now
-        )
-        if waiting.exists():
-            # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
-            topics = [
-                topic
-                for topic in topics
-                if due_rows(self._alias, topic, self._group, self._token, now).exists()
-            ]
-        else:
-            topics = []
-        # Walking past a backlog of delayed or busy rows takes time: no more than a tenth of it.
-        self._wait = max(self._wait, 9 * (time.monotonic() - started))
-        return topics
-
-    def _lock_topics(self, topics: list[str]) -> list[str]:
-        """Become the only claimer of these topics in this group until the transaction ends.
-
-        Returns those nobody else is claiming just now. With every claim of a topic and group in
-        turn, each sees the leases of the one before: that is what keeps a key at one consumer.
-        """
-        features = connections[self._alias].features
-        if not features.has_select_for_update:
-            take_write_lock(self._alias)
-            return topics
-        locked = (
-            TransportSubscription.objects.using(self._alias)
-            .select_for_update(skip_locked=features.has_select_for_update_skip_locked)
-            .filter(topic__in=topics, consumer_group=self._group)
-            .order_by("id")
-            .values_list("topic", flat=True)
-        )
-        return list(locked)
-
-    def _choose(self, topics: list[str], limit: int, now: datetime) -> list[tuple[int, ...]]:
-        """Return the first due rows, giving each topic its share and the rest to who has more."""
-        self._turn += 1
-        start = self._turn % max(1, len(topics))
-        waiting = topics[start:] + topics[:start]
-        last = dict.fromkeys(topics, 0)
-        chosen: list[tuple[int, ...]] = []
-        while waiting and len(chosen) < limit:
-            topic = waiting.pop(0)
-            share = math.ceil((limit - len(chosen)) / (len(waiting) + 1))
-            due = due_rows(self._alias, topic, self._group, self._token, now)
-            rows = list(due.filter(id__gt=last[topic]).values_list(*COLUMNS)[:share])
-            chosen.extend(rows)
-            if len(rows) == share:
-                last[topic] = rows[-1][0]
-                waiting.append(topic)
-        return chosen
-
-    def _take(self, ids: list[int], now: datetime) -> None:
-        """Lease the rows, all or none.
-
-        An owner whose lease had run out may renew or settle at this very moment. Taking what is
-        left would let a row overtake an earlier one of its key, so the claim is undone instead.
-        """
-        rows = TransportMessage.objects.using(self._alias).filter(unleased(now))
-        taken = sum(
-            rows.filter(id__in=chunk).update(
-                lease_token=self._token, lease_expires_at=now + self._lease
-            )
-            for chunk in batches(self._alias, ids)
-        )
-        if taken != len(ids):
-            raise _Collision
 
     # --- Acknowledging ----------------------------------------------------------------------------
 
@@ -373,12 +260,11 @@ class DatabaseSubscription(Subscription):
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Leave these topics alone; rows already handed out stay this consumer's."""
-        self._paused.update(partitions)
+        self._claimer.pause(partitions)
 
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
         """Claim from these topics again, at the next poll."""
-        self._paused.difference_update(partitions)
-        self._more = True
+        self._claimer.resume(partitions)
 
     def assignment(self) -> list[TopicPartition]:
         """Return all topics: a group shares rows, not partitions."""

@@ -20,6 +20,7 @@ from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from kjo_django.transports.database import DatabaseTransport, forget_groups
+from kjo_django.transports.database_claiming import Claimer
 from kjo_django.transports.database_rows import key_hash
 from kjo_django.transports.database_subscription import DatabaseSubscription
 
@@ -181,7 +182,7 @@ def test_rows_renewed_during_a_claim_are_left_alone(
     publish(transport, "a2")
     time.sleep(0.3)
     rows = TransportMessage.objects.using(alias)
-    choose = DatabaseSubscription._choose
+    choose = Claimer._choose
 
     def renewed_meanwhile(self: Any, *arguments: Any) -> Any:
         rows_chosen = choose(self, *arguments)
@@ -189,7 +190,7 @@ def test_rows_renewed_during_a_claim_are_left_alone(
         return rows_chosen
 
     with monkeypatch.context() as patched:
-        patched.setattr(DatabaseSubscription, "_choose", renewed_meanwhile)
+        patched.setattr(Claimer, "_choose", renewed_meanwhile)
         assert second.poll(10, 0) == []
     assert list(rows.values_list("lease_token", flat=True).order_by("id"))[1] == ""
 
