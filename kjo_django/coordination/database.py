@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +31,7 @@ from kjo_django.coordination.base import Claim, Coordination, Listener
 from kjo_django.coordination.listeners import LocalListener, call_local_listeners
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Lease, Mark
+from kjo_django.probing import answer_within
 
 T = TypeVar("T")
 
@@ -241,27 +241,17 @@ class DatabaseCoordination(Coordination):
     # --- Health and cleaning ----------------------------------------------------------------------
 
     def probe(self, timeout: float) -> str:
-        """Look for a row in a thread of its own, since connecting may hang for minutes."""
+        """Look for a row."""
         alias = self.database
-        outcome: list[str | Exception] = []
 
-        def look() -> None:
-            connection = connections[alias]
-            try:
-                self._all_leases().exists()
-                outcome.append(f"{connection.display_name} database {alias!r}")
-            except Exception as error:
-                outcome.append(error)
-            finally:
-                connection.close()
+        def look() -> str:
+            self._all_leases().exists()
+            return f"{connections[alias].display_name} database {alias!r}"
 
-        thread = threading.Thread(target=look, name="kjo-probe", daemon=True)
-        thread.start()
-        thread.join(timeout)
-        answer = outcome[0] if outcome else TimeoutError(f"no answer within {timeout:g} s")
-        if isinstance(answer, Exception):
-            raise CoordinationError(_unreachable(alias, answer)) from answer
-        return answer
+        try:
+            return answer_within(timeout, look)
+        except Exception as error:
+            raise CoordinationError(_unreachable(alias, error)) from error
 
     def prune(self) -> int:
         """Delete what expired: marks at once, leases when their delivery counts are a day old."""

@@ -25,7 +25,6 @@ share a slot: use a hash tag, ``KEY_PREFIX = "{kjo}"``. The tests meet single se
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,6 +39,7 @@ from redis.exceptions import RedisError
 from kjo_django.coordination.base import FIRST_CLAIM, Claim, Coordination
 from kjo_django.coordination.redis_listener import RedisListener, text_of
 from kjo_django.exceptions import CoordinationError
+from kjo_django.probing import answer_within
 
 _DELIVERIES_KEPT = timedelta(days=1)
 _SCAN_COUNT = 1000
@@ -211,23 +211,12 @@ class RedisCoordination(Coordination):
         return int(self._info("memory", timeout)["used_memory"])
 
     def _info(self, section: str, timeout: float) -> dict[str, Any]:
-        """Ask in a thread of its own, since the cache may have no timeouts."""
-        outcome: list[dict[str, Any] | Exception] = []
-
-        def ask() -> None:
-            try:
-                outcome.append(self._client().info(section))
-            except Exception as error:
-                outcome.append(error)
-
-        thread = threading.Thread(target=ask, name="kjo-probe", daemon=True)
-        thread.start()
-        thread.join(timeout)
-        answer = outcome[0] if outcome else TimeoutError(f"no answer within {timeout:g} s")
-        if isinstance(answer, ImproperlyConfigured):
-            raise answer
-        if isinstance(answer, Exception):
-            raise CoordinationError(self._unreachable(answer)) from answer
+        try:
+            answer: dict[str, Any] = answer_within(timeout, lambda: self._client().info(section))
+        except ImproperlyConfigured:
+            raise
+        except Exception as error:
+            raise CoordinationError(self._unreachable(error)) from error
         return answer
 
     # --- Inside -----------------------------------------------------------------------------------

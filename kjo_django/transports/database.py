@@ -33,6 +33,7 @@ from django.utils import timezone
 from kjo_django.exceptions import PublishError
 from kjo_django.messages.headers import to_json
 from kjo_django.models import TransportMessage, TransportSubscription
+from kjo_django.probing import answer_within
 from kjo_django.transports.base import (
     AssignedCallback,
     Capabilities,
@@ -203,27 +204,17 @@ class DatabaseTransport(Transport):
             raise PublishError(f"Database {self.database!r} cannot be read: {error}") from error
 
     def probe(self, timeout: float) -> str:
-        """Look for a row in a thread of its own, since connecting may hang for minutes."""
+        """Look for a row."""
         alias = self.database
-        outcome: list[str | Exception] = []
 
-        def look() -> None:
-            connection = connections[alias]
-            try:
-                TransportMessage.objects.using(alias).exists()
-                outcome.append(f"{connection.display_name} database {alias!r}")
-            except Exception as error:
-                outcome.append(error)
-            finally:
-                connection.close()
+        def look() -> str:
+            TransportMessage.objects.using(alias).exists()
+            return f"{connections[alias].display_name} database {alias!r}"
 
-        thread = threading.Thread(target=look, name="kjo-probe", daemon=True)
-        thread.start()
-        thread.join(timeout)
-        answer = outcome[0] if outcome else TimeoutError(f"no answer within {timeout:g} s")
-        if isinstance(answer, Exception):
-            raise PublishError(f"Database {alias!r} cannot be used: {answer}") from answer
-        return answer
+        try:
+            return answer_within(timeout, look)
+        except Exception as error:
+            raise PublishError(f"Database {alias!r} cannot be used: {error}") from error
 
 
 def _refusal(record: OutgoingRecord) -> Published:
