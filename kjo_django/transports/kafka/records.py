@@ -24,9 +24,10 @@ way of C always looks."""
 def record_of(message: Any, offset: int, assignment: Assignment) -> Record:
     """Return a message as ours, handed out under ``assignment``."""
     kind, milliseconds = message.timestamp()
+    topic, partition = assignment.partition
     return Record(
-        assignment.partition.topic,
-        assignment.partition.partition,
+        topic,
+        partition,
         offset,
         message.key(),
         message.value(),
