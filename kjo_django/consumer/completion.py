@@ -35,6 +35,28 @@ def complete(using: str, outcomes: Sequence[Outcome], token: str | None = None) 
     return recorded
 
 
+_AWAITING = frozenset(state.value for state in states.AWAITING_PUBLISH)
+
+
+def publication(outcome: Outcome) -> dict[str, Any]:
+    """Return what the relay has not noted yet, or put off: where the message was, and since when.
+
+    Nothing where it has noted it. The message in hand is the one it speaks of: an earlier one would
+    not have run.
+    """
+    job, record = outcome.job, outcome.delivery.record
+    if job is None or job["state"] not in _AWAITING:
+        return {}
+    # Some clocks are read to the millisecond only: nothing is published before it is there.
+    since = max(record.timestamp or job["created_at"], job["created_at"])
+    return {
+        "topic": record.topic,
+        "partition": record.partition,
+        "offset": record.offset,
+        "queued_at": since,
+    }
+
+
 def _change_lifetimes(using: str, outcomes: Sequence[Outcome], now: datetime) -> None:
     """Let results live as long as their handlers' hooks said: seldom, so apart from the rest."""
     for outcome in outcomes:
@@ -50,7 +72,12 @@ def _complete_one_by_one(
     using: str, done: Sequence[Outcome], now: datetime, token: str | None
 ) -> set[Any]:
     ids = {outcome.job["id"] for outcome in done if outcome.job is not None}
-    return _recorded(using, ids, _complete_many(using, done, now, token), now)
+    recorded = _recorded(using, ids, _complete_many(using, done, now, token), now)
+    for outcome in done:
+        job, missing = outcome.job, publication(outcome)
+        if job is not None and missing and job["id"] in recorded:
+            Job.objects.using(using).at(job["id"], job["generation"]).update(**missing)
+    return recorded
 
 
 def _complete_many(using: str, done: Sequence[Outcome], now: datetime, token: str | None) -> int:
@@ -103,9 +130,13 @@ def _completion(outcome: Outcome, now: datetime) -> dict[str, Any]:
 _COMPLETE = """
 UPDATE kjo_job SET state = 'completed', attempts = v.attempts, started_at = v.started_at,
     finished_at = %s, result = v.result, error = '', lease_token = '', lease_expires_at = NULL,
-    result_expires_at = %s::timestamptz + kjo_job.result_ttl * interval '1 millisecond'
-FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[])
-    AS v (id, generation, attempts, started_at, result)
+    result_expires_at = %s::timestamptz + kjo_job.result_ttl * interval '1 millisecond',
+    topic = COALESCE(v.topic, kjo_job.topic), partition = COALESCE(v.partition, kjo_job.partition),
+    "offset" = COALESCE(v.position, kjo_job."offset"),
+    queued_at = COALESCE(v.queued_at, kjo_job.queued_at)
+FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[],
+            %s::text[], %s::int[], %s::bigint[], %s::timestamptz[])
+    AS v (id, generation, attempts, started_at, result, topic, partition, position, queued_at)
 WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
     WHEN kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
         AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
@@ -125,6 +156,7 @@ def _complete_at_once(
         array_text(outcome.started_at for _, outcome in jobs),
         # Of arrays that end early, unnest takes NULL for the rest.
         [] if values.count(None) == len(values) else values,
+        *_publications(jobs),
     ]
     with connections[using].cursor() as cursor:
         open_states = states.expected("complete")
@@ -132,6 +164,18 @@ def _complete_at_once(
         cursor.execute(_COMPLETE, parameters)
         changed = cursor.rowcount
     return _recorded(using, {job["id"] for job, _ in jobs}, changed, now)
+
+
+def _publications(jobs: Sequence[tuple[dict[str, Any], Outcome]]) -> list[list[Any]]:
+    """Return a column for each field of a publication; empty where all have been noted, as they
+    have been in a backlog."""
+    if not any(job["state"] in _AWAITING for job, _ in jobs):
+        return [[]] * len(_PUBLICATION)
+    each = [publication(outcome) for _, outcome in jobs]
+    return [[one.get(name) for one in each] for name in _PUBLICATION]
+
+
+_PUBLICATION = ("topic", "partition", "offset", "queued_at")
 
 
 def _recorded(using: str, ids: set[Any], changed: int, now: datetime) -> set[Any]:

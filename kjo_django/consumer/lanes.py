@@ -68,6 +68,7 @@ class Lanes:
         self._tickets = itertools.count()
         self._costs = Costs(budget)
         self.measure = self._costs.measure
+        self.is_quick = self._costs.is_quick
         self._held: dict[tuple[str, int], float] = {}
         self._paused: frozenset[str] = frozenset()
         self._idle = lanes

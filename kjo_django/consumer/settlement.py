@@ -14,6 +14,7 @@ from django.utils import timezone
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.consumer import policies
+from kjo_django.consumer.completion import publication
 from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.deadletters import (
     dead_letter_of,
@@ -179,6 +180,7 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
     if not is_retry:
         changes["result_ttl"] = outcome.notes.get("result_ttl", job["result_ttl"])
         changes["result_expires_at"] = now + timedelta(milliseconds=changes["result_ttl"])
+    changes.update(publication(outcome))
     if names.TRACE_FOLLOWS in delivery.record.headers:
         # Left there for the next attempt, whoever makes its message.
         own = delivery.record.headers.items()

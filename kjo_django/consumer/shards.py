@@ -41,6 +41,10 @@ class Group:
         )
 
 
+QUICK = 0.005
+"""Seconds a handler runs for at most that is called quick."""
+
+
 class Costs:
     """How long handlers are expected to run.
 
@@ -58,6 +62,10 @@ class Costs:
             return 0.0
         # Unknown handlers start alone; what they take decides how many follow.
         return self._estimates.get(delivery.kind, self._budget)
+
+    def is_quick(self, kind: str) -> bool:
+        """Return whether a handler has been seen to run for a few milliseconds only."""
+        return self._estimates.get(kind, QUICK + 1) <= QUICK
 
     def measure(self, kind: str, seconds: float) -> None:
         """Note how long a handler ran; a moving average decides how many share a group."""

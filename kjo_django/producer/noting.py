@@ -5,7 +5,8 @@ A note that is never made, since the relay died, is made by publishing again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 from uuid import UUID
 
@@ -19,6 +20,11 @@ from kjo_django.producer import dispatch
 from kjo_django.producer.due import Due
 from kjo_django.transports.base import Published
 
+MOST_PUT_OFF = 200
+"""Notes that are put off: as many messages more are published again after a crash."""
+LONGEST_PUT_OFF = 0.1
+"""Seconds a note is put off while one call follows the other."""
+
 
 class Sent(NamedTuple):
     """Where a job's message went."""
@@ -31,44 +37,64 @@ class Sent(NamedTuple):
 
 
 class Notes:
-    """What one relay has noted, and what it could not note yet."""
+    """What one relay has published and not noted yet.
+
+    A note that can wait is worth waiting with: the outcome of a job tells where its message was,
+    and a job that has ended needs no note, which is a version of its row less.
+    """
 
     def __init__(self) -> None:
         self.late: dict[UUID, tuple[str, Sent]] = {}
-        """By its job: topic and place of what was published while its row was locked."""
+        """By its job: topic and place of what was put off, or was locked when it was to be noted.
+        It is not to be published again meanwhile."""
+        self._count = 0
+        self._since = 0.0
+
+    def put_off(self, topic: str, sent: Sequence[Sent]) -> None:
+        """Note where jobs went later: their consumers may be at work this moment."""
+        if not self._count:
+            self._since = time.monotonic()
+        self._count += len(sent)
+        self.late.update((one.id, (topic, one)) for one in sent)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what was put off since they were last looked at has become much, or old."""
+        return self._count > MOST_PUT_OFF or (
+            self._count > 0 and time.monotonic() - self._since > LONGEST_PUT_OFF
+        )
 
     def note(self, using: str, topic: str, sent: Sequence[Sent]) -> None:
         """Note where jobs went, without waiting for rows that are locked.
 
         A consumer that was quicker than this note has the row locked for as long as its job runs.
-        Such a row is left for later, and not published again meanwhile.
+        Such a row is left for later.
         """
         note = _note_at_once if connections[using].vendor == "postgresql" else _note_each
         missing = note(using, topic, sent)
-        locked = {one.id: one for one in sent if one.id in missing}
-        late = {id: one for id, one in locked.items() if id in self.late}
-        for id in _no_longer_sent(using, late):
-            del locked[id]
         for one in sent:
-            self.late.pop(one.id, None)
-        self.late.update((id, (topic, one)) for id, one in locked.items())
+            if one.id in missing:
+                self.late[one.id] = (topic, one)
+            else:
+                self.late.pop(one.id, None)
 
-    def note_late(self, using: str, late: Iterable[tuple[str, Sent]]) -> None:
-        """Note those of ``late`` that can be noted by now."""
+    def note_late(self, using: str) -> None:
+        """Note what was put off and still needs a note, as far as its rows are free by now."""
+        if not self.late:
+            return
+        self._count = 0
+        rows = Job.objects.using(using).filter(
+            pk__in=list(self.late), state__in=states.AWAITING_PUBLISH
+        )
+        waiting = {id: run for id, *run in rows.values_list("pk", "generation", "attempts")}
         by_topic: dict[str, list[Sent]] = {}
-        for topic, one in late:
-            by_topic.setdefault(topic, []).append(one)
+        for id, (topic, one) in list(self.late.items()):
+            if waiting.get(id) == [one.generation, one.attempts]:
+                by_topic.setdefault(topic, []).append(one)
+            else:
+                del self.late[id]  # it has moved on, or is gone
         for topic, sent in by_topic.items():
             self.note(using, topic, sent)
-
-
-def _no_longer_sent(using: str, late: dict[UUID, Sent]) -> set[UUID]:
-    """Return those of the notes that need not be made: the row is gone, or has moved on."""
-    if not late:
-        return set()
-    rows = Job.objects.using(using).filter(pk__in=list(late), state__in=states.AWAITING_PUBLISH)
-    found = rows.values_list("pk", "generation", "attempts")
-    return set(late) - {id for id, *run in found if run == list(late[id][1:3])}
 
 
 # The rows are found and locked first, by their ids: the planner expects hardly any row in these

@@ -28,7 +28,7 @@ from kjo_django.ids import uuid7
 from kjo_django.models import Job
 from kjo_django.producer import dispatch
 from kjo_django.producer.due import Due, due_jobs, next_due
-from kjo_django.producer.noting import Notes, Sent, note_others
+from kjo_django.producer.noting import MOST_PUT_OFF, Notes, Sent, note_others
 from kjo_django.producer.sends import publish
 from kjo_django.producer.wakeups import RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -36,8 +36,11 @@ from kjo_django.transports.base import OutgoingRecord, Published
 logger = logging.getLogger("kjo_django")
 
 LEASE_TTL = timedelta(seconds=10)
-SOON = 0.03
-"""Seconds after a batch in which it only listens. While one job follows the other nobody has to ask
+NOTED_AFTER = 0.015
+"""Seconds after a few rows before it is noted where they went: their consumers come first, and by
+then most of their jobs have ended and need no note."""
+SOON = 0.02
+"""Seconds after that in which it only listens. While one job follows the other nobody has to ask
 what falls due later: every look for what is due finds it, so much late at most."""
 STANDBY = 0.25
 """Seconds between looks at rows that are due and another relay's, in case that one died."""
@@ -61,6 +64,8 @@ class Relay:
     :param queues: names of the queues it looks after; None for all. Those on a transactional
         transport need no relay and are left out; ``queues`` tells what remains.
     :param on_error: told of outages, and with None of their end.
+    :param is_quick: whether the jobs of a handler end in a few milliseconds; where they go need not
+        be noted at once.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Relay:
         queues: Sequence[str] | None = None,
         *,
         on_error: Callable[[str | None], None] = lambda error: None,
+        is_quick: Callable[[str], bool] = lambda handler: False,
     ) -> None:
         names = queues if queues is not None else registry.queue_names()
         # Records for topics of no declared queue are in nobody else's care.
@@ -76,6 +82,7 @@ class Relay:
         # On a transactional transport the message was written with the row.
         self.queues = [n for n in names if not dispatch.is_transactional(conf.queue(n))]
         self._on_error = on_error
+        self._is_quick = is_quick
         self._token = uuid7().hex
         self._stopping = threading.Event()
         self._listener: Listener | None = None
@@ -87,19 +94,23 @@ class Relay:
 
     # --- One batch --------------------------------------------------------------------------------
 
-    def publish_due(self, queues: Collection[str] | None = None) -> int:
+    def publish_due(
+        self, queues: Collection[str] | None = None, *, may_put_off: bool = False
+    ) -> int:
         """Publish one batch of due rows and record it; return how many rows were due.
 
         :param queues: only those of these; of all it looks after that do not rest if not given.
+        :param may_put_off: where a few quick jobs went is noted later, by ``run``.
         """
         using = dispatch.jobs_database()
         wanted = self._awake() if queues is None else queues
         jobs = due_jobs(using, wanted, get_settings().relay_batch_size, self._notes.late)
         for queue_name in dict.fromkeys(job.queue for job in jobs):
-            self._publish(using, queue_name, [job for job in jobs if job.queue == queue_name])
+            due = [job for job in jobs if job.queue == queue_name]
+            self._publish(using, queue_name, due, may_put_off and len(jobs) <= MOST_PUT_OFF)
         return len(jobs)
 
-    def _publish(self, using: str, queue_name: str, jobs: list[Due]) -> None:
+    def _publish(self, using: str, queue_name: str, jobs: list[Due], puts_off: bool) -> None:
         queue = get_settings().queue(queue_name)
         transport = get_transport(queue.transport)
         made = [_record_or_refusal(job, queue) for job in jobs]
@@ -110,7 +121,7 @@ class Relay:
             # Records for many topics: one that is missing must not hold up those of others.
             for answer in answers:
                 answer.is_final = answer.error is not None
-        self._record(using, queue.topic, jobs, answers)
+        self._record(using, queue.topic, jobs, answers, puts_off)
         self._rest_or_not(queue_name, answers)
 
     def _rest_or_not(self, queue: str, answers: Sequence[Published]) -> None:
@@ -133,7 +144,12 @@ class Relay:
         return [q for q in self.queues if q not in self._rests or self._rests[q][0] <= now]
 
     def _record(
-        self, using: str, topic: str, jobs: Sequence[Due], answers: Sequence[Published]
+        self,
+        using: str,
+        topic: str,
+        jobs: Sequence[Due],
+        answers: Sequence[Published],
+        puts_off: bool,
     ) -> None:
         """Write down where each row went, unless its job has moved on meanwhile."""
         accepted = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is None]
@@ -141,12 +157,14 @@ class Relay:
         records = [(j, a) for j, a in accepted if j.destination]
         refused = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is not None]
         now = timezone.now()
-        if sent:
-            self._notes.note(
-                using,
-                topic,
-                [Sent(j.pk, j.generation, j.attempts, a.partition, a.offset) for j, a in sent],
-            )
+        notes: list[Sent] = []
+        later: list[Sent] = []
+        for job, answer in sent:
+            note = Sent(job.pk, job.generation, job.attempts, answer.partition, answer.offset)
+            (later if puts_off and self._is_quick(job.handler) else notes).append(note)
+        self._notes.put_off(topic, later)
+        if notes:
+            self._notes.note(using, topic, notes)
         if records:
             note_others(using, records)
         self.published_count += len(accepted)
@@ -197,10 +215,9 @@ class Relay:
         """
         longest = get_settings().poll_interval.total_seconds()
         using = dispatch.jobs_database()
-        late = list(self._notes.late.values())
         if not is_called:
-            if late:
-                self._notes.note_late(using, late)
+            if self._notes.late:
+                self._notes.note_late(using)
                 # As long as another relay has no reason to publish them again.
                 self._take_queues()
             next_at = next_due(using, self._awake(), self._notes.late)
@@ -208,15 +225,19 @@ class Relay:
             if until_due > 0:
                 return self._hears(min(until_due, longest))
         mine = self._take_queues()
-        count = self.publish_due(mine) if mine else 0
-        if is_called and late:
-            self._notes.note_late(using, late)
+        count = self.publish_due(mine, may_put_off=is_called) if mine else 0
+        if self._notes.is_due:
+            self._notes.note_late(using)
         if count >= get_settings().relay_batch_size:
             return True
         if count:
-            return self._hears(SOON)
+            return self._hears(NOTED_AFTER) or self._notes_and_hears(using)
         # Called for a job that is due later, or for one of another relay's.
         return self._hears(0.0 if is_called else min(STANDBY, longest))
+
+    def _notes_and_hears(self, using: str) -> bool:
+        self._notes.note_late(using)
+        return self._hears(SOON)
 
     def _hears(self, seconds: float) -> bool:
         """Wait so long for a call; return whether one came."""
@@ -258,6 +279,11 @@ class Relay:
             self._listener.wake()
 
     def _close(self) -> None:
+        try:
+            # Before its leases are free, or another relay publishes them again.
+            self._notes.note_late(dispatch.jobs_database())
+        except (DatabaseError, InterfaceError) as error:
+            logger.warning("%d messages may be sent twice: %s", len(self._notes.late), error)
         try:
             if self._listener is not None:
                 self._listener.close()

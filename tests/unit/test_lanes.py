@@ -175,6 +175,15 @@ def test_a_handler_that_turned_slow_is_believed_at_once_and_one_that_turned_fast
     assert len(take(lanes).deliveries) == 1
 
 
+def test_quick_is_who_was_seen_to_be():
+    lanes = lanes_of(1)
+    assert not lanes.is_quick("unknown")
+    lanes.measure("unknown", 0.001)
+    assert lanes.is_quick("unknown")
+    lanes.measure("unknown", 1.0)
+    assert not lanes.is_quick("unknown")
+
+
 def test_a_group_is_of_one_mode():
     # Given
     poison = MessageError("invalid", "x")

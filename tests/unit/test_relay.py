@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 from django.db import OperationalError, connection, transaction
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination, get_transport
@@ -20,6 +22,7 @@ from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer import relay as relays
 from kjo_django.producer.dispatch import record_of
 from kjo_django.producer.due import due_jobs, next_due
+from kjo_django.producer.noting import MOST_PUT_OFF
 from kjo_django.producer.relay import Relay, lease_of
 from kjo_django.producer.wakeups import RELAY_CHANNEL, wake
 from kjo_django.testing.conformance import eventually
@@ -231,6 +234,105 @@ def test_a_row_that_is_locked_is_noted_when_it_is_free(postgres, settings, meanw
     # Then
     assert [job.state for job in jobs()] == ([state] if state else [])
     assert len(published()) == 1
+
+
+# --- Notes that are put off -----------------------------------------------------------------------
+
+
+def noted(job: Job) -> bool:
+    where = (job.topic, job.partition, job.offset)
+    return where == ("ledger", 0, 0) and job.created_at <= job.queued_at <= timezone.now()
+
+
+@pytest.mark.parametrize(("handler", "state"), [(write, "completed"), (always_fails, "failing")])
+@pytest.mark.usefixtures("_memory")
+def test_a_job_that_ends_before_its_note_tells_itself_where_it_was(handler, state):
+    # Given
+    relay = Relay(is_quick=all_are)
+    handler.enqueue(job="a")
+    assert relay.publish_due(may_put_off=True) == 1
+    assert [job.state for job in jobs()] == ["pending"]
+    assert relay.publish_due(may_put_off=True) == 0, "or it would be published again"
+    # When
+    bench = Bench()
+    bench.run([bench.read(record) for record in bench.subscription.poll(1, 5.0)])
+    bench.close()
+    # Then
+    (job,) = jobs(state=state)
+    assert noted(job)
+    # And then nothing is left to note
+    with CaptureQueriesContext(connection) as asked:
+        relay._notes.note_late("default")
+    assert len(asked) == 1
+    assert not relay._notes.late
+
+
+def test_a_job_that_waits_in_its_topic_is_noted_after_a_moment(alone):
+    write.enqueue(job="first")
+    with Running(is_quick=all_are) as running:
+        assert eventually(published)
+        write.enqueue(job="second")
+        # When, then
+        assert eventually(lambda: noted_jobs() == 2)
+        assert not running.relay._notes.late
+
+
+def all_are(handler: str) -> bool:
+    return True
+
+
+def noted_jobs() -> int:
+    return Job.objects.filter(state="queued").count()
+
+
+def test_while_one_call_follows_the_other_notes_are_not_put_off_for_long(alone, monkeypatch):
+    # Given a relay that is always called
+    monkeypatch.setattr(relays, "NOTED_AFTER", 60)
+    write.enqueue(job="first")
+    with Running(is_quick=all_are):
+        assert eventually(lambda: noted_jobs() == 1)
+        # When, then
+        for number in range(200):
+            write.enqueue(job=str(number))
+            if noted_jobs() > 1:
+                break
+            time.sleep(0.01)
+        assert noted_jobs() > 1
+
+
+def test_a_relay_that_stops_leaves_no_note_to_the_next(arrived, monkeypatch):
+    # Given
+    monkeypatch.setattr(relays, "NOTED_AFTER", 60)
+    write.enqueue(job="first")
+    with Running(is_quick=all_are) as running:
+        assert arrived.wait(10)
+        write.enqueue(job="second")
+        assert eventually(lambda: running.relay._notes.late)
+        assert noted_jobs() == 1
+    # Then
+    assert noted_jobs() == 2
+    assert Relay().publish_due() == 0
+
+
+@pytest.mark.usefixtures("_memory")
+def test_where_many_went_is_noted_at_once():
+    """A crash publishes again what is not noted: that is never more than a few."""
+    write.enqueue_many([{"job": str(n)} for n in range(MOST_PUT_OFF + 1)])
+    Relay(is_quick=all_are).publish_due(may_put_off=True)
+    assert noted_jobs() == MOST_PUT_OFF + 1
+
+
+@pytest.mark.usefixtures("_memory")
+def test_jobs_that_may_take_long_are_noted_at_once():
+    """Running, they lock their rows: they would stand there as not published for as long."""
+    # Given
+    write.enqueue(job="quick")
+    write_keyed.enqueue(job="slow", key="k")
+    # When
+    relay = Relay(is_quick=lambda handler: handler == write.name)
+    relay.publish_due(may_put_off=True)
+    # Then
+    assert [job.state for job in jobs()] == ["pending", "queued"]
 
 
 # --- Refused, crashed, overtaken ------------------------------------------------------------------
@@ -510,10 +612,10 @@ def test_whatever_goes_wrong_is_told_waited_out_and_survived(arrived, monkeypatc
     broken = iter([True])
     publish_due = Relay.publish_due
 
-    def fail_once(self, queues=None):
+    def fail_once(self, *args, **options):
         if next(broken, False):
             raise error
-        return publish_due(self, queues)
+        return publish_due(self, *args, **options)
 
     monkeypatch.setattr(Relay, "publish_due", fail_once)
     write.enqueue(job="a")
