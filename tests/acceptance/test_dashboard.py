@@ -195,6 +195,47 @@ def test_a_queue_is_paused_in_the_browser_and_the_worker_obeys(
 
 
 @EVERY
+def test_consumers_tell_who_has_what_and_what_runs(
+    engine: Engine, site: Site, worker: Program, tmp_path: Path
+) -> None:
+    """DASHBOARD.md §1, 6."""
+    # Given a worker with a job that waits for us
+    path = tmp_path / "go"
+    jobs.wait_outside.using(id="watched").enqueue(job="watched", path=str(path))
+    # When an operator looks, and goes on looking
+    site.open("consumers/")
+    site.refresh_every(2)
+
+    def column(name: str) -> list[str]:
+        """Return the texts of a column of the group's table; cells over several rows are gone."""
+        found = site.find_all(".kjo-panel:last-of-type thead th")
+        heads = [head.get_attribute("textContent") for head in found]  # CSS shows capitals
+        place = len(heads) - heads.index(name)
+        rows = site.find_all(".kjo-panel:last-of-type tbody tr")
+        cells = [row.find_elements(By.CSS_SELECTOR, "td") for row in rows]
+        return [each[-place].text for each in cells]
+
+    # Then the worker is seen at it, with what it was given and when
+    site.wait_for("ledger.wait_outside", "tr[id^=kjo-worker]")
+    site.refresh_every(0)
+    assert "–" not in column("Last rebalance")
+    assert "nobody" not in column("Worker")
+    # And once it is done, the screen says so, and that nothing is left
+    site.refresh_every(2)
+    Path(f"{path}.go").touch()
+    engine.wait_until(
+        lambda: "ledger.wait_outside" not in site.text("tr[id^=kjo-worker]"), "It runs for ever"
+    )
+    site.refresh_every(0)
+    engine.wait_for_moment(5.5)  # what the transport answered is shared that long
+    site.open("consumers/")
+    assert set(column("Lag")) == {"0"}
+    ends = [end for end in column("End") if end not in ("0", "–")]
+    assert set(ends) <= set(column("Committed"))
+    assert bool(ends) is not engine.is_sqlite, "only a log has offsets"
+
+
+@EVERY
 def test_a_dead_letter_is_edited_and_replayed_and_completes(
     engine: Engine, site: Site, worker: Program
 ) -> None:

@@ -130,10 +130,12 @@ def test_the_last_rebalance_is_that_of_the_worker_and_of_the_group(everybody):
     rebalances = [row["Last rebalance"] for row in rows]
     assert NOTHING not in rebalances[:2]
     assert (len(set(rebalances)), rebalances[2]) == (3, NOTHING)
-    assert {row["Last rebalance"] for row in table(page, "Workers")} == set(rebalances[:2])
     heading = re.search(rf"<h2>Group {GROUP} .*?</h2>", page)[0]
     assert later["rebalanced_at"] in heading
     assert earlier["rebalanced_at"] not in heading
+    first, second = re.search(r"host-1: .*?</p>", page)[0].split(" · ")
+    assert earlier["rebalanced_at"] in first
+    assert later["rebalanced_at"] in second
 
 
 @pytest.mark.usefixtures("log")
@@ -143,7 +145,8 @@ def test_members_without_a_partition_are_named(everybody):
     WorkerFactory(name="host-3", queues=["other"])
     WorkerFactory(name="host-4", queues=["emails"], stale=True)
     page = page_of(everybody)
-    assert "host-1: 2 partitions · host-2: 0 partitions</p>" in page
+    members = re.search(r"host-1: 2 partitions.*?</p>", page)[0]
+    assert members.endswith(" · host-2: 0 partitions</p>")
 
 
 @pytest.mark.usefixtures("log")
@@ -202,7 +205,7 @@ def test_what_is_not_known_is_a_dash(everybody):
     first = partitions(everybody)["0"]
     assert (first["Lag's trend"], first["Last rebalance"]) == (NOTHING, NOTHING)
     (worker,) = workers(everybody).values()
-    assert (worker["Current jobs"], worker["Last rebalance"]) == (NOTHING, NOTHING)
+    assert worker["Current jobs"] == NOTHING
 
 
 def test_workers_that_share_records_are_all_named(everybody, settings):

@@ -92,7 +92,6 @@ def _worker(desk: Desk, row: Member) -> dict[str, Any]:
         **worker,
         "state_label": Worker.State(worker["state"]).label,
         "wish_label": Worker.Wish(worker["asked_to"] or "").label,
-        "rebalanced_at": row.rebalanced_at,
         "running": [_running(desk, job) for job in running[:RUNNING_SHOWN]],
     }
 
