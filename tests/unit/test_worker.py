@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from datetime import datetime
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -359,24 +360,32 @@ def rows_by_name() -> dict[str, list[Assignment]]:
     return {row.name: assignments(row.partitions) for row in rows}
 
 
+def given_to(name: str, count: int) -> datetime:
+    """Wait for a row to tell of so many partitions; return since when."""
+
+    def is_told() -> bool:
+        held = rows_by_name().get(name, [])
+        return len(held) == count and rebalanced_at(held) is not None
+
+    wait_until(is_told)
+    return rebalanced_at(rows_by_name()[name])
+
+
 def test_its_row_tells_when_a_rebalance_changed_its_partitions(settings):
     # Given one that has all there is
     topics = {"partitions": 2, "replication_factor": 1}
     settings.KJO = {**settings.KJO, **MEMORY, "TOPIC_OPTIONS": topics}
     with Running(name="one"):
-        wait_until(lambda: len(rows_by_name().get("one", ())) == 2)
-        alone = rows_by_name()["one"]
-        assert {each.group for each in alone} == {get_settings().queue("ledger").consumer_group}
+        alone = given_to("one", 2)
+        group = get_settings().queue("ledger").consumer_group
+        assert {each.group for each in rows_by_name()["one"]} == {group}
         # When a second comes
         with Running(name="two"):
-            wait_until(lambda: list(map(len, rows_by_name().values())) == [1, 1])
             # Then the rows of both say so, and when
-            both = rows_by_name()
-            assert rebalanced_at(both["one"]) > rebalanced_at(alone)
-            assert rebalanced_at(both["two"]) > rebalanced_at(alone)
+            shared = given_to("one", 1)
+            assert alone < shared <= given_to("two", 1)
         # And when it has left, the first one's says that
-        wait_until(lambda: len(rows_by_name()["one"]) == 2)
-        assert rebalanced_at(rows_by_name()["one"]) > rebalanced_at(both["one"])
+        wait_until(lambda: given_to("one", 2) > shared)
 
 
 def test_its_row_names_the_job_that_runs(transport):
