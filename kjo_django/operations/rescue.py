@@ -30,7 +30,6 @@ from kjo_django.operations.rows import chunks
 from kjo_django.operations.telling import tell_of_jobs
 from kjo_django.producer import dispatch
 from kjo_django.states import JobState
-from kjo_django.transports.base import TopicPartition, Transport
 
 logger = logging.getLogger("kjo_django")
 
@@ -111,22 +110,15 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
 def _gone(queue: QueueConf, now: datetime) -> Q:
     """Return the condition on stale jobs whose message no longer waits for the queue's group."""
     transport = get_transport(queue.transport)
-    lag = transport.lag([queue.topic], queue.consumer_group)
+    offsets = transport.offsets([queue.topic], queue.consumer_group)
     # Waiting long beyond reason; also true of jobs whose place nobody recorded.
     lost = Q(queued_at__lt=now - PATIENCE * get_settings().rescue_after)
-    if not lag or not any(lag.values()):
+    if not any(where.lag for where in offsets.values()):
         return Q(pk__isnull=False)  # nothing waits, or nobody knows: duplicates are absorbed
-    committed = _committed(transport, queue)
-    for partition, waiting in lag.items():
+    for partition, where in offsets.items():
         place = Q(topic=partition.topic, partition=partition.partition)
-        if not waiting:
+        if not where.lag:
             lost |= place
-        elif partition in committed:
-            lost |= place & Q(offset__lt=committed[partition])
+        elif where.committed is not None:
+            lost |= place & Q(offset__lt=where.committed)
     return lost
-
-
-def _committed(transport: Transport, queue: QueueConf) -> dict[TopicPartition, int]:
-    """Return the next offset of the group by partition, where the transport can tell."""
-    ask = getattr(transport, "committed", None)
-    return dict(ask([queue.topic], queue.consumer_group)) if ask is not None else {}

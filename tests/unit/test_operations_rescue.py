@@ -10,11 +10,13 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import TransportMessage
 from kjo_django.operations import queues
 from kjo_django.operations.rescue import rescue
-from kjo_django.transports.base import OutgoingRecord, TopicPartition
+from kjo_django.testing.conformance import eventually
+from kjo_django.transports.base import GroupOffsets, OutgoingRecord, TopicPartition, TopicSpec
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import JobFactory
 
@@ -118,16 +120,46 @@ def test_where_the_transport_tells_positions_what_the_group_has_passed_is_rescue
     # Given
     memory.publish([OutgoingRecord("default", b"x") for _ in range(20)])
     passed, ahead = queued_job(offset=9), queued_job(offset=10)
-    committed = {TopicPartition("default", 0): 10}
-    monkeypatch.setattr(
-        MemoryTransport, "committed", lambda self, topics, group: committed, raising=False
-    )
+    offsets = {TopicPartition("default", 0): GroupOffsets(lag=10, committed=10, end=20)}
+    monkeypatch.setattr(MemoryTransport, "offsets", lambda self, topics, group: offsets)
     # When
     assert rescue(["default"]).republished == 1
     # Then
     passed.refresh_from_db()
     ahead.refresh_from_db()
     assert (passed.state, ahead.state) == ("pending", "queued")
+
+
+@pytest.mark.kafka
+def test_on_kafka_a_job_its_group_has_passed_is_rescued_though_others_wait_behind(
+    settings, kafka_server
+):
+    """What consumed it died of its own bug, say, and acknowledged before the outcome was there."""
+    # Given
+    topic = f"kjo-{uuid.uuid4().hex[:12]}"
+    servers = {"bootstrap.servers": kafka_server.bootstrap_servers}
+    backend = "kjo_django.transports.kafka.KafkaTransport"
+    settings.KJO = {
+        "TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": servers}},
+        "QUEUES": {"ledger": {"topic": topic, "topic_options": {"partitions": 1}}},
+    }
+    transport = get_transport()
+    transport.ensure_topics([TopicSpec(topic, partitions=1)])
+    transport.publish([OutgoingRecord(topic, b"x") for _ in range(3)])
+    group = get_settings().queue("ledger").consumer_group
+    subscription = transport.subscribe([topic], group)
+    (record, *_) = eventually(lambda: subscription.poll(1, 1.0))
+    subscription.acknowledge([record])
+    subscription.close()
+    place = {"queue": "ledger", "topic": topic, "partition": 0}
+    passed, waiting = queued_job(offset=0, **place), queued_job(offset=1, **place)
+    # When
+    report = rescue(["ledger"])
+    # Then
+    assert (report.republished, report.unreachable) == (1, {})
+    passed.refresh_from_db()
+    waiting.refresh_from_db()
+    assert (passed.state, waiting.state) == ("pending", "queued")
 
 
 def test_a_transport_out_of_reach_is_reported_and_keeps_no_other_queue_waiting(memory, monkeypatch):
