@@ -19,6 +19,7 @@ import psutil
 
 from kjo_django.models import Worker
 from kjo_django.operations import queues
+from kjo_django.operations.assignments import assignments
 from tests.benchmarks import completions
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.workloads import WORKLOADS
@@ -60,8 +61,9 @@ def _await_members(processes: int, process: subprocess.Popen[bytes]) -> None:
     """Wait until so many workers share all partitions of the topic."""
     begun = time.monotonic()
     while True:
-        shares = list(Worker.objects.values_list("partitions", flat=True))
-        held = {tuple(partition) for share in shares for partition in share}
+        rows = Worker.objects.values_list("partitions", flat=True)
+        shares = [[(each.topic, each.partition) for each in assignments(row)] for row in rows]
+        held = {partition for share in shares for partition in share}
         if len(shares) == processes and all(shares) and len(held) == sum(map(len, shares)):
             return
         if process.poll() is not None or time.monotonic() - begun > PATIENCE:
