@@ -31,7 +31,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import register_serializer
 from kjo_django.producer.dispatch import jobs_database
-from kjo_django.producer.outgoing import store_record
+from kjo_django.producer.outgoing import row_key, store_record
 from kjo_django.registry import Handler, HandlerOptions, Route
 from kjo_django.transports.base import OutgoingRecord, Record
 
@@ -81,7 +81,7 @@ class KdlqHandler(Handler):
         assert record is not None
         line = None
         if self.config.ordering is Ordering.KEY and record.key:
-            line = parking.line_of(record, self.options.queue, self.name, parking.key_text(record))
+            line = parking.line_of(record, self.options.queue, self.name, row_key(record.key))
             if line.is_stale:
                 return
             if line.is_full:

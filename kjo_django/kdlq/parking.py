@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 from django.db.models import QuerySet
 from django.utils import timezone
@@ -19,7 +20,6 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
-from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, transition
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.transports.base import Record
@@ -50,16 +50,18 @@ class Line:
 def line_of(record: Record, queue: str, consumer: str, key: str) -> Line:
     """Look at the line of a record's key, inside the transaction that will change it."""
     rows = _waiting(queue, consumer)
-    mine = names.text(record.headers, names.PARKED_ROW)
-    place = names.text(record.headers, names.PARKED_PLACE) or str(uuid7())
-    of_key = list(rows.filter(key=key).values("pk", "headers", "available_at")[:LIMIT_OF_KEY])
+    mine = _id_in(record, names.PARKED_ROW)
+    place = _id_in(record, names.PARKED_PLACE) or str(uuid7())
+    # Several topics may add to a line at once, so it can be longer than its limit by a few.
+    of_key = list(rows.filter(key=key).values("pk", "headers", "available_at")[: 2 * LIMIT_OF_KEY])
     ahead = [
         row["available_at"]
         for row in of_key
         if str(row["pk"]) != mine and (row["headers"] or {})[names.PARKED_PLACE] < place
     ]
     is_full = not mine and bool(ahead) and (len(of_key) >= LIMIT_OF_KEY or _is_full(rows))
-    is_stale = bool(mine) and not any(str(row["pk"]) == mine for row in of_key)
+    # Asked of the row alone: to take a message for a copy drops it.
+    is_stale = bool(mine) and not rows.filter(pk=mine).exists()
     return Line(place, mine, is_stale, max(ahead, default=None), is_full)
 
 
@@ -70,9 +72,12 @@ def leave(line: Line) -> None:
         transition("complete", rows, finished_at=timezone.now())
 
 
-def key_text(record: Record) -> str:
-    """Return the key as rows hold it; "" for none, which asks for no order."""
-    return storable_text((record.key or b"").decode("utf-8", "replace"), 255)
+def _id_in(record: Record, header: str) -> str:
+    """Return a header of ours; "" where it holds no id, as whoever writes to the topic may do."""
+    try:
+        return str(UUID(names.text(record.headers, header)))
+    except ValueError:
+        return ""
 
 
 def _waiting(queue: str, consumer: str) -> QuerySet[Job, Any]:

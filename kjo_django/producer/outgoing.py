@@ -7,6 +7,7 @@ jobs over. Publishing it completes the row: nothing here waits for it to be cons
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 
@@ -70,14 +71,13 @@ def store_record(
     if row_header is not None:
         headers = {**headers, row_header: str(id).encode()}
     stored = names.for_row(headers)
-    text = _as_text(key)
-    if text is None:
-        stored |= names.for_row({names.RAW_KEY: key or b""})
+    if key is not None and not _is_plain(key):
+        stored |= names.for_row({names.RAW_KEY: key})
     job = Job(
         id=id,
         queue=queue.name,
         handler=storable_text(kind, 100),
-        key=text or "",
+        key=row_key(key),
         state=dispatch.initial_state(queue),
         max_attempts=1,
         payload=check_payload_size(value),
@@ -103,13 +103,17 @@ def _store(job: Job, queue: QueueConf) -> None:
         dispatch.hand_over([job], queue)
 
 
-def _as_text(key: bytes | None) -> str | None:
-    """Return the key as the row's column holds it, or None where only its bytes will do."""
-    if key is None:
+def row_key(key: bytes | None) -> str:
+    """Return the key as the row's column holds it: its text, or a digest where only its bytes will
+    do, so that rows of one key are known as such. "" for none."""
+    if not key:
         return ""
+    return key.decode() if _is_plain(key) else f"sha256:{hashlib.sha256(key).hexdigest()}"
+
+
+def _is_plain(key: bytes) -> bool:
     try:
         text = key.decode()
     except UnicodeDecodeError:
-        return None
-    is_plain = text and len(text) <= MAX_KEY and storable_text(text) == text
-    return text if is_plain else None
+        return False
+    return 0 < len(text) <= MAX_KEY and storable_text(text) == text

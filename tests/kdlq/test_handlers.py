@@ -237,3 +237,32 @@ def test_the_counters_of_parked_messages_are_their_own(keyed) -> None:
     assert "KDLQ_Redelivered" not in waiting[b"a2"]
     encoded = waiting[b"a1"]["KDLQ_Redelivered"]
     assert encoded == struct.pack(">i", 1).decode() or encoded == {"base64": "AAAAAQ=="}
+
+
+@pytest.mark.parametrize("key", [b"\xff\x01", b"\0\0\0\x07", b"k" * 300], ids=repr)
+def test_messages_wait_for_their_turn_whatever_bytes_their_key_is(keyed, key) -> None:
+    """Java's keys are often numbers: bytes that are no text, or that no column holds."""
+    for value in ("a1", "a2"):
+        record = OutgoingRecord("pay", value.encode(), key)
+        assert get_transport().publish([record])[0].error is None
+    keyed.run(20)
+    assert keyed.runs == ["a1", "a2"]
+    assert not Job.objects.filter(state__in=OPEN).exists()
+
+
+def test_a_line_beyond_its_limit_loses_nothing(keyed, monkeypatch) -> None:
+    """Several topics add to a line at once: it may grow past the limit by a few."""
+    for value in ("a1", "a2", "a3", "a4", "a5"):
+        send("a", value)
+    keyed.step()
+    monkeypatch.setattr(parking, "LIMIT_OF_KEY", 2)
+    keyed.run(40)
+    assert sorted(keyed.runs) == ["a1", "a2", "a3", "a4", "a5"]
+
+
+def test_places_and_rows_made_up_by_others_are_not_believed(keyed) -> None:
+    """Whoever may write to the topic may write our headers."""
+    send("a", "a1", **{"kjo-parked-row": b"no-id", "kjo-parked-place": b"no\0id"})
+    send("a", "a2")
+    keyed.run(20)
+    assert keyed.runs == ["a1", "a2"]
