@@ -43,7 +43,10 @@ def normalised_version(value: Any) -> str:
     :raises PayloadError: it is none.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = f"{value:g}"
+        try:
+            value = f"{value:g}"
+        except OverflowError:
+            raise PayloadError("version is a number beyond all versions") from None
     text = _text("version", value, MAX_VERSION_LENGTH).strip()
     match = re.fullmatch(r"[vV]?(\d+(?:\.\d+)*)", text)
     if match is None:

@@ -159,7 +159,8 @@ class DlqConfig:
             return first
         longest = self.max_redelivery_delay.total_seconds()
         try:
-            seconds = first.total_seconds() * self.redelivery_multiplier**redelivered
+            # The count comes with the message: a power of whole numbers might take hours.
+            seconds = first.total_seconds() * float(self.redelivery_multiplier) ** redelivered
         except OverflowError:
             seconds = longest
         return timedelta(seconds=min(seconds, longest))

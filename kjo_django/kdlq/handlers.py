@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.utils import timezone
-from django.utils.dateparse import parse_datetime
 
 from kjo_django import conf, registry
 from kjo_django.conf import get_settings
@@ -226,14 +225,13 @@ class KdlqRoute(Route):
 def _original_of(record: Record) -> Record:
     """Return the record as it was read first, before a failed transaction sent it round."""
     found = record.headers
-    stamp = names.text(found, names.DLQ_ORIGINAL_TIMESTAMP)
     ours = {names.ID, names.TYPE, names.JOB_ID, names.SERVICE, names.GENERATION, names.ATTEMPT}
     return replace(
         record,
         topic=names.text(found, names.DLQ_ORIGINAL_TOPIC) or record.topic,
         partition=names.number(found, names.DLQ_ORIGINAL_PARTITION, record.partition),
         offset=names.number(found, names.DLQ_ORIGINAL_OFFSET, record.offset),
-        timestamp=(parse_datetime(stamp) if stamp else None) or record.timestamp,
+        timestamp=names.moment(found, names.DLQ_ORIGINAL_TIMESTAMP) or record.timestamp,
         headers={
             name: value
             for name, value in found.items()

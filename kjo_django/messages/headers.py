@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
+
+from django.utils.dateparse import parse_datetime
 
 from kjo_django.messages.serializers import storable_text
 
@@ -91,6 +94,20 @@ def number(headers: Mapping[str, bytes], name: str, default: int) -> int:
     if value is None or len(value) > 10 or not value.isdigit():
         return default
     return int(value) if int(value) <= MAX_NUMBER else default
+
+
+def moment(headers: Mapping[str, bytes], name: str) -> datetime | None:
+    """Return a header as an aware time, or None when it is missing or is not one.
+
+    A time that no time zone or database could hold is none.
+    """
+    try:
+        found = parse_datetime(text(headers, name))
+    except ValueError:
+        return None
+    if found is None or found.tzinfo is None or not 1970 < found.year < 9000:
+        return None
+    return found
 
 
 def encode(values: Mapping[str, object]) -> dict[str, bytes]:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from datetime import datetime
-
-from django.utils import timezone
-from django.utils.dateparse import parse_datetime
 
 from kjo_django.conf import get_settings
 from kjo_django.messages import headers as names
@@ -103,17 +99,9 @@ def matches(record: Record, selection: DeadLetterFilter) -> bool:
 def _is_in_time(record: Record, selection: DeadLetterFilter) -> bool:
     if selection.since is None and selection.until is None:
         return True
-    failed_at = _moment(names.text(record.headers, names.DLQ_LAST_FAILED_AT)) or record.timestamp
+    failed_at = names.moment(record.headers, names.DLQ_LAST_FAILED_AT) or record.timestamp
     if failed_at is None:
         return False
     if selection.since is not None and failed_at < selection.since:
         return False
     return selection.until is None or failed_at < selection.until
-
-
-def _moment(text: str) -> datetime | None:
-    try:
-        found = parse_datetime(text)
-    except ValueError:
-        return None
-    return found if found is not None and timezone.is_aware(found) else None

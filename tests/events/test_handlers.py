@@ -30,6 +30,12 @@ def transport(request, settings) -> str:
     return request.param
 
 
+HUGE_VERSION = (
+    b'{"id": "1", "type": "USER_PROFILE_UPDATED", "source": "s", "timestamp": 1, "data": {}, '
+    b'"version": 1' + 400 * b"0" + b"}"
+)
+
+
 def event(type: str = "USER_PROFILE_UPDATED", **fields) -> BaseEvent:
     return BaseEvent(type=type, **{"source": "user-service", "data": {"userId": "u1"}, **fields})
 
@@ -91,6 +97,7 @@ def test_types_of_others_are_passed_over_and_counted(service) -> None:
         (b"{}", "invalid"),
         (None, "invalid"),
         (b'{"type": "USER_PROFILE_UPDATED"}', "invalid"),
+        (HUGE_VERSION, "invalid"),
         (b"x" * 900_001, "too_large"),
     ],
 )

@@ -126,3 +126,12 @@ def test_the_names_are_kdlqs() -> None:
 def test_an_id_that_is_none_is_refused(id) -> None:
     with pytest.raises(KDLQConfigurationException):
         KDLQMessageConsumer(id, DlqConfig("d"), lambda record: None)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("multiplier", [1, 1.5, 3])
+def test_a_count_made_up_by_others_costs_no_time(multiplier) -> None:
+    """It comes with the message, up to the largest number of Java."""
+    config = DlqConfig("dlq", redelivery_multiplier=multiplier)
+    longest = timedelta(seconds=1) if multiplier == 1 else timedelta(minutes=10)
+    assert config.delay_of(2**31 - 1) == longest

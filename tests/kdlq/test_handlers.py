@@ -11,6 +11,7 @@ from django.db import DatabaseError
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.kdlq import DlqConfig, ProcessingStatus, kdlq_handler, parking
+from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.states import OPEN
 from kjo_django.transports.base import OutgoingRecord, Record
@@ -145,6 +146,21 @@ def test_from_the_dead_letter_topic(settings) -> None:
     states = sorted(DeadLetter.objects.values_list("state", flat=True))
     assert states == ["discarded", "open"]
     assert len(read_all("pay-dlq")) == 1
+
+
+@pytest.mark.parametrize("stamp", [b"2026-13-45T00:00:00Z", b"0001-01-01T00:00:00", b"\xff"])
+def test_a_time_made_up_by_others_does_not_end_the_loop(transport, stamp) -> None:
+    """Whoever may write to the topic may write our headers; what is read is never an error."""
+
+    @kdlq_handler("payments", topic="pay")
+    def process(record: Record) -> None: ...
+
+    bench = Bench("pay")
+    headers = {names.SERVICE: b"interview-service", names.JOB_ID: b"1", names.ID: b"1"}
+    send("k", "v", **headers, **{names.DLQ_ORIGINAL_TIMESTAMP: stamp})
+    send("k", "next")
+    assert len(bench.poll()) == 2
+    bench.close()
 
 
 def test_topics_and_groups(transport) -> None:
