@@ -10,16 +10,25 @@ can be adjusted; each other module holds the tests of one promise.
 
 from __future__ import annotations
 
-from kjo_django.testing.conformance.acknowledging import Acknowledging
-from kjo_django.testing.conformance.closing import Closing
-from kjo_django.testing.conformance.groups import Groups
-from kjo_django.testing.conformance.pausing import Pausing
-from kjo_django.testing.conformance.polling import Polling
-from kjo_django.testing.conformance.publishing import EVERY_BYTE, Publishing, name_bytes
-from kjo_django.testing.conformance.rebalancing import Rebalancing
-from kjo_django.testing.conformance.suite import values
-from kjo_django.testing.conformance.telling import Telling
-from kjo_django.testing.conformance.waiting import eventually
+import pkgutil
+
+import pytest
+
+# Before they are imported: then what fails shows its values, as in a test of one's own.
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))
+)
+
+from kjo_django.testing.conformance.acknowledging import Acknowledging  # noqa: E402
+from kjo_django.testing.conformance.closing import Closing  # noqa: E402
+from kjo_django.testing.conformance.groups import Groups  # noqa: E402
+from kjo_django.testing.conformance.pausing import Pausing  # noqa: E402
+from kjo_django.testing.conformance.polling import Polling  # noqa: E402
+from kjo_django.testing.conformance.publishing import EVERY_BYTE, Publishing, name_bytes  # noqa: E402
+from kjo_django.testing.conformance.rebalancing import Rebalancing  # noqa: E402
+from kjo_django.testing.conformance.suite import values  # noqa: E402
+from kjo_django.testing.conformance.telling import Telling  # noqa: E402
+from kjo_django.testing.conformance.waiting import eventually  # noqa: E402
 
 
 class TransportConformance(
