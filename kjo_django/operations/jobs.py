@@ -161,32 +161,50 @@ def requeue(
     are stuck or not due yet. Their open dead letters are closed as replayed. An ``expires_at`` in
     the past is lifted: who requeues an expired job wants it to run.
 
+    :param jobs: of a queryset that is not sliced, those it still holds once they are locked: what
+        somebody else has requeued meanwhile does not run twice. The others count as not found.
     :param actor: who asked, for the log and the dead letters' notes.
     :param on_changed: told of the jobs of each chunk inside its transaction.
     """
     outcomes = Outcomes()
+    still = jobs if isinstance(jobs, QuerySet) and not jobs.query.is_sliced else None
     for keys in chunks(jobs):
         with transaction.atomic(using=dispatch.jobs_database()):
-            requeue_chunk(keys, outcomes, actor=actor, on_changed=on_changed)
+            requeue_chunk(keys, outcomes, still=still, actor=actor, on_changed=on_changed)
         progress(outcomes.total, None)
     log_change("Requeued", outcomes.changed_count, actor)
     return outcomes
 
 
 def requeue_chunk(
-    keys: Sequence[Any], outcomes: Outcomes, *, actor: str = "", on_changed: Observer | None = None
+    keys: Sequence[Any],
+    outcomes: Outcomes,
+    *,
+    still: QuerySet[Job] | None = None,
+    payload: bytes | None = None,
+    actor: str = "",
+    on_changed: Observer | None = None,
 ) -> list[Job]:
-    """Requeue up to a chunk of jobs inside the caller's transaction; returns those requeued."""
+    """Requeue up to a chunk of jobs inside the caller's transaction; returns those requeued.
+
+    :param still: only those in it, asked once they are locked; the others count as not found.
+    :param payload: what they run with from now on, if not with what they have.
+    """
     using = dispatch.jobs_database()
     taken = take(keys)
-    outcomes.add(RequeueResult.NOT_FOUND, taken.missing_count)
-    outcomes.add(RequeueResult.PROCESSING, taken.busy_count)
     done = taken.free
+    if still is not None and done:
+        wanted = still.using(using).filter(pk__in=[job.pk for job in done]).order_by()
+        kept = set(wanted.values_list("pk", flat=True))
+        done = [job for job in done if job.pk in kept]
+    gone_count = len(taken.free) - len(done)
+    outcomes.add(RequeueResult.NOT_FOUND, taken.missing_count + gone_count)
+    outcomes.add(RequeueResult.PROCESSING, taken.busy_count)
     if not done:
         return []
     letters = _close_dead_letters(using, done, actor)
     for name in sorted({job.queue for job in done}):
-        _requeue_in_queue(using, name, [job.pk for job in done if job.queue == name])
+        _requeue_in_queue(using, name, [job.pk for job in done if job.queue == name], payload)
     if on_changed is not None:
         on_changed(done)
     outcomes.add(RequeueResult.REQUEUED, len(done))
@@ -208,7 +226,8 @@ def send(using: str, keys: Sequence[Any], queue: QueueConf) -> None:
 def take(keys: Sequence[Any]) -> Taken:
     """Lock the jobs nobody is processing, inside the caller's transaction."""
     using = dispatch.jobs_database()
-    wanted = {key for key in map(_as_uuid, keys) if key is not None}
+    given = list(map(_as_uuid, keys))
+    wanted = {key for key in given if key is not None}
     rows = Job.objects.using(using).defer("payload", "result")
     held = lock(rows, sorted(wanted))
     present = {job.pk for job in held}
@@ -219,7 +238,7 @@ def take(keys: Sequence[Any]) -> Taken:
     return Taken(
         free=[job for job in held if job.pk not in busy],
         busy=present - {job.pk for job in held} | busy,
-        missing_count=len(keys) - len(present),
+        missing_count=len(wanted) - len(present) + given.count(None),
     )
 
 
@@ -299,14 +318,15 @@ def _cancel_chunk(keys: Sequence[Any], outcomes: Outcomes, on_changed: Observer 
     return taken.busy
 
 
-def _requeue_in_queue(using: str, name: str, keys: Sequence[Any]) -> None:
+def _requeue_in_queue(using: str, name: str, keys: Sequence[Any], payload: bytes | None) -> None:
     now = timezone.now()
+    changes = fresh_run(name) if payload is None else {**fresh_run(name), "payload": payload}
     transition(
         "requeue",
         Job.objects.using(using).filter(pk__in=keys),
         available_at=now,
         expires_at=Case(When(expires_at__lte=now, then=Value(None)), default=F("expires_at")),
-        **fresh_run(name),
+        **changes,
     )
     send(using, keys, get_settings().queue(name))
 

@@ -256,9 +256,14 @@ class _TopicReplayer:
 
     def _requeue(self, dead: DeadRecord) -> bool:
         assert dead.job is not None
-        outcomes = jobs.requeue([dead.job.pk], actor=self._request.actor)
+        job = Job.objects.using(jobs_database()).filter(pk=dead.job.pk)
+        if not self._request.force:
+            # As it was looked at: of two who replay it at once, one does.
+            job = job.filter(state=dead.job.state, generation=dead.job.generation)
+        outcomes = jobs.requeue(job, actor=self._request.actor)
         if not outcomes.changed_count:
-            self._report.refuse(dead.id, f"its job is {next(iter(outcomes.counts))}")
+            result = next(iter(outcomes.counts), "moving on")
+            self._report.refuse(dead.id, f"its job is {result}")
             return self._keeps
         self._report.replayed += 1
         if self._reprocessor is not None:

@@ -16,7 +16,12 @@ from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import republishing
-from kjo_django.operations.jobs import Outcomes, close_as_replayed, requeue_chunk
+from kjo_django.operations.jobs import (
+    Outcomes,
+    RequeueResult,
+    close_as_replayed,
+    requeue_chunk,
+)
 from kjo_django.operations.reports import (
     REFUSED_LOOP,
     REFUSED_NO_SOURCE,
@@ -85,21 +90,28 @@ class Replayer:
             if not held:
                 self._report.skipped += 1
                 return
-            states = Job.objects.using(self._using).filter(pk=letter.job_id)
-            state = states.values_list("state", flat=True).first()
-            if state != JobState.FAILED and not self._force:
-                # It was enqueued again meanwhile and has moved on without this letter.
-                self._refuse(letter, f"the job is {state}", "--force runs it again")
-                return
-            if self._value is not None:
-                Job.objects.using(self._using).filter(pk=letter.job_id).update(payload=self._value)
+            job = Job.objects.using(self._using).filter(pk=letter.job_id)
+            failed = job.filter(state=JobState.FAILED)
             outcomes = Outcomes()
-            requeue_chunk([letter.job_id], outcomes, actor=self._actor)
-            if outcomes.changed_count:
-                self._changed(letter)
-            else:
-                self._refuse(letter, f"the job is {next(iter(outcomes.counts))}")
+            # The job's row is taken as everybody takes it, never waited for: whoever requeues the
+            # job holds that row and waits for this letter.
+            requeue_chunk(
+                [letter.job_id],
+                outcomes,
+                still=None if self._force else failed,
+                payload=self._value,
+                actor=self._actor,
+            )
+            if not outcomes.changed_count:
+                state = next(iter(outcomes.counts))
+                if state == RequeueResult.NOT_FOUND:
+                    # It was enqueued again meanwhile and has moved on without this letter.
+                    state = str(job.values_list("state", flat=True).first())
+                    self._refuse(letter, f"the job is {state}", "--force runs it again")
+                else:
+                    self._refuse(letter, f"the job is {state}")
                 return
+            self._changed(letter)
         if self._reprocessor is not None:
             job = Job.objects.using(self._using).filter(pk=letter.job_id).first()
             if job is not None:

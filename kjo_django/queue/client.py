@@ -313,13 +313,14 @@ class Queue:
 
         :raises JobStateError: it neither failed nor was cancelled; nothing was changed.
         """
-        job = results.find(self.name, id)
-        if job is None:
-            return RequeueResult.NOT_FOUND
-        if job.state not in (JobState.FAILED, JobState.CANCELLED):
-            raise JobStateError(f"Job {id!r} is {job.state}; only failed ones can be retried")
-        outcomes = operations.requeue([job.pk])
-        return RequeueResult(next(iter(outcomes.counts)))
+        jobs = Job.objects.using(jobs_database()).filter(queue=self.name, unique_id=id)
+        ended = jobs.filter(state__in=(JobState.FAILED, JobState.CANCELLED))
+        outcomes = operations.requeue(ended)
+        result = next(iter(outcomes.counts), RequeueResult.NOT_FOUND)
+        state = jobs.values_list("state", flat=True).first()
+        if result == RequeueResult.NOT_FOUND and state is not None:
+            raise JobStateError(f"Job {id!r} is {state}; only failed ones can be retried")
+        return RequeueResult(result)
 
     def retry_failed(self) -> int:
         """Give every failed job of this queue a new run; return how many."""

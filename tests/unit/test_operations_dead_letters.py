@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from datetime import timedelta
 
 import pytest
+from django.db import connection, transaction
 from django.utils import timezone
 
 from kjo_django import signals
 from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, TransportMessage
-from kjo_django.operations import dead_letters, reports
+from kjo_django.operations import dead_letters, jobs, reports
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
@@ -349,3 +351,44 @@ def test_discarding_closes_with_a_note_and_tells_once_committed(
 def test_discarding_needs_a_note():
     with pytest.raises(ValueError, match="note"):
         dead_letters.discard(EVERYTHING, note=" ")
+
+
+def test_a_job_that_moves_on_before_it_is_locked_is_left_alone(memory, monkeypatch):
+    """Or what has completed would run again."""
+    letter = DeadLetterFactory(of_job=True)
+    take = jobs.take
+
+    def late(keys):
+        Job.objects.update(state="completed")
+        return take(keys)
+
+    monkeypatch.setattr(jobs, "take", late)
+    report = dead_letters.edit_and_replay(letter.pk, b'{"a": 2}')
+    assert dict(report.refused) == {"the job is completed": 1}
+    job = Job.objects.get()
+    assert (job.state, job.generation, bytes(job.payload)) == ("completed", 1, b'{"a": 1}')
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres")  # SQLite locks the whole database
+def test_an_edited_replay_waits_for_nobody_who_holds_the_job():
+    """Who requeues the job holds its row and waits for the letter: a deadlock otherwise."""
+    letter = DeadLetterFactory(of_job=True)
+    locked, ended = threading.Event(), threading.Event()
+
+    def requeue():
+        with transaction.atomic():
+            Job.objects.select_for_update(no_key=True).get(pk=letter.job_id)
+            locked.set()
+            ended.wait(10)
+        connection.close()
+
+    thread = threading.Thread(target=requeue)
+    thread.start()
+    locked.wait(30)
+    try:
+        report = dead_letters.edit_and_replay(letter.pk, b'{"a": 2}')
+        assert dict(report.refused) == {"the job is processing": 1}
+    finally:
+        ended.set()
+        thread.join()

@@ -295,3 +295,34 @@ def test_of_many_who_requeue_one_job_at_once_one_generation_each_and_none_is_los
     job.refresh_from_db()
     assert job.generation == 1 + done
     assert TransportMessage.objects.count() == done
+
+
+@pytest.fixture
+def completed_before_it_is_locked(monkeypatch):
+    """Somebody else requeues what was found, and it completes, before it is locked."""
+    take = jobs.take
+
+    def late(keys):
+        Job.objects.filter(state="failed").update(state="completed")
+        return take(keys)
+
+    monkeypatch.setattr(jobs, "take", late)
+
+
+@pytest.mark.django_db
+@pytest.mark.usefixtures("completed_before_it_is_locked")
+def test_what_somebody_else_requeued_meanwhile_does_not_run_twice():
+    # Given
+    job = JobFactory(failed=True)
+    # When
+    outcomes = jobs.requeue(Job.objects.filter(state="failed"))
+    # Then
+    assert (outcomes.counts, outcomes.changed_count) == ({"not_found": 1}, 0)
+    job.refresh_from_db()
+    assert (job.state, job.generation) == (JobState.COMPLETED, 1)
+
+
+@pytest.mark.django_db
+def test_a_job_asked_for_twice_counts_once():
+    job = JobFactory(failed=True)
+    assert jobs.requeue([job.pk, str(job.pk), "no id"]).counts == {"not_found": 1, "requeued": 1}
