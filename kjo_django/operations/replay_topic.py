@@ -256,11 +256,11 @@ class _TopicReplayer:
 
     def _requeue(self, dead: DeadRecord) -> bool:
         assert dead.job is not None
-        job = Job.objects.using(jobs_database()).filter(pk=dead.job.pk)
+        found = Job.objects.using(jobs_database()).filter(pk=dead.job.pk)
         if not self._request.force:
             # As it was looked at: of two who replay it at once, one does.
-            job = job.filter(state=dead.job.state, generation=dead.job.generation)
-        outcomes = jobs.requeue(job, actor=self._request.actor)
+            found = found.filter(state=dead.job.state, generation=dead.job.generation)
+        outcomes = jobs.requeue(found, actor=self._request.actor)
         if not outcomes.changed_count:
             result = next(iter(outcomes.counts), "moving on")
             self._report.refuse(dead.id, f"its job is {result}")

@@ -90,8 +90,8 @@ class Replayer:
             if not held:
                 self._report.skipped += 1
                 return
-            job = Job.objects.using(self._using).filter(pk=letter.job_id)
-            failed = job.filter(state=JobState.FAILED)
+            jobs = Job.objects.using(self._using).filter(pk=letter.job_id)
+            failed = jobs.filter(state=JobState.FAILED)
             outcomes = Outcomes()
             # The job's row is taken as everybody takes it, never waited for: whoever requeues the
             # job holds that row and waits for this letter.
@@ -106,7 +106,7 @@ class Replayer:
                 state = next(iter(outcomes.counts))
                 if state == RequeueResult.NOT_FOUND:
                     # It was enqueued again meanwhile and has moved on without this letter.
-                    state = str(job.values_list("state", flat=True).first())
+                    state = str(jobs.values_list("state", flat=True).first())
                     self._refuse(letter, f"the job is {state}", "--force runs it again")
                 else:
                     self._refuse(letter, f"the job is {state}")
