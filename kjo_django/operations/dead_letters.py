@@ -293,13 +293,16 @@ def _with_hidden(letter: DeadLetter, value: bytes) -> bytes:
     """Return an edited value, with what its editor was not shown; byte for byte if it was all."""
     serializer = serializer_for(letter.content_type or JSON.content_type)
     edited = serializer.loads(value)
-    if not redaction.is_marked(edited):
-        return value
     try:
-        original = [serializer.loads(bytes(letter.value))] if letter.value is not None else []
-    except MessageError:
-        original = []  # nothing was shown of it, so nothing was hidden
-    return serializer.dumps(redaction.restored(edited, *original))
+        if not redaction.is_marked(edited):
+            return value
+        try:
+            original = [serializer.loads(bytes(letter.value))] if letter.value is not None else []
+        except MessageError:
+            original = []  # nothing was shown of it, so nothing was hidden
+        return serializer.dumps(redaction.restored(edited, *original))
+    except RecursionError:
+        raise ValueError("The value is nested too deeply") from None
 
 
 def _keys(rows: QuerySet[DeadLetter]) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from uuid import UUID
 from django.utils import timezone
 from django.utils.dateparse import parse_date, parse_datetime
 
+from kjo_django.messages.serializers import storable_text
 from kjo_django.operations.redaction import is_redacted
 from kjo_django.retries.policy import LONGEST_DELAY
 from kjo_django.states import JobStatus
@@ -26,6 +27,8 @@ from kjo_django.states import JobStatus
 MAX_LENGTH = 40_000
 """Characters of a search."""
 MAX_IDS = 1000
+MAX_WORDS = 100
+"""Each is a condition of its own; a thousand are more than SQLite takes."""
 _UNITS = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60, "s": 1}
 
 Moment = datetime | timedelta
@@ -88,6 +91,8 @@ def parse(text: str) -> JobFilter:
     """
     if len(text) > MAX_LENGTH:
         raise ValueError(f"A search has at most {MAX_LENGTH} characters")
+    if storable_text(text) != text:
+        raise ValueError("The search holds a character that no database keeps")
     found: dict[str, Any] = {}
     arguments: list[tuple[str, str]] = []
     words: list[str] = []
@@ -103,6 +108,8 @@ def parse(text: str) -> JobFilter:
             if name in found:
                 raise ValueError(f"{qualifier}: is given twice")
             found[name] = _CONVERT.get(name, _some_text)(qualifier, value)
+    if len(words) + len(arguments) > MAX_WORDS:
+        raise ValueError(f"A search has at most {MAX_WORDS} words and args.")
     return JobFilter(**found, arguments=tuple(arguments), words=tuple(words))
 
 
@@ -155,7 +162,7 @@ def _unknown(qualifier: str) -> str:
 
 
 def _some_text(qualifier: str, value: str) -> str:
-    if not value or len(value) > 255 or "\0" in value:
+    if not value or len(value) > 255:
         raise ValueError(f"{qualifier}: takes text of 1 to 255 characters")
     return value
 

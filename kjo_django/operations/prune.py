@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.db import transaction
@@ -37,6 +37,9 @@ from kjo_django.states import JobState
 LEASES_KEPT = timedelta(days=1)
 """An expired lease still counts the deliveries of its message, which may yet come again."""
 
+_BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
+"""Of the time that keys tell."""
+
 PruneProgress = Callable[[str, int], None]
 """Called with what is being pruned and how many rows of it are gone."""
 
@@ -57,9 +60,9 @@ class Retention:
     def of_settings(cls, **overrides: timedelta | None) -> Retention:
         """Return that of the settings; None overrides nothing."""
         conf = get_settings()
-        names = [field.name for field in fields(cls)]
-        given = {name: overrides.get(name) for name in names}
-        return cls(**{name: given[name] or getattr(conf, f"retention_{name}") for name in names})
+        usual = {field.name: getattr(conf, f"retention_{field.name}") for field in fields(cls)}
+        given = {name: age for name, age in overrides.items() if age is not None}
+        return cls(**{**usual, **given})
 
 
 def prune(
@@ -91,21 +94,21 @@ class _Pruner:
             "processed_events": self._rows(
                 "processed_events",
                 # By time, not by key: other services that share the table mint other ids.
-                ProcessedEvent.objects.filter(processed_at__lt=self._now - kept.processed_events),
+                ProcessedEvent.objects.filter(processed_at__lt=self._ago(kept.processed_events)),
                 "processed_at",
             ),
             "metric_buckets": self._rows(
                 "metric_buckets",
-                MetricBucket.objects.filter(minute__lt=self._now - kept.metrics),
+                MetricBucket.objects.filter(minute__lt=self._ago(kept.metrics)),
                 "minute",
             ),
             "metric_rollups": self._rows(
                 "metric_rollups",
-                MetricRollup.objects.filter(minute__lt=self._now - kept.metrics),
+                MetricRollup.objects.filter(minute__lt=self._ago(kept.metrics)),
                 "pk",
             ),
             "workers": self._rows(
-                "workers", Worker.objects.filter(heartbeat_at__lt=self._now - kept.metrics), "pk"
+                "workers", Worker.objects.filter(heartbeat_at__lt=self._ago(kept.metrics)), "pk"
             ),
             "leases": self._rows(
                 "leases", Lease.objects.filter(expires_at__lt=self._now - LEASES_KEPT), "pk"
@@ -114,6 +117,10 @@ class _Pruner:
         }
 
     # --- What is old enough -----------------------------------------------------------------------
+
+    def _ago(self, age: timedelta) -> datetime:
+        """Who keeps things for a century, or for ever, means that nothing is old enough."""
+        return self._now - age if age < self._now - _BEGINNING else _BEGINNING
 
     def _finished(self) -> QuerySet[Job]:
         jobs = Job.objects.filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
@@ -126,7 +133,7 @@ class _Pruner:
     # --- Deleting ---------------------------------------------------------------------------------
 
     def _jobs(self, kind: str, jobs: QuerySet[Job], age: timedelta) -> int:
-        cutoff = self._now - age
+        cutoff = self._ago(age)
         ended = Q(finished_at__lt=cutoff) | Q(finished_at=None)
         rows = jobs.using(self._using).filter(ended, pk__lt=uuid7_floor(cutoff))
         count = 0
@@ -148,7 +155,7 @@ class _Pruner:
             return Job.objects.using(self._using).filter(pk__in=held)._raw_delete(self._using)
 
     def _dead_letters(self) -> int:
-        cutoff = self._now - self._retention.failed
+        cutoff = self._ago(self._retention.failed)
         closed = DeadLetter.objects.exclude(state=DeadLetterState.OPEN)
         rows = closed.using(self._using).filter(pk__lt=uuid7_floor(cutoff), closed_at__lt=cutoff)
         return self._chunked("dead_letters", _ranges(rows), rows)

@@ -70,7 +70,11 @@ def test_other_names_for_two_qualifiers():
         ("args.user.Password:7", "is a secret"),
         ("queue:" + "a" * 256, "takes text of 1 to 255"),
         ("a" * 40_001, "at most 40000 characters"),
-        ("queue:a\0b", "takes text of"),
+        ("queue:a\0b", "a character that no database keeps"),
+        ("a\0b", "a character that no database keeps"),
+        ("args.a:\ud800", "a character that no database keeps"),
+        ("a " * 101, "at most 100 words"),
+        ("args.a:1 " * 101, "at most 100 words"),
     ],
 )
 def test_what_cannot_be_read_says_why(text, told):

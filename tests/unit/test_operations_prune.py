@@ -193,3 +193,15 @@ def test_a_job_enqueued_anew_while_it_was_being_pruned_stays(monkeypatch):
     # When, then
     assert prune()["jobs"] == 0
     assert Job.objects.get() == job
+
+
+@pytest.mark.parametrize("age", [timedelta(days=36_500), timedelta.max])
+def test_what_is_kept_for_a_century_or_for_ever_is_not_pruned(age):
+    old_job(3650, state="completed")
+    assert set(prune(Retention(age, age, age, age)).values()) == {0}
+
+
+def test_an_override_of_no_time_is_one():
+    """Or the settings would decide, without a word."""
+    old_job(1, state="completed")
+    assert prune(Retention.of_settings(completed=timedelta(0)))["jobs"] == 1

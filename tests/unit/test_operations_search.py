@@ -260,3 +260,8 @@ def test_one_direction_and_a_size_in_bounds():
 def test_rows_come_without_payload_and_result():
     named("a")
     assert page().rows[0].get_deferred_fields() == {"payload", "result"}
+
+
+def test_as_many_words_as_a_search_may_have_are_looked_for():
+    """SQLite takes a thousand levels of conditions, each word is one."""
+    assert search.page(search.parse("word " * 100)).rows == []

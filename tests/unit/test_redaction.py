@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django import job, registry
+from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters, redaction
@@ -173,3 +174,17 @@ class TestEditAndReplay:
 def test_nothing_is_marked_by_chance():
     assert not redaction.is_marked({"a": ["redacted", "x [redacted]"]})
     assert redaction.is_marked({"a": [{"b": REDACTED}]})
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("depth", [200, 480, 900])
+def test_a_deeply_nested_edit_is_replayed_or_refused(depth):
+    letter = DeadLetterFactory(of_job=True)
+    try:
+        report = dead_letters.edit_and_replay(
+            letter.pk, b'{"a": %s}' % (b"[" * depth + b"]" * depth)
+        )
+    except (MessageError, ValueError) as error:
+        assert "nested too deeply" in str(error)
+    else:
+        assert report.replayed == 1
