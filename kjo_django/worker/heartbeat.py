@@ -13,6 +13,7 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer.connections import drop_broken_connections
+from kjo_django.exceptions import KjoError
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.worker.holding import held
@@ -25,6 +26,7 @@ logger = logging.getLogger("kjo_django")
 
 CONTROL_INTERVAL = 1.0
 """Seconds between looks at what operators asked; a pause is obeyed within two."""
+OUTAGES = (DatabaseError, InterfaceError, OSError, KjoError)
 
 
 class Heartbeat:
@@ -57,8 +59,9 @@ class Heartbeat:
         try:
             self._worker.statistics.flush()
             self._write(WorkerRow.State.STOPPED)
-        except (DatabaseError, InterfaceError) as error:
-            logger.error("The worker could not say goodbye: %s", error)
+        except Exception as error:
+            is_outage = isinstance(error, OUTAGES)
+            logger.error("The worker could not say goodbye: %s", error, exc_info=not is_outage)
         self._worker.leases.say_goodbye()
         self._worker.controls.close()
 
@@ -74,18 +77,23 @@ class Heartbeat:
             while not self._stopping.wait(min(CONTROL_INTERVAL, beat, renewal)):
                 now = time.monotonic()
                 try:
+                    # First what a database that is away must not stop: without signs of life and
+                    # leases, others would run again what runs here, as soon as it is back.
                     if now >= next_beat:
                         self._touch()
-                    self._read_controls()
-                    self._worker.running.look_after(self._worker.leases.token)
+                        self._worker.leases.show_alive()
                     if now >= next_renewal:
                         next_renewal = now + renewal
                         self._worker.leases.renew()
+                    self._read_controls()
+                    self._worker.running.look_after(self._worker.leases.token)
                     if now >= next_beat:
                         next_beat = now + beat
                         self._beat()
-                except (DatabaseError, InterfaceError, OSError) as error:
-                    logger.error("The heartbeat is late: %s", error)
+                except Exception as error:
+                    # Whatever it is: a worker without heartbeat loses its leases, and hears nobody.
+                    is_outage = isinstance(error, OUTAGES)
+                    logger.error("The heartbeat is late: %s", error, exc_info=not is_outage)
                     drop_broken_connections()
         finally:
             connections.close_all()
@@ -97,7 +105,6 @@ class Heartbeat:
             Path(self._worker.heartbeat_file).write_text(f"{timezone.now().isoformat()}\n")
 
     def _beat(self) -> None:
-        self._worker.leases.show_alive()
         self._worker.ensure_topics()
         self._write()
         self._worker.statistics.flush()

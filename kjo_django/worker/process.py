@@ -256,7 +256,8 @@ class Worker:
     def ensure_topics(self) -> None:
         """Create missing topics; a broker that is away is asked again with the next heartbeat.
 
-        :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off.
+        :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off; only while
+            nothing runs yet, later it is an error that is told.
         """
         if self._has_topics:
             return
@@ -264,8 +265,14 @@ class Worker:
             for line in topics.ensure_topics([*self.queues, *self._published_only()]):
                 logger.info(line)
             self._has_topics = True
+            self._note_error("topics", None)
         except PublishError as error:
             self._note_error("topics", f"Topics could not be checked yet: {error}")
+        except ImproperlyConfigured as error:
+            if not self._lane_threads:
+                raise
+            # It has begun, since the broker was away: its other topics are worth going on for.
+            self._note_error("topics", str(error))
 
     def _published_only(self) -> list[QueueConf]:
         """Return the queues this worker relays to and nobody here consumes."""
@@ -361,13 +368,13 @@ class Worker:
     @property
     def last_error(self) -> str:
         """The outage or job error met last."""
-        outages = [error for error in self._errors.values() if error]
+        outages = [error for error in list(self._errors.values()) if error]
         return outages[0] if outages else self.statistics.last_error
 
     @property
     def last_error_at(self) -> datetime | None:
         """When that was first met."""
-        outages = [self._error_at[source] for source, error in self._errors.items() if error]
+        outages = [self._error_at[source] for source, error in list(self._errors.items()) if error]
         return outages[0] if outages else self.statistics.last_error_at
 
     # --- Draining ---------------------------------------------------------------------------------

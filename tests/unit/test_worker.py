@@ -514,3 +514,70 @@ def test_the_heartbeat_file_is_written_while_the_database_is_away(settings, sqli
     heartbeat._stopping.set()
     # Then a liveness probe sees it
     assert alive.exists()
+
+
+def beats_until(heartbeat, condition) -> None:
+    """Let a heartbeat beat until the condition holds."""
+    heartbeat.start()
+    try:
+        wait_until(condition)
+    finally:
+        heartbeat._stopping.set()
+        heartbeat._thread.join(WAIT)
+
+
+def test_signs_of_life_and_leases_go_on_while_the_database_is_away(monkeypatch):
+    # Given: coordination is elsewhere and answers
+    from django.db import OperationalError
+
+    from kjo_django.worker.heartbeat import Heartbeat
+
+    worker = Worker(["ledger"])
+    heartbeat = Heartbeat(worker)
+    done: list[str] = []
+
+    def away() -> None:
+        raise OperationalError("the database is away")
+
+    monkeypatch.setattr(heartbeat, "_read_controls", away)
+    monkeypatch.setattr(worker.leases, "show_alive", lambda: done.append("alive"))
+    monkeypatch.setattr(worker.leases, "renew", lambda: done.append("renewed"))
+    # When, then: nobody has a reason to take over what runs here
+    beats_until(heartbeat, lambda: {"alive", "renewed"} <= set(done))
+
+
+def test_a_heartbeat_survives_an_error_nobody_expected(monkeypatch, caplog):
+    from kjo_django.worker.heartbeat import Heartbeat
+
+    worker = Worker(["ledger"])
+    heartbeat, broken = Heartbeat(worker), iter([True])
+    read, beaten = heartbeat._read_controls, threading.Event()
+
+    def fail_once() -> None:
+        if next(broken, False):
+            raise ZeroDivisionError("a bug")
+        read()
+        beaten.set()
+
+    monkeypatch.setattr(heartbeat, "_read_controls", fail_once)
+    beats_until(heartbeat, beaten.is_set)
+    assert "The heartbeat is late: a bug" in caplog.text
+
+
+def test_a_topic_found_missing_later_stops_no_heartbeat(monkeypatch):
+    # Given: the broker is away when the worker starts, and when it is back a topic is missing
+    from kjo_django.exceptions import PublishError
+    from kjo_django.operations import topics
+
+    answers = iter([PublishError("away")])
+
+    def look(queues):
+        raise next(answers, None) or ImproperlyConfigured("Topic 'ledger' is missing")
+
+    monkeypatch.setattr(topics, "ensure_topics", look)
+    with Running() as running:
+        # Then: it is told, and the worker's row goes on saying that it lives
+        wait_until(lambda: "is missing" in running.worker.last_error)
+        before = timezone.now()
+        wait_until(lambda: WorkerRow.objects.get().heartbeat_at > before)
+        assert "is missing" in WorkerRow.objects.get().last_error
