@@ -92,9 +92,7 @@ class Flight:
         self._is_up.wait()
         sortie = _Sortie(len(started), held)
         self._boarding.extend((step, sortie) for step in concurrent_steps(started))
-        assert self._loop is not None
-        assert self._wake is not None
-        self._loop.call_soon_threadsafe(self._wake.set)
+        self._call()
 
     def close(self, timeout: float) -> None:
         """End its threads; what has not landed is nobody's any more.
@@ -107,15 +105,19 @@ class Flight:
         if not threads:
             return
         self._is_up.wait()
+        self._call()
+        self._has_landed.set()
+        for thread in threads:
+            thread.join(timeout)
+
+    def _call(self) -> None:
+        """Make the loop look at what boards, and whether it is closed."""
         assert self._loop is not None
         assert self._wake is not None
         try:
             self._loop.call_soon_threadsafe(self._wake.set)
         except RuntimeError:
-            pass  # the loop has ended
-        self._has_landed.set()
-        for thread in threads:
-            thread.join(timeout)
+            pass  # the loop has ended, and the next one looks when it begins
 
     def _start_threads(self) -> None:
         for target, name in ((self._fly, "kjo-flight"), (self._land, "kjo-landing")):
@@ -128,12 +130,19 @@ class Flight:
     def _fly(self) -> None:
         self._on_thread()
         try:
-            async_to_sync(self._run_loop)()
+            while not self._is_closed:
+                try:
+                    async_to_sync(self._run_loop)()
+                except BaseException:
+                    # A task of a handler's own that calls sys.exit() ends the loop itself. What was
+                    # in the air was cancelled, and lands so.
+                    logger.exception("The event loop of coroutines ended, another one begins")
         finally:
             connections.close_all()
 
     async def _run_loop(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        self._wake.set()
         self._is_up.set()
         tasks: set[asyncio.Task[None]] = set()
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -199,6 +200,29 @@ def test_each_ends_in_its_own_way(configured, transport):
     assert worker.code == 0
     assert states() == ["failed"] * 5 + ["completed"]
     assert DeadLetter.objects.count() == 5
+
+
+def test_a_coroutine_whose_own_task_exits_does_not_ground_the_others(configured):
+    """``sys.exit()`` in a task ends the event loop itself."""
+
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def gather() -> None:
+        await asyncio.gather(leave())
+
+    async def land() -> None: ...
+
+    # Given
+    as_job(gather, atomic=False, max_attempts=1).enqueue()
+    with running() as worker:
+        wait_until(lambda: DeadLetter.objects.count() == 1)
+        # When
+        as_job(land, atomic=False).enqueue()
+        # Then
+        wait_until(settled)
+    assert states() == ["failed", "completed"]
+    assert worker.code == 0
 
 
 def test_batches_fly_too(configured):
