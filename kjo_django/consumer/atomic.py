@@ -184,6 +184,8 @@ class AtomicRunner:
         try:
             with behind:
                 ran.value = call(delivery, context, self._watch)
+        except KeyboardInterrupt:
+            raise
         except ENDINGS as error:
             ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
@@ -210,6 +212,8 @@ class AtomicRunner:
             try:
                 with behind:
                     endings = batch.call(self._watch)
+            except KeyboardInterrupt:
+                raise
             except ENDINGS as error:
                 if known is None:
                     raise _Spoiled(batch.aborted(error), {}) from error

@@ -251,6 +251,8 @@ def run_batch(
     """
     try:
         return attempt(batch)
+    except KeyboardInterrupt:
+        raise
     except passing:
         raise
     except ENDINGS as error:

@@ -21,8 +21,9 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.carried import inheritable
 from kjo_django.messages.serializers import dump_result, serializer_for
 
-ENDINGS = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""What ends an attempt: ``sys.exit()`` or a cancelled task must not end the lane with it."""
+ENDINGS = BaseException
+"""What ends an attempt: ``sys.exit()``, a cancelled task or a panic of a library in Rust must not
+end the lane with it. Outside event loops a Ctrl-C goes first: a command may run this itself."""
 
 
 @dataclass(slots=True)

@@ -116,6 +116,8 @@ class PlainRunner:
         ran, clock = Ran(timezone.now(), 0.0), time.perf_counter()
         try:
             ran.value = call(delivery, context, self._watch)
+        except KeyboardInterrupt:
+            raise
         except ENDINGS as error:
             ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl

@@ -297,8 +297,9 @@ class Worker:
                         deferred = self._pipeline.launch(group.deliveries, flying)
                     else:
                         deferred = self._pipeline.run(group.deliveries, group.mode)
-                except Exception:
-                    # Nothing of the group was acknowledged: it is tried again, and so is seen.
+                except BaseException:
+                    # Nothing of the group was acknowledged: it is tried again, and so is seen. A
+                    # lane that ended here would take its place among the living with it.
                     logger.exception("A lane failed on a group of %d", len(group.deliveries))
                 finally:
                     self.lanes.done(group, deferred, HELD_ELSEWHERE_DELAY, flying=flying)

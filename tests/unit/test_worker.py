@@ -318,6 +318,24 @@ def test_a_handler_that_exits_takes_no_lane_with_it(atomic):
         wait_until(lambda: Entry.objects.exists())
 
 
+class Panic(BaseException):
+    """As libraries written in Rust raise it: no ``Exception``, and nothing Python itself knows."""
+
+
+@pytest.mark.parametrize("options", [{}, {"atomic": False}, {"batch": 3}])
+def test_a_handler_that_panics_takes_no_lane_with_it(options):
+    def panic(items=()):
+        raise Panic("at src/lib.rs:7")
+
+    job = as_job(panic, max_attempts=1, **options)
+    job.enqueue_many([{}] * 5)
+    with Running(concurrency=2):
+        wait_until(lambda: DeadLetter.objects.count() == 5)
+        write.enqueue(job="after")
+        wait_until(lambda: Entry.objects.exists())
+    assert set(DeadLetter.objects.values_list("error", flat=True)) == {"at src/lib.rs:7"}
+
+
 def test_a_worker_without_coordination_works_on(monkeypatch):
     from kjo_django.exceptions import CoordinationError
 
