@@ -336,6 +336,27 @@ def test_a_handler_that_panics_takes_no_lane_with_it(options):
     assert set(DeadLetter.objects.values_list("error", flat=True)) == {"at src/lib.rs:7"}
 
 
+def test_a_lane_that_failed_holds_no_leases(monkeypatch):
+    """They would be renewed for ever, although a rebalance may have taken the records away."""
+    # Given: a bug, in what runs a job
+    from kjo_django.consumer.atomic import AtomicRunner
+
+    failed = threading.Event()
+
+    def fail(self, delivery):
+        failed.set()
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(AtomicRunner, "run_one", fail)
+    write.enqueue(job="a")
+    # When
+    with Running(concurrency=1) as running:
+        assert failed.wait(WAIT)
+        # Then, until it is tried again
+        wait_until(lambda: not running.worker.leases._held)
+        wait_until(lambda: not list(get_coordination().names("CONS:")))
+
+
 def test_a_worker_without_coordination_works_on(monkeypatch):
     from kjo_django.exceptions import CoordinationError
 
