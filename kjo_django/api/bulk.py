@@ -19,6 +19,7 @@ from kjo_django.api.problems import Conflict
 from kjo_django.models import Job
 from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations.counting import bounded_count
+from kjo_django.operations.dead_letters import PREVIEW_LIMIT
 
 BACKGROUND = (shapes.Background, "They are many: a job does it. `Location` is its address.")
 
@@ -39,18 +40,19 @@ class ReplayView(KjoView):
         """Replay the open dead letters a selection takes, oldest first."""
         body = self.body(shapes.BulkReplayBody)
         selection, audit = shapes.selected(body), self.audit("Replayed.")
-        options = {"rate": body.get("rate"), "force": body["force"], "actor": self.actor}
-        if body["dry_run"] or body.get("limit"):
-            report = dead_letters.replay(
-                selection,
-                limit=body.get("limit"),
-                dry_run=body["dry_run"],
-                on_changed=audit,
-                **options,
-            )
+        if body["dry_run"]:
+            limit = body.get("limit") or PREVIEW_LIMIT
+            report = dead_letters.preview(selection, limit=limit, force=body["force"])
         else:
             with refusing():
-                done = bulk.replay_or_start(selection, on_changed=audit, **options)
+                done = bulk.replay_or_start(
+                    selection,
+                    limit=body.get("limit"),
+                    rate=body.get("rate"),
+                    force=body["force"],
+                    actor=self.actor,
+                    on_changed=audit,
+                )
             if isinstance(done, Job):
                 return in_background(self, done, "Replays dead letters.")
             report = done

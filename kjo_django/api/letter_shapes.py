@@ -116,7 +116,7 @@ class BulkReplayBody(Selection):
         allow_null=True,
         min_value=1,
         max_value=SYNCHRONOUS_LIMIT,
-        help_text="At most so many, within this request.",
+        help_text="The oldest so many only, within this request.",
     )
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -242,6 +242,9 @@ class ReplayReport(Shape):
     """What a replay did, or would do."""
 
     dry_run = serializers.BooleanField()
+    is_capped = serializers.BooleanField(
+        help_text="Of a dry run: whether there are more than it looked at: `limit`, or 1,000."
+    )
     matched = serializers.IntegerField()
     replayed = serializers.IntegerField()
     refused = serializers.DictField(child=serializers.IntegerField(), help_text="By reason.")

@@ -246,6 +246,26 @@ def test_a_selection_is_replayed_up_to_its_limit(operator: APIClient) -> None:
     assert LogEntry.objects.count() == 2
 
 
+def test_a_request_looks_at_no_more_letters_than_its_limit(
+    operator: APIClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many of them are refused: there may be millions."""
+    # Given letters whose jobs have moved on
+    DeadLetterFactory.create_batch(4, of_job=True)
+    Job.objects.update(state="completed")
+    # Then
+    told = operator.post(f"{URL}replay/", {"all": True, "limit": 2}).json()
+    assert (told["matched"], told["replayed"], told["refused"]) == (
+        2,
+        0,
+        {"the job is completed": 2},
+    )
+    # And a dry run stops by itself
+    monkeypatch.setattr("kjo_django.api.bulk.PREVIEW_LIMIT", 3)
+    told = operator.post(f"{URL}replay/", {"all": True, "dry_run": True}).json()
+    assert (told["matched"], told["is_capped"]) == (3, True)
+
+
 def test_ids_are_a_selection(operator: APIClient) -> None:
     letters = DeadLetterFactory.create_batch(3)
     ids = [str(letter.pk) for letter in letters[:2]]

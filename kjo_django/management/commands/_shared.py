@@ -8,7 +8,7 @@ import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -40,10 +40,13 @@ def instant(text: str) -> datetime:
         found = parse_datetime(text) or parse_datetime(f"{text}T00:00:00")
     except ValueError:
         found = None
-    if found is not None:
-        return timezone.make_aware(found) if timezone.is_naive(found) else found
     try:
-        return timezone.now() - duration(text)
+        if found is None:
+            found = timezone.now() - duration(text)
+        elif timezone.is_naive(found):
+            found = timezone.make_aware(found)
+        found.astimezone(UTC)  # as the database is asked; it must be able to be
+        return found
     except (ArgumentTypeError, OverflowError):
         raise ArgumentTypeError(
             f"{text!r} is no time; write 2026-01-31T12:00, 2026-01-31 or 2h (that long ago)"
