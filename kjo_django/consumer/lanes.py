@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kjo_django.consumer.shards import Costs, Group, Place, Shard
 from kjo_django.consumer.work import Delivery, Mode
-from kjo_django.transports.base import TopicPartition
+from kjo_django.transports.base import Subscription, TopicPartition
 
 _NONE: Sequence[Delivery] = ()
 CONCURRENT_GROUP = 1000
@@ -308,16 +308,23 @@ class Lanes:
 
     # --- Control ----------------------------------------------------------------------------------
 
-    def discard(self, partitions: Iterable[TopicPartition]) -> list[Delivery]:
-        """Forget what waits of these partitions, and return it: it goes to another consumer."""
+    def discard(
+        self, partitions: Iterable[TopicPartition], subscription: Subscription
+    ) -> list[Delivery]:
+        """Forget what a subscription brought of these partitions and still waits, and return it: it
+        goes to another consumer. Another group's records of the same partitions stay."""
         gone = set(partitions)
+
+        def leaves(delivery: Delivery) -> bool:
+            return delivery.subscription is subscription and delivery.place in gone
+
         dropped: list[Delivery] = []
         with self._changed:
             for shard in self._shards.values():
-                leaving = [d for d in shard.waiting if d.place in gone]
+                leaving = [d for d in shard.waiting if leaves(d)]
                 if leaving:
                     dropped += leaving
-                    shard.waiting = [d for d in shard.waiting if d.place not in gone]
+                    shard.waiting = [d for d in shard.waiting if not leaves(d)]
             self._waiting_count -= len(dropped)
         return dropped
 

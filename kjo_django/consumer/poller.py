@@ -168,13 +168,13 @@ class Poller:
                 self._apply_pauses(subscription)
                 self._poll_once(subscription)
         finally:
-            self._lanes.discard(subscription.assignment())
+            self._lanes.discard(subscription.assignment(), subscription)
             subscription.close()
 
     def _poll_once(self, subscription: Subscription) -> None:
         room = self._max_outstanding - self._lanes.outstanding
         if self.is_quiet and subscription.hands_back and self._lanes.waiting:
-            waiting = self._lanes.discard(subscription.assignment())
+            waiting = self._lanes.discard(subscription.assignment(), subscription)
             subscription.hand_back([delivery.record for delivery in waiting])
         if self._is_draining.is_set() or self.is_quiet or room <= 0:
             subscription.poll(0, 0.0)
@@ -209,7 +209,8 @@ class Poller:
     def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
         """Called within poll: forget what waits, let what runs end, bounded and lock-free."""
         self.rebalanced_at = timezone.now()
-        self._lanes.discard(partitions)
+        if self._subscription is not None:
+            self._lanes.discard(partitions, self._subscription)
         if not lost and not self._lanes.wait_for(partitions, REVOKE_WAIT):
             logger.warning("A rebalance did not wait for long jobs of %s", partitions)
 

@@ -17,9 +17,10 @@ from kjo_django.consumer.lanes import CONCURRENT_GROUP, Group, Lanes
 from kjo_django.consumer.work import Delivery, Mode
 from kjo_django.exceptions import MessageError
 from kjo_django.registry import Handler, HandlerOptions
-from kjo_django.transports.base import Record, TopicPartition
+from kjo_django.transports.base import Record, Subscription, TopicPartition
 from tests.unit.deliveries import Silent
 
+SUBSCRIPTION = Silent()
 _offsets = itertools.count()
 
 
@@ -44,10 +45,11 @@ def delivery(
     queue: str = "q",
     partition: int = 0,
     problem: MessageError | None = None,
+    subscription: Subscription = SUBSCRIPTION,
 ) -> Delivery:
     offset = next(_offsets)
     record = Record(queue, partition, offset, key.encode() if key else None, b"{}", {})
-    return Delivery(record, Silent(), get_settings().queue(queue), None, handler, problem)
+    return Delivery(record, subscription, get_settings().queue(queue), None, handler, problem)
 
 
 def lanes_of(
@@ -283,7 +285,7 @@ def test_what_waits_of_a_revoked_partition_is_forgotten():
     lanes = lanes_of(1)
     lanes.put([delivery("a", partition=0), delivery("a", partition=1), delivery("b", partition=1)])
     # When
-    count = len(lanes.discard([TopicPartition("q", 1)]))
+    count = len(lanes.discard([TopicPartition("q", 1)], SUBSCRIPTION))
     # Then
     assert (count, lanes.outstanding) == (2, 1)
     group = take(lanes)
@@ -293,11 +295,24 @@ def test_what_waits_of_a_revoked_partition_is_forgotten():
     assert lanes.outstanding == 0
 
 
+def test_what_another_group_reads_of_a_revoked_partition_stays():
+    """Two groups in one worker read one topic: nobody would bring the other's records again."""
+    # Given
+    lanes = lanes_of(1)
+    mine, theirs = delivery("a"), delivery("a", subscription=Silent())
+    lanes.put([mine, theirs])
+    # When
+    dropped = lanes.discard([TopicPartition("q", 0)], SUBSCRIPTION)
+    # Then
+    assert dropped == [mine]
+    assert take(lanes).deliveries == [theirs]
+
+
 def test_a_key_is_usable_again_after_its_partition_was_discarded():
     lanes = lanes_of(2, size=1)
     lanes.put([delivery("a"), delivery("a")])
     running = take(lanes)
-    lanes.discard([TopicPartition("q", 0)])
+    lanes.discard([TopicPartition("q", 0)], SUBSCRIPTION)
     again = delivery("a")
     lanes.put([again])
     assert lanes.take(timeout=0) is None, "the key is still running"

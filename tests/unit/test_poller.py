@@ -360,3 +360,27 @@ def test_a_rebalance_waits_for_what_runs_and_forgets_what_waits(make, lanes):
     done.set()
     thread.join(WAIT)
     other.close()
+
+
+def test_a_rebalance_of_one_group_leaves_what_another_reads_of_the_same_topic(make, lanes):
+    # Given: two groups in one worker, a record of each of two partitions waiting for both
+    mails, images = make("mails", group="mails"), make("images", group="images")
+    mails.start()
+    images.start()
+    eventually(lambda: len(mails.partitions) == len(images.partitions) == 2)
+    for partition in (0, 1):
+        publish(b"{}", topic="shared", partition=partition)
+    eventually(lambda: lanes.waiting == 4)
+    # When: one group gets another member
+    other = get_transport().subscribe(["shared"], "mails")
+    try:
+        eventually(lambda: bool(other.poll(10, 0.05)) or len(mails.partitions) == 1)
+        # Then: that group forgets the partition it gives away, and the other nothing
+        left = []
+        for _ in range(3):
+            group = lanes.take(timeout=WAIT)
+            left += [delivery.queue.name for delivery in group.deliveries]
+            lanes.done(group)
+    finally:
+        other.close()
+    assert sorted(left) == ["images", "images", "mails"]
