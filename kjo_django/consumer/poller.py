@@ -14,6 +14,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, get_settings
+from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.lanes import Lanes
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import MessageError
@@ -195,6 +196,12 @@ class Poller:
             found = registry.route_of(queue.name).read(record, max_bytes=self._max_bytes)
         except MessageError as problem:
             return Delivery(record, subscription, queue, None, None, problem)
+        except Exception as error:
+            # Raised, it would come again with the record, and nothing behind it would be read.
+            logger.exception("A record of %s cannot be read", record.topic)
+            why = f"It cannot be read: {type(error).__name__}: {error_text(error)}"
+            unread = MessageError("invalid", why)
+            return Delivery(record, subscription, queue, None, None, unread)
         if found is None:
             self._on_skipped(queue)
             subscription.acknowledge([record])

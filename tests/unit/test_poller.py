@@ -131,6 +131,31 @@ def test_an_unreadable_record_is_poison_and_no_error(make, bad, reason):
     assert (delivery.message, delivery.mode) == (None, Mode.POISON)
 
 
+class Hopeless(Exception):
+    """Not even its text can be had."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), RecursionError("too deep"), Hopeless()])
+def test_what_a_route_chokes_on_is_poison_and_what_follows_is_read(make, lanes, monkeypatch, error):
+    class Route(registry.Route):
+        def read(self, record, *, max_bytes):
+            if record.value == b"bad":
+                raise error
+            return super().read(record, max_bytes=max_bytes)
+
+    monkeypatch.setitem(registry._routes, "ledger", Route())
+    publish(b"bad", b"{}", partition=0)
+    make().start()
+    first = lanes.take(timeout=WAIT)
+    assert first is not None, "nothing came"
+    assert (first.mode, first.deliveries[0].problem.reason) == (Mode.POISON, "invalid")
+    lanes.done(first)
+    assert take(lanes) == b"{}"
+
+
 def test_a_record_without_a_handler_is_poison_with_its_message_read(make):
     delivery = make().read(record(type="nobody.knows"), Silent())
     assert delivery.message.type == "nobody.knows"
