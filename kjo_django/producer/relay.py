@@ -186,7 +186,7 @@ class Relay:
         delay, is_called = 1.0, False
         try:
             self._listener = get_coordination().listen([RELAY_CHANNEL])
-        except KjoError as error:
+        except Exception as error:
             logger.warning("The relay polls only, nobody can wake it: %s", error)
         try:
             while not self._stopping.is_set():

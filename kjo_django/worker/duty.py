@@ -16,6 +16,8 @@ from kjo_django.exceptions import CoordinationError, KjoError
 
 logger = logging.getLogger("kjo_django")
 
+OUTAGES = (KjoError, DatabaseError, InterfaceError, OSError)
+
 
 class Duty(ABC):
     """A thread of every worker; a lease keeps all but one of them from the work. Should two do it
@@ -48,8 +50,10 @@ class Duty(ABC):
                     held = self._take(3 * pause)
                     if held:
                         self.work(held)
-                except (KjoError, DatabaseError, InterfaceError, OSError) as error:
-                    logger.error("%s has to wait: %s", type(self).__name__, error)
+                except Exception as error:
+                    # Whatever it is: its lease keeps the others from the work as long as it lives.
+                    message, is_outage = "%s has to wait: %s", isinstance(error, OUTAGES)
+                    logger.error(message, type(self).__name__, error, exc_info=not is_outage)
                     drop_broken_connections()
         finally:
             self._let_go()

@@ -601,6 +601,18 @@ def test_without_coordination_every_relay_works(arrived, monkeypatch):
         assert arrived.wait(10)
 
 
+def test_a_relay_that_can_get_no_listener_works_all_the_same(arrived, monkeypatch):
+    """Also where that is no outage of coordination: it has a socket of its own."""
+
+    def refuse(channels):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(get_coordination(), "listen", refuse)
+    write.enqueue(job="a")
+    with Running():
+        assert arrived.wait(10)
+
+
 @pytest.mark.parametrize(
     "error",
     [PublishError("broker away"), OperationalError("database away"), ValueError("a bug")],
