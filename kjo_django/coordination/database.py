@@ -27,6 +27,7 @@ from django.db.models import F, QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
+from kjo_django.coordination import sqlite_leases
 from kjo_django.coordination.base import Claim, Coordination, Listener
 from kjo_django.coordination.listeners import LocalListener, call_local_listeners
 from kjo_django.exceptions import CoordinationError
@@ -62,7 +63,11 @@ class DatabaseCoordination(Coordination):
     @property
     def writes_concurrently(self) -> bool:
         """SQLite knows one writer at a time."""
-        return connections[self.database].vendor != "sqlite"
+        return not self._is_sqlite
+
+    @property
+    def _is_sqlite(self) -> bool:
+        return bool(connections[self.database].vendor == "sqlite")
 
     # --- Leases -----------------------------------------------------------------------------------
 
@@ -82,6 +87,8 @@ class DatabaseCoordination(Coordination):
 
     def _claim(self, names: list[str], token: str, ttl: timedelta) -> dict[str, Claim]:
         with _own_transaction(self.database):
+            if self._is_sqlite:
+                return sqlite_leases.claim(self.database, names, token, ttl)
             found = self._lock_rows(names)
             now = timezone.now()
             ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
@@ -103,9 +110,7 @@ class DatabaseCoordination(Coordination):
     def _lock_rows(self, names: list[str]) -> dict[str, Lease]:
         """Make sure each name has a row, and lock them in one order: claimers cannot deadlock.
 
-        The INSERT comes first: with it SQLite's transaction waits for the write lock instead of
-        failing on a stale snapshot. A row may be released (deleted) between the two statements;
-        then it is inserted again.
+        A row may be released (deleted) between the two statements; then it is inserted again.
         """
         found: dict[str, Lease] = {}
         missing = names
@@ -147,6 +152,8 @@ class DatabaseCoordination(Coordination):
         held = self._leases(names).filter(token=token)
         if count_delivery:
             held.update(token="", expires_at=timezone.now())
+        elif self._is_sqlite:
+            sqlite_leases.release(self.database, names, token)
         else:
             held._raw_delete(self.database)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
 from django.db import connections, transaction
 from django.utils import timezone
 
+from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.models import Lease, Mark
 from kjo_django.testing.coordination_conformance import MINUTE, CoordinationConformance
@@ -74,6 +76,37 @@ class DatabaseCoordinationConformance(CoordinationConformance):
 @pytest.mark.usefixtures("sqlite_alias")
 class TestSqlite(DatabaseCoordinationConformance):
     alias = SQLITE
+
+    def test_a_lease_lasts_from_when_it_was_taken_however_long_that_waited(
+        self, coordination: DatabaseCoordination, name: str
+    ) -> None:
+        # Given
+        answers: list[Claim] = []
+
+        def claim() -> None:
+            answers.extend(coordination.claim([name], "me", MINUTE))
+            self.end_thread()
+
+        claimer = threading.Thread(target=claim)
+        # When
+        with transaction.atomic(using=self.alias):
+            Mark.objects.using(self.alias).create(name=name, value="", expires_at=timezone.now())
+            claimer.start()
+            claimer.join(0.3)
+            assert not answers, "somebody else writes"
+            written_at = timezone.now()
+        claimer.join(10)
+        # Then
+        assert answers == [FIRST_CLAIM]
+        assert Lease.objects.using(self.alias).get().expires_at >= written_at + MINUTE
+
+    def test_names_nobody_could_have_meant_are_leased_one_by_one(
+        self, coordination: DatabaseCoordination, name: str
+    ) -> None:
+        odd = [f"{name}\0a", f"{name}\0b", f"{name}'%s\"", name]
+        assert coordination.claim(odd, "me", MINUTE) == [FIRST_CLAIM] * 4
+        coordination.release(odd[:1], "me")
+        assert coordination.claim(odd, "you", MINUTE) == [FIRST_CLAIM] + [Claim(False, 1)] * 3
 
 
 @pytest.mark.postgres
