@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+from uuid import UUID
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
@@ -100,6 +102,8 @@ def _rows_of(using: str, ids: Sequence[str], *, lock: bool) -> dict[str, Any]:
             read_times_natively(cursor)
             cursor.execute(f"{_ROWS} FOR NO KEY UPDATE" if lock else _ROWS, [text_array(ids)])
             return _by_name(cursor.fetchall())
+    if connections[using].vendor == "sqlite":
+        return _rows_of_sqlite(connections[using], ids)
     rows = Job.objects.using(using).filter(pk__in=ids).order_by("pk")
     features = connections[using].features
     if lock and features.has_select_for_update:
@@ -114,6 +118,28 @@ _ROWS = f"""
 SELECT {", ".join(COLUMNS)}, id::text AS {ID_TEXT} FROM kjo_job WHERE id = ANY(%s::uuid[])
 ORDER BY kjo_job.id
 """  # noqa: S608 - column names of ours
+
+
+def _rows_of_sqlite(connection: BaseDatabaseWrapper, ids: Sequence[str]) -> dict[str, Any]:
+    """Read what Django would, without its converters, which take longer than the query."""
+    columns, places = ", ".join(COLUMNS), ", ".join(["%s"] * len(ids))
+    found: dict[str, Any] = {}
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT {columns} FROM kjo_job WHERE id IN ({places})",  # noqa: S608 - names of ours
+            [id.replace("-", "") for id in ids],
+        )
+        for values in cursor:
+            row = dict(zip(COLUMNS, values, strict=True))
+            row["id"] = UUID(row["id"])
+            for name in _TIMES:
+                if row[name] is not None:
+                    row[name] = row[name].replace(tzinfo=connection.timezone)
+            found[str(row["id"])] = row
+    return found
+
+
+_TIMES = ("available_at", "expires_at", "lease_expires_at", "created_at")
 
 
 def _by_name(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:

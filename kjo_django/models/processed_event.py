@@ -9,7 +9,7 @@ from django.db import connections, models
 from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
-from kjo_django.ids import uuid7, uuid7_texts
+from kjo_django.ids import uuid7, uuid7_texts, uuid7s
 from kjo_django.models.postgres import text_array
 
 
@@ -51,7 +51,7 @@ class ProcessedEventQuerySet(models.QuerySet["ProcessedEvent"]):
                 cursor.execute(*marking.statement)
                 return marking.fresh(cursor, cursor.rowcount)
         if connection.vendor == "sqlite":
-            return _mark_from_values(connection, ordered, now)
+            return _mark_one_by_one(connection, ordered, now)
         times = {"processed_at": now, "created_at": now, "updated_at": now}
         rows = [ProcessedEvent(**key._asdict(), **times) for key in ordered]
         self.bulk_create(rows, ignore_conflicts=True)
@@ -136,25 +136,33 @@ class Marking:
         return {EventKey(*row) for row in cursor.fetchall()}
 
 
-def _mark_from_values(connection: Any, keys: Sequence[EventKey], now: Any) -> set[EventKey]:
-    """SQLite: as many rows at a time as it takes parameters."""
+def _mark_one_by_one(connection: Any, keys: Sequence[EventKey], now: Any) -> set[EventKey]:
+    """SQLite: one statement, executed for each; which were new is asked where not all were."""
     moment = connection.ops.adapt_datetimefield_value(now)
-    fresh: set[EventKey] = set()
+    minted = dict(zip((id.hex for id in uuid7s(len(keys))), keys, strict=True))
     with connection.cursor() as cursor:
-        for start in range(0, len(keys), _VALUES_AT_ONCE):
-            chunk = keys[start : start + _VALUES_AT_ONCE]
-            values = ", ".join(["(%s, %s, %s, %s, %s, %s, %s)"] * len(chunk))
-            parameters = [
-                value for key in chunk for value in (uuid7().hex, *key, moment, moment, moment)
-            ]
-            returning = "RETURNING event_id, service_name, event_type"
-            cursor.execute(f"{_INSERT} VALUES {values} {_UNLESS_KNOWN} {returning}", parameters)
-            fresh.update(EventKey(*row) for row in cursor.fetchall())
+        rows = [(id, *key, moment, moment, moment) for id, key in minted.items()]
+        cursor.executemany(f"{_INSERT} VALUES ({_PLACES}) {_UNLESS_KNOWN}", rows)
+        if cursor.rowcount == len(keys):
+            return set(keys)
+        if not cursor.rowcount:
+            return set()
+        ids = list(minted)
+        fresh: set[EventKey] = set()
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            chunk = ids[start : start + _IDS_AT_ONCE]
+            places = ", ".join(["%s"] * len(chunk))
+            cursor.execute(
+                f"SELECT id FROM processed_events WHERE id IN ({places})",  # noqa: S608 - places
+                chunk,
+            )
+            fresh.update(minted[id] for (id,) in cursor.fetchall())
     return fresh
 
 
-_VALUES_AT_ONCE = 140
-"""Of seven parameters each: below the 999 an old SQLite takes."""
+_PLACES = ", ".join(["%s"] * 7)
+_IDS_AT_ONCE = 900
+"""Below the 999 parameters an old SQLite takes."""
 
 
 class ProcessedEvent(models.Model):

@@ -15,14 +15,14 @@ from datetime import datetime, timedelta
 from django.db import connections, transaction
 from django.utils import timezone
 
-from kjo_django.models import TransportMessage, TransportSubscription
+from kjo_django.models import TransportSubscription
 from kjo_django.transports.base import Record, TopicPartition
 from kjo_django.transports.database_rows import (
     COLUMNS,
-    batches,
     commit_lazily,
     due_rows,
     group_rows,
+    take_unleased,
     take_write_lock,
     to_record,
     unleased,
@@ -182,12 +182,5 @@ class Claimer:
         An owner whose lease had run out may renew or settle at this very moment. Taking what is
         left would let a row overtake an earlier one of its key, so the claim is undone instead.
         """
-        rows = TransportMessage.objects.using(self._alias).filter(unleased(now))
-        taken = sum(
-            rows.filter(id__in=chunk).update(
-                lease_token=self._token, lease_expires_at=now + self._lease
-            )
-            for chunk in batches(self._alias, ids)
-        )
-        if taken != len(ids):
+        if take_unleased(self._alias, ids, self._token, now, now + self._lease) != len(ids):
             raise Collision
