@@ -23,7 +23,13 @@ from kjo_django.consumer.connections import answers, is_broken
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.outcomes import Resting, acknowledge, is_settled_by_group, outcome_of
+from kjo_django.consumer.outcomes import (
+    Resting,
+    acknowledge,
+    is_settled_by_group,
+    outcome_of,
+    release_leases,
+)
 from kjo_django.consumer.rows import mark_and_load, row_id
 from kjo_django.consumer.savepoint import CAUGHT, LazySavepoint
 from kjo_django.consumer.timeouts import TimeoutWatch
@@ -163,7 +169,9 @@ class AtomicRunner:
             if len(completed) < len(fresh):
                 _take_markers_back(using, completed, keys, fresh)
             completion.complete(using, completed)
-            acknowledge([o for o in outcomes if is_settled_by_group(o)], in_transaction=True)
+            settled = [o for o in outcomes if is_settled_by_group(o)]
+            acknowledge(settled, in_transaction=True)
+            release_leases(self._leases, using, settled)
             _make_callbacks_robust(connection)
         return outcomes
 

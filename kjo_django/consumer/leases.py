@@ -142,15 +142,32 @@ class LeaseBook:
 
     def release(self, names: list[str]) -> None:
         """Give the leases back; the outcomes are durable, or nothing was begun."""
-        with self._lock:
-            for name in names:
-                self._held.pop(name, None)
-        if not names:
-            return
+        self._forget(names)
+        if names:
+            self._give_back(names)
+
+    def release_within(self, using: str, names: list[str]) -> bool:
+        """Give the leases back with the transaction of ``using`` that makes the outcomes durable,
+        where coordination can join it; rolled back, they are still held.
+
+        :returns: whether it joined.
+        """
+        if not names or not get_coordination().releases_within(using):
+            return False
+        self._give_back(names)
+        transaction.on_commit(lambda: self._forget(names), using=using)
+        return True
+
+    def _give_back(self, names: list[str]) -> None:
         try:
             get_coordination().release(names, self.token)
         except CoordinationError as error:
             self._complain("Leases not released, they expire by themselves", error)
+
+    def _forget(self, names: list[str]) -> None:
+        with self._lock:
+            for name in names:
+                self._held.pop(name, None)
 
     def hold_rows(self, ids: Iterable[UUID]) -> set[UUID]:
         """Renew the row leases of these jobs too (``atomic=False``); return those that nobody else

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from django.db import transaction
+
 from kjo_django.consumer.attempts import Start
 from kjo_django.consumer.context import Abort
 from kjo_django.consumer.execution import Ran
+from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.settlement import judge_failure
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import JobCancelledError
@@ -74,6 +77,20 @@ def is_dead(outcome: Outcome) -> bool:
 def is_settled_by_group(outcome: Outcome) -> bool:
     """Whether the group's own transaction makes it durable."""
     return outcome.result in (Result.COMPLETED, Result.DUPLICATE, Result.SKIPPED)
+
+
+def release_leases(leases: LeaseBook, using: str, outcomes: Sequence[Outcome]) -> None:
+    """Give back, with the transaction that makes the outcomes durable, the leases of those that
+    have no hook to be called under them; where coordination cannot, it is done afterwards."""
+    ended = [o for o in outcomes if o.delivery.handler and not o.delivery.handler.observes]
+
+    def note() -> None:
+        for outcome in ended:
+            outcome.notes["is_released"] = True
+
+    if leases.release_within(using, [o.delivery.lease for o in ended]):
+        # Not before: an outcome whose commit fails is judged anew, and its lease is held still.
+        transaction.on_commit(note, using=using)
 
 
 def acknowledge(outcomes: Sequence[Outcome], *, in_transaction: bool) -> None:

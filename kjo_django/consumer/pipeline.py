@@ -298,7 +298,11 @@ class Pipeline:
             settled = [o for o in outcomes if id(o) not in waits]
             deferred = [o.delivery for o in outcomes if id(o) in waits]
         acknowledge(settled, in_transaction=False)
-        names = [o.delivery.lease for o in outcomes if o.delivery.message is not None]
+        names = [
+            o.delivery.lease
+            for o in outcomes
+            if o.delivery.message is not None and "is_released" not in o.notes
+        ]
         names = [name for name in names if name not in keep] if keep else names
         if failed:
             # Before anybody hears of it, since a retry may come to another worker at once.

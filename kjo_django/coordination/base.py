@@ -61,6 +61,11 @@ class Coordination(abc.ABC):
         False for SQLite, which knows one writer at a time."""
         return True
 
+    def releases_within(self, using: str) -> bool:
+        """Whether ``release`` is to be called in the transaction of the jobs' database ``using``
+        that makes the outcomes durable: it is part of it then, and spares a transaction."""
+        return False
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
 

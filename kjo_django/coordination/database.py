@@ -65,6 +65,11 @@ class DatabaseCoordination(Coordination):
         """SQLite knows one writer at a time."""
         return not self._is_sqlite
 
+    def releases_within(self, using: str) -> bool:
+        """On SQLite, where each transaction waits for the one writer. Elsewhere the rows would stay
+        locked until the commit, in an order that claims do not keep."""
+        return self._is_sqlite and self.database == using
+
     @property
     def _is_sqlite(self) -> bool:
         return bool(connections[self.database].vendor == "sqlite")

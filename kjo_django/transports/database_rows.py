@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from typing import Any
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, router
 from django.db.models import Count, Q, QuerySet, Value
@@ -170,7 +171,7 @@ WHERE (lease_expires_at IS NULL OR lease_expires_at <= %s)
 """
 
 
-def _change(alias: str, statement: str, values: list[object], ids: Iterable[int]) -> int:
+def _change(alias: str, statement: str, values: list[Any], ids: Iterable[int]) -> int:
     """Execute it for rows with these ids, which Django would prepare one by one."""
     changed = 0
     with connections[alias].cursor() as cursor:
