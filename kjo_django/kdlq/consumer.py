@@ -19,12 +19,20 @@ from kjo_django.exceptions import (
     KDLQException,
     KDLQLifecycleException,
     KjoError,
+    PayloadError,
 )
 from kjo_django.kdlq import headers, letters
-from kjo_django.kdlq.config import MAX_ID_LENGTH, PRODUCER_DEFAULTS, DlqConfig, Status
+from kjo_django.kdlq.config import (
+    MAX_ID_LENGTH,
+    PRODUCER_DEFAULTS,
+    DlqConfig,
+    ProcessingStatus,
+    Status,
+)
 from kjo_django.kdlq.listeners import tell
 from kjo_django.kdlq.routing import Decision, Processor, Verdict, decide, judge
 from kjo_django.messages import headers as names
+from kjo_django.producer.enqueue import check_payload_size
 from kjo_django.producer.outgoing import carrier_of, store_record
 from kjo_django.transports.base import OutgoingRecord, Record, Transport
 from kjo_django.transports.timestamps import moment
@@ -65,6 +73,13 @@ class KDLQMessageConsumer:
         verdict = judge(lambda: self._processor(record), self.config)
         self._tell("on_message_processing", record, status=verdict.status, error=verdict.error)
         decision = decide(record, verdict, self.config, self.id)
+        if decision.delay:
+            try:
+                check_payload_size(record.value or b"")
+            except PayloadError as error:
+                # It cannot wait in our table, however often it came again.
+                verdict = Verdict(ProcessingStatus.ERROR, error)
+                decision = decide(record, verdict, self.config, self.id)
         if decision.status is Status.REDELIVERED:
             self._redeliver(record, decision)
         elif decision.status is Status.ROUTED_TO_DLQ:
@@ -106,7 +121,7 @@ class KDLQMessageConsumer:
         assert outgoing is not None
         store_record(
             outgoing.topic,
-            value=outgoing.value or b"",
+            value=outgoing.value,
             key=outgoing.key,
             headers=outgoing.headers,
             kind=self.id,

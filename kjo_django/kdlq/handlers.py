@@ -150,7 +150,7 @@ class KdlqHandler(Handler):
     ) -> None:
         store_record(
             outgoing.topic,
-            value=outgoing.value or b"",
+            value=outgoing.value,
             key=outgoing.key,
             headers=outgoing.headers,
             kind=self.name,

@@ -77,7 +77,7 @@ def record_letter(
 
 def close_letter(record: Record, consumer: str) -> None:
     """Close the row of a killed message that was processed after all."""
-    place = names.text(record.headers, names.DLQ_MESSAGE_ID)
+    place = storable_text(names.text(record.headers, names.DLQ_MESSAGE_ID))
     if not place:
         return
     rows = DeadLetter.objects.using(jobs_database())

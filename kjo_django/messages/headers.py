@@ -27,6 +27,9 @@ REPLY_TO = "kjo-reply-to"
 
 # Only in a row, of a record for others: the key's bytes where they are no text of 255 characters.
 RAW_KEY = "kjo-raw-key"
+# Only in such a row: the record has no value (a tombstone), which an empty one is not.
+NO_VALUE = "kjo-no-value"
+OF_A_ROW = frozenset({RAW_KEY, NO_VALUE})
 
 # A message that waits with others of its key: its place among them, and the row it waits in.
 PARKED_PLACE = "kjo-parked-place"

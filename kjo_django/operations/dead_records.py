@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kjo_django.conf import get_settings
 from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job
 from kjo_django.operations import republishing
 from kjo_django.operations.dead_letters import DeadLetterFilter
@@ -61,7 +62,8 @@ class DeadRecord:
 def message_id_of(record: Record) -> str:
     """Return the id of the message, "" where it has none."""
     found = names.text(record.headers, names.DLQ_MESSAGE_ID)
-    return found or names.text(record.headers, names.ID)
+    # The database is asked for it, and others wrote it.
+    return storable_text(found or names.text(record.headers, names.ID))
 
 
 def handler_of(record: Record) -> str:

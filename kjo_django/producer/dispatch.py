@@ -50,10 +50,11 @@ def record_of(
     if job.destination:
         headers = names.from_row(job.headers)
         raw_key = headers.pop(names.RAW_KEY, None)
+        is_tombstone = headers.pop(names.NO_VALUE, None) is not None
         return OutgoingRecord(
             topic=job.destination,
             key=raw_key if raw_key is not None else job.key.encode() or None,
-            value=bytes(job.payload),
+            value=None if is_tombstone else bytes(job.payload),
             headers=headers,
             available_at=available_at,
         )

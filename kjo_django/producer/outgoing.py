@@ -50,7 +50,7 @@ def carrier_of(topic: str, transport: str | None = None) -> QueueConf:
 def store_record(
     topic: str,
     *,
-    value: bytes,
+    value: bytes | None,
     key: bytes | None,
     headers: Mapping[str, bytes],
     kind: str,
@@ -68,11 +68,15 @@ def store_record(
     """
     queue = carrier or carrier_of(topic)
     id, now = uuid7(), timezone.now()
+    # What only rows say is not for others to have written.
+    headers = {name: value for name, value in headers.items() if name not in names.OF_A_ROW}
     if row_header is not None:
-        headers = {**headers, row_header: str(id).encode()}
+        headers[row_header] = str(id).encode()
     stored = names.for_row(headers)
     if key is not None and not _is_plain(key):
         stored |= names.for_row({names.RAW_KEY: key})
+    if value is None:
+        stored |= names.for_row({names.NO_VALUE: b"1"})
     job = Job(
         id=id,
         queue=queue.name,
@@ -80,7 +84,7 @@ def store_record(
         key=row_key(key),
         state=dispatch.initial_state(queue),
         max_attempts=1,
-        payload=check_payload_size(value),
+        payload=check_payload_size(value or b""),
         headers=stored or None,
         available_at=available_at or now,
         created_at=now,

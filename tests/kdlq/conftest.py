@@ -9,6 +9,9 @@ import pytest
 from kjo_django import conf, registry
 from kjo_django.events import handlers
 from tests.declarations import forgetting
+from tests.unit.conftest import _migrated_postgres, postgres
+
+__all__ = ["_migrated_postgres", "postgres"]  # fixtures of these tests too
 
 
 @pytest.fixture(autouse=True)

@@ -367,3 +367,44 @@ def test_a_timestamp_no_calendar_holds_is_none():
         timestamp=lambda: (1, 2**62),
     )
     assert as_record(message) == replace(theirs, timestamp=None)
+
+
+def test_what_is_too_long_to_wait_here_is_killed_and_not_refused_for_ever(settings) -> None:
+    """A broker may take more than our table: the offset must come to be committed."""
+    settings.KJO = {**settings.KJO, "MAX_PAYLOAD_BYTES": 1000}
+    message = record(value=b"x" * 1001)
+    again = answers(ProcessingStatus.MUST_BE_REDELIVERED)
+    delay = timedelta(seconds=1)
+    assert accept(again, message, redelivery_delay=delay) is Status.ROUTED_TO_DLQ
+    assert [each.value for each in read_all("DLQ")] == [message.value]
+    assert DeadLetter.objects.get().error_type.endswith("PayloadError")
+
+
+@pytest.mark.parametrize("value", [None, b""])
+def test_a_message_without_a_value_has_none_after_it_has_waited(value) -> None:
+    """A tombstone deletes; an empty value does not."""
+    again = answers(ProcessingStatus.MUST_BE_REDELIVERED)
+    message = record(value=value)
+    accept(again, message, redelivery_delay=timedelta(milliseconds=1))
+    Job.objects.update(available_at=timezone.now())
+    Relay(["outgoing"]).publish_due()
+    (redelivered,) = read_all("again")
+    assert redelivered.value == value
+    assert not {name for name in redelivered.headers if name.startswith("kjo-")}
+
+
+def test_what_only_rows_say_is_not_believed_of_others() -> None:
+    message = record(headers={"kjo-raw-key": b"other", "kjo-no-value": b"1"})
+    again = answers(ProcessingStatus.MUST_BE_REDELIVERED)
+    accept(again, message, redelivery_delay=timedelta(milliseconds=1))
+    Job.objects.update(available_at=timezone.now())
+    Relay(["outgoing"]).publish_due()
+    (redelivered,) = read_all("again")
+    assert (redelivered.key, redelivered.value) == (message.key, message.value)
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres")  # SQLite takes any text
+def test_a_place_no_database_keeps_is_no_error() -> None:
+    told = {"KDLQ_Kills": b"\0\0\0\1", "kjo-dlq-message-id": b"a\0b"}
+    assert accept(answers(None), record(headers=told)) is Status.OK

@@ -282,3 +282,11 @@ def test_where_acknowledging_deletes_what_is_left_out_stays(settings):
     assert TransportMessage.objects.filter(topic=SOURCE).count() == 1
     assert replay_topic(TopicReplay(SOURCE)).replayed == 1
     assert TransportMessage.objects.filter(topic="events").count() == 2
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres")  # SQLite takes any text
+def test_an_id_no_database_keeps_does_not_stop_a_run():
+    """Whoever may write to the topic writes its headers."""
+    fill(1, **{names.DLQ_MESSAGE_ID: b"a\0b"})
+    assert replay_topic(TopicReplay(SOURCE)).replayed == 1
