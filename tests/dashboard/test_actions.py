@@ -279,6 +279,18 @@ def test_a_payload_that_is_none_is_told_and_kept_for_mending(operator, value):
     assert letter.state == "open"
 
 
+@pytest.mark.parametrize("depth", [600, 5000])
+def test_a_payload_of_many_levels_is_shown_and_told(operator, depth):
+    """Others may have sent it; it is shown, to be mended."""
+    value = "[" * depth + "]" * depth
+    letter = DeadLetterFactory(of_job=True, value=value.encode())
+    client = operator(*EVERYTHING)
+    assert client.get(url("letter", letter.pk)).status_code == 200
+    assert client.get(url("letter_edit", letter.pk)).status_code == 200
+    response = client.post(url("letter_edit", letter.pk), {"value": value})
+    assert b"nested too deeply" in response.content
+
+
 @pytest.mark.parametrize("missing", ["edit_payload", "view_payload", "replay_dlq"])
 def test_editing_needs_all_of_its_permissions(operator, missing):
     letter = DeadLetterFactory(of_job=True)

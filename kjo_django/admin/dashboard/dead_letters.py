@@ -182,7 +182,7 @@ def _editable(letter: DeadLetter) -> str:
     raw = bytes(letter.value or b"")
     try:
         json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return inert_json(raw[:LONGEST_SHOWN].decode("utf-8", "replace"))
     shown = json.dumps(redaction.shown_value(letter), indent=2, ensure_ascii=False)
     return inert_json(shown)
