@@ -31,7 +31,7 @@ def test_what_fails_shows_what_was_found(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(kjo_django.__file__).parents[1]))
     # When
     result = pytester.runpytest_subprocess(
-        "-p", "no:randomly", "-p", "no:django", "-k", "Forgetful"
+        "-p", "no:randomly", "-p", "no:django", "-k", "has_an_outcome"
     )
     # Then
     result.stdout.fnmatch_lines(["E *assert *None, None, *== *"])
