@@ -15,7 +15,6 @@ from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import KjoError, StalledError
 from kjo_django.models import DeadLetterReason
-from kjo_django.states import JobState
 
 COLUMNS = (
     "id",
@@ -111,8 +110,9 @@ def why_skip(delivery: Delivery, row: dict[str, Any]) -> str:
     if row["state"] not in _OPEN:
         return str(row["state"])
     if message.job_id is None:
-        # A second copy of a foreign message whose retries are in the hands of its row.
-        return "has_row" if row["state"] != JobState.PENDING else ""
+        # A second copy of a foreign message whose retries are in the hands of its row, or a message
+        # that bears the id of a job of ours: that one is not done because somebody used its name.
+        return "has_row"
     if message.generation != row["generation"]:
         return "generation"
     return "attempt" if message.attempt <= row["attempts"] else ""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from kjo_django.consumer.work import Result
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
+from tests.ledger.jobs import write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
 from tests.unit.pipeline.bench import GOOD, both, settled
@@ -38,6 +41,20 @@ def test_a_foreign_message_that_fails_gets_a_row_and_its_retries(bench):
     assert the_job().state == "completed"
     assert [entry.note for entry in Entry.objects.all()] == ["attempt 3"]
     assert ProcessedEvent.objects.get().event_id == "foreign-1"
+
+
+@both
+def test_a_foreign_message_named_like_a_job_of_ours_does_not_pass_for_it(bench):
+    """It completed a job that was due later, which then never ran."""
+    # Given
+    job = write.using(id="order-7", delay=timedelta(hours=1)).enqueue(job="ours")
+    # When
+    bench.publish(b'{"job":"theirs"}', **GOOD | {"kjo_id": "order-7"})
+    bench.run()
+    # Then
+    assert Job.objects.get(pk=job.job_id).state == "pending"
+    bench.run_until_done()
+    assert entries() == {"ours": 1}
 
 
 def test_a_foreign_message_that_exhausts_its_attempts_is_a_dead_letter(bench):
