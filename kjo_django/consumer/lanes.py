@@ -383,6 +383,16 @@ class Lanes:
         return self._waiting_count + self._running_count
 
     @property
+    def occupied(self) -> int:
+        """Deliveries that keep others from being fetched: all but those that wait of paused queues.
+        Theirs come no more, and what they left here must not stop the other queues."""
+        if not self._paused:
+            return self.outstanding
+        with self._changed:
+            paused = (s for s in self._shards.values() if s.queue in self._paused)
+            return self.outstanding - sum(len(shard.waiting) for shard in paused)
+
+    @property
     def waiting(self) -> int:
         """Deliveries waiting for a lane."""
         return self._waiting_count

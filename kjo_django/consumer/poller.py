@@ -173,7 +173,7 @@ class Poller:
             subscription.close()
 
     def _poll_once(self, subscription: Subscription) -> None:
-        room = self._max_outstanding - self._lanes.outstanding
+        room = self._max_outstanding - self._lanes.occupied
         if self.is_quiet and subscription.hands_back and self._lanes.waiting:
             waiting = self._lanes.discard(subscription.assignment(), subscription)
             subscription.hand_back([delivery.record for delivery in waiting])

@@ -267,6 +267,25 @@ def test_a_paused_queue_is_not_fetched_and_misses_nothing(polling, lanes):
     assert take(lanes) == b"1"
 
 
+def test_what_a_paused_queue_left_waiting_does_not_keep_others_from_being_fetched(make, lanes):
+    # Given: the lanes are full of one queue, which an operator pauses
+    poller = make("ledger", "mails", max_outstanding=2)
+    poller.start()
+    publish(b"1", b"2", b"3", partition=0)
+    eventually(lambda: lanes.waiting == 2)
+    poller.set_paused(frozenset({"ledger"}))
+    lanes.set_paused({"ledger"})
+    # When
+    publish(b"{}", topic="shared", partition=0)
+    # Then
+    assert take(lanes) == b"{}"
+    # And no more than was there is fetched of the one that is paused
+    eventually(lambda: lanes.running == 0)
+    lanes.set_paused(())
+    poller.set_paused(frozenset())
+    assert [take(lanes), take(lanes), take(lanes)] == [b"1", b"2", b"3"]
+
+
 def test_a_resting_partition_rests_alone_and_comes_back_by_itself(polling, lanes):
     """KJO-76."""
     poller, asked = polling()
