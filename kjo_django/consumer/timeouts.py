@@ -2,8 +2,8 @@
 
 Python cannot stop a thread. Past its time a handler's abort flag is set and ``JobTimeoutError`` is
 raised inside it at its next bytecode; a call into C (a long sleep, a socket without a timeout) is
-only interrupted when it returns. That is why a lease is not renewed past the timeout: if the
-handler hangs on, another worker takes the job over and this one's outcome is refused.
+only interrupted when it returns. Until then it keeps its lane, and its lease is renewed: give such
+calls a timeout of their own.
 """
 
 from __future__ import annotations
