@@ -22,7 +22,7 @@ from kjo_django.operations import jobs, redaction
 from kjo_django.operations.jobs import CancelResult
 from kjo_django.operations.progress import progress_of
 
-PAYLOAD_FIELDS = ("shown_payload", "shown_result", "headers")
+PAYLOAD_FIELDS = ("shown_payload", "shown_result", "shown_headers")
 
 
 class JobFailureInline(BaseInline):
@@ -170,6 +170,11 @@ class JobAdmin(KjoAdmin):
     def shown_result(self, job: Job) -> SafeString | str:
         """Return what the handler returned."""
         return "-" if job.result is None else show_value(redaction.shown_result(job))
+
+    @admin.display(description=_("headers"))
+    def shown_headers(self, job: Job) -> SafeString:
+        """Return what is sent along."""
+        return show_value(redaction.shown_headers(job))
 
     # --- Actions ----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from kjo_django.admin.base import KjoAdmin
 from kjo_django.admin.display import badge, inert, show_value
 from kjo_django.admin.jobs import may_see_payloads
 from kjo_django.models import ProcessedEvent, Worker
+from kjo_django.operations import redaction
 from kjo_django.operations.status import alive_within
 
 
@@ -40,8 +41,9 @@ class ProcessedEventAdmin(KjoAdmin):
 
     @admin.display(description=_("event data"))
     def shown_data(self, event: ProcessedEvent) -> SafeString:
-        """Return what was stored along."""
-        return show_value(event.event_data)
+        """Return what was stored along, without secrets."""
+        hidden = redaction.hidden_by(event.event_type)
+        return show_value(redaction.redacted(event.event_data, also=hidden))
 
 
 @admin.register(Worker)

@@ -29,7 +29,7 @@ from kjo_django.operations import search
 from kjo_django.operations.job_filter import JobFilter
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import progress_of
-from kjo_django.operations.redaction import redacted
+from kjo_django.operations.redaction import shown_headers
 from kjo_django.operations.waiting import Awaited, Waiter
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import JobState, JobStatus
@@ -241,7 +241,7 @@ def detail(view: KjoView, id: str) -> dict[str, Any]:
         answer["dead_letters"] = _letters(job)
     if view.sees_payloads:
         answer["payload"] = shown_payload(job)
-        answer["headers"] = {name: str(text) for name, text in redacted(job.headers or {}).items()}
+        answer["headers"] = {name: str(text) for name, text in shown_headers(job).items()}
         if job.state == JobState.COMPLETED:
             answer["result"] = shown_result(job)
     return answer

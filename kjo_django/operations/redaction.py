@@ -82,6 +82,12 @@ def shown_result(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
     )
 
 
+def shown_headers(job: Job) -> dict[str, Any]:
+    """Return what is sent along with a job, in the same way."""
+    headers: dict[str, Any] = redacted(job.headers or {})
+    return headers
+
+
 def shown_value(letter: DeadLetter, *, longest: int = LONGEST_SHOWN) -> Any:
     """Return a dead letter's value in the same way; None for a record without one."""
     if letter.value is None:

@@ -247,7 +247,9 @@ def test_payloads_are_for_those_with_the_permission(operator, rows):
 
 
 def test_secrets_are_shown_to_nobody(everybody):
-    job = JobFactory(payload=b'{"card": {"api_token": "xyzzy"}, "plain": "shown"}')
+    job = JobFactory(
+        payload=b'{"card": {"api_token": "xyzzy"}, "plain": "shown"}', headers={"x-token": "xyzzy"}
+    )
     letter = DeadLetterFactory(value=b'{"password": "xyzzy", "plain": "shown"}')
     for address in (url("job", job.pk), url("letter", letter.pk), url("letter_edit", letter.pk)):
         page = everybody.get(address).content.decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import timedelta
 
@@ -219,6 +220,26 @@ def test_payloads_results_and_tracebacks_need_their_permission(staff):
     assert [word for word in secrets if word in page] == list(secrets)
     assert "card 4711" in client.get(page_url(letter)).content.decode()
     assert "4711" in client.get(page_url(event)).content.decode()
+
+
+def test_secrets_are_shown_to_nobody(staff):
+    """Neither in payloads nor in what is stored or sent along."""
+    client = staff("view_job", "view_deadletter", "view_processedevent", "view_payload")
+    told = {"token": "xyzzy", "n": 4711}
+    sent = {"x-token": "xyzzy", "x-n": "4711"}
+    rows = [
+        JobFactory(failed=True, payload=json.dumps(told).encode(), headers=sent),
+        DeadLetterFactory(
+            value=json.dumps(told).encode(),
+            content_type="application/json",
+            headers=names.to_json({name: value.encode() for name, value in sent.items()}),
+        ),
+        ProcessedEventFactory(event_data=told),
+    ]
+    for row in rows:
+        page = client.get(page_url(row)).content.decode()
+        assert "4711" in page
+        assert "xyzzy" not in page
 
 
 def test_hostile_messages_are_shown_inert(admin_client):

@@ -61,6 +61,7 @@ def show(desk: Desk, job: UUID) -> HttpResponse:
             "progress": progress,
             "payload": redaction.shown_payload(found) if desk.may("view_payload") else None,
             "result": _result(desk, found),
+            "headers": redaction.shown_headers(found) if desk.may("view_payload") else None,
             "may_run_now": is_open and status != JobStatus.PROCESSING,
             "is_open": is_open,
             "knows_queue": found.queue in registry.queue_names(),
