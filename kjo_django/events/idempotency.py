@@ -18,6 +18,7 @@ from django.db import transaction
 
 from kjo_django.conf import get_settings
 from kjo_django.events.event import MAX_ID_LENGTH, MAX_SOURCE_LENGTH, MAX_TYPE_LENGTH
+from kjo_django.messages.serializers import storable_json
 from kjo_django.models import EventKey, ProcessedEvent
 from kjo_django.producer.dispatch import jobs_database
 
@@ -64,7 +65,7 @@ class EventIdempotencyService:
         with transaction.atomic(using=using, savepoint=False):
             is_new = key in rows.mark([key])
             if is_new and event_data is not None:
-                rows.filter(**key._asdict()).update(event_data=dict(event_data))
+                rows.filter(**key._asdict()).update(event_data=storable_json(event_data))
         return is_new
 
     def process_event_safely(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
@@ -165,6 +166,21 @@ def storable_text(text: str, limit: int | None = None) -> str:
     text = text.replace("\x00", "\N{REPLACEMENT CHARACTER}")
     text = text.encode("utf-8", "replace").decode()
     return text if limit is None else text[:limit]
+
+
+def storable_json(value: Any) -> Any:
+    """Return a decoded value with every text in it as ``storable_text`` makes it: PostgreSQL keeps
+    no NUL in JSON either."""
+    if isinstance(value, str):
+        return storable_text(value)
+    if isinstance(value, Mapping):
+        return {
+            storable_text(name) if isinstance(name, str) else name: storable_json(each)
+            for name, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [storable_json(each) for each in value]
+    return value
 
 
 def loads_for_display(data: bytes, content_type: str) -> Any:

@@ -43,6 +43,15 @@ class TestService:
         assert service.is_event_processed("e", "T")
         assert ProcessedEvent.objects.get().event_data == {"userId": "u"}
 
+    @pytest.mark.postgres
+    @pytest.mark.usefixtures("postgres")  # SQLite takes any text
+    def test_data_that_no_database_keeps_stops_no_event(self) -> None:
+        """It came with an event of others; what it marks must take effect all the same."""
+        told = {"a\0": ["\0", {"b": "\ud800"}], "n": 1}
+        assert EventIdempotencyService().process_event_safely("e", "T", lambda: 1, told).processed
+        replaced = {"a\ufffd": ["\ufffd", {"b": "?"}], "n": 1}
+        assert ProcessedEvent.objects.get().event_data == replaced
+
     def test_what_is_another_event(self) -> None:
         """KII-23, KII-F8: another id, another type, another service; all of the triple counts."""
         one, other = EventIdempotencyService("one"), EventIdempotencyService("other")
