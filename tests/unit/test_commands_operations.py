@@ -186,6 +186,16 @@ def test_status_says_how_to_start_a_worker():
     assert "kjo_consume" in run("kjo_status")
 
 
+@pytest.mark.parametrize(
+    "command", [["kjo_status", "emial"], ["kjo_topics", "create", "--queue", "emial"]], ids=str
+)
+def test_a_queue_that_nothing_names_is_wrong_usage(memory, command):
+    """A misspelt one would get topics, or be told of as if it were empty."""
+    with pytest.raises(CommandError, match="Did you mean 'email") as caught:
+        run(*command)
+    assert caught.value.returncode == 2
+
+
 # --- kjo_health ---------------------------------------------------------------------------------
 
 

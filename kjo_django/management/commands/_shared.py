@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -69,6 +70,18 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ArgumentTypeError(f"{text!r} is no number above 0")
     return value
+
+
+def check_queues(names: Iterable[str] | None, known: Collection[str]) -> None:
+    """Refuse queues that nothing names: what is asked of a misspelt one goes unnoticed.
+
+    :raises ValueError: saying which is near.
+    """
+    for name in names or ():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
+            raise ValueError(f"No queue is named {name!r}. {hint}")
 
 
 def plain(text: object) -> str:
