@@ -127,13 +127,19 @@ def cancel(
     """
     outcomes = Outcomes()
     using = dispatch.jobs_database()
+    unasked: CoordinationError | None = None
     for keys in chunks(jobs):
         with transaction.atomic(using=using):
             busy = _cancel_chunk(keys, outcomes, on_changed)
         if abort and busy:
-            _ask_to_abort(using, busy)
+            try:
+                _ask_to_abort(using, busy)
+            except CoordinationError as error:
+                unasked = error  # the other chunks are cancelled all the same
         progress(outcomes.total, None)
     log_change("Cancelled", outcomes.changed_count, actor)
+    if unasked is not None:
+        raise unasked
     return outcomes
 
 

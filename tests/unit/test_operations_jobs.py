@@ -13,9 +13,11 @@ from kjo_django import signals
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.consumer.leases import alive_name, lease_name
+from kjo_django.exceptions import CoordinationError
 from kjo_django.models import DeadLetterState, Job, TransportMessage
 from kjo_django.operations import jobs
 from kjo_django.operations.jobs import CancelResult
+from kjo_django.operations.rows import CHUNK
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory
 
@@ -326,3 +328,21 @@ def test_what_somebody_else_requeued_meanwhile_does_not_run_twice():
 def test_a_job_asked_for_twice_counts_once():
     job = JobFactory(failed=True)
     assert jobs.requeue([job.pk, str(job.pk), "no id"]).counts == {"not_found": 1, "requeued": 1}
+
+
+@pytest.mark.django_db
+def test_running_jobs_that_cannot_be_asked_keep_no_other_from_being_cancelled(monkeypatch):
+    """Whatever chunk they are in."""
+
+    def refuse(marks, ttl):
+        raise CoordinationError("away")
+
+    soon = timezone.now() + timedelta(minutes=1)
+    busy = JobFactory(queued=True, lease_expires_at=soon)
+    others = JobFactory.create_batch(CHUNK)
+    monkeypatch.setattr(get_coordination(), "set_marks", refuse)
+    with pytest.raises(CoordinationError):
+        jobs.cancel(Job.objects.all(), abort=True)
+    assert Job.objects.filter(state="cancelled").count() == len(others)
+    busy.refresh_from_db()
+    assert busy.state == "queued"
