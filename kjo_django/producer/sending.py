@@ -88,8 +88,12 @@ class Sending:
     # --- What to send -----------------------------------------------------------------------------
 
     def _read(self, window: Iterable[Any]) -> Iterator[_Candidate]:
+        seen: set[str] = set()
         for item in window:
             item_id = str(self._producer.get_item_id(item))
+            if item_id in seen:
+                continue  # a join returns a row for each match
+            seen.add(item_id)
             try:
                 yield _Candidate(item, item_id, self._producer.message_hash(item))
             except Exception as error:

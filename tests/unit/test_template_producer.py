@@ -540,3 +540,10 @@ def test_40000_excluded_ids_are_neither_too_many_nor_in_the_way(django_assert_ma
 def test_a_model_is_required():
     with pytest.raises(ImproperlyConfigured, match="model"):
         type("P", (ModelProducer,), {"topic": "t", "key_prefix": "P"})()
+
+
+def test_an_item_that_a_source_returns_twice_is_sent_once():
+    """As a join over several rows does."""
+    twice = [item for item in items(2) for _ in range(2)]
+    result = Source(twice).produce_messages({}, 10)
+    assert (result.total, result.sent, ids()) == (2, 2, ["1", "2"])
