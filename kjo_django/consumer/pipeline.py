@@ -139,7 +139,7 @@ class Pipeline:
                 if not patience.goes_on("The group cannot be settled", error):
                     self._give_back(left)
                     return left
-            except BaseException:
+            except Exception:
                 # A bug. Leases that are held are renewed, and would be so for ever should the
                 # records come up elsewhere.
                 self._give_back([d for d in left if not flying or d not in flying])

@@ -190,8 +190,8 @@ def test_nobody_is_lost_to_a_neighbour(bench, seed):
     """Whatever of a group kills its worker, whenever it is run: the killers and only they end as
     stalled, and nobody else spends more than two attempts on them."""
 
-    class Killed(BaseException):
-        pass
+    class Killed(KeyboardInterrupt):
+        """Of all a handler may raise, this alone goes through the pipeline, as a kill does."""
 
     # Given jobs of various limits, some of them killers
     chance = random.Random(seed)
