@@ -17,15 +17,19 @@ from django.db import DatabaseError
 from kjo_django import tracing
 from kjo_django.consumer import attempts, settlement
 from kjo_django.consumer.atomic import AtomicRunner
-from kjo_django.consumer.connections import drop_broken_connections, freshen_connections
+from kjo_django.consumer.connections import (
+    answers,
+    drop_broken_connections,
+    freshen_connections,
+)
 from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.flight import Flight
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import Patience
-from kjo_django.consumer.outcomes import acknowledge, is_dead
+from kjo_django.consumer.outcomes import Resting, acknowledge, is_dead
 from kjo_django.consumer.plain import PlainRunner
-from kjo_django.consumer.recording import OUTAGES, Recorder
+from kjo_django.consumer.recording import OUTAGES, REFUSALS, Recorder
 from kjo_django.consumer.rows import load_rows
 from kjo_django.consumer.suspects import SECOND, rounds_of
 from kjo_django.consumer.timeouts import TimeoutWatch
@@ -133,10 +137,13 @@ class Pipeline:
             try:
                 return self.run_once(left, mode, flying)
             except OUTAGES as error:
+                is_refused = isinstance(error, DatabaseError) and answers(jobs_database())
                 drop_broken_connections()
                 if flying:
                     left = [delivery for delivery in left if delivery not in flying]
-                if not patience.goes_on("The group cannot be settled", error):
+                # What a database that is there refuses again and again must not keep a lane.
+                gives_up = is_refused and patience.count >= REFUSALS
+                if gives_up or not patience.goes_on("The group cannot be settled", error):
                     self._give_back(left)
                     return left
             except Exception:
@@ -269,9 +276,25 @@ class Pipeline:
                     "A group of %d failed and runs again one by one: %s", len(deliveries), error
                 )
                 freshen_connections()
-        deferred = []
+        deferred: list[Delivery] = []
+        resting = Resting()
+        refused: DatabaseError | None = None
         for delivery in deliveries:
-            deferred += self._settle(self._atomic.run_one(delivery))
+            if delivery in resting:
+                deferred.append(delivery)
+                continue
+            try:
+                waits = self._settle(resting.noting(self._atomic.run_one(delivery)))
+            except DatabaseError as error:
+                if not answers(jobs_database()):
+                    raise
+                # One that can never be settled must not keep those behind it from their end.
+                refused, waits = error, [delivery]
+                freshen_connections()
+            deferred += waits
+            resting.noting([Outcome(one, Result.DEFERRED) for one in waits])
+        if refused is not None:
+            raise refused
         return deferred
 
     # --- Afterwards -------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from django.db import OperationalError
+from django.db import IntegrityError, OperationalError
 
+from kjo_django.backends import get_coordination
 from kjo_django.models import Job, JobFailure, ProcessedEvent
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import entries, the_job
@@ -62,3 +63,42 @@ def test_an_outage_while_failures_are_written_repeats_nothing_that_is_durable(be
     assert JobFailure.objects.count() == 1
     assert Job.objects.get(handler="ledger.always_fails").attempts == 1
     assert settled(bench)
+
+
+@both
+def test_what_the_database_refuses_again_and_again_keeps_neither_its_lane_nor_others(
+    bench, monkeypatch
+):
+    """Its handler fails, and the failure cannot be written, for what it is: nothing is away."""
+    # Given
+    from kjo_django.consumer import settlement
+
+    ledger.always_fails.using(key="bad").enqueue(job="bad")
+    ledger.always_fails.using(key="bad").enqueue(job="behind")
+    ledger.always_fails.using(key="good").enqueue(job="good")
+    deliveries = bench.poll()
+    bad, behind, good = (delivery.message.job_id for delivery in deliveries)
+    record = settlement.record_failures
+
+    def refuse(using, outcomes, worker):
+        if any(outcome.delivery.message.job_id == bad for outcome in outcomes):
+            raise IntegrityError("a row like no other")
+        record(using, outcomes, worker)
+
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        assert len(waits) < 10, "it keeps its lane for ever"
+        return False
+
+    monkeypatch.setattr(settlement, "record_failures", refuse)
+    monkeypatch.setattr(bench.stopping, "wait", wait)
+    # When
+    deferred = bench.pipeline.run(deliveries, deliveries[0].mode)
+    # Then: it comes up again, and what is behind it with its key; the other was tried once
+    assert deliveries[0] in deferred
+    assert deliveries[1] in deferred
+    attempts = {str(job.pk): job.attempts for job in Job.objects.all()}
+    assert attempts == {bad: 0, behind: 0, good: 1}
+    assert list(get_coordination().names("CONS:")) == []
