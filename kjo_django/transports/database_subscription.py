@@ -25,6 +25,7 @@ from kjo_django.transports.base import (
     Subscription,
     TopicPartition,
 )
+from kjo_django.transports.database_changes import Changes
 from kjo_django.transports.database_claiming import Claimer, Collision, Pace
 from kjo_django.transports.database_rows import (
     OUTAGES,
@@ -80,6 +81,7 @@ class DatabaseSubscription(Subscription):
         self._wake = threading.Event()
         self._backoff = Backoff()
         self._pace = Pace(poll_interval)
+        self._changes = Changes(alias)
         self._claimer = Claimer(alias, self._topics, group, self._token, lease, self._pace)
         self._renew_at = 0.0
         self._housekeep_at = 0.0
@@ -91,8 +93,9 @@ class DatabaseSubscription(Subscription):
     def poll(self, max_records: int, timeout: float) -> list[Record]:
         """Claim rows that are due. While it waits it renews leases and writes acknowledgements.
 
-        Every wait is a plain SELECT, at most ``POLL_INTERVAL`` apart: an idle consumer writes
-        nothing. A database that is away or locked makes it wait longer, see ``last_error``.
+        It looks by a plain SELECT, every ``POLL_INTERVAL`` at least, and on SQLite soon after
+        somebody has committed: an idle consumer writes nothing. A database that is away or locked
+        makes it wait longer, see ``last_error``.
         """
         if self._closed:
             return []
@@ -103,7 +106,7 @@ class DatabaseSubscription(Subscription):
             remaining = deadline - time.monotonic()
             if records or remaining <= 0:
                 return records
-            if self._wake.wait(min(self._next_wait(), remaining)):
+            if self._wait(min(self._next_wait(), remaining)):
                 self._wake.clear()
                 self._pace.quicken()
                 return []
@@ -116,6 +119,16 @@ class DatabaseSubscription(Subscription):
     def _next_wait(self) -> float:
         """Short after activity, doubling up to POLL_INTERVAL; longer while the database is away."""
         return max(self._pace.next_wait(), self._backoff.remaining)
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for somebody who wakes it, or has committed; whether it was woken."""
+        if self._backoff.remaining:
+            return self._wake.wait(seconds)
+        try:
+            return self._changes.wait(self._wake, seconds)
+        except OUTAGES as error:
+            self._note_outage(error)
+            return False
 
     def _attempt(self, max_records: int) -> list[Record]:
         """One round of everything that needs the database; an outage ends it, empty."""
@@ -142,6 +155,8 @@ class DatabaseSubscription(Subscription):
     def _note_outage(self, error: Exception) -> None:
         self._backoff.failed()
         if is_locked(error):
+            # What it was to look at is there still: come back soon.
+            self._pace.quicken()
             if self._backoff.failures < _PATIENCE_WITH_LOCKS:
                 return
         else:

@@ -3,15 +3,21 @@ FileStorage was: one node, persistent, no server."""
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.db import connections, transaction
+from django.test.utils import CaptureQueriesContext
 
 from kjo_django.testing.conformance import TransportConformance
+from kjo_django.transports import database_claiming
+from kjo_django.transports.base import OutgoingRecord, Subscription
 from kjo_django.transports.database import DatabaseTransport
+from kjo_django.transports.database_changes import Changes
 from tests.conformance.databases import SQLITE
 
 
@@ -33,3 +39,52 @@ class DatabaseConformance(TransportConformance):
 @pytest.mark.usefixtures("sqlite_alias")
 class TestSqlite(DatabaseConformance):
     alias = SQLITE
+
+    def test_what_others_commit_is_not_waited_for_until_the_next_look(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Given
+        subscription = self._subscription_that_seldom_looks(monkeypatch)
+        assert subscription.poll(10, 0.3) == []
+        # When
+        publisher = threading.Timer(0.3, self._publish)
+        started = time.monotonic()
+        publisher.start()
+        records = subscription.poll(10, 30.0)
+        # Then
+        assert [record.value for record in records] == [b"a"]
+        assert time.monotonic() - started < 10
+        publisher.join()
+        subscription.close()
+
+    def test_a_commit_between_two_waits_is_not_missed(self) -> None:
+        changes, woken = Changes(self.alias), threading.Event()
+        changes.wait(woken, 0.0)
+        publisher = threading.Thread(target=self._publish)
+        publisher.start()
+        publisher.join()
+        started = time.monotonic()
+        assert changes.wait(woken, 30.0) is False
+        assert time.monotonic() - started < 10
+
+    def test_where_nobody_commits_nothing_is_looked_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Given
+        subscription = self._subscription_that_seldom_looks(monkeypatch)
+        subscription.poll(10, 0.3)
+        # When
+        with CaptureQueriesContext(connections[self.alias]) as queries:
+            assert subscription.poll(10, 0.5) == []
+        # Then: when it begins to wait, and when that is over
+        assert len(queries) <= 2
+        subscription.close()
+
+    def _subscription_that_seldom_looks(self, monkeypatch: pytest.MonkeyPatch) -> Subscription:
+        monkeypatch.setattr(database_claiming, "_SHORTEST_WAIT", 60.0)
+        transport = DatabaseTransport("test", {"DATABASE": self.alias, "POLL_INTERVAL": 60})
+        return transport.subscribe(["orders"], "shop")
+
+    def _publish(self) -> None:
+        self.make_transport().publish([OutgoingRecord("orders", b"a")])
+        self.end_thread()
