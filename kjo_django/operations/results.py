@@ -14,7 +14,8 @@ from kjo_django import states
 from kjo_django.conf import get_settings
 from kjo_django.consumer.leases import lease_name
 from kjo_django.messages import headers as names
-from kjo_django.models import Job
+from kjo_django.messages.serializers import storable_text
+from kjo_django.models import Job, JobQuerySet
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import Progress, progress_of
 from kjo_django.producer.dispatch import jobs_database
@@ -91,10 +92,17 @@ class MessageStatus:
         return known
 
 
+def named(queue: str, *unique_ids: str) -> JobQuerySet:
+    """Return the jobs of this queue and these unique ids. An id may come from anywhere: one that no
+    database keeps is nobody's, and PostgreSQL cannot even be asked for it."""
+    jobs: JobQuerySet = Job.objects.using(jobs_database())
+    known = [id for id in unique_ids if storable_text(id) == id]
+    return jobs.filter(queue=queue, unique_id__in=known) if known else jobs.none()
+
+
 def find(queue: str, unique_id: str) -> Job | None:
     """Return the job of this queue and unique id."""
-    jobs = Job.objects.using(jobs_database()).defer("payload")
-    return jobs.filter(queue=queue, unique_id=unique_id).first()
+    return named(queue, unique_id).defer("payload").first()
 
 
 def status_of(queue: str, unique_id: str) -> MessageStatus | None:
@@ -121,8 +129,7 @@ def status_of(queue: str, unique_id: str) -> MessageStatus | None:
 
 def states_of(queue: str, unique_ids: Collection[str]) -> dict[str, str | None]:
     """Return the state of each job, None for an unknown id, in two round trips (PJQ-57)."""
-    jobs = Job.objects.using(jobs_database()).defer("payload", "result")
-    rows = list(jobs.filter(queue=queue, unique_id__in=list(unique_ids)))
+    rows = list(named(queue, *unique_ids).defer("payload", "result"))
     conf = get_settings().queue(queue)
     names = {row.pk: lease_name(conf, row.message_id) for row in rows if row.state in states.OPEN}
     leased = live_leases(list(names.values()))
@@ -160,7 +167,7 @@ def update_result_ttl(queue: str, unique_id: str, ttl: timedelta | int) -> Updat
     """
     lasts = milliseconds(ttl, timedelta(1))
     now = timezone.now()
-    jobs = Job.objects.using(jobs_database()).filter(queue=queue, unique_id=unique_id)
+    jobs = named(queue, unique_id)
     changed = jobs.filter(
         state__in=(JobState.COMPLETED, JobState.FAILED), result_expires_at__gt=now
     ).update(result_ttl=lasts, result_expires_at=now + timedelta(milliseconds=lasts))

@@ -313,7 +313,7 @@ class Queue:
 
         :raises JobStateError: it neither failed nor was cancelled; nothing was changed.
         """
-        jobs = Job.objects.using(jobs_database()).filter(queue=self.name, unique_id=id)
+        jobs = results.named(self.name, id)
         ended = jobs.filter(state__in=(JobState.FAILED, JobState.CANCELLED))
         outcomes = operations.requeue(ended)
         result = next(iter(outcomes.counts), RequeueResult.NOT_FOUND)
@@ -330,8 +330,7 @@ class Queue:
         return operations.requeue(failed).changed_count
 
     def _key_of(self, id: str) -> Any:
-        jobs = Job.objects.using(jobs_database()).filter(queue=self.name, unique_id=id)
-        return jobs.values_list("pk", flat=True).first()
+        return results.named(self.name, id).values_list("pk", flat=True).first()
 
     def _find(self, id: str) -> Job:
         job = results.find(self.name, id)

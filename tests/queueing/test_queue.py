@@ -419,3 +419,15 @@ def test_results_may_have_a_serializer_of_their_own() -> None:
     finally:
         registry.unregister(queue.job_type)
         conf._declared.pop(queue.name, None)
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres_database")  # SQLite takes any text
+@pytest.mark.parametrize("id", ["a\0b", "\ud800"])
+def test_an_id_no_database_keeps_is_nobodys(id) -> None:
+    """Ids come from outside: what nobody has is unknown, not an error."""
+    queue = Queue("images")
+    assert queue.get_status(id) is None
+    assert queue.get_result(id, "none") == "none"
+    assert queue.update_result_ttl(id, 1000) == "not_found"
+    assert (queue.cancel(id), queue.retry(id)) == ("not_found", "not_found")
