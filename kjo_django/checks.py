@@ -13,6 +13,7 @@ E007    an unknown database alias
 E008    PAUSABLE_ERRORS or ERROR_RECOVERY_DELAYS that mean nothing
 E009    OPTIONS in TASKS that are wrong (contrib.tasks)
 E010    a queue in TASKS that cannot carry tasks (contrib.tasks)
+E011    USE_TZ is off
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats
@@ -112,6 +113,16 @@ def _check_database(settings: Settings) -> Messages:
             f"KJO['DATABASE'] is {alias!r}, which DATABASES does not declare.",
             hint=_suggest(alias, django_settings.DATABASES),
             id="kjo.E007",
+        )
+
+
+def _check_time_zones(settings: Settings) -> Messages:
+    if not django_settings.USE_TZ:
+        yield checks.Error(
+            "USE_TZ is off: moments of the database cannot be compared with those of brokers and "
+            "of other hosts.",
+            hint="Set USE_TZ = True, Django's default. Templates may still show local time.",
+            id="kjo.E011",
         )
 
 
@@ -315,7 +326,7 @@ def _is_exception(path: str) -> bool:
     return isinstance(found, type) and issubclass(found, BaseException)
 
 
-_BASIC_CHECKS = (_check_queues, _check_database)
+_BASIC_CHECKS = (_check_queues, _check_database, _check_time_zones)
 _CHECKS = (
     _check_transports,
     _check_coordination,

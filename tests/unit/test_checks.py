@@ -19,7 +19,7 @@ MEMORY = {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}
 def database(settings, monkeypatch):
     """Tests live in memory, which is worth a warning anywhere else."""
     declared = {"ENGINE": "django.db.backends.sqlite3", "NAME": "never-opened.sqlite3"}
-    seen = SimpleNamespace(DATABASES={"default": declared})
+    seen = SimpleNamespace(DATABASES={"default": declared}, USE_TZ=True)
     monkeypatch.setattr("kjo_django.checks.django_settings", seen)
     settings.KJO = {}
     return declared
@@ -221,6 +221,13 @@ def test_for_deployment_what_cannot_be_reached_is_a_warning(settings):
     transport.clear()
     assert {message.id for message in check_servers()} == {"kjo.W010"}
     transport.clear()
+
+
+def test_moments_without_a_time_zone_are_an_error(settings, monkeypatch):
+    monkeypatch.setattr("kjo_django.checks.django_settings.USE_TZ", False)
+    ((id, message, _),) = found(settings)
+    assert id == "E011"
+    assert "USE_TZ" in message
 
 
 def test_servers_are_not_asked_with_wrong_settings(settings):
