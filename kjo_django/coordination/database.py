@@ -92,7 +92,7 @@ class DatabaseCoordination(Coordination):
 
     def _claim(self, names: list[str], token: str, ttl: timedelta) -> dict[str, Claim]:
         with _own_transaction(self.database):
-            if self._is_sqlite:
+            if self._is_sqlite and sqlite_leases.can_claim(self.database):
                 return sqlite_leases.claim(self.database, names, token, ttl)
             found = self._lock_rows(names)
             now = timezone.now()
@@ -115,7 +115,9 @@ class DatabaseCoordination(Coordination):
     def _lock_rows(self, names: list[str]) -> dict[str, Lease]:
         """Make sure each name has a row, and lock them in one order: claimers cannot deadlock.
 
-        A row may be released (deleted) between the two statements; then it is inserted again.
+        The INSERT comes first: with it an old SQLite's transaction waits for the write lock instead
+        of failing on a stale snapshot. A row may be released (deleted) between the two statements;
+        then it is inserted again.
         """
         found: dict[str, Lease] = {}
         missing = names

@@ -26,6 +26,11 @@ _DELIVERIES = "SELECT name, deliveries FROM kjo_lease WHERE name IN ({names})"
 _RELEASE = "DELETE FROM kjo_lease WHERE name IN ({names}) AND token = %s"
 
 
+def can_claim(alias: str) -> bool:
+    """Return whether the library knows RETURNING (3.35); Django asks for 3.31."""
+    return bool(connections[alias].features.can_return_columns_from_insert)
+
+
 def claim(alias: str, names: Sequence[str], token: str, ttl: timedelta) -> dict[str, Claim]:
     """Claim the names in the caller's transaction, which must be of its own.
 

@@ -9,6 +9,7 @@ import pytest
 from django.db import connections, transaction
 from django.utils import timezone
 
+from kjo_django.coordination import sqlite_leases
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.models import Lease, Mark
@@ -107,6 +108,15 @@ class TestSqlite(DatabaseCoordinationConformance):
         assert coordination.claim(odd, "me", MINUTE) == [FIRST_CLAIM] * 4
         coordination.release(odd[:1], "me")
         assert coordination.claim(odd, "you", MINUTE) == [FIRST_CLAIM] + [Claim(False, 1)] * 3
+
+
+@pytest.mark.usefixtures("sqlite_alias", "_without_returning")
+class TestOldSqlite(DatabaseCoordinationConformance):
+    alias = SQLITE
+
+    @pytest.fixture
+    def _without_returning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sqlite_leases, "can_claim", lambda alias: False)
 
 
 @pytest.mark.postgres
