@@ -8,9 +8,9 @@ from typing import Any
 
 from django.db import connections
 
-SHORTEST, LONGEST = 0.01, 0.05
+SHORTEST, LONGEST = 0.01, 0.1
 """Seconds between two looks at SQLite's counter. The look is a few microseconds, waking up for it a
-hundred: an idle worker does that 20 times a second."""
+hundred: an idle worker does that ten times a second."""
 
 
 class Changes:
