@@ -146,17 +146,15 @@ class LeaseBook:
         if names:
             self._give_back(names)
 
-    def release_within(self, using: str, names: list[str]) -> bool:
-        """Give the leases back with the transaction of ``using`` that makes the outcomes durable,
-        where coordination can join it; rolled back, they are still held.
+    def can_release_within(self, using: str) -> bool:
+        """Return whether leases can be given back with a transaction of ``using``."""
+        return get_coordination().releases_within(using)
 
-        :returns: whether it joined.
-        """
-        if not names or not get_coordination().releases_within(using):
-            return False
+    def release_within(self, using: str, names: list[str]) -> None:
+        """Give the leases back with the transaction of ``using`` that makes the outcomes durable;
+        rolled back, they are still held."""
         self._give_back(names)
         transaction.on_commit(lambda: self._forget(names), using=using)
-        return True
 
     def _give_back(self, names: list[str]) -> None:
         try:

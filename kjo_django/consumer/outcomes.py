@@ -82,15 +82,19 @@ def is_settled_by_group(outcome: Outcome) -> bool:
 def release_leases(leases: LeaseBook, using: str, outcomes: Sequence[Outcome]) -> None:
     """Give back, with the transaction that makes the outcomes durable, the leases of those that
     have no hook to be called under them; where coordination cannot, it is done afterwards."""
+    if not leases.can_release_within(using):
+        return
     ended = [o for o in outcomes if o.delivery.handler and not o.delivery.handler.observes]
+    if not ended:
+        return
 
     def note() -> None:
         for outcome in ended:
             outcome.notes["is_released"] = True
 
-    if leases.release_within(using, [o.delivery.lease for o in ended]):
-        # Not before: an outcome whose commit fails is judged anew, and its lease is held still.
-        transaction.on_commit(note, using=using)
+    leases.release_within(using, [o.delivery.lease for o in ended])
+    # Not before: an outcome whose commit fails is judged anew, and its lease is held still.
+    transaction.on_commit(note, using=using)
 
 
 def acknowledge(outcomes: Sequence[Outcome], *, in_transaction: bool) -> None:
