@@ -27,6 +27,7 @@ from kjo_django import conf, registry, signals
 from kjo_django.conf import get_settings
 from kjo_django.consumer.context import JobContext
 from kjo_django.events.event import (
+    MAX_ID_LENGTH,
     MAX_TYPE_LENGTH,
     BaseEvent,
     normalised_version,
@@ -178,7 +179,7 @@ def _message_of(event: BaseEvent, record: Record) -> Message:
     job_id = names.text(headers, names.JOB_ID) if ours else ""
     generation = names.number(headers, names.GENERATION, 1) if job_id else 1
     return Message(
-        id=message_id(event.id, generation)[:255],
+        id=_generation_id(event.id, generation),
         type=event.type,
         payload=record.value or b"",
         content_type="application/json",
@@ -193,12 +194,22 @@ def _message_of(event: BaseEvent, record: Record) -> Message:
     )
 
 
+def _generation_id(id: str, generation: int) -> str:
+    """Name a generation of an event so that it fits, and is none of the others."""
+    name = message_id(id, generation)
+    return name if len(name) <= MAX_ID_LENGTH else message_id(_digest(id), generation)
+
+
 def row_name(event: BaseEvent) -> str:
     """Return what the row of an event's retries is known by, within its queue."""
     name = f"{event.type} {event.id}"
     if len(name) <= MAX_ROW_NAME:
         return name
-    return f"{event.type} {hashlib.sha256(event.id.encode()).hexdigest()}"
+    return f"{event.type} {_digest(event.id)}"
+
+
+def _digest(id: str) -> str:
+    return hashlib.sha256(id.encode()).hexdigest()
 
 
 # --- Declaring ------------------------------------------------------------------------------------

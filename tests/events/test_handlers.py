@@ -14,7 +14,7 @@ from kjo_django.conf import get_settings
 from kjo_django.events.handlers import event_route, retry_topic
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, EventKey, Job, MetricBucket, ProcessedEvent
-from kjo_django.operations import dead_letters
+from kjo_django.operations import dead_letters, jobs
 from kjo_django.states import JobState
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, read_all, send
@@ -150,6 +150,21 @@ def test_a_replayed_event_runs_in_this_group_alone_and_once(service, transport) 
     assert ProcessedEvent.objects.filter(event_id=told.id).exists()
     if transport == "memory":
         assert len(read_all(TOPIC)) == 2
+
+
+@pytest.mark.parametrize("id", ["e1", "e" * 255])
+def test_each_generation_takes_effect_whatever_the_length_of_its_id(service, id) -> None:
+    # Given an event that failed
+    send(event(id=id, data={"userId": "u1", "fail": True}).to_bytes())
+    service.run()
+    Job.objects.update(payload=event(id=id).to_bytes())  # repaired
+    # When an operator has it run, and later once more
+    for _ in range(2):
+        (job,) = Job.objects.all()
+        jobs.requeue([job.pk])
+        service.run()
+    # Then
+    assert Entry.objects.count() == 2
 
 
 def test_an_event_that_died_at_once_is_replayed_to_this_group_alone(settings) -> None:
