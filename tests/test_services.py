@@ -29,13 +29,17 @@ VARIABLES = ("KAFKA_BOOTSTRAP_SERVERS", "REDIS_URL", "DATABASE_URL")
 RUN = [sys.executable, "-m", "tests.services", "run"]
 
 TALK_TO_ALL_THREE = """
-import os
+import os, time
 import psycopg, redis
 from confluent_kafka.admin import AdminClient, NewTopic
 
 admin = AdminClient({"bootstrap.servers": os.environ["KAFKA_BOOTSTRAP_SERVERS"]})
 admin.create_topics([NewTopic("greetings", 2)])["greetings"].result(10)
-print(len(admin.list_topics(timeout=10).topics["greetings"].partitions))
+deadline = time.monotonic() + 15
+while "greetings" not in (topics := admin.list_topics(timeout=10).topics):
+    assert time.monotonic() < deadline  # created is not yet told to every broker
+    time.sleep(0.05)
+print(len(topics["greetings"].partitions))
 print(redis.Redis.from_url(os.environ["REDIS_URL"]).set("greeting", "hello"))
 with psycopg.connect(os.environ["DATABASE_URL"]) as connection:
     print(connection.execute("SELECT 40 + 2").fetchone()[0])
