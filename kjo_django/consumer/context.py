@@ -107,9 +107,13 @@ class JobContext:
         :param percent: 0 to 100, or None where only the text tells.
         :param text: what is being done; 150 characters are kept.
         """
-        if percent is not None and not 0 <= percent <= 100:
-            raise ValueError(f"percent must be from 0 to 100, not {percent!r}")
-        self.noted_progress = (percent, text)
+        if percent is not None:
+            if not 0 <= percent <= 100:
+                raise ValueError(f"percent must be from 0 to 100, not {percent!r}")
+            if type(percent) not in (int, float):
+                percent = float(percent)  # a Decimal, say, which JSON does not know
+        # Here, where it fails the handler alone: the heartbeat that stores it is everybody's.
+        self.noted_progress = (percent, str(text))
 
 
 @dataclass(slots=True)

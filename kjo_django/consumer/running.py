@@ -17,6 +17,7 @@ from kjo_django.backends import get_coordination
 from kjo_django.consumer.context import Abort, JobContext
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import CoordinationError
+from kjo_django.messages.serializers import storable_text
 from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")
@@ -57,7 +58,7 @@ def progress_name(job_id: str) -> str:
 
 def dump_progress(percent: float | None, text: str) -> str:
     """Write progress as a mark holds it: at most 255 characters."""
-    text = text.replace("\0", "")[:MAX_TEXT]
+    text = storable_text(text.replace("\0", ""), MAX_TEXT)
     while True:
         value = json.dumps([percent, text], ensure_ascii=False, separators=(",", ":"))
         if len(value) <= 250:
