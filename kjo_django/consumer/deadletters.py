@@ -37,7 +37,12 @@ def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGT
     """Return the traceback; a long one loses its beginning, not the line that raised."""
     if error is None or error.__traceback__ is None:
         return ""
-    return storable_text("".join(tracebacks.format_exception(error)))[-limit:]
+    try:
+        lines = tracebacks.format_exception(error)
+    except Exception:
+        # Notes that raise, a SyntaxError of other things than text: where it was is left.
+        lines = [*tracebacks.format_tb(error.__traceback__), type(error).__name__]
+    return storable_text("".join(lines))[-limit:]
 
 
 def fingerprint(handler: str, error: BaseException | None) -> str:
@@ -93,7 +98,7 @@ def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> Dead
         fingerprint=fingerprint(handler, outcome.error),
         release=get_settings().release,
         attempts=outcome.attempt,
-        replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
+        replay_count=names.number(record.headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
         failed_at=now,
     )
 
@@ -141,7 +146,13 @@ def record_for_topic(outcome: Outcome) -> OutgoingRecord:
 
 
 def reason_of(outcome: Outcome) -> str:
-    """Return a line for the log."""
+    """Return a line for the log, and no more than one, whatever others wrote."""
     delivery = outcome.delivery
     which = delivery.message.id if delivery.message else delivery.record.position
-    return f"{which}: {outcome.reason}: {error_text(outcome.error)}"
+    return one_line(f"{which}: {outcome.reason}: {error_text(outcome.error)}")
+
+
+def one_line(text: str) -> str:
+    """Return text with its line breaks and control characters spelled out: a message of others must
+    not look like several records of the log."""
+    return text if text.isprintable() else repr(text)[1:-1]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import MAX_ID_LENGTH, Message
-from kjo_django.messages.serializers import JSON
+from kjo_django.messages.serializers import JSON, storable_text
 from kjo_django.producer.template import CONTENT_HASH
 from kjo_django.registry import Handler, Route
 from kjo_django.transports.base import Record
@@ -54,7 +54,7 @@ class ItemRoute(Route):
         except Exception as error:
             # The thread that polls must outlive any message.
             raise MessageError("invalid", f"The message has no usable id: {error!r}") from error
-        if not item_id or len(item_id) > MAX_ID_LENGTH or "\x00" in item_id:
+        if not 0 < len(item_id) <= MAX_ID_LENGTH or storable_text(item_id) != item_id:
             raise MessageError(
                 "invalid", f"The item's id must be text of 1 to {MAX_ID_LENGTH} characters"
             )
@@ -64,7 +64,9 @@ class ItemRoute(Route):
 def marker_of(item_id: str, content: str) -> str:
     """Return the identity of an item's content: what two deliveries of it have in common."""
     marker = f"{item_id}#{content}"
-    return marker if len(marker) <= MAX_ID_LENGTH else _digest(marker.encode())
+    # The content's hash may be whatever others wrote into a header.
+    fits = len(marker) <= MAX_ID_LENGTH and "\x00" not in marker
+    return marker if fits else _digest(marker.encode())
 
 
 def _digest(data: bytes) -> str:

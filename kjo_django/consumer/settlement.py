@@ -213,6 +213,7 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
         return None
     # Its headers travel on with the retry, whoever set them.
     headers = names.for_row(record.headers)
+    headers.pop(ORIGIN_ID, None)  # what only rows say is not for others to have written
     queue = delivery.queue
     if queue.retries != queue.name:
         # It goes on in a topic of its own, and its dead letter is to name where it came from.

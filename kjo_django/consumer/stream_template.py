@@ -24,11 +24,12 @@ from django.utils.translation import gettext as _
 from kjo_django import registry
 from kjo_django.conf import declare_queue
 from kjo_django.consumer.context import JobContext
+from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.work import Outcome, Result
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import MAX_ID_LENGTH, Message
-from kjo_django.messages.serializers import JSON, loads_for_display
+from kjo_django.messages.serializers import JSON, loads_for_display, storable_text
 from kjo_django.producer.stream_template import truncate_error
 from kjo_django.retries import Backoff
 from kjo_django.retries.policy import max_attempts_from_stream_retries
@@ -158,7 +159,7 @@ class _StreamHandler(registry.Handler):
             told = _("%(task)s failed (retried %(count)d times): %(error)s") % {
                 "task": self.consumer.task_display_name,
                 "count": max(0, outcome.attempt - 1),
-                "error": outcome.error,
+                "error": error_text(outcome.error),
             }
             self.consumer.mark_failed(payload, truncate_error(told) or "")
 
@@ -183,7 +184,7 @@ class StreamRoute(registry.Route):
             )
         place = f"{record.topic}:{record.partition}:{record.offset}"
         message = Message(
-            id=(names.text(record.headers, names.ID) or place)[:MAX_ID_LENGTH],
+            id=storable_text(names.text(record.headers, names.ID) or place, MAX_ID_LENGTH),
             type=self.handler.name,
             payload=record.value,
             content_type=JSON.content_type,

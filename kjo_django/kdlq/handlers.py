@@ -21,7 +21,7 @@ from django.utils import timezone
 from kjo_django import conf, registry
 from kjo_django.conf import get_settings
 from kjo_django.consumer.context import Abort, JobContext
-from kjo_django.exceptions import JobCancelledError, MessageError
+from kjo_django.exceptions import JobCancelledError, MessageError, PayloadError
 from kjo_django.kdlq import headers, letters, parking
 from kjo_django.kdlq.config import MAX_ID_LENGTH, DlqConfig, Ordering, ProcessingStatus, Status
 from kjo_django.kdlq.listeners import tell
@@ -36,6 +36,9 @@ from kjo_django.transports.base import OutgoingRecord, Record
 
 F = TypeVar("F", bound=Processor)
 
+MAX_MESSAGE_ID = 255
+"""Of the column that keeps what has taken effect."""
+
 
 class Raw:
     """The bytes are the message's business; nothing is decoded for a processor."""
@@ -43,7 +46,9 @@ class Raw:
     content_type = "application/octet-stream"
 
     def dumps(self, value: Any) -> bytes:
-        """Take bytes as they are."""
+        """Take bytes as they are; raises ``PayloadError`` for anything else."""
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise PayloadError(f"The payload must be bytes, not {type(value).__name__}")
         return bytes(value)
 
     def loads(self, data: bytes) -> bytes:
@@ -200,14 +205,16 @@ class KdlqRoute(Route):
         if len(record.value or b"") > max_bytes:
             raise MessageError("too_large", f"The message has {len(record.value or b'')} bytes")
         found = record.headers
-        job_id = ""
+        id = job_id = ""
         if names.text(found, names.SERVICE) == get_settings().service_name:
             # Its transaction failed before, and its row brought it back.
-            job_id = names.text(found, names.JOB_ID)
+            id = names.identifier(found, names.ID, MAX_MESSAGE_ID)
+            # Whoever wrote headers that are no ids, it was not us.
+            job_id = names.identifier(found, names.JOB_ID, MAX_MESSAGE_ID) if id else ""
         original = _original_of(record) if job_id else record
         return (
             Message(
-                id=names.text(found, names.ID) if job_id else letters.place_of(record),
+                id=id if job_id else letters.place_of(record),
                 type=self.handler.name,
                 payload=record.value or b"",
                 content_type=Raw.content_type,
@@ -230,7 +237,7 @@ def _original_of(record: Record) -> Record:
         record,
         topic=names.text(found, names.DLQ_ORIGINAL_TOPIC) or record.topic,
         partition=names.number(found, names.DLQ_ORIGINAL_PARTITION, record.partition),
-        offset=names.number(found, names.DLQ_ORIGINAL_OFFSET, record.offset),
+        offset=names.number(found, names.DLQ_ORIGINAL_OFFSET, record.offset, most=names.MAX_OFFSET),
         timestamp=names.moment(found, names.DLQ_ORIGINAL_TIMESTAMP) or record.timestamp,
         headers={
             name: value

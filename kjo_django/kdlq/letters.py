@@ -66,7 +66,7 @@ def record_letter(
         error=error_text(error),
         traceback=traceback_text(error),
         fingerprint=fingerprint(consumer, error),
-        replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
+        replay_count=names.number(record.headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
         failed_at=now,
         closed_at=now if is_skipped else None,
         note="killed as often as max_kills allows" if is_skipped else "",

@@ -11,7 +11,10 @@ from contextvars import ContextVar, Token
 
 from kjo_django import tracing
 from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import storable_text
 
+MAX_CORRELATION = 255
+"""Characters of a correlation id that are inherited: an event's metadata takes no more."""
 CAUSATION_ID = "causation-id"
 INHERITED = (names.TRACEPARENT, names.TRACESTATE, names.CORRELATION_ID)
 
@@ -25,7 +28,18 @@ def inheritable(headers: Mapping[str, bytes]) -> dict[str, str]:
 
 def carry(found: Mapping[str, str]) -> Token[Mapping[str, str] | None]:
     """Let what is published from now on inherit this, until ``drop``; see ``carrying``."""
-    return _carried.set(found)
+    return _carried.set(_usable(found) if found else found)
+
+
+def _usable(found: Mapping[str, str]) -> dict[str, str]:
+    """Return what a row, and an event's metadata, can hold of it: others wrote it, and what they
+    wrote must not fail the publications of a handler."""
+    usable = {}
+    for name, text in found.items():
+        text = storable_text(text, MAX_CORRELATION if name == names.CORRELATION_ID else None)
+        if text and not text.isspace():
+            usable[name] = text
+    return usable
 
 
 def drop(token: Token[Mapping[str, str] | None]) -> None:
@@ -48,7 +62,7 @@ class carrying:
                 self._found[name.replace("_", "-")] = value
 
     def __enter__(self) -> None:
-        self._token = _carried.set(self._found)
+        self._token = carry(self._found)
 
     def __exit__(self, *error: object) -> None:
         _carried.reset(self._token)

@@ -94,12 +94,15 @@ def read(
         )
     if not value:
         raise MessageError("invalid", "The message is empty")
+    job_id = names.text(headers, names.JOB_ID)
+    if "\x00" in job_id or len(job_id) > MAX_ID_LENGTH:
+        raise MessageError("invalid", f"The {names.JOB_ID!r} header is no usable identifier")
     return Message(
         id=_identifier(headers, names.ID, MAX_ID_LENGTH),
         type=_identifier(headers, names.TYPE, MAX_TYPE_LENGTH),
         payload=value,
         content_type=names.text(headers, names.CONTENT_TYPE, "application/json"),
-        job_id=names.text(headers, names.JOB_ID) or None,
+        job_id=job_id or None,
         service=names.text(headers, names.SERVICE),
         generation=names.number(headers, names.GENERATION, 1),
         attempt=names.number(headers, names.ATTEMPT, 1),

@@ -12,6 +12,9 @@ from django.utils.dateparse import parse_datetime
 from kjo_django.messages.serializers import storable_text
 
 MAX_NUMBER = 2**31 - 1
+MAX_OFFSET = 2**63 - 1
+MAX_REPLAYS = 1_000_000
+"""Of a message that others say was replayed: there must be room to count on."""
 
 # A job's message.
 ID = "kjo-id"
@@ -83,20 +86,29 @@ def text(headers: Mapping[str, bytes], name: str, default: str = "") -> str:
     return default if value is None else value.decode("utf-8", "replace")
 
 
+def identifier(headers: Mapping[str, bytes], name: str, limit: int) -> str:
+    """Return a header as text that any database can be asked for; "" where it is none: missing,
+    longer than ``limit`` characters, or with NUL in it."""
+    found = text(headers, name)
+    return found if len(found) <= limit and "\x00" not in found else ""
+
+
 def texts(headers: Mapping[str, bytes]) -> dict[str, str]:
     """Return all headers as ``text`` does."""
     return {name: value.decode("utf-8", "replace") for name, value in headers.items()}
 
 
-def number(headers: Mapping[str, bytes], name: str, default: int) -> int:
+def number(headers: Mapping[str, bytes], name: str, default: int, most: int = MAX_NUMBER) -> int:
     """Return a header as a non-negative number, or ``default`` when it is missing or is not one.
 
-    A number that no integer column holds is none: its dead letter could not be stored either.
+    :param most: a greater one is none. What no integer column holds could not be stored with its
+        dead letter either.
     """
     value = headers.get(name)
-    if value is None or len(value) > 10 or not value.isdigit():
+    if value is None or len(value) > 19 or not value.isdigit():
         return default
-    return int(value) if int(value) <= MAX_NUMBER else default
+    found = int(value)
+    return found if found <= most else default
 
 
 def moment(headers: Mapping[str, bytes], name: str) -> datetime | None:

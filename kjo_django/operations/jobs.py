@@ -372,7 +372,7 @@ def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
 
 
 def _tell_cancelled(jobs: Sequence[Job]) -> None:
-    channels = {(job.headers or {}).get(names.REPLY_TO, "") for job in jobs}
+    channels = {str((job.headers or {}).get(names.REPLY_TO, "")) for job in jobs}
     call_waiters(channels)
     tell_of_jobs(signals.job_cancelled, jobs)
 

@@ -68,8 +68,9 @@ def store_record(
     """
     queue = carrier or carrier_of(topic)
     id, now = uuid7(), timezone.now()
-    # What only rows say is not for others to have written.
-    headers = {name: value for name, value in headers.items() if name not in names.OF_A_ROW}
+    # What only rows say is not for others to have written; nor that somebody waits for them.
+    ours = {*names.OF_A_ROW, names.PARKED_ROW}
+    headers = {name: value for name, value in headers.items() if name not in ours}
     if row_header is not None:
         headers[row_header] = str(id).encode()
     stored = names.for_row(headers)

@@ -18,6 +18,8 @@ logger = logging.getLogger("kjo_django")
 RELAY_CHANNEL = "kjo:relay"
 REPLY_CHANNELS = "kjo:reply:"
 """Begins the names of the channels on which waiters are told that their job has ended."""
+MAX_REPLY_CHANNEL = 100
+"""Ours are shorter; PostgreSQL refuses to be told thousands of characters."""
 
 
 def topic_channel(topic: str) -> str:
@@ -54,13 +56,17 @@ def call_waiters(channels: Collection[str]) -> None:
 
     A channel came in a message's header, where anybody may have written anything.
     """
-    known = sorted(channel for channel in channels if channel.startswith(REPLY_CHANNELS))
+    known = sorted(filter(_is_reply_channel, channels))
     if not known:
         return
     try:
         get_coordination().notify_all(known)
     except CoordinationError as error:
         logger.warning("Waiters not called, they find out by polling: %s", error)
+
+
+def _is_reply_channel(name: str) -> bool:
+    return len(name) <= MAX_REPLY_CHANNEL and name.startswith(REPLY_CHANNELS) and "\0" not in name
 
 
 def after_commit(using: str, channel: str, enqueued: Iterable[dict[str, Any]] = ()) -> None:

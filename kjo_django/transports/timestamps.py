@@ -6,8 +6,10 @@ from datetime import UTC, datetime
 
 
 def moment(milliseconds: int) -> datetime | None:
-    """Return a record's timestamp, None for one no calendar holds: producers may send anything."""
+    """Return a record's timestamp, None for one that no calendar, or not that of every time zone,
+    holds: producers may send anything, and pages show it in the zone of who looks."""
     try:
-        return datetime.fromtimestamp(milliseconds / 1000, UTC)
+        found = datetime.fromtimestamp(milliseconds / 1000, UTC)
     except (OverflowError, ValueError, OSError):
         return None
+    return found if 1970 <= found.year < 9000 else None

@@ -193,6 +193,15 @@ def test_a_repair_that_is_none_is_refused(operator: APIClient, body: Any) -> Non
     assert DeadLetter.objects.get().state == "open"
 
 
+@pytest.mark.parametrize("payload", [{"a": 1}, 5, "x", [1]])
+def test_what_is_no_bytes_does_not_become_some(operator: APIClient, payload: Any) -> None:
+    """The content type is whatever the message said; a number would be as many zeros."""
+    pytest.importorskip("kjo_django.kdlq")
+    letter = DeadLetterFactory(content_type="application/octet-stream", value=b"\x00")
+    errors_of(operator.post(url(letter, "edit-and-replay"), {"payload": payload}))
+    assert DeadLetter.objects.get().state == "open"
+
+
 def test_one_that_cannot_be_written_is_refused(operator: APIClient) -> None:
     letter = DeadLetterFactory(content_type="application/x-unknown")
     errors_of(operator.post(url(letter, "edit-and-replay"), {"payload": {}}))

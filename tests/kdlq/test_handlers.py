@@ -11,6 +11,7 @@ from django.db import DatabaseError
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.kdlq import DlqConfig, ProcessingStatus, kdlq_handler, parking
+from kjo_django.kdlq.handlers import _original_of
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.states import OPEN
@@ -282,3 +283,50 @@ def test_places_and_rows_made_up_by_others_are_not_believed(keyed) -> None:
     send("a", "a2")
     keyed.run(20)
     assert keyed.runs == ["a1", "a2"]
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres")  # SQLite takes any text
+@pytest.mark.parametrize("id", [b"a\0b", b"x" * 300, b""])
+@pytest.mark.parametrize("job_id", [b"1", b"a\0b"])
+def test_ids_made_up_by_others_hold_nothing_up(settings, id, job_id) -> None:
+    """Whoever may write to the topic may write our headers."""
+    settings.KJO = {**EVENTS, **MEMORY}
+    get_transport().clear()  # type: ignore[attr-defined]
+    runs = []
+
+    @kdlq_handler("payments", topic="pay")
+    def process(record: Record) -> None:
+        runs.append(record.value)
+
+    bench = Bench("pay")
+    send("k", "v", **{names.SERVICE: b"interview-service", names.JOB_ID: job_id, names.ID: id})
+    send("k", "next")
+    bench.run()
+    assert runs == [b"v", b"next"]
+    assert bench.lag() == 0
+    bench.close()
+
+
+def test_a_record_far_down_its_partition_keeps_its_place() -> None:
+    """Offsets have 63 bits; the place is what its effects and its dead letter are known by."""
+    offset = 5_000_000_000
+    told = {names.DLQ_ORIGINAL_TOPIC: b"pay", names.DLQ_ORIGINAL_OFFSET: b"%d" % offset}
+    retried = Record("pay-retry", 0, 7, b"k", b"v", told)
+    assert _original_of(retried).position == ("pay", 0, offset)
+
+
+def test_a_redelivery_that_says_it_is_waited_for_is_completed_all_the_same(transport) -> None:
+    """Its row would stay open, and be rescued, that is redelivered, again and again."""
+    answers = [AGAIN, None]
+
+    @kdlq_handler("payments", topic="pay", config=DlqConfig("pay-dlq"))
+    def process(record: Record) -> ProcessingStatus | None:
+        return answers.pop(0)
+
+    consumers = Consumers("pay")
+    send("k", "v", **{"kjo-parked-row": b"01980000-0000-7000-8000-000000000001"})
+    consumers.run(4)
+    consumers.close()
+    assert answers == []
+    assert not Job.objects.filter(state__in=OPEN).exists()

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
+from zoneinfo import ZoneInfo
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException
@@ -676,3 +677,12 @@ def test_any_timestamp_is_survived(milliseconds):
     found = moment(milliseconds)
 
     assert found is None or found.utcoffset() is not None
+
+
+@pytest.mark.parametrize("milliseconds", [-62_135_596_800_000, 253_402_300_799_000])
+@pytest.mark.parametrize("zone", ["Asia/Tokyo", "America/New_York"])
+def test_a_timestamp_can_be_shown_in_every_time_zone(milliseconds, zone):
+    """A row that took it over as its time of creation broke every page that lists it."""
+    found = moment(milliseconds)
+
+    assert found is None or found.astimezone(ZoneInfo(zone))

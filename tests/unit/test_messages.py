@@ -323,6 +323,8 @@ GOOD = {names.ID: b"a", names.TYPE: b"t"}
         (b"{}", GOOD | {names.ID: b"a\x00b"}, "invalid", "no usable"),
         (b"{}", GOOD | {names.ID: b"a" * 201}, "invalid", "no usable"),
         (b"{}", GOOD | {names.TYPE: b"t" * 101}, "invalid", "no usable"),
+        (b"{}", GOOD | {names.JOB_ID: b"a\x00b"}, "invalid", "no usable"),
+        (b"{}", GOOD | {names.JOB_ID: b"j" * 201}, "invalid", "no usable"),
     ],
 )
 def test_what_no_retry_could_make_readable_is_poison(value, headers, reason, says):

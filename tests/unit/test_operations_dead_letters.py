@@ -18,6 +18,7 @@ from kjo_django.operations import dead_letters, jobs, reports
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
+from tests.unit.deliveries import KJO, MEMORY, Bench
 
 pytestmark = pytest.mark.django_db
 
@@ -392,3 +393,16 @@ def test_an_edited_replay_waits_for_nobody_who_holds_the_job():
     finally:
         ended.set()
         thread.join()
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres")  # SQLite's integers have 64 bits
+def test_a_count_of_replays_made_up_by_others_leaves_room_to_count_on(settings):
+    """Or its dead letter is published at every try, and never closed."""
+    settings.KJO = KJO | MEMORY
+    bench = Bench()
+    bench.publish(b"{broken", kjo_id="1", kjo_type="t", kjo_replay_count=b"2147483647")
+    bench.run()
+    assert DeadLetter.objects.count() == 1
+    assert dead_letters.replay(EVERYTHING, force=True).replayed == 1
+    bench.close()

@@ -14,6 +14,7 @@ from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.consumer.leases import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
+from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetterState, Job, TransportMessage
 from kjo_django.operations import jobs
 from kjo_django.operations.jobs import CancelResult
@@ -346,3 +347,14 @@ def test_running_jobs_that_cannot_be_asked_keep_no_other_from_being_cancelled(mo
     assert Job.objects.filter(state="cancelled").count() == len(others)
     busy.refresh_from_db()
     assert busy.state == "queued"
+
+
+@pytest.mark.django_db
+def test_a_job_with_a_header_of_no_text_is_cancelled_and_told_of(
+    received, django_capture_on_commit_callbacks
+):
+    """Born of a message of others, its row has their headers."""
+    job = JobFactory(state="failing", headers={names.REPLY_TO: {"base64": "/w=="}})
+    with django_capture_on_commit_callbacks(execute=True):
+        assert jobs.cancel_one(job.pk) is CancelResult.CANCELLED
+    assert [name for name, _ in received] == ["job_cancelled"]

@@ -276,3 +276,18 @@ def test_the_value_on_the_wire_is_the_fields_as_text_RST_21(quick):
     producer.send_task({"id": 5})
     # Then
     assert json.loads(bytes(Job.objects.get().payload)) == {"resumeId": "5", "retryCount": "0"}
+
+
+def test_an_error_without_a_text_fails_the_task_all_the_same(quick):
+    class Unspeakable(PermanentError):
+        def __str__(self) -> str:
+            raise AttributeError("self.response")
+
+    def business(payload):
+        raise Unspeakable
+
+    told, producer, _, stream = task(business)
+    producer.send_task({"id": 1})
+    work(stream, lambda: DeadLetter.objects.exists())
+    assert [each[0] for each in told] == ["processing", "failed"]
+    assert told[-1][2].endswith("Unspeakable")

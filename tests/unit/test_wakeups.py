@@ -8,7 +8,13 @@ from django.db import transaction
 from kjo_django import signals
 from kjo_django.backends import get_coordination
 from kjo_django.exceptions import CoordinationError
-from kjo_django.producer.wakeups import after_commit, topic_channel, wake
+from kjo_django.producer.wakeups import (
+    REPLY_CHANNELS,
+    after_commit,
+    call_waiters,
+    topic_channel,
+    wake,
+)
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -118,3 +124,19 @@ def test_a_call_that_breaks_the_process_leaves_the_commit_alone(monkeypatch):
 
 def test_a_topic_has_its_channel():
     assert topic_channel("emails") == "kjo:topic:emails"
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres")
+@pytest.mark.parametrize("name", ["x" * 9000, "a\0b"], ids=["long", "NUL"])
+def test_a_waiter_made_up_by_others_is_not_called(name):
+    """The header came with a message; PostgreSQL refused, and the settled group was run again."""
+    call_waiters([f"{REPLY_CHANNELS}{name}", f"{REPLY_CHANNELS}1"])
+
+
+@pytest.mark.parametrize("name", ["x" * 9000, "a\0b", "1"], ids=["long", "NUL", "good"])
+def test_waiters_are_called_by_names_that_could_be_theirs(monkeypatch, name):
+    called: list[str] = []
+    monkeypatch.setattr(get_coordination(), "notify_all", called.extend)
+    call_waiters([f"{REPLY_CHANNELS}{name}", "kjo:relay"])
+    assert called == ([f"{REPLY_CHANNELS}1"] if name == "1" else [])

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 
+from kjo_django import publish_event
 from kjo_django.consumer.work import Result
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
@@ -128,3 +129,38 @@ def test_a_foreign_message_delivered_again_after_it_failed_leaves_the_rest_to_it
     bench.run_until_done()
     assert the_job().state == "failed"
     assert DeadLetter.objects.count() == 1
+
+
+@both
+@pytest.mark.parametrize("correlation", [b"c" * 300, b" ", b"a\0b", b"\xff"])
+def test_what_others_call_a_correlation_fails_no_publication(bench, correlation):
+    """A handler inherits it; an event's metadata takes 255 characters, PostgreSQL no NUL."""
+
+    def tell(job: str) -> None:
+        write.enqueue(job="child")
+        publish_event("told", {"type": "TOLD", "data": {}})
+
+    as_job(tell)
+    bench.publish(b'{"job": "a"}', **GOOD | {"kjo_type": "bench.tell"}, correlation_id=correlation)
+    bench.run()
+    assert bench.results == [Result.COMPLETED]
+    told = [(job.headers or {}).get(names.CORRELATION_ID) for job in Job.objects.all()]
+    wanted = correlation.decode("utf-8", "replace").replace("\0", "\ufffd").strip()[:255]
+    assert told == [wanted or None] * 2
+
+
+@both
+@pytest.mark.parametrize("origin", [b"\xff", b"of-another"])
+def test_an_origin_made_up_by_others_is_not_believed(bench, transport, origin):
+    """Bytes that are no text ended the relay at every look; a text would have marked another
+    message as done."""
+    # Given a message whose id can be that of a row
+    id = "01980000-0000-7000-8000-000000000001"
+    headers = GOOD | {"kjo_id": id, "kjo_type": "ledger.write_attempt", "kjo_origin_id": origin}
+    bench.publish(b'{"job":"a","fail_times":1}', **headers)
+    # When it fails once
+    bench.run_until_done()
+    # Then
+    assert the_job().message_id == id
+    assert the_job().state == "completed"
+    assert [event.event_id for event in ProcessedEvent.objects.all()] == [id]

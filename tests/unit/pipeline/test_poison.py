@@ -95,3 +95,14 @@ def test_a_job_whose_handler_is_gone_fails_visibly(bench):
     assert DeadLetter.objects.get().reason == "unknown_type"
     assert the_job().state == "failed"
     assert settled(bench)
+
+
+def test_poison_is_one_line_of_the_log_whatever_it_is_called(bench, caplog):
+    """Nobody writes records of the log by way of a message's id."""
+    id = b"1\n2026-11-20 ERROR root: all is lost\x1b[2J"
+    bench.publish(b"{broken", **GOOD | {"kjo_id": id})
+    bench.run()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert line.isprintable()
+    assert "all is lost" in line
+    assert DeadLetter.objects.get().message_id == id.decode()

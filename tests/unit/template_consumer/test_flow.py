@@ -8,6 +8,7 @@ from kjo_django import AbstractConsumer
 from kjo_django.backends import get_coordination
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from tests.items.models import Item, Run
+from tests.unit.deliveries import Bench
 from tests.unit.template_consumer.made import consumer, send, settled, work
 
 pytestmark = pytest.mark.usefixtures("forgotten_definitions")
@@ -182,3 +183,35 @@ def test_a_success_hook_that_raises_leaves_the_item_completed(quick, atomic, cap
     assert len(made.calls) == 1
     assert "clumsy" in caplog.text
     assert not Job.objects.exists()
+
+
+@pytest.mark.parametrize("id", [rb'"\ud800"', rb'"a\u0000b"', b'"' + b"x" * 201 + b'"', b'""'])
+def test_an_id_that_no_database_keeps_is_a_dead_letter(quick, id):
+    """A lone surrogate in it was an error of every lane it came to, for ever."""
+    # Given
+    made = consumer()
+    bench = Bench("made")
+    item = Item.objects.create()
+    bench.publish(b'{"id": ' + id + b', "data": {}, "type": "new"}')
+    send(item)
+    # When
+    bench.run()
+    bench.close()
+    # Then
+    assert DeadLetter.objects.get().reason == "invalid"
+    assert made.calls == [str(item.pk)]
+    assert settled()
+
+
+@pytest.mark.postgres
+@pytest.mark.usefixtures("postgres")  # SQLite takes any text
+def test_a_content_hash_that_no_database_keeps_holds_nothing_up(settings):
+    """It is whatever the producer wrote into a header."""
+    settings.KJO = {"SERVICE_NAME": "tests"}
+    made = consumer(is_item_completed=lambda self, item_id: False)
+    bench = Bench("made")
+    bench.publish(b'{"id": "1", "data": {}, "type": "new"}', content_hash=b"a\0b")
+    bench.run()
+    bench.close()
+    assert [result.value for result in bench.results] == ["completed"]
+    assert made.calls == ["1"]
