@@ -126,6 +126,8 @@ class MessageError(KjoError):
     ``reason`` is a short machine-readable word, see ``messages.poison``.
     """
 
+    reason: str = "invalid"
+
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
@@ -148,6 +150,8 @@ class Retry(KjoError):
 
     :param delay: time until the next attempt; without it the job's back-off decides.
     """
+
+    delay: timedelta | None = None
 
     def __init__(self, message: str = "retry requested", *, delay: timedelta | None = None) -> None:
         if delay is not None and not isinstance(delay, timedelta):

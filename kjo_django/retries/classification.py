@@ -57,7 +57,9 @@ def is_rate_limit_error(error: BaseException) -> bool:
 def is_network_error(error: BaseException) -> bool:
     """Return whether something at the other end of a connection is out of reach."""
     if isinstance(error, OSError) and not isinstance(error, JobTimeoutError):
-        return isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _NETWORK_ERRNOS
+        # Of an OSError of somebody's own ``errno`` is its first argument, whatever that is.
+        number = error.errno if isinstance(error.errno, int) else None
+        return isinstance(error, (ConnectionError, TimeoutError)) or number in _NETWORK_ERRNOS
     return not _NETWORK_NAMES.isdisjoint(_names(error))
 
 

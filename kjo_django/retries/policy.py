@@ -48,7 +48,7 @@ class RetryPolicy:
             return Decision(False, timedelta(0), None, "fatal")
         if attempt >= max_attempts:
             return Decision(False, timedelta(0), pause, "exhausted")
-        if isinstance(error, Retry) and error.delay is not None:
+        if isinstance(error, Retry) and isinstance(error.delay, timedelta):
             delay = min(max(error.delay, timedelta(0)), LONGEST_DELAY)
             return Decision(True, delay, None, "retry")
         delay = min(max(self.backoff.delay(attempt), floor), LONGEST_DELAY)

@@ -236,6 +236,58 @@ def test_any_error_can_be_written_down(bench, error, text):
     )
 
 
+class Hasty(Retry):
+    """Written without a thought of its parent."""
+
+    def __init__(self) -> None: ...
+
+
+class Unclear(MessageError):
+    """The same."""
+
+    def __init__(self) -> None: ...
+
+
+class Unnotable(Exception):
+    """Its notes cannot even be read."""
+
+    @property
+    def __notes__(self) -> list[str]:
+        raise RuntimeError("no notes")
+
+
+def impatient() -> Retry:
+    error = Retry()
+    error.delay = 30  # type: ignore[assignment]
+    return error
+
+
+ODD = {
+    "an OSError of things": lambda: OSError({"code": 7}, "of a client"),
+    "no delay": Hasty,
+    "a number for a delay": impatient,
+    "no reason": Unclear,
+    "no notes": Unnotable,
+    "bytes for code": lambda: SyntaxError("odd", ("file", 1, 1, b"text")),
+}
+
+
+@both
+@pytest.mark.parametrize("kind", ODD)
+def test_errors_made_oddly_end_the_attempt_too(bench, kind):
+    """Raised again while it was judged or written down, it left the job neither done nor dead, and
+    its partition behind it."""
+
+    def fail():
+        raise ODD[kind]()
+
+    as_job(fail, max_attempts=2).enqueue()
+    bench.run_until_done()
+    assert bench.results[-1] is Result.DEAD
+    assert "in fail" in JobFailure.objects.latest("pk").traceback
+    assert settled(bench)
+
+
 @both
 @pytest.mark.parametrize("mode", ["atomic", "plain"])
 @pytest.mark.parametrize(
