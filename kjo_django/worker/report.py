@@ -11,6 +11,7 @@ from django.utils import timezone
 from django.utils.timesince import timesince
 
 from kjo_django.conf import get_settings
+from kjo_django.consumer.deadletters import one_line
 from kjo_django.worker.heartbeat import memory_bytes
 from kjo_django.worker.memory import memory_limit
 from kjo_django.worker.process import Worker
@@ -72,7 +73,7 @@ def render(worker: Worker) -> str:
     ]
     if s["last_error"]:
         at = worker.last_error_at
-        lines.append(f'  Last Error:        "{s["last_error"]}"{_age(at) if at else ""}')
+        lines.append(f'  Last Error:        "{one_line(s["last_error"])}"{_age(at) if at else ""}')
     if s["memory_bytes"]:
         lines.append(f"  Memory Usage:      {_memory(s['memory_bytes'], s['memory_limit_bytes'])}")
     return "\n".join(lines)

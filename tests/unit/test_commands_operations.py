@@ -290,3 +290,11 @@ def test_a_setting_at_fault_is_an_error_without_a_traceback(settings):
     for command in (["kjo_status"], ["kjo_prune"], ["kjo_topics", "plan"], ["kjo_replay_dlq"]):
         with pytest.raises(CommandError, match="CONCURRENCY"):
             run(*command)
+
+
+def test_json_holds_no_commands_for_a_terminal():
+    """JSON escapes a few of them only; whoever wrote the message's headers wrote the rest."""
+    DeadLetterFactory(of_job=True, handler="a\x9b2Jb\u202e", error_type="\x7f")
+    printed = run("kjo_replay_dlq", "--dry-run", "--json")
+    assert printed.strip().isprintable()
+    assert json.loads(printed)["histogram"][0]["handler"] == "a\x9b2Jb\u202e"

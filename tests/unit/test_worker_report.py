@@ -167,3 +167,11 @@ def test_zero_is_never(monkeypatch):
     clock[0] += 1e6
     reporter.report_if_due()
     assert out.getvalue() == ""
+
+
+def test_an_error_that_quotes_others_is_one_line_without_commands():
+    """Of the log, and to a terminal."""
+    hostile = "no 'x'\nINFO all is well\x1b[2J\x9b2J"
+    (found,) = [each for each in render(worker(last_error=hostile)).split("\n") if "no 'x'" in each]
+    assert found.isprintable()
+    assert "all is well" in found

@@ -115,7 +115,11 @@ class KjoCommand(BaseCommand):
             if self._has_open_line:
                 self.stderr.write("\n", ending="")
         if options["json"]:
-            self.stdout.write(json.dumps(answer, ensure_ascii=False, default=str))
+            text = json.dumps(answer, ensure_ascii=False, default=str)
+            if not text.isprintable():
+                # Terminals obey more characters than JSON escapes, and no stream takes them all.
+                text = json.dumps(answer, default=str)
+            self.stdout.write(text)
         else:
             self.show(answer)
         if not is_ok:
