@@ -22,6 +22,8 @@ from kjo_django.operations import jobs, redaction
 from kjo_django.operations.jobs import CancelResult
 from kjo_django.operations.progress import progress_of
 
+FAILURES_SHOWN = 100
+"""The newest; a job that is retried without end has thousands, each with its traceback."""
 PAYLOAD_FIELDS = ("shown_payload", "shown_result", "shown_headers")
 
 
@@ -32,7 +34,7 @@ class JobFailureInline(BaseInline):
     extra = max_num = 0
     can_delete = False
     ordering = ("id",)
-    verbose_name_plural = _("failed attempts")
+    verbose_name_plural = _("failed attempts (newest 100)")
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         """Show tracebacks only to those who may see payloads."""
@@ -45,9 +47,23 @@ class JobFailureInline(BaseInline):
         return self.get_fields(request, obj)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[JobFailure]:
-        """Do not load what is not shown."""
+        """Do not load what is not shown, nor more than the newest of what may be thousands."""
         rows = super().get_queryset(request)
-        return rows if may_see_payloads(request) else rows.defer("traceback")
+        if not may_see_payloads(request):
+            rows = rows.defer("traceback")
+        job = self._job_of(request)
+        if job is None:
+            return rows.none()
+        newest = rows.filter(job_id=job).order_by("-pk").values_list("pk", flat=True)
+        # As a list: a formset filters once more, which no slice takes.
+        return rows.filter(pk__in=list(newest[:FAILURES_SHOWN]))
+
+    def _job_of(self, request: HttpRequest) -> uuid.UUID | None:
+        match = request.resolver_match
+        try:
+            return uuid.UUID(str(match.kwargs.get("object_id"))) if match else None
+        except ValueError:
+            return None
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Who sees the job sees how it failed."""

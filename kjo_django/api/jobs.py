@@ -23,7 +23,7 @@ from kjo_django.api.openapi import ID, documented
 from kjo_django.api.showing import shown_payload, shown_result
 from kjo_django.conf import get_settings
 from kjo_django.consumer.leases import lease_name
-from kjo_django.exceptions import JobQueueError
+from kjo_django.exceptions import KjoError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import search
 from kjo_django.operations.job_filter import JobFilter
@@ -147,7 +147,7 @@ class WaitView(KjoView):
             try:
                 with Waiter(seconds) as waiter:
                     waiter.wait(Awaited(job.pk, str(job.pk)))
-            except JobQueueError:
+            except KjoError:
                 pass  # however it ended, or did not: the row below tells
         told = detail(self, id)
         is_open = told["state"] in states.OPEN

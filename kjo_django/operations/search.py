@@ -252,7 +252,12 @@ class _Look:
         value = job.arguments
         return all(
             not any(is_redacted(part, also=hidden) for part in path.split("."))
-            and any(_text(each) == wanted for each in _at(value, path.split(".")))
+            # An object as a whole is no value: its secrets could be guessed by it.
+            and any(
+                _text(each) == wanted
+                for each in _at(value, path.split("."))
+                if not isinstance(each, dict | list)
+            )
             for path, wanted in self._filter.arguments
         )
 

@@ -296,6 +296,24 @@ def test_a_wait_for_a_job_that_is_cancelled_ends_too(elsewhere: Any, login: Logi
     assert (answer.status_code, answer.json()["status"]) == (200, "cancelled")
 
 
+def test_a_wait_for_a_result_nobody_here_can_read_ends_too(elsewhere: Any, login: Login) -> None:
+    """Its serializer is known to its workers alone."""
+    client = login("view_job", "view_payload")
+    job = JobFactory(content_type="application/x-theirs")
+    ended = {"state": "completed", "result": b"...", "finished_at": timezone.now()}
+    seen = threading.Event()
+
+    def end() -> None:
+        seen.wait(10)
+        Job.objects.filter(pk=job.pk).update(**ended)
+
+    elsewhere(end)
+    threading.Timer(0.3, seen.set).start()
+    answer = client.get(url(job, "wait"), {"timeout": 20})
+    assert (answer.status_code, answer.json()["status"]) == (200, "completed")
+    assert "No serializer" in answer.json()["result"]
+
+
 def test_a_wait_that_is_too_short_says_so(elsewhere: Any, login: Login) -> None:
     answer = login("view_job").get(url(JobFactory(), "wait"), {"timeout": 0.1})
     assert (answer.status_code, answer.json()["status"]) == (202, "pending")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 
 import pytest
 from django.contrib.admin.models import LogEntry
 
 from kjo_django import signals
 from kjo_django.admin.dashboard import SCREENS
+from kjo_django.messages.serializers import serializer_for
 from kjo_django.models import DeadLetter, Job, QueueControl, Worker
 from kjo_django.operations import bulk
 from tests.dashboard.conftest import texts, url
@@ -291,7 +294,77 @@ def test_a_payload_of_many_levels_is_shown_and_told(operator, depth):
     assert b"nested too deeply" in response.content
 
 
-@pytest.mark.parametrize("missing", ["edit_payload", "view_payload", "replay_dlq"])
+def edited(client, letter):
+    """Return what the form for editing a dead letter holds."""
+    page = client.get(url("letter_edit", letter.pk)).content.decode()
+    return html.unescape(re.search(r"<textarea[^>]*>(.*?)</textarea>", page, re.DOTALL)[1])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b'{"a": NaN}', '{"a": "b"}'.encode("utf-16"), b'{"a": 1e400}'],
+    ids=["NaN", "UTF-16", "infinity"],
+)
+def test_what_only_looks_like_json_is_not_replaced_by_words_about_it(operator, value):
+    """Whoever pressed the button replayed a sentence."""
+    letter = DeadLetterFactory(of_job=True, value=value)
+    shown = edited(operator(*EVERYTHING), letter)
+    assert "bytes" not in shown
+    assert "Infinity" not in shown
+
+
+def test_a_payload_too_long_for_the_form_is_not_replaced_by_words_about_it(operator):
+    letter = DeadLetterFactory(of_job=True, value=json.dumps({"a": "x" * 200_000}).encode())
+    client = operator(*EVERYTHING)
+    assert edited(client, letter) == ""
+    assert "too long to be edited" in client.get(url("letter_edit", letter.pk)).content.decode()
+    client.post(url("letter_edit", letter.pk), {"value": ""})
+    letter.refresh_from_db()
+    assert letter.state == "open"
+
+
+def test_a_payload_in_another_format_is_edited_as_json_without_its_secrets(operator):
+    """Its bytes were shown as they are, secrets too."""
+    pytest.importorskip("msgpack")
+    serializer = serializer_for("application/msgpack")
+    data = serializer.dumps({"a": "wrong", "token": "xyzzy"})
+    job = JobFactory(failed=True, payload=data, content_type=serializer.content_type)
+    letter = DeadLetterFactory(job=job, value=data, content_type=serializer.content_type)
+    client = operator(*EVERYTHING)
+    shown = edited(client, letter)
+    assert json.loads(shown) == {"a": "wrong", "token": "[redacted]"}
+    client.post(url("letter_edit", letter.pk), {"value": shown.replace("wrong", "right")})
+    job.refresh_from_db()
+    assert serializer.loads(bytes(job.payload)) == {"a": "right", "token": "xyzzy"}
+    # And what JSON has no word for is not edited here
+    data = serializer.dumps({"b": b"\x00"})
+    letter = DeadLetterFactory(value=data, content_type=serializer.content_type)
+    assert edited(client, letter) == ""
+
+
+@pytest.mark.parametrize("screen", ["replay", "discard"])
+def test_dead_letters_are_for_those_who_may_see_them(operator, screen):
+    """A preview tells of handlers and errors."""
+    letter = DeadLetterFactory(of_job=True)
+    client = operator("view_dashboard", "replay_dlq", "discard_dlq")
+    given = {"letter": letter.pk, "confirmed": 1, "note": "x"}
+    assert client.get(url(screen), given).status_code == 403
+    assert client.post(url(screen), given).status_code == 403
+    letter.refresh_from_db()
+    assert letter.state == "open"
+
+
+def test_a_job_is_changed_by_those_who_may_see_it(operator):
+    job = JobFactory(failed=True)
+    client = operator("view_dashboard", "retry_job")
+    assert client.post(url("job_requeue", job.pk)).status_code == 403
+    job.refresh_from_db()
+    assert job.state == "failed"
+
+
+@pytest.mark.parametrize(
+    "missing", ["edit_payload", "view_payload", "replay_dlq", "view_deadletter"]
+)
 def test_editing_needs_all_of_its_permissions(operator, missing):
     letter = DeadLetterFactory(of_job=True)
     client = operator(*(name for name in EVERYTHING if name != missing))

@@ -350,6 +350,26 @@ def test_hostile_data_is_inert(everybody, text):
         assert len(page) < 400_000, address
 
 
+@pytest.mark.parametrize("name", ["dead_letters", "letters", "replay", "discard"])
+@pytest.mark.parametrize("letter", ["x", "", "1" * 5000, "%00"])
+def test_a_dead_letter_that_cannot_be_is_not_found(everybody, rows, name, letter):
+    assert everybody.get(url(name), {"letter": letter}).status_code == 404
+
+
+def test_payloads_are_searched_by_those_who_may_see_them(operator):
+    """What is found, and how many, would tell what is in there."""
+    JobFactory(handler="tests.found", payload=b'{"pin": 7}')
+    blind = operator("view_dashboard", "view_job", "retry_job")
+    for address in (url("jobs"), url("jobs_all", "requeue")):
+        page = blind.get(address, {"q": "args.pin:7"}, follow=True).content.decode()
+        assert "takes the permission to see them" in page
+    assert "tests.found" not in blind.get(url("jobs"), {"q": "args.pin:7"}).content.decode()
+    blind.post(url("jobs_all", "requeue"), {"q": "args.pin:7"})
+    assert Job.objects.get().generation == 1
+    sees = operator("view_dashboard", "view_job", "view_payload")
+    assert "tests.found" in sees.get(url("jobs"), {"q": "args.pin:7"}).content.decode()
+
+
 def test_hostile_questions_are_answered(everybody, rows):
     for query in (EVIL, "%00", "\u202e", "q" * 5000, "' OR 1=1 --", "args.a.b:%ff", "*"):
         for name in ("jobs", "dead_letters", "letters", "events", "overview"):

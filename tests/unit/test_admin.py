@@ -17,6 +17,7 @@ from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.admin import display, filters
+from kjo_django.admin import jobs as jobs_admin
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.consumer.running import dump_progress, progress_name
 from kjo_django.exceptions import PublishError
@@ -547,3 +548,15 @@ def test_a_running_job_shows_how_far_it_says_it_is(admin_client):
     shown = admin_client.get(page).content.decode().split("field-shown_progress")[1][:400]
     assert "42 %" in shown
     assert EVIL not in shown
+
+
+def test_of_many_failed_attempts_the_newest_are_shown(admin_client, monkeypatch):
+    """A job that is retried without end has thousands."""
+    monkeypatch.setattr(jobs_admin, "FAILURES_SHOWN", 2, raising=False)
+    job = JobFactory(failed=True)
+    for attempt in range(1, 5):
+        JobFailureFactory(job=job, attempt=attempt, error=f"failed {attempt}")
+    JobFailureFactory(error="of another")
+    page = admin_client.get(reverse("admin:kjo_django_job_change", args=[job.pk])).content.decode()
+    assert re.findall(r"failed \d", page) == ["failed 3", "failed 4"]
+    assert "of another" not in page

@@ -148,6 +148,13 @@ def test_what_nobody_is_shown_is_not_found_either():
     assert found("args.iban:DE00") == {"b"}
 
 
+def test_no_secret_is_guessed_by_what_holds_it():
+    named("a", payload=b'{"card": {"pin": 7, "password": "x"}, "cards": [[{"password": "x"}]]}')
+    assert found("args.card.pin:7") == {"a"}
+    assert found("args.card:\"{'pin': 7, 'password': 'x'}\"") == set()
+    assert found("args.cards:\"[{'password': 'x'}]\"") == set()
+
+
 def test_payloads_are_looked_into_as_far_as_the_bound(monkeypatch):
     # Given
     monkeypatch.setattr(search, "PAYLOADS", 2)

@@ -16,8 +16,9 @@ from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.dashboard.desk import Desk, Screen, shared
 from kjo_django.admin.display import inert_json, show_bytes, show_headers, show_message
-from kjo_django.exceptions import KjoError
+from kjo_django.exceptions import KjoError, MessageError
 from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import JSON, Serializer, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations import dead_letters, redaction
 from kjo_django.operations.dead_letters import DeadLetterFilter
@@ -39,7 +40,10 @@ def selection_of(given: QueryDict) -> DeadLetterFilter:
     values: dict[str, Any] = {
         name: given.get(name, "").replace("\0", "").strip()[:255] or None for name in FIELDS
     }
-    ids = given.getlist("letter")[:MOST_CHOSEN]
+    try:
+        ids = [UUID(id) for id in given.getlist("letter")[:MOST_CHOSEN]]
+    except ValueError:
+        raise Http404(_("There is no such dead letter; it may have been pruned.")) from None
     return DeadLetterFilter(ids=ids or None, **values)
 
 
@@ -146,7 +150,7 @@ def show_one(desk: Desk, letter: UUID) -> HttpResponse:
 
 def edit(desk: Desk, letter: UUID) -> HttpResponse:
     """Replay a dead letter with a payload repaired by hand."""
-    if not (desk.may("view_payload") and desk.may("replay_dlq")):
+    if not all(map(desk.may, ("view_deadletter", "view_payload", "replay_dlq"))):
         raise PermissionDenied
     found = find(letter)
     if found.state != DeadLetterState.OPEN:
@@ -158,7 +162,7 @@ def edit(desk: Desk, letter: UUID) -> HttpResponse:
         try:
             report = dead_letters.edit_and_replay(
                 letter,
-                text.encode(),
+                _written(found, text),
                 actor=desk.actor,
                 on_changed=desk.audit("Edited and replayed."),
             )
@@ -167,7 +171,7 @@ def edit(desk: Desk, letter: UUID) -> HttpResponse:
         else:
             return _told(desk, found, report)
     else:
-        text = _editable(found)
+        text, problem = _editable(found)
     return desk.show(
         "",
         {"letter": found, "value": text, "problem": problem},
@@ -176,16 +180,44 @@ def edit(desk: Desk, letter: UUID) -> HttpResponse:
     )
 
 
-def _editable(letter: DeadLetter) -> str:
-    """Return the payload as text to be edited. Secrets in it are replaced, and come back; what
-    cannot be read is given as it is, to be repaired."""
+def _editable(letter: DeadLetter) -> tuple[str, str]:
+    """Return the payload as JSON to be edited, or why it cannot be: whoever replays what is in the
+    form replaces all of it.
+
+    Secrets in it are replaced, and come back; what cannot be read is given as it is, to be
+    repaired.
+    """
     raw = bytes(letter.value or b"")
+    if len(raw) > LONGEST_SHOWN:
+        return "", _("It is too long to be edited here: %d bytes.") % len(raw)
     try:
-        json.loads(raw)
-    except (ValueError, RecursionError):
-        return inert_json(raw[:LONGEST_SHOWN].decode("utf-8", "replace"))
+        value = _serializer_of(letter).loads(raw)
+    except MessageError:
+        return inert_json(raw.decode("utf-8", "replace")), ""
+    if not _is_json(value):
+        return "", _("It holds what JSON cannot write, and cannot be edited here.")
     shown = json.dumps(redaction.shown_value(letter), indent=2, ensure_ascii=False)
-    return inert_json(shown)
+    return inert_json(shown), ""
+
+
+def _written(letter: DeadLetter, text: str) -> bytes:
+    """Return edited JSON as the letter's content type has it.
+
+    :raises MessageError: it is none.
+    """
+    serializer, data = _serializer_of(letter), text.encode()
+    return data if serializer is JSON else serializer.dumps(JSON.loads(data))
+
+
+def _serializer_of(letter: DeadLetter) -> Serializer:
+    return serializer_for(letter.content_type or JSON.content_type)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _told(desk: Desk, letter: DeadLetter, report: ReplayReport) -> HttpResponse:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+from django.core.exceptions import PermissionDenied
 from django.http import Http404, HttpResponse
 from django.utils import timezone
 from django.utils.translation import gettext as _
@@ -126,6 +127,8 @@ def _due(job: Job, status: JobStatus) -> datetime | None:
 def _act(
     act: Callable[..., Outcomes], word: str, wanted: str, desk: Desk, job: UUID
 ) -> HttpResponse:
+    if not desk.may("view_job"):
+        raise PermissionDenied
     _find(job)
     outcomes = desk.attempt(lambda: act([job], actor=desk.actor, on_changed=desk.audit(word)))
     if outcomes is not None:

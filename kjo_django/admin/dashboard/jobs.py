@@ -67,9 +67,13 @@ def show(desk: Desk) -> HttpResponse:
 def _search(desk: Desk) -> tuple[str, search.JobFilter | None, str]:
     text = desk.request.GET.get("q", desk.request.POST.get("q", "")).strip()
     try:
-        return text, search.parse(text), ""
+        found = search.parse(text)
     except ValueError as error:
         return text, None, str(error)
+    if found.arguments and not desk.may("view_payload"):
+        # What is found tells what is in there.
+        return text, None, _("To search payloads takes the permission to see them.")
+    return text, found, ""
 
 
 def _tabs(desk: Desk, found: search.JobFilter | None) -> list[dict[str, Any]]:

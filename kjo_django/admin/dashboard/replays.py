@@ -9,6 +9,7 @@ from typing import Any
 
 from django import forms
 from django.contrib import messages
+from django.core.exceptions import PermissionDenied
 from django.http import HttpResponse
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
@@ -103,6 +104,8 @@ def discard(desk: Desk) -> HttpResponse:
 
 
 def _selection(desk: Desk) -> DeadLetterFilter | None:
+    if not desk.may("view_deadletter"):
+        raise PermissionDenied  # a preview tells of them
     given = desk.request.POST if desk.request.method == "POST" else desk.request.GET
     selection = selection_of(given)
     if selection.is_empty and "all" not in given:
