@@ -21,6 +21,7 @@ from django.core.signals import setting_changed
 from kjo_django import environment
 from kjo_django.values import Problem as Problem
 from kjo_django.values import (
+    attempts,
     duration,
     flag,
     mapping,
@@ -66,7 +67,7 @@ class QueueOptions:
         optional_duration, None, "How long its items' sent marks last; see SENT_TTL."
     )
     max_attempts: int | None = option(
-        lambda value: None if value is None else whole(1)(value),
+        lambda value: None if value is None else attempts(value),
         None,
         "Executions of a job before it is dead-lettered.",
     )
@@ -107,7 +108,7 @@ class Settings:
     )
     queues: dict[str, Any] = option(mapping, {}, "Options by queue name.")
     concurrency: int = option(whole(1), 4, "Lanes (threads running handlers) of a worker.")
-    max_attempts: int = option(whole(1), 5, "Executions of a job before it is dead-lettered.")
+    max_attempts: int = option(attempts, 5, "Executions of a job before it is dead-lettered.")
     backoff_base: timedelta = option(
         duration, timedelta(seconds=2), "Delay before the second attempt; doubles each time."
     )

@@ -29,15 +29,22 @@ def optional_duration(value: Any) -> timedelta | None:
     return None if value is None else duration(value)
 
 
-def whole(minimum: int) -> Callable[[Any], int]:
-    """A whole number, at least ``minimum``."""
+def whole(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
+    """A whole number, at least ``minimum`` and at most ``maximum``."""
+    wanted = f", at least {minimum}" if maximum is None else f" from {minimum} to {maximum:,}"
 
     def convert(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError(f"a whole number, at least {minimum}")
-        return value
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < minimum or (maximum is not None and value > maximum):
+            raise ValueError(f"a whole number{wanted}")
+        return int(value)
 
     return convert
+
+
+MAX_ATTEMPTS = 2**31 - 1
+"""What the column of a job's attempts holds."""
+attempts = whole(1, MAX_ATTEMPTS)
 
 
 def number(minimum: float, maximum: float) -> Callable[[Any], float]:

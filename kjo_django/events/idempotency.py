@@ -18,7 +18,7 @@ from django.db import transaction
 
 from kjo_django.conf import get_settings
 from kjo_django.events.event import MAX_ID_LENGTH, MAX_SOURCE_LENGTH, MAX_TYPE_LENGTH
-from kjo_django.messages.serializers import storable_json
+from kjo_django.messages.serializers import storable_json, storable_text
 from kjo_django.models import EventKey, ProcessedEvent
 from kjo_django.producer.dispatch import jobs_database
 
@@ -116,4 +116,6 @@ class EventIdempotencyService:
         ):
             if not isinstance(value, str) or not 0 < len(value) <= limit:
                 raise ValueError(f"{name} must be text of 1 to {limit} characters")
+            if storable_text(value) != value:
+                raise ValueError(f"{name} must be text of 1 to {limit} characters databases keep")
         return EventKey(event_id, self.service_name, event_type)

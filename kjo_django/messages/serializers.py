@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
@@ -168,19 +169,27 @@ def storable_text(text: str, limit: int | None = None) -> str:
     return text if limit is None else text[:limit]
 
 
-def storable_json(value: Any) -> Any:
-    """Return a decoded value with every text in it as ``storable_text`` makes it: PostgreSQL keeps
-    no NUL in JSON either."""
+DEEPEST_STORED = 100
+"""Levels of JSON that are kept in a column of it."""
+
+
+def storable_json(value: Any, levels: int = DEEPEST_STORED) -> Any:
+    """Return a decoded value as every database keeps it in JSON: its texts as ``storable_text``
+    makes them, text for infinities and for what lies deeper than so many levels."""
     if isinstance(value, str):
         return storable_text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if not levels:
+        return "<too deep>"
     if isinstance(value, Mapping):
         return {
-            storable_text(name) if isinstance(name, str) else name: storable_json(each)
+            storable_text(name) if isinstance(name, str) else name: storable_json(each, levels - 1)
             for name, each in value.items()
         }
-    if isinstance(value, list | tuple):
-        return [storable_json(each) for each in value]
-    return value
+    return [storable_json(each, levels - 1) for each in value]
 
 
 def loads_for_display(data: bytes, content_type: str) -> Any:

@@ -29,7 +29,7 @@ from kjo_django.producer.enqueue import (
     store_alike,
 )
 from kjo_django.retries.policy import LONGEST_DELAY
-from kjo_django.values import duration, text, texts, whole
+from kjo_django.values import attempts, duration, text, texts, whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,19 +65,21 @@ class EnqueueOptions:
             raise ValueError("Give delay or run_at, not both")
         for name in ("run_at", "expires_at"):
             moment = getattr(self, name)
-            if moment is not None and not (
-                isinstance(moment, datetime) and timezone.is_aware(moment)
-            ):
+            if moment is None:
+                continue
+            if not isinstance(moment, datetime) or timezone.is_naive(moment):
                 raise ValueError(f"{name} must be an aware datetime")
+            if not 1970 <= moment.year < 9000:
+                # No page could show it: other time zones do not have it.
+                raise ValueError(f"{name} must be between the years 1970 and 9000, not {moment}")
         if self.headers is not None and not _are_headers(self.headers):
             # A header nobody can encode would stop the relay, which meets it later.
             raise ValueError("headers must be a dict of text to text that UTF-8 can encode")
-        if self.max_attempts is not None and (
-            isinstance(self.max_attempts, bool)
-            or not isinstance(self.max_attempts, int)
-            or self.max_attempts < 1
-        ):
-            raise ValueError("max_attempts must be a whole number, at least 1")
+        if self.max_attempts is not None:
+            try:
+                attempts(self.max_attempts)
+            except ValueError as error:
+                raise ValueError(f"max_attempts must be {error}") from None
         if self.result_ttl is not None:
             milliseconds(self.result_ttl, timedelta(1))
 
@@ -260,7 +262,7 @@ MAX_QUEUE_LENGTH = 100
 _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "queue": _queue_name,
     "batch": whole(1),
-    "max_attempts": whole(1),
+    "max_attempts": attempts,
     "timeout": duration,
     "result_ttl": _lifetime,
     "redact": texts,

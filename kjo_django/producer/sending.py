@@ -13,7 +13,8 @@ from django.db import transaction
 from kjo_django import signals
 from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.coordination.base import Claim
-from kjo_django.exceptions import CoordinationError, KjoError, PublishError
+from kjo_django.exceptions import CoordinationError, KjoError, PayloadError, PublishError
+from kjo_django.messages.serializers import storable_text
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.sends import publish
 from kjo_django.producer.template import (
@@ -95,6 +96,8 @@ class Sending:
                 continue  # a join returns a row for each match
             seen.add(item_id)
             try:
+                if storable_text(item_id) != item_id:
+                    raise PayloadError("Its id holds a character no database keeps")
                 yield _Candidate(item, item_id, self._producer.message_hash(item))
             except Exception as error:
                 # One item that cannot be written down must not keep the others from going out.

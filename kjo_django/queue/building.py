@@ -12,7 +12,7 @@ from kjo_django.messages.serializers import Serializer, register_serializer
 from kjo_django.models import Job
 from kjo_django.producer.definition import EnqueueOptions, dumped, new_job
 from kjo_django.producer.enqueue import milliseconds
-from kjo_django.values import whole
+from kjo_django.values import attempts
 
 DEFAULT_MAX_ATTEMPTS = 3
 """PJQ-34: "3 retries" are three executions (X-1)."""
@@ -34,7 +34,7 @@ class JobBuilder:
     ) -> None:
         if max_attempts is not None:
             try:
-                whole(1)(max_attempts)
+                attempts(max_attempts)
             except ValueError as error:
                 raise ValueError(f"Queue: max_attempts must be {error}") from None
         register_serializer(serializer)

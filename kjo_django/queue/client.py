@@ -14,6 +14,7 @@ from django.db import connections, transaction
 from kjo_django import registry
 from kjo_django.conf import declare_queue, declared_queues, get_settings
 from kjo_django.exceptions import JobNotFoundError, JobStateError
+from kjo_django.messages.envelope import MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import JSON, Serializer
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import jobs as operations
@@ -69,6 +70,9 @@ class Queue:
             raise ValueError("Give max_attempts or max_retries, not both: they are the same count")
         self.name = name
         self.job_type = f"queue:{name}"
+        if not isinstance(name, str) or not name or len(self.job_type) > MAX_TYPE_LENGTH:
+            longest = MAX_TYPE_LENGTH - len("queue:")
+            raise ValueError(f"Queue: name must be text of 1 to {longest} characters")
         """What its jobs name as their handler."""
         attempts = max_attempts if max_attempts is not None else max_retries
         self._builder = JobBuilder(name, self.job_type, attempts, result_ttl, serializer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
 import time
 import uuid
@@ -52,6 +53,17 @@ class TestService:
         replaced = {"a\ufffd": ["\ufffd", {"b": "?"}], "n": 1}
         assert ProcessedEvent.objects.get().event_data == replaced
 
+    def test_data_that_json_has_no_word_for_stops_no_event(self) -> None:
+        """1e400 is JSON, and no number of ours; databases refuse infinity, some deep nesting."""
+        deep: object = 1
+        for _ in range(2000):
+            deep = [deep]
+        told = {"inf": math.inf, "n": [math.nan, 1.5], "deep": deep}
+        assert EventIdempotencyService().process_event_safely("e", "T", lambda: 1, told).processed
+        kept = ProcessedEvent.objects.get().event_data
+        assert (kept["inf"], kept["n"]) == ("inf", ["nan", 1.5])
+        assert "<too deep>" in str(kept["deep"])
+
     def test_what_is_another_event(self) -> None:
         """KII-23, KII-F8: another id, another type, another service; all of the triple counts."""
         one, other = EventIdempotencyService("one"), EventIdempotencyService("other")
@@ -74,7 +86,10 @@ class TestService:
         assert (Entry.objects.count(), service.is_event_processed("e", "T")) == (0, False)
         assert service.process_event_safely("e", "T", lambda: "now").result == "now"
 
-    @pytest.mark.parametrize(("event", "type"), [("", "T"), ("e" * 256, "T"), ("e", "t" * 101)])
+    @pytest.mark.parametrize(
+        ("event", "type"),
+        [("", "T"), ("e" * 256, "T"), ("e", "t" * 101), ("a\0b", "T"), ("e", "\ud800")],
+    )
     def test_names_that_do_not_fit_are_refused(self, event, type) -> None:
         with pytest.raises(ValueError, match="text of 1 to"):
             EventIdempotencyService().mark_event_processed(event, type)

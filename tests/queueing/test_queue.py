@@ -121,6 +121,12 @@ def test_options_of_a_queue_are_honoured_or_refused(options: Any) -> None:
         Queue("tests-refused", **options)
 
 
+@pytest.mark.parametrize("name", ["", "q" * 95, None, 7])
+def test_a_name_that_no_row_holds_is_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="name must be text of 1 to 94 characters"):
+        Queue(name)
+
+
 # --- Defaults -------------------------------------------------------------------------------------
 
 

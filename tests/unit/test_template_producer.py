@@ -547,3 +547,13 @@ def test_an_item_that_a_source_returns_twice_is_sent_once():
     twice = [item for item in items(2) for _ in range(2)]
     result = Source(twice).produce_messages({}, 10)
     assert (result.total, result.sent, ids()) == (2, 2, ["1", "2"])
+
+
+def test_an_id_that_no_database_keeps_fails_alone():
+    """A name of a file, say; asking coordination for it failed the whole run."""
+    found = items(2)
+    found[0]["id"] = "caf\udce9"
+    source = Source(found)
+    result = source.produce_messages({}, 10)
+    assert (result.sent, result.failed, source.succeeded) == (1, 1, ["2"])
+    assert source.failed == [("caf\udce9", "Its id holds a character no database keeps")]

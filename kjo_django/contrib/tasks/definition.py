@@ -20,7 +20,7 @@ from kjo_django.contrib.tasks.compat import (
     TaskResult,
     task_backends,
 )
-from kjo_django.values import duration, whole
+from kjo_django.values import attempts, duration
 
 
 def _flag(value: Any) -> bool:
@@ -54,7 +54,7 @@ def _lifetime(value: Any) -> timedelta:
 
 
 CHECKS: Mapping[str, Callable[[Any], Any]] = {
-    "max_attempts": whole(1),
+    "max_attempts": attempts,
     "timeout": duration,
     "unique_id": _identity,
     "key": _key,
