@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from confluent_kafka import Consumer
 from confluent_kafka import TopicPartition as KafkaPartition
+from confluent_kafka.admin import AdminClient
 
 from kjo_django.exceptions import PublishError
 from kjo_django.testing.conformance import eventually
@@ -221,6 +222,29 @@ def test_lag_is_known_without_joining(transport, name):
     assert transport.lag([name], name) == {first: 1, second: 0}
     assert subscription.lag() == {first: 1, second: 0}
     subscription.close()
+
+
+# --- Topics that are made again -------------------------------------------------------------------
+
+
+def test_a_topic_deleted_and_made_again_is_read_from_its_beginning(transport, kafka_server, name):
+    """Promise 1: a worker that runs meanwhile has read the offsets that its new records get."""
+    # Given
+    transport.ensure_topics([TopicSpec(name)])
+    publish(transport, name, *(b"old %d" % n for n in range(9)))
+    subscription = transport.subscribe([name], name)
+    subscription.acknowledge(read(subscription, 9))
+    subscription.flush()
+    # When
+    admin = AdminClient({"bootstrap.servers": kafka_server.bootstrap_servers})
+    admin.delete_topics([name])[name].result(30)
+    eventually(lambda: transport.ensure_topics([TopicSpec(name)]), 30, "the topic again")
+    fresh = KafkaTransport("test", {"bootstrap.servers": kafka_server.bootstrap_servers})
+    publish(fresh, name, b"new 0", b"new 1", b"new 2")
+    # Then
+    assert [record.value for record in read(subscription, 3)] == [b"new 0", b"new 1", b"new 2"]
+    subscription.close()
+    fresh.close()
 
 
 # --- Outages --------------------------------------------------------------------------------------

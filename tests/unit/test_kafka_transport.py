@@ -562,6 +562,29 @@ def test_a_partition_silent_after_a_resume_is_read_again(transport, topic, subsc
     assert values(records) == numbers(0, 10)
 
 
+def test_a_log_that_is_another_is_read_from_where_it_begins(
+    transport, mock, topic, group, subscribe, caplog
+):
+    """Promise 1. A topic that is deleted and made again, or truncated since its leader was lost,
+    has new records at offsets that have been read: the client goes back to them by itself."""
+    # Given
+    publish(transport, topic, *numbers(0, 5))
+    open_one = subscribe(transport)
+    before = read(open_one, 5)
+    open_one.acknowledge(before[:4])
+    # When
+    open_one._consumer.seek(KafkaPartition(topic, 0, 0))
+    # Then
+    after = read(open_one, 5)
+    assert values(after) == numbers(0, 5)
+    assert "begins anew at offset 0" in caplog.text
+    # And what still ends of the former log moves nothing
+    open_one.acknowledge(after[:2])
+    open_one.acknowledge(before[4:])
+    open_one.close()
+    assert committed(mock, topic, group) == 2
+
+
 def test_wake_takes_less_than_a_tenth_of_a_second(transport, subscribe):
     open_one = subscribe(transport)
     join(open_one)

@@ -127,7 +127,10 @@ class Fetcher:
                 self._reading.unsteady = True
                 continue
             if offset < reader.position:
-                continue  # fetched twice, around a seek
+                if not reader.is_log_new():
+                    continue  # fetched twice, around a seek
+                # Skipped, they would be lost: these are not the records that had been here before.
+                reader.begin_anew(self._watermark.assign(reader.partition), offset)
             reader.position = offset + 1
             if not reader.batch:
                 touched.append(reader)

@@ -48,6 +48,7 @@ class Reader:
         "partition",
         "position",
         "restart",
+        "sought_at",
     )
 
     def __init__(self, assignment: Assignment, muted: bool) -> None:
@@ -63,6 +64,8 @@ class Reader:
         self.restart = False
         """What was dropped may not have been the beginning: ask where that is."""
         self.client_paused = False
+        self.sought_at = 0.0
+        """When the client was last sent elsewhere; what it had fetched may come after that."""
         self.batch: list[int] = []
 
     def at_position(self) -> KafkaPartition:
@@ -85,6 +88,19 @@ class Reader:
         self.position = self.confirmed
         self.muted = True
         self.restart = self.restart or self.position == UNKNOWN
+
+    def is_log_new(self) -> bool:
+        """Whether an offset below ``position`` says that the log is another than it was: truncated,
+        or deleted and made again, so that the client went back by itself."""
+        return time.monotonic() - self.sought_at > VERIFY_AFTER
+
+    def begin_anew(self, assignment: Assignment, offset: int) -> None:
+        """Read on at an offset of another log, under an epoch of its own: what is still in work of
+        the former one moves nothing here."""
+        logger.warning("%s begins anew at offset %d: its log is another", self.partition, offset)
+        self.assignment = assignment
+        self.position = self.confirmed = offset
+        self.batch = []
 
     def start_over(self) -> None:
         """Read again from the committed offset."""
@@ -233,6 +249,7 @@ class Reading:
                 return
         if reader.position != UNKNOWN:
             consumer.seek(reader.at_position())
+            reader.sought_at = time.monotonic()
         # Last: an operation after it would outdate a resume not yet carried out.
         if reader.client_paused:
             consumer.resume([reader.at_position()])
