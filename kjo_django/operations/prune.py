@@ -49,7 +49,8 @@ class Retention:
     """How long what is kept, counted from its end."""
 
     completed: timedelta
-    """Completed and cancelled jobs; a living result keeps its job."""
+    """Completed and cancelled jobs; a living result keeps its job, and so does an open dead letter.
+    """
     failed: timedelta
     """Failed jobs without an open dead letter, and closed dead letters."""
     processed_events: timedelta
@@ -123,12 +124,17 @@ class _Pruner:
         return self._now - age if age < self._now - _BEGINNING else _BEGINNING
 
     def _finished(self) -> QuerySet[Job]:
-        jobs = Job.objects.filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
+        jobs = self._settled().filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
         return jobs.exclude(result_expires_at__gt=self._now)
 
     def _failed(self) -> QuerySet[Job]:
+        return self._settled().filter(state=JobState.FAILED)
+
+    def _settled(self) -> QuerySet[Job]:
+        """Jobs without an open dead letter. A completed one may have some, of a generation before:
+        without its row nobody would know that a replay runs what is long done."""
         letters = DeadLetter.objects.filter(job=OuterRef("pk"), state=DeadLetterState.OPEN)
-        return Job.objects.filter(~Exists(letters), state=JobState.FAILED)
+        return Job.objects.filter(~Exists(letters))
 
     # --- Deleting ---------------------------------------------------------------------------------
 

@@ -94,6 +94,22 @@ def test_a_failed_job_stays_as_long_as_its_dead_letter_is_open():
     assert letter.job is None
 
 
+@pytest.mark.parametrize("state", ["completed", "cancelled"])
+def test_a_job_that_went_on_without_its_dead_letter_stays_as_long_as_that_is_open(state):
+    """Enqueued again under its id, a failed job moves on. Were its row gone, a replay of the letter
+    would be the message of nobody, and run what the row says is done."""
+    # Given
+    job = old_job(8, state=state, generation=2)
+    letter = DeadLetterFactory(job=job)
+    # When, then
+    assert prune()["jobs"] == 0
+    letter.refresh_from_db()
+    assert letter.job == job
+    # And once somebody has closed it
+    DeadLetter.objects.update(state="discarded", closed_at=timezone.now())
+    assert prune()["jobs"] == 1
+
+
 def test_only_closed_dead_letters_go():
     # Given
     long_ago = ago(days=40)
