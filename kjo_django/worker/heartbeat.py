@@ -36,6 +36,7 @@ class Heartbeat:
         self._worker = worker
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kjo-heartbeat", daemon=True)
+        self._is_touching = True
 
     def register(self) -> None:
         """Make the worker known and learn the controls before the first job is started."""
@@ -51,6 +52,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+        threading.Thread(target=self._make_topics, name="kjo-topics", daemon=True).start()
 
     def stop(self) -> None:
         """Write the last metrics, say goodbye."""
@@ -100,12 +102,40 @@ class Heartbeat:
 
     def _touch(self) -> None:
         """Tell a liveness probe, before anything that an outage could stop: a worker that waits for
-        its database is alive, and restarting it would not help."""
-        if self._worker.heartbeat_file:
-            Path(self._worker.heartbeat_file).write_text(f"{timezone.now().isoformat()}\n")
+        its database is alive, and restarting it would not help.
+
+        A disk that is full or read-only costs the probe its answer, and the worker nothing else.
+        """
+        path = self._worker.heartbeat_file
+        if not path:
+            return
+        try:
+            Path(path).write_text(f"{timezone.now().isoformat()}\n")
+            self._is_touching = True
+        except OSError as error:
+            if self._is_touching:
+                logger.error("The heartbeat file %s cannot be written: %s", path, error)
+            self._is_touching = False
+
+    def _make_topics(self) -> None:
+        """Ask again for the topics of a broker that was away at the start, until they are there.
+
+        In a thread of its own: it lets an answer wait for half a minute, in which this worker would
+        lose its leases, and hear no operator.
+        """
+        try:
+            while not self._worker._has_topics:
+                try:
+                    self._worker.ensure_topics()
+                except Exception as error:
+                    is_outage = isinstance(error, OUTAGES)
+                    logger.error("Topics have to wait: %s", error, exc_info=not is_outage)
+                if self._stopping.wait(get_settings().heartbeat_interval.total_seconds()):
+                    return
+        finally:
+            connections.close_all()
 
     def _beat(self) -> None:
-        self._worker.ensure_topics()
         self._write()
         self._worker.statistics.flush()
         end_sessions_of_the_dead(self._worker.leases.alive_ttl)

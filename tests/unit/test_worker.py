@@ -18,6 +18,7 @@ from django.utils import timezone
 from kjo_django import registry, signals
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
+from kjo_django.consumer.leases import alive_name
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.assignments import Assignment, assignments, rebalanced_at
@@ -555,6 +556,19 @@ def test_the_heartbeat_file_is_written_while_the_database_is_away(settings, sqli
     assert alive.exists()
 
 
+def test_a_heartbeat_file_that_cannot_be_written_costs_the_probe_alone(tmp_path, caplog):
+    """A disk may fill up, or become read-only, while a worker runs: its leases live on."""
+    with Running(heartbeat_file=str(tmp_path / "gone" / "alive")) as running:
+        leases = running.worker.leases
+        first = WorkerRow.objects.filter(pk=running.worker.id)
+        wait_until(first.exists)
+        told = first.get().heartbeat_at
+        wait_until(lambda: first.get().heartbeat_at > told)
+        assert get_coordination().holders([alive_name(leases.token)])
+    errors = [record for record in caplog.records if "heartbeat file" in record.getMessage()]
+    assert len(errors) == 1
+
+
 def beats_until(heartbeat, condition) -> None:
     """Let a heartbeat beat until the condition holds."""
     heartbeat.start()
@@ -620,3 +634,29 @@ def test_a_topic_found_missing_later_stops_no_heartbeat(monkeypatch):
         before = timezone.now()
         wait_until(lambda: WorkerRow.objects.get().heartbeat_at > before)
         assert "is missing" in WorkerRow.objects.get().last_error
+
+
+def test_a_broker_that_lets_the_question_for_topics_wait_holds_up_no_heartbeat(monkeypatch):
+    """Half a minute without a sign of life, and others take over what runs here."""
+    # Given: the broker is away when the worker starts, and then answers nothing at all
+    from kjo_django.exceptions import PublishError
+    from kjo_django.operations import topics
+
+    first, asked, answered = iter([PublishError("away")]), threading.Event(), threading.Event()
+
+    def look(queues):
+        if error := next(first, None):
+            raise error
+        asked.set()
+        answered.wait(2 * WAIT)
+        raise PublishError("away still")
+
+    monkeypatch.setattr(topics, "ensure_topics", look)
+    with Running():
+        try:
+            assert asked.wait(WAIT)
+            before = timezone.now()
+            # Then
+            wait_until(lambda: WorkerRow.objects.get().heartbeat_at > before)
+        finally:
+            answered.set()
