@@ -14,7 +14,7 @@ from contextlib import contextmanager
 PYTHONS_OWN = {(700, 10, 10), (2000, 10, 10), (2000, 10, 0)}
 """What one version of Python or another begins with. A project that has set something else knows
 why."""
-THRESHOLDS = (25_000, 10, 10)
+THRESHOLDS = (20_000, 20, 50)
 """New objects before a look at them, and the same of looks: garbage in cycles, which handlers may
 well make, is freed after at most some megabytes of it."""
 

@@ -10,13 +10,15 @@ import threading
 import pytest
 from django.core.management import CommandError, call_command
 
-from kjo_django.backends import close_backends
+from kjo_django.backends import close_backends, get_transport
 from kjo_django.exceptions import CoordinationError
 from kjo_django.management.commands.kjo_produce import read_criteria
+from kjo_django.models import Job
 from kjo_django.producer.schedule import produce_every
 from kjo_django.producer.template import ProduceResult
 from tests.items.models import Item
 from tests.items.producers import ItemProducer
+from tests.ledger.jobs import write
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PRODUCER = "tests.items.producers.ItemProducer"
@@ -165,3 +167,25 @@ def test_sigterm_ends_the_interval(monkeypatch):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_relay_that_runs_once_fails_when_the_broker_is_away():
+    """Started by cron, its exit code is all that is seen."""
+    # Given
+    job_id = write.enqueue(job="a").job_id
+    get_transport().fail("the broker is away")
+    # When, then
+    with pytest.raises(CommandError, match="the broker is away"):
+        run("--once")
+    assert Job.objects.get(pk=job_id).state == "pending"
+    # And when it is back
+    get_transport().fail(None)
+    assert run("--once") == "Published 1.\n"
+
+
+def test_the_relay_of_a_misspelt_queue_is_wrong_usage_and_not_a_relay_of_nothing():
+    with pytest.raises(
+        CommandError, match=r"No queue is named 'ledgr'\. Did you mean 'ledger'"
+    ) as told:
+        run("ledgr")
+    assert told.value.returncode == 2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
+from argparse import ArgumentTypeError
+from pathlib import Path
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.utils import autoreload
 
+from kjo_django import registry
+from kjo_django.management.commands._shared import check_queues, positive, positive_number
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import supervise
 
@@ -23,27 +27,37 @@ class Command(BaseCommand):
         """Declare the options."""
         add = parser.add_argument
         add("queues", nargs="*", help="Queues to consume; all if none is named.")
-        add("--concurrency", type=_positive, help="Threads that run handlers.")
-        add("--processes", type=_positive, default=1, help="Worker processes, supervised.")
-        add("--max-messages", type=_positive, help="Exit after this many have been settled.")
+        add("--concurrency", type=positive, help="Threads that run handlers.")
+        add("--processes", type=positive, default=1, help="Worker processes, supervised.")
+        add("--max-messages", type=positive, help="Exit after this many have been settled.")
         add("--drain", action="store_true", help="Exit when nothing is left that is due.")
         add("--no-relay", action="store_true", help="Leave publishing to kjo_produce.")
-        add("--status-interval", type=float, help="Seconds between status reports; 0 for none.")
+        add("--status-interval", type=_interval, help="Seconds between status reports; 0 for none.")
         add("--reload", action="store_true", help="Restart when code changes (development).")
         add("--heartbeat-file", help="Touched while alive, for liveness probes.")
         add("--json", action="store_true", help="Status reports as JSON lines.")
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Run, reload or supervise."""
+        # Before anything is forked: a child that ends of it would be started again and again.
+        try:
+            check_queues(options["queues"], registry.queue_names())
+        except ValueError as error:
+            raise CommandError(str(error), returncode=2) from error
+        _check_file(options["heartbeat_file"])
         if options["reload"]:
             if options["processes"] > 1:
-                raise CommandError("--reload goes with a single process; leave --processes out.")
+                message = "--reload goes with a single process; leave --processes out."
+                raise CommandError(message, returncode=2)
             autoreload.run_with_reloader(self._work, **options)
             return
         if options["processes"] > 1:
             code = supervise(options["processes"], lambda: self._work(**options))
         else:
-            code = self._work(**options)
+            try:
+                code = self._work(**options)
+            except ImproperlyConfigured as error:
+                raise CommandError(str(error)) from error
         if code:
             sys.exit(code)
 
@@ -60,8 +74,6 @@ class Command(BaseCommand):
         )
         reporter = StatusReporter(worker, self.stdout, options["status_interval"], options["json"])
         reporter.announce()
-        if getattr(self, "_called_from_command_line", False):
-            _spare_the_collector()  # the process is the worker's own
         parent = os.getppid()
 
         def until() -> bool:
@@ -75,16 +87,19 @@ class Command(BaseCommand):
         return code
 
 
-def _spare_the_collector() -> None:
-    """What is there at the start stays: keep the garbage collector from walking it for ever, and
-    let it look at the young less often than every 700 objects, which is a dozen jobs."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+def _interval(text: str) -> float:
+    """Read a number of seconds; 0 says never."""
+    try:
+        return 0.0 if float(text) == 0 else positive_number(text)
+    except (ValueError, ArgumentTypeError):
+        raise ArgumentTypeError(f"{text!r} is no number of seconds; 0 for none") from None
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+def _check_file(path: str | None) -> None:
+    """Refuse at once what no probe would ever see."""
+    if path:
+        try:
+            Path(path).touch()
+        except OSError as error:
+            message = f"--heartbeat-file {path} cannot be written: {error.strerror}"
+            raise CommandError(message, returncode=2) from error

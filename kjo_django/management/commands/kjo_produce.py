@@ -15,7 +15,8 @@ from django.utils.module_loading import import_string
 
 from kjo_django import registry
 from kjo_django.exceptions import KjoError
-from kjo_django.management.commands._shared import positive, positive_number
+from kjo_django.management.commands._shared import check_queues, positive, positive_number
+from kjo_django.producer.dispatch import OUTGOING
 from kjo_django.producer.relay import Relay
 from kjo_django.producer.schedule import produce_every
 from kjo_django.producer.template import AbstractProducer, ProduceResult
@@ -57,7 +58,10 @@ class Command(BaseCommand):
         if producer is None:
             if options["criteria"] or options["interval"]:
                 raise CommandError("--criteria and --interval go with a producer.", returncode=2)
-            self._relay(names, options["once"])
+            try:
+                self._relay(names, options["once"])
+            except (KjoError, ImproperlyConfigured, DatabaseError) as error:
+                raise CommandError(f"{type(error).__name__}: {error}") from error
             return
         if options["once"] and options["interval"]:
             raise CommandError("--once and --interval exclude each other.", returncode=2)
@@ -83,7 +87,17 @@ class Command(BaseCommand):
     # --- The relay --------------------------------------------------------------------------------
 
     def _relay(self, queues: list[str], once: bool) -> None:
-        relay = Relay(queues or None)
+        try:
+            check_queues(queues, [*registry.queue_names(), OUTGOING])
+        except ValueError as error:
+            raise CommandError(str(error), returncode=2) from error
+        errors: dict[str, str] = {}
+
+        def note(error: str | None) -> None:
+            if error is not None:
+                errors["last"] = error
+
+        relay = Relay(queues or None, on_error=note)
         if not relay.queues:
             self.stdout.write("Nothing to relay: these queues publish with the job's transaction.")
             return
@@ -91,6 +105,8 @@ class Command(BaseCommand):
             while relay.publish_due():
                 pass
             self.stdout.write(f"Published {relay.published_count}.")
+            if errors:
+                raise CommandError(f"Not all of it was taken: {errors['last']}")
             return
         for number in STOP:
             signal.signal(number, lambda *_: relay.stop())

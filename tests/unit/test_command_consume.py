@@ -1,0 +1,84 @@
+"""``kjo_consume``: what is refused before anything runs, and what is left as the project has it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from kjo_django.management.commands.kjo_consume import Command
+from kjo_django.worker import Worker, supervisor
+from tests.unit.deliveries import KJO
+
+
+@pytest.fixture(autouse=True)
+def _embedded(settings):
+    settings.KJO = KJO
+
+
+@pytest.fixture
+def _never_run(monkeypatch):
+    monkeypatch.setattr(Worker, "run", lambda self, until=None: pytest.fail("a worker ran"))
+    monkeypatch.setattr(supervisor.os, "fork", lambda: pytest.fail("it forked"))
+
+
+def refusal(*arguments: str) -> CommandError:
+    with pytest.raises(CommandError) as raised:
+        call_command("kjo_consume", *arguments)
+    return raised.value
+
+
+@pytest.mark.usefixtures("_never_run")
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_misspelt_queue_is_wrong_usage_and_not_a_child_that_dies_for_ever(processes):
+    error = refusal("ledgr", "--processes", processes)
+    assert error.returncode == 2
+    assert "No queue is named 'ledgr'. Did you mean 'ledger'?" in str(error)
+
+
+@pytest.mark.usefixtures("_never_run")
+def test_a_heartbeat_file_nobody_can_write_is_refused_at_once(tmp_path):
+    error = refusal("--heartbeat-file", str(tmp_path / "missing" / "alive"))
+    assert error.returncode == 2
+    assert "--heartbeat-file" in str(error)
+    assert "No such file or directory" in str(error)
+
+
+@pytest.mark.usefixtures("_never_run")
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--concurrency", "0", "'0' is no whole number above 0"),
+        ("--processes", "two", "'two' is no whole number above 0"),
+        ("--status-interval", "-5", "'-5' is no number of seconds"),
+        ("--status-interval", "nan", "'nan' is no number of seconds"),
+    ],
+)
+def test_numbers_that_are_none_are_said_to_be(option, value, words):
+    assert words in str(refusal(f"{option}={value}"))
+
+
+def test_what_the_settings_forbid_is_told_without_a_traceback(settings, monkeypatch):
+    # Given a transport nobody can make, and system checks that were skipped
+    settings.KJO = {**KJO, "TRANSPORTS": {"default": {"BACKEND": "no.such"}}}
+    # Then
+    assert "KJO['TRANSPORTS']['default']['BACKEND']" in str(refusal())
+
+
+def test_a_projects_own_pace_of_the_collector_is_kept(monkeypatch):
+    """Decision 67."""
+    # Given
+    before, seen = gc.get_threshold(), []
+    monkeypatch.setattr(Worker, "run", lambda self, until: seen.append(gc.get_threshold()) or 0)
+    gc.set_threshold(50_000, 5, 5)
+    try:
+        # When it is started as from the command line
+        command = Command()
+        command._called_from_command_line = True
+        call_command(command, "--status-interval", "0")
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+    # Then
+    assert seen == [(50_000, 5, 5)]
