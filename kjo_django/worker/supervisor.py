@@ -34,6 +34,10 @@ def supervise(count: int, work: Callable[[], int]) -> int:
     :returns: 0 when every child ended with 0.
     """
     connections.close_all()
+    for connection in connections.all(initialized_only=True):
+        # Django's pool on PostgreSQL: its idle connections would be shared by all children.
+        if close_pool := getattr(connection, "close_pool", None):
+            close_pool()
     collecting.set_apart()
     supervisor = _Supervisor(work)
     for name in STOP_SIGNALS:
@@ -41,6 +45,10 @@ def supervise(count: int, work: Callable[[], int]) -> int:
     for _ in range(count):
         supervisor.fork()
     return supervisor.wait()
+
+
+def _stop_numbers() -> list[int]:
+    return [getattr(signal, name) for name in STOP_SIGNALS]
 
 
 class _Supervisor:
@@ -56,8 +64,7 @@ class _Supervisor:
         sys.stderr.flush()
         # A stop that came between the fork and the note of it would reach every child but this one,
         # and the supervisor would wait for that one for ever.
-        numbers = [getattr(signal, name) for name in STOP_SIGNALS]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _stop_numbers())
         try:
             if not self._is_stopping:
                 self._fork(before)
@@ -102,6 +109,8 @@ class _Supervisor:
             if started is None:
                 continue
             code = os.waitstatus_to_exitcode(status)
+            if self._is_stopping and -code in _stop_numbers():
+                code = 0  # It was told before it listened, and had begun nothing.
             if code in (0, LEFT_RUNNING) or self._is_stopping:
                 self._worst = self._worst or code
                 continue

@@ -154,6 +154,17 @@ def work():
     assert finish(process)[0] == 3
 
 
+def test_a_child_told_to_stop_before_it_listens_has_ended_well(tmp_path):
+    """A deployment right after another: nothing had begun, so nobody is to be alarmed."""
+    body = "def work():\n    os.write(1, b'ready\\n')\n    time.sleep(60)\n    return 0"
+    process = start(tmp_path, body, count=2)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert finish(process)[0] == 0
+
+
 def test_a_stop_is_heard_while_a_replacement_is_waited_for(tmp_path):
     """A child that dies at once is started again later and later; stopping does not wait for it."""
     # Given: a child that has died at once often before, so the next comes in half a minute
@@ -181,6 +192,34 @@ def work():
     # Then
     assert time.monotonic() - started < 15
     assert log(tmp_path) == ["run"]
+
+
+@pytest.mark.postgres
+def test_children_share_no_connection_of_a_pool(tmp_path, postgres_server):
+    """Django's option "pool" on PostgreSQL keeps what the parent has closed open for the next."""
+    body = f"""
+from django.db import connections
+pooled = {{**tests.settings.database({postgres_server.url!r}), "OPTIONS": {{"pool": True}}}}
+connections.settings["default"] = connections.configure_settings({{"default": pooled}})["default"]
+del connections["default"]
+
+def session():
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid(), pg_sleep(0.5)")
+        return cursor.fetchone()[0]
+
+parents = session()
+
+def work():
+    mine = session()
+    note(f"{{mine}}")
+    return 0
+"""
+    process = start(tmp_path, "import tests.settings\n" + body, count=2)
+    code, errors = finish(process)
+    assert code == 0, errors
+    sessions = log(tmp_path)
+    assert len(set(sessions)) == len(sessions) == 2
 
 
 def test_a_child_is_a_process_group_of_its_own(tmp_path):
