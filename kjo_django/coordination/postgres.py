@@ -43,7 +43,8 @@ class PostgresListener(ReconnectingListener["psycopg.Connection[Any]"]):
     def _connect(self) -> psycopg.Connection[Any]:
         parameters = connections[self._alias].get_connection_params()
         # Ours is plain: no adapters of Django's, no cursors, and no answer is waited for long.
-        for name in ("context", "cursor_factory", "prepare_threshold"):
+        # prepare_threshold stays: what is prepared is lost, or met by others, behind a pooler.
+        for name in ("context", "cursor_factory"):
             parameters.pop(name, None)
         parameters.setdefault("connect_timeout", 5)
         connection = psycopg.connect(**parameters, autocommit=True)

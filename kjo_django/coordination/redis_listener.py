@@ -12,6 +12,10 @@ from kjo_django.coordination.reconnecting import ReconnectingListener
 
 _PATIENCE = 5.0
 """Seconds for the server to confirm a subscription."""
+_ASK_AFTER = 30.0
+"""Seconds of silence until the server is asked whether it is there: a connection cut without a word
+(a machine that died, a firewall that forgot it) looks silent for ever."""
+_ANSWERS_WITHIN = 10.0
 
 
 class RedisListener(ReconnectingListener[Any]):
@@ -22,10 +26,12 @@ class RedisListener(ReconnectingListener[Any]):
     """
 
     outages = (RedisError, OSError, ValueError)
+    longest_sleep = _ANSWERS_WITHIN
 
     def __init__(self, server: str, client: Callable[[], Any], channels: Mapping[str, str]) -> None:
         self._client = client
         self._names = dict(channels)
+        self._ask_at = self._answer_by = 0.0
         super().__init__(server, channels.values())
 
     def _connect(self) -> Any:
@@ -39,7 +45,13 @@ class RedisListener(ReconnectingListener[Any]):
         except BaseException:
             self._disconnect(pubsub)
             raise
+        self._is_heard()
         return pubsub
+
+    def _is_heard(self) -> None:
+        """Note that the server is there."""
+        self._ask_at = time.monotonic() + _ASK_AFTER
+        self._answer_by = 0.0
 
     def _descriptor(self, connection: Any) -> int:
         # The client has no public name for its socket, and no wait that can be ended.
@@ -52,11 +64,23 @@ class RedisListener(ReconnectingListener[Any]):
         called: set[str] = set()
         connection.check_health()
         while connection.connection.can_read(timeout=0):
+            self._is_heard()
             message = connection.get_message(timeout=0)
-            if message is not None:
+            if message is not None and message["channel"] is not None:
                 called.add(self._names.get(text_of(message["channel"]), ""))
         called.discard("")
+        self._ask(connection)
         return called
+
+    def _ask(self, connection: Any) -> None:
+        """Ask a server that has long been silent for a sign of life; its answer has no channel."""
+        now = time.monotonic()
+        if self._answer_by:
+            if now >= self._answer_by:
+                raise OSError("the server does not answer")
+        elif now >= self._ask_at:
+            connection.ping()
+            self._answer_by = now + _ANSWERS_WITHIN
 
     def _disconnect(self, connection: Any) -> None:
         try:

@@ -42,6 +42,8 @@ then most of their jobs have ended and need no note."""
 SOON = 0.02
 """Seconds after that in which it only listens. While one job follows the other nobody has to ask
 what falls due later: every look for what is due finds it, so much late at most."""
+LISTEN_AGAIN = 10.0
+"""Seconds until coordination that was away when it was to be listened to is asked again."""
 STANDBY = 0.25
 """Seconds between looks at rows that are due and another relay's, in case that one died."""
 REFUSED_DELAY = timedelta(seconds=30)
@@ -86,6 +88,7 @@ class Relay:
         self._token = uuid7().hex
         self._stopping = threading.Event()
         self._listener: Listener | None = None
+        self._listen_at = 0.0
         self._held: frozenset[str] = frozenset()
         self._sure_until = 0.0
         self._rests: dict[str, tuple[float, float]] = {}
@@ -184,10 +187,7 @@ class Relay:
     def run(self) -> None:
         """Publish until ``stop``; outages are waited out."""
         delay, is_called = 1.0, False
-        try:
-            self._listener = get_coordination().listen([RELAY_CHANNEL])
-        except Exception as error:
-            logger.warning("The relay polls only, nobody can wake it: %s", error)
+        self._listen()
         try:
             while not self._stopping.is_set():
                 try:
@@ -241,10 +241,21 @@ class Relay:
 
     def _hears(self, seconds: float) -> bool:
         """Wait so long for a call; return whether one came."""
+        if self._listener is None and time.monotonic() >= self._listen_at:
+            self._listen()
         if self._listener is not None:
             return bool(self._listener.wait(seconds))
-        self._stopping.wait(seconds)
+        self._stopping.wait(min(seconds, LISTEN_AGAIN))
         return False
+
+    def _listen(self) -> None:
+        """Listen for calls; while coordination is away, the relay polls."""
+        try:
+            self._listener = get_coordination().listen([RELAY_CHANNEL])
+        except Exception as error:
+            level = logging.DEBUG if self._listen_at else logging.WARNING
+            logger.log(level, "The relay polls only, nobody can wake it: %s", error)
+        self._listen_at = time.monotonic() + LISTEN_AGAIN
 
     def _take_queues(self) -> list[str]:
         """Take or renew the leases; return the queues it may publish now. Without coordination

@@ -19,6 +19,10 @@ LONGEST = 60.0
 """Seconds of one wait; a call and ``stop`` end it at once."""
 
 
+LISTEN_AGAIN = 10.0
+"""Seconds until coordination that was away when it was to be listened to is asked again."""
+
+
 class PublishListener:
     """One thread's loop; ``stop`` ends it at once, so that no shutdown waits for its turn."""
 
@@ -26,6 +30,7 @@ class PublishListener:
         self._pollers = [poller for poller in pollers if poller.is_called]
         self._stopping = threading.Event()
         self._listener: Listener | None = None
+        self._has_told = False
 
     def run(self) -> None:
         """Listen until ``stop``."""
@@ -33,18 +38,29 @@ class PublishListener:
         if not channels:
             return
         try:
-            listener = self._listener = get_coordination().listen(channels)
-        except Exception as error:
-            logger.warning("Nobody can wake this worker, it polls: %s", error)
-            return
-        try:
             while not self._stopping.is_set():
-                if listener.wait(LONGEST):
+                listener = self._listener
+                if listener is None:
+                    if not self._listen(channels):
+                        self._stopping.wait(LISTEN_AGAIN)
+                elif listener.wait(LONGEST):
                     for poller in self._pollers:
                         poller.wake()
         finally:
-            listener.close()
+            if self._listener is not None:
+                self._listener.close()
             connections.close_all()
+
+    def _listen(self, channels: Sequence[str]) -> bool:
+        """Return False where coordination is away just now: the worker polls until it is back."""
+        try:
+            self._listener = get_coordination().listen(channels)
+        except Exception as error:
+            level = logging.DEBUG if self._has_told else logging.WARNING
+            logger.log(level, "Nobody can wake this worker, it polls: %s", error)
+            self._has_told = True
+            return False
+        return True
 
     def stop(self) -> None:
         """Make ``run`` return; thread-safe."""

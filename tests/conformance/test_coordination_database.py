@@ -124,6 +124,24 @@ class TestOldSqlite(DatabaseCoordinationConformance):
 class TestPostgres(DatabaseCoordinationConformance):
     alias = POSTGRES
 
+    def test_a_listener_leaves_nothing_prepared_in_its_session(
+        self, coordination: DatabaseCoordination
+    ) -> None:
+        """A pooler in transaction mode gives the next statement another session."""
+        from kjo_django.coordination.postgres import PostgresListener
+
+        listener = coordination.listen(["a"])
+        assert isinstance(listener, PostgresListener)
+        # When it has asked for a sign of life for an hour
+        for _ in range(60):
+            listener._alive_at = 0.0
+            listener.wait(0.0)
+        # Then
+        session = listener._connection
+        assert session is not None
+        assert session.execute("SELECT count(*) FROM pg_prepared_statements").fetchone() == (0,)
+        listener.close()
+
     def test_a_listener_whose_session_was_ended_hears_again(
         self, coordination: DatabaseCoordination, name: str, caplog: pytest.LogCaptureFixture
     ) -> None:

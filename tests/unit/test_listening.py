@@ -8,9 +8,11 @@ import time
 import pytest
 
 from kjo_django.backends import get_coordination
+from kjo_django.exceptions import CoordinationError
 from kjo_django.producer.wakeups import topic_channel, wake
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.memory import MemoryTransport
+from kjo_django.worker import listening
 from kjo_django.worker.listening import PublishListener
 from tests.unit.deliveries import KJO
 
@@ -46,6 +48,36 @@ def test_a_call_wakes_the_pollers_and_stopping_waits_for_nothing():
     listener.stop()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("_embedded")
+def test_coordination_that_is_away_at_the_start_is_listened_to_once_it_is_back(monkeypatch, caplog):
+    """Or a worker started during an outage of Redis would poll for the rest of its life."""
+    # Given
+    poller, tries = Polling("a"), []
+    listen = get_coordination().listen
+
+    def refuse_twice(channels):
+        tries.append(channels)
+        if len(tries) < 3:
+            raise CoordinationError("away")
+        return listen(channels)
+
+    monkeypatch.setattr(get_coordination(), "listen", refuse_twice)
+    monkeypatch.setattr(listening, "LISTEN_AGAIN", 0.05)
+    listener = PublishListener([poller])
+    thread = threading.Thread(target=listener.run, daemon=True)
+    # When
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not poller.woken.wait(0.02) and time.monotonic() < deadline:
+        wake(topic_channel("a"))
+    # Then
+    assert poller.woken.is_set()
+    listener.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert caplog.text.count("Nobody can wake this worker") == 1
 
 
 @pytest.mark.usefixtures("_embedded")

@@ -613,6 +613,31 @@ def test_a_relay_that_can_get_no_listener_works_all_the_same(arrived, monkeypatc
         assert arrived.wait(10)
 
 
+def test_a_relay_begun_while_coordination_was_away_is_called_once_it_is_back(arrived, monkeypatch):
+    """Or a deployment during an outage of Redis would cost every later job the slow poll."""
+    # Given
+    tries, is_back = [], threading.Event()
+    listen = get_coordination().listen
+
+    def refuse_twice(channels):
+        tries.append(channels)
+        if len(tries) < 3:
+            raise CoordinationError("away")
+        try:
+            return listen(channels)
+        finally:
+            is_back.set()
+
+    monkeypatch.setattr(get_coordination(), "listen", refuse_twice)
+    monkeypatch.setattr(relays, "LISTEN_AGAIN", 0.05)
+    with Running():
+        # When
+        assert is_back.wait(10)
+        write.enqueue(job="a")
+        # Then
+        assert arrived.wait(10)
+
+
 @pytest.mark.parametrize(
     "error",
     [PublishError("broker away"), OperationalError("database away"), ValueError("a bug")],
