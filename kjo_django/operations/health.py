@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from django.db import connections
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.migrations.executor import MigrationExecutor
 from django.db.models import Sum
 from django.utils import timezone
@@ -26,6 +26,7 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.models import MetricBucket
 from kjo_django.operations import status, topics
 from kjo_django.operations.queues import overview, paused_queues
+from kjo_django.probing import answer_within
 from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
@@ -93,29 +94,21 @@ def health(timeout: float = 5.0, thresholds: Thresholds | None = None) -> list[C
 def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
     """Return the lag of each consumed queue by partition, or None if it takes longer than that or
     a transport is away."""
-    found: list[dict[str, dict[str, int]]] = []
 
-    def ask() -> None:
+    def ask() -> dict[str, dict[str, int]]:
         conf = get_settings()
         lags = {}
         for name in registry.consumed_queue_names():
             queue = conf.queue(name)
             lag = get_transport(queue.transport).lag([queue.topic], queue.consumer_group)
             lags[name] = {str(place.partition): count for place, count in sorted(lag.items())}
-        found.append(lags)
+        return lags
 
-    def ask_quietly() -> None:
-        try:
-            ask()
-        except Exception as error:
-            logger.warning("The lag cannot be asked for: %s", error)
-        finally:
-            connections.close_all()
-
-    thread = threading.Thread(target=ask_quietly, name="kjo-health-lag", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return found[0] if found else None
+    try:
+        return answer_within(timeout, ask, share="lag by partition")
+    except Exception as error:
+        logger.warning("The lag cannot be asked for: %s", error)
+        return None
 
 
 def is_healthy(checks: Iterable[Check]) -> bool:
@@ -169,7 +162,9 @@ def _database(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     pending = executor.migration_plan(targets)
     name = f"{connection.display_name} {connection.alias!r}"
     if pending:
-        return False, f"{name}: {len(pending)} migrations are not applied", "Run manage.py migrate."
+        where = "" if connection.alias == DEFAULT_DB_ALIAS else f" --database {connection.alias}"
+        fix = f"Run manage.py migrate{where}."
+        return False, f"{name}: {len(pending)} migrations are not applied", fix
     return True, f"{name}, migrations applied", ""
 
 

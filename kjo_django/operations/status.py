@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -23,9 +24,13 @@ from kjo_django.operations.counting import (
     seconds_since,
 )
 from kjo_django.operations.rates import add_rates
+from kjo_django.probing import answer_within
 from kjo_django.producer.dispatch import is_transactional, jobs_database
 from kjo_django.states import AWAITING_PUBLISH, JobState
+from kjo_django.transports.base import GroupOffsets, TopicPartition
 
+PATIENCE = 5.0
+"""Seconds a transport gets to say where a group is."""
 ALIVE_HEARTBEATS = 6
 """Heartbeats a worker may miss before it counts as gone."""
 
@@ -224,11 +229,11 @@ def add_lags(rows: Sequence[dict[str, Any]]) -> None:
         places: dict[str, list[dict[str, Any]]] = {row["topic"]: [] for row in members}
         if transport not in refusals:
             try:
-                found = get_transport(transport).offsets(sorted(places), group)
+                found = _offsets(transport, sorted(places), group)
                 for place, offsets in sorted(found.items()):
                     at = {"partition": place.partition, **offsets._asdict()}
                     places[place.topic].append(at)
-            except PublishError as error:
+            except (PublishError, TimeoutError) as error:
                 refusals[transport] = str(error)
         error_text = refusals.get(transport)
         for row in members:
@@ -237,3 +242,17 @@ def add_lags(rows: Sequence[dict[str, Any]]) -> None:
             row["lag"] = None if error_text else sum(by_partition.values())
             row["lag_by_partition"] = by_partition
             row["lag_error"] = error_text
+
+
+def _offsets(
+    alias: str, topics: Sequence[str], group: str
+) -> Mapping[TopicPartition, GroupOffsets]:
+    """Ask where a group is; a broker that is away lets nobody wait who looks at a screen.
+
+    :raises TimeoutError: there is no answer.
+    """
+    transport = get_transport(alias)
+    ask = functools.partial(transport.offsets, topics, group)
+    if transport.capabilities.transactional:
+        return ask()  # of the database, which all the rest was asked of
+    return answer_within(PATIENCE, ask, share=("offsets", alias, group, *topics))

@@ -172,7 +172,10 @@ def test_unapplied_migrations_are_told(monkeypatch):
     )
     found = check("database")
     assert "not applied" in found.detail
-    assert "migrate" in found.fix
+    assert found.fix == "Run manage.py migrate."
+    # And where the jobs are in another database than the default one
+    monkeypatch.setattr(module, "DEFAULT_DB_ALIAS", "the project's")
+    assert check("database").fix == "Run manage.py migrate --database default."
 
 
 def test_a_probe_that_raises_is_a_failed_check(monkeypatch):

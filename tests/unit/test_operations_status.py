@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -103,6 +105,32 @@ def test_a_transport_that_is_away_is_asked_once_and_the_rest_is_shown(monkeypatc
     assert [row["lag"] for row in found["queues"]] == [None] * len(found["queues"])
     assert found["queues"][0]["lag_error"] == "away"
     assert len(asked) == 1
+
+
+def test_a_transport_that_answers_nothing_keeps_no_screen_waiting(memory, monkeypatch):
+    """A web server would end the request that waits half a minute for a broker that is away."""
+    # Given
+    asked, answered = [], threading.Event()
+
+    def hang(topics, group):
+        asked.append(topics)
+        answered.wait(60)
+        return {}
+
+    monkeypatch.setattr(memory, "offsets", hang)
+    monkeypatch.setattr(status, "PATIENCE", 0.05)
+    started = time.monotonic()
+    try:
+        # When somebody looks again and again
+        for _ in range(3):
+            found = queue("emails")
+            # Then
+            assert found["lag"] is None
+            assert found["lag_error"] == "no answer within 0.05 s"
+        assert time.monotonic() - started < 30
+        assert len(asked) == 1
+    finally:
+        answered.set()
 
 
 def test_the_relays_backlog_is_what_is_due(settings):
