@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -16,6 +17,7 @@ from django.utils.module_loading import import_string
 from kjo_django.conf import DEFAULT_COORDINATION, Settings, declared_queues, get_settings
 from kjo_django.coordination.base import Coordination
 from kjo_django.transports.base import Transport
+from kjo_django.values import unknown_key
 
 _lock = threading.RLock()
 _transports: dict[str, Transport] = {}
@@ -49,6 +51,10 @@ def _import(declared: Any, where: str, kind: type[Any]) -> Any:
     path = declared.get("BACKEND") if isinstance(declared, dict) else None
     if not isinstance(path, str):
         raise ImproperlyConfigured(f"{where} must be a dict with a 'BACKEND' import path.")
+    if fault := unknown_key(declared, ("BACKEND", "OPTIONS"), where):
+        raise ImproperlyConfigured(fault)
+    if not isinstance(declared.get("OPTIONS", {}), Mapping):
+        raise ImproperlyConfigured(f"{where}['OPTIONS'] must be a dict.")
     try:
         found = import_string(path)
     except ImportError as error:
@@ -94,10 +100,7 @@ def get_coordination() -> Coordination:
             conf = get_settings()
             declared = conf.coordination or {"BACKEND": DEFAULT_COORDINATION}
             found = _import(declared, "KJO['COORDINATION']", Coordination)
-            options = dict(declared.get("OPTIONS", {}))
-            if conf.database:
-                options.setdefault("DATABASE", conf.database)
-            _coordination.append(found(options))
+            _coordination.append(found(dict(declared.get("OPTIONS", {}))))
         return _coordination[0]
 
 

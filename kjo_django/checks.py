@@ -24,6 +24,7 @@ W007    back-off that starts above its cap
 W008    (deploy) a transport out of reach
 W009    (deploy) coordination out of reach
 W010    (deploy) topics that are missing or different
+W011    a pool of connections smaller than what a worker needs
 ======  ============================================================================================
 """
 
@@ -45,6 +46,10 @@ from kjo_django.conf import Settings, get_settings
 
 TAG = "kjo"
 PROBE_TIMEOUT = 5.0
+CONNECTIONS_BESIDE_LANES = 8
+"""Of a worker's threads that run no handlers, at most; docs/how-to/production.md lists them."""
+_POOL_SIZE = 4
+"""Of psycopg_pool, where nobody says."""
 Messages = Iterator[checks.CheckMessage]
 
 
@@ -107,13 +112,13 @@ def _check_topics(settings: Settings) -> Messages:
 
 
 def _check_database(settings: Settings) -> Messages:
-    alias = settings.database
-    if alias is not None and alias not in django_settings.DATABASES:
-        yield checks.Error(
-            f"KJO['DATABASE'] is {alias!r}, which DATABASES does not declare.",
-            hint=_suggest(alias, django_settings.DATABASES),
-            id="kjo.E007",
-        )
+    for where, alias in _database_aliases(settings):
+        if alias not in django_settings.DATABASES:
+            yield checks.Error(
+                f"{where} is {alias!r}, which DATABASES does not declare.",
+                hint=_suggest(str(alias), django_settings.DATABASES),
+                id="kjo.E007",
+            )
 
 
 def _check_time_zones(settings: Settings) -> Messages:
@@ -199,6 +204,24 @@ def _warn_memory_database(settings: Settings) -> Messages:
         )
 
 
+def _warn_pool(settings: Settings) -> Messages:
+    """Each thread of a worker keeps the connection it was given: others would wait in vain."""
+    alias = settings.database or "default"
+    pool = django_settings.DATABASES.get(alias, {}).get("OPTIONS", {}).get("pool")
+    if not pool:
+        return
+    sizes = pool if isinstance(pool, dict) else {}
+    size = sizes.get("max_size") or sizes.get("min_size", _POOL_SIZE)
+    needed = settings.concurrency + CONNECTIONS_BESIDE_LANES
+    if size < needed:
+        yield checks.Warning(
+            f"The pool of the database {alias!r} has {size} connections, a worker with CONCURRENCY "
+            f"{settings.concurrency} keeps up to {needed}: its threads would wait for one another.",
+            hint=f"Set OPTIONS['pool'] = {{'max_size': {needed}}} or more, or no pool for workers.",
+            id="kjo.W011",
+        )
+
+
 def _warn_retention(settings: Settings) -> Messages:
     """KII-F10: a message that comes again after its marker is gone takes effect twice."""
     for name in registry.queue_names():
@@ -271,6 +294,18 @@ def _reach_coordination() -> Messages:
 # --- Details ------------------------------------------------------------------------------------
 
 
+def _database_aliases(settings: Settings) -> Iterator[tuple[str, Any]]:
+    """Yield every alias of a database that is named, and where."""
+    if settings.database is not None:
+        yield "KJO['DATABASE']", settings.database
+    places = {f"KJO['TRANSPORTS'][{alias!r}]": each for alias, each in settings.transports.items()}
+    for where, declared in {**places, "KJO['COORDINATION']": settings.coordination}.items():
+        options = declared.get("OPTIONS") if isinstance(declared, dict) else None
+        alias = options.get("DATABASE") if isinstance(options, dict) else None
+        if alias is not None:
+            yield f"{where}['OPTIONS']['DATABASE']", alias
+
+
 def _error_of(problem: conf.Problem) -> checks.Error:
     return checks.Error(
         problem.message,
@@ -337,6 +372,7 @@ _WARNINGS = (
     _warn_ttls,
     _warn_topics,
     _warn_memory_database,
+    _warn_pool,
     _warn_retention,
     _warn_misspelt_queues,
 )

@@ -326,12 +326,16 @@ def convert(kind: type[Any], given: Any, where: str) -> tuple[Any, list[Problem]
     return read_options(kind, given, where, upper=kind is Settings)
 
 
+_TEXTS = (text, optional_text, short_text)
+
+
 @functools.lru_cache(maxsize=1)
 def _load() -> tuple[Settings, list[Problem]]:
     given = getattr(django_settings, "KJO", {})
     if isinstance(given, Mapping):
-        keys = (f.name.upper() for f in fields(Settings))
-        given = {**environment.read(keys, os.environ), **given}
+        readers = {f.name.upper(): f.metadata["convert"] for f in fields(Settings)}
+        plain = [key for key, reader in readers.items() if reader in _TEXTS]
+        given = {**environment.read(readers, os.environ, plain), **given}
     return convert(Settings, given, "KJO")
 
 

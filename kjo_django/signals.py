@@ -30,8 +30,8 @@ queue_resumed          queue, actor
 queue_changed          queue, actor, changes
 item_sent              item_id, topic, content_hash, message_type, batch_id
 item_send_failed       item_id, topic, error, message_type, batch_id
-worker_started         worker_id, name
-worker_stopped         worker_id, name
+worker_started         worker_id
+worker_stopped         worker_id
 worker_asked           worker_id, wish, actor
 =====================  ===========================================================================
 """

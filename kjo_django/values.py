@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -156,6 +156,12 @@ def read_options(
                 )
             )
     return kind(**values), problems
+
+
+def unknown_key(given: Mapping[Any, Any], known: Iterable[str], where: str) -> str:
+    """Return what is wrong with the first key that is not known, "" if all are."""
+    names = dict.fromkeys(known)
+    return next((str(_unknown_key(key, names, where)) for key in given if key not in names), "")
 
 
 def _unknown_key(key: Any, known: Mapping[str, Any], where: str) -> Problem:

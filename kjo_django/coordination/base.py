@@ -11,7 +11,11 @@ from __future__ import annotations
 import abc
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from django.core.exceptions import ImproperlyConfigured
+
+from kjo_django.values import unknown_key
 
 
 class Claim(NamedTuple):
@@ -66,8 +70,15 @@ class Coordination(abc.ABC):
         that makes the outcomes durable: it is part of it then, and spares a transaction."""
         return False
 
+    known_options: ClassVar[frozenset[str] | None] = None
+    """Names of its ``OPTIONS``, where others are a mistake; None where any may be passed on."""
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
+        if self.known_options is not None:
+            where = "KJO['COORDINATION']['OPTIONS']"
+            if fault := unknown_key(self.options, sorted(self.known_options), where):
+                raise ImproperlyConfigured(fault)
 
     # --- Leases -----------------------------------------------------------------------------------
 

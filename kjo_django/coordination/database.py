@@ -48,6 +48,8 @@ _NEVER = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
 class DatabaseCoordination(Coordination):
     """See the module."""
 
+    known_options = frozenset({"DATABASE"})
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
         self.supports_wake_ups = _can_listen(self.database)

@@ -107,6 +107,7 @@ class RedisCoordination(Coordination):
     """See the module. Connections come from django-redis' pool, which notices a fork."""
 
     supports_wake_ups = True
+    known_options = frozenset({"CACHE", "KEY_PREFIX", "URL"})
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, NamedTuple
 
+from django.core.exceptions import ImproperlyConfigured
+
+from kjo_django.values import unknown_key
+
 
 class TopicPartition(NamedTuple):
     """One ordered part of a topic. Transports without partitions use partition 0."""
@@ -222,13 +226,20 @@ class Transport(abc.ABC):
 
     :param alias: its name in ``KJO["TRANSPORTS"]``, for error messages.
     :param options: the ``OPTIONS`` of its settings.
+    :raises ImproperlyConfigured: an option is not known.
     """
 
     capabilities: ClassVar[Capabilities]
+    known_options: ClassVar[frozenset[str] | None] = None
+    """Names of its ``OPTIONS``, where others are a mistake; None where any may be passed on."""
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
         self.alias = alias
         self.options = dict(options)
+        if self.known_options is not None:
+            where = f"KJO['TRANSPORTS'][{alias!r}]['OPTIONS']"
+            if fault := unknown_key(self.options, sorted(self.known_options), where):
+                raise ImproperlyConfigured(fault)
 
     @abc.abstractmethod
     def publish(self, records: Sequence[OutgoingRecord]) -> list[Published]:

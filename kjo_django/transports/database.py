@@ -76,6 +76,7 @@ class DatabaseTransport(Transport):
     """See the module."""
 
     capabilities = Capabilities(ordering=True, delay=True, transactional=True, replay=False)
+    known_options = frozenset({"DATABASE", "GROUPS", "LEASE", "POLL_INTERVAL"})
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
         super().__init__(alias, options)

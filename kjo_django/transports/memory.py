@@ -242,14 +242,11 @@ class MemoryTransport(Transport):
     """The log belongs to the instance and survives ``close``; `clear` empties it."""
 
     capabilities = Capabilities(ordering=True, delay=True, transactional=False, replay=True)
+    known_options = frozenset({"partitions"})
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
         super().__init__(alias, options)
         setting = f"KJO['TRANSPORTS'][{alias!r}]['OPTIONS']"
-        if unknown := sorted(self.options.keys() - {"partitions"}):
-            raise ImproperlyConfigured(
-                f"{setting}: unknown option {unknown[0]!r}; the only one is 'partitions'."
-            )
         partitions = self.options.get("partitions", 1)
         if not isinstance(partitions, int) or partitions < 1:
             raise ImproperlyConfigured(f"{setting}['partitions'] must be a whole number above 0.")

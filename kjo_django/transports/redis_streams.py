@@ -53,6 +53,7 @@ class RedisStreamsTransport(Transport):
     """See the module."""
 
     capabilities = Capabilities(ordering=False, delay=False, transactional=False, replay=True)
+    known_options = frozenset({"CACHE", "KEY_PREFIX", "RETENTION"})
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
         super().__init__(alias, options)

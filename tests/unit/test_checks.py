@@ -14,6 +14,10 @@ from kjo_django.checks import check_servers, check_settings
 
 MEMORY = {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}
 
+DATABASE = "kjo_django.transports.database.DatabaseTransport"
+COORDINATION = {"BACKEND": "kjo_django.coordination.database.DatabaseCoordination"}
+REDIS = "kjo_django.coordination.redis.RedisCoordination"
+
 
 @pytest.fixture(autouse=True)
 def database(settings, monkeypatch):
@@ -91,7 +95,38 @@ def test_the_checks_are_registered_under_their_tag(settings):
             "partition",
             None,
         ),
+        ({"TRANSPORTS": {"default": {**MEMORY["default"], "OPTIONS": None}}}, "E004", "dict", None),
+        (
+            {"TRANSPORTS": {"default": {**MEMORY["default"], "OPTION": {}}}},
+            "E004",
+            "Did you mean 'OPTIONS'?",
+            None,
+        ),
+        (
+            {"TRANSPORTS": {"default": {"BACKEND": DATABASE, "OPTIONS": {"LEASES": 5}}}},
+            "E004",
+            "KJO['TRANSPORTS']['default']['OPTIONS'] has an unknown key 'LEASES'",
+            None,
+        ),
         ({"COORDINATION": {"BACKEND": "no.such"}}, "E005", "COORDINATION", None),
+        (
+            {"COORDINATION": {"BACKEND": REDIS, "OPTIONS": {"CACHES": "other"}}},
+            "E005",
+            "Did you mean 'CACHE'?",
+            "kjo-django[redis]",
+        ),
+        (
+            {"COORDINATION": {**COORDINATION, "OPTIONS": {"DATABASE": "defalt"}}},
+            "E007",
+            "KJO['COORDINATION']['OPTIONS']['DATABASE'] is 'defalt'",
+            "Did you mean 'default'?",
+        ),
+        (
+            {"TRANSPORTS": {"default": {"BACKEND": DATABASE, "OPTIONS": {"DATABASE": "jobs"}}}},
+            "E007",
+            "KJO['TRANSPORTS']['default']['OPTIONS']['DATABASE'] is 'jobs'",
+            "Declared: default.",
+        ),
         (
             {"QUEUES": {"a": {"topic_options": {"partition": 4}}}},
             "E006",
@@ -195,6 +230,27 @@ def test_a_handlers_own_undeclared_queue_is_legal(settings, handler):
     handler("thumbnails")
     settings.KJO = {"QUEUES": {"emails": {}}}
     assert check_settings() == []
+
+
+@pytest.mark.parametrize(
+    ("pool", "concurrency", "is_told"),
+    [
+        (True, 4, True),
+        ({"min_size": 2, "max_size": 11}, 4, True),
+        ({"min_size": 2, "max_size": 12}, 4, False),
+        ({"min_size": 12}, 4, False),
+        ({"max_size": 12}, 8, True),
+        (None, 8, False),
+        (False, 8, False),
+    ],
+)
+def test_a_pool_smaller_than_a_worker_is_a_warning(settings, database, pool, concurrency, is_told):
+    """Each thread keeps its connection: the heartbeat waits for one that no lane gives back."""
+    database["OPTIONS"] = {"pool": pool}
+    messages = found(settings, {"CONCURRENCY": concurrency}, CheckWarning)
+    assert [(id, str(concurrency + 8) in hint) for id, _, hint in messages] == (
+        [("W011", True)] if is_told else []
+    )
 
 
 def test_servers_are_asked_only_for_deployment(settings):

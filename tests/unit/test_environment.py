@@ -40,6 +40,19 @@ def test_what_the_dict_leaves_out(settings_of):
     assert found.database is None
 
 
+@pytest.mark.parametrize("release", ["20261120", "1.10", "123e456", "true"])
+def test_a_text_that_looks_like_json_is_a_text(settings_of, release):
+    """A build's number, a version, a commit: none of them is a number."""
+    found = settings_of({}, KJO_RELEASE=release, KJO_METRICS_TOKEN="4711", KJO_DATABASE="null")
+    assert found.release == release
+    assert found.metrics_token == "4711"
+    assert found.database is None
+
+
+def test_a_text_may_be_written_as_json(settings_of):
+    assert settings_of({}, KJO_SERVICE_NAME='"shop"').service_name == "shop"
+
+
 def test_a_wrong_value_is_named(settings_of):
     with pytest.raises(ImproperlyConfigured, match=r"KJO\['CONCURRENCY'\]"):
         settings_of({}, KJO_CONCURRENCY="many")
