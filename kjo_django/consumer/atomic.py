@@ -143,7 +143,7 @@ class AtomicRunner:
                 started: list[Started] = []
                 new: list[Outcome] = []
                 for delivery in step:
-                    key, row = keys[delivery], rows.get(row_id(delivery))
+                    key, row = keys[delivery], rows.get(row_id(delivery, service))
                     if delivery in resting:
                         new.append(Outcome(delivery, Result.DEFERRED, job=row, reason="paused"))
                         continue

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from django.db import DatabaseError
 
 from kjo_django import tracing
+from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import (
@@ -30,7 +31,7 @@ from kjo_django.consumer.outages import Patience
 from kjo_django.consumer.outcomes import Resting, acknowledge, is_dead
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.recording import OUTAGES, REFUSALS, Recorder
-from kjo_django.consumer.rows import load_rows
+from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.suspects import SECOND, rounds_of
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
@@ -373,7 +374,8 @@ def _poison_outcome(delivery: Delivery) -> Outcome:
     row = None
     if message is not None and message.job_id is not None:
         using = jobs_database()
-        row = load_rows(using, [delivery], lock=False).get(message.job_id)
+        rows = load_rows(using, [delivery], lock=False)
+        row = rows.get(row_id(delivery, get_settings().service_name))
         if row is not None and attempts.why_skip(delivery, row):
             return Outcome(delivery, Result.SKIPPED, job=row)
     attempt = row["attempts"] if row else 0

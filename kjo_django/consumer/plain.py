@@ -60,7 +60,7 @@ class PlainRunner:
         rows = load_rows(using, deliveries, lock=False)
         known = ProcessedEvent.objects.using(using).known(wanted.values())
         for delivery in deliveries:
-            row = rows.get(row_id(delivery))
+            row = rows.get(row_id(delivery, service))
             start = attempts.judge(
                 delivery,
                 row,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -26,18 +26,23 @@ ID_TEXT = "id_text"
 """Of a row read on PostgreSQL, its id as text: the server writes it in a tenth of Python's time."""
 
 
-def row_id(delivery: Delivery) -> str:
-    """Return the key of its row in what ``load_rows`` returns."""
+def row_id(delivery: Delivery, service: str) -> str:
+    """Return the key of its row in what ``load_rows`` returns.
+
+    :param service: this one's name. What others call their jobs is not looked for among ours.
+    """
     message = delivery.message
     assert message is not None
-    return message.job_id or f"unique:{message.row_name}"
+    if message.job_id is not None and message.service == service:
+        return message.job_id
+    return f"unique:{message.row_name}"
 
 
 def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict[str, Any]:
     """Return the job rows of a group in one query (two when foreign messages are among them)."""
     wanted = _Wanted(deliveries)
     found = _rows_of(using, wanted.ids, lock=lock) if wanted.ids else {}
-    return found | wanted.of_foreign(using, found)
+    return found | wanted.of_foreign(using)
 
 
 def mark_and_load(
@@ -59,7 +64,7 @@ def mark_and_load(
         inserted = execute_both(cursor, marking.statement, asking)
         found = _by_name(cursor.fetchall())
         fresh = marking.fresh(cursor, inserted)
-    return fresh, found | wanted.of_foreign(using, found)
+    return fresh, found | wanted.of_foreign(using)
 
 
 class _Wanted:
@@ -77,14 +82,14 @@ class _Wanted:
             message = delivery.message
             assert message is not None
             id = message.job_id
-            if id is not None and _IS_ID(id):
-                self.ids.append(id)
             if id is None or message.service != service:
-                self._foreign[message.row_name] = row_id(delivery)
+                self._foreign[message.row_name] = row_id(delivery, service)
+            elif _IS_ID(id):
+                self.ids.append(id)
 
-    def of_foreign(self, using: str, found: Collection[str]) -> dict[str, Any]:
-        """Return the rows of foreign messages that are not among those found."""
-        foreign = {id: place for id, place in self._foreign.items() if place not in found}
+    def of_foreign(self, using: str) -> dict[str, Any]:
+        """Return the rows of foreign messages: those their first failures bore."""
+        foreign = self._foreign
         if not foreign:
             return {}
         rows = Job.objects.using(using).filter(queue=self._queue, unique_id__in=list(foreign))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from kjo_django.conf import get_settings
 from kjo_django.consumer.attempts import spent_and_limit
 from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.work import Delivery
@@ -53,8 +54,8 @@ def rounds_of(apart: Sequence[Delivery], begun: Mapping[Delivery, int]) -> list[
 def _sharing(suspects: Sequence[Delivery]) -> set[Delivery]:
     if len(suspects) < 4:  # two rounds of two are the least that saves one
         return set()
-    rows = load_rows(jobs_database(), suspects, lock=False)
-    return {d for d in suspects if _has_spare(d, rows.get(row_id(d)))}
+    rows, service = load_rows(jobs_database(), suspects, lock=False), get_settings().service_name
+    return {d for d in suspects if _has_spare(d, rows.get(row_id(d, service)))}
 
 
 def _has_spare(delivery: Delivery, row: dict[str, object] | None) -> bool:

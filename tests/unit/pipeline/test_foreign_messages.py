@@ -58,6 +58,25 @@ def test_a_foreign_message_named_like_a_job_of_ours_does_not_pass_for_it(bench):
     assert entries() == {"ours": 1}
 
 
+@both
+@pytest.mark.parametrize("type", ["ledger.write", "nobody.knows"])
+@pytest.mark.parametrize("is_together", [True, False])
+def test_a_job_of_another_service_does_not_pass_for_ours_of_its_id(bench, type, is_together):
+    """Whatever ids others give to theirs, or copy from ours."""
+    # Given
+    job = write.using(delay=timedelta(hours=not is_together)).enqueue(job="ours")
+    # When
+    theirs = {"kjo_id": "theirs", "kjo_type": type, "kjo_service": "elsewhere"}
+    bench.publish(b'{"job":"theirs"}', **theirs, kjo_job_id=str(job.job_id))
+    bench.run()
+    # Then
+    bench.run_until_done()
+    wanted = {"ours": 1, "theirs": 1} if type == "ledger.write" else {"ours": 1}
+    assert entries() == wanted
+    assert Job.objects.get(pk=job.job_id).state == "completed"
+    assert settled(bench)
+
+
 def test_a_foreign_message_that_exhausts_its_attempts_is_a_dead_letter(bench):
     bench.publish(b'{"job":"a"}', **GOOD | {"kjo_type": "ledger.always_fails"})
     bench.run_until_done()
