@@ -31,7 +31,7 @@ from kjo_django.consumer.outages import Patience
 from kjo_django.consumer.outcomes import Resting, acknowledge, is_dead
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.recording import OUTAGES, REFUSALS, Recorder
-from kjo_django.consumer.rows import load_rows, row_id
+from kjo_django.consumer.rows import NOT_THEIRS, load_rows, row_id
 from kjo_django.consumer.suspects import SECOND, rounds_of
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
@@ -376,6 +376,8 @@ def _poison_outcome(delivery: Delivery) -> Outcome:
         using = jobs_database()
         rows = load_rows(using, [delivery], lock=False)
         row = rows.get(row_id(delivery, get_settings().service_name))
+        if row is not None and row["generation"] == NOT_THEIRS:
+            row = None
         if row is not None and attempts.why_skip(delivery, row):
             return Outcome(delivery, Result.SKIPPED, job=row)
     attempt = row["attempts"] if row else 0

@@ -9,8 +9,10 @@ from uuid import UUID
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import Q
 from django.utils import timezone
 
+from kjo_django import states
 from kjo_django.conf import get_settings
 from kjo_django.consumer.attempts import COLUMNS
 from kjo_django.consumer.work import Delivery
@@ -22,6 +24,8 @@ from kjo_django.models.postgres import (
 )
 from kjo_django.models.processed_event import Marking
 
+NOT_THEIRS = 0
+"""The generation of a row that a message bears the name of and no part in."""
 ID_TEXT = "id_text"
 """Of a row read on PostgreSQL, its id as text: the server writes it in a tenth of Python's time."""
 
@@ -70,34 +74,49 @@ def mark_and_load(
 class _Wanted:
     """Whose rows a group needs."""
 
-    __slots__ = ("_foreign", "_queue", "ids")
+    __slots__ = ("_foreign", "_named", "_queue", "ids")
 
     def __init__(self, deliveries: Sequence[Delivery]) -> None:
         service = get_settings().service_name
         self.ids: list[str] = []
         # Another service's job has no row here, but for the one its first failure bore.
         self._foreign: dict[str, str] = {}
+        self._named: dict[str, str] = {}
         self._queue = deliveries[0].queue.retries
         for delivery in deliveries:
             message = delivery.message
             assert message is not None
             id = message.job_id
             if id is None or message.service != service:
-                self._foreign[message.row_name] = row_id(delivery, service)
+                place = self._foreign[message.row_name] = row_id(delivery, service)
+                if not message.unique_id and (named := _IS_NAMED(message.id)):
+                    self._named[named[1]] = place
             elif _IS_ID(id):
                 self.ids.append(id)
 
     def of_foreign(self, using: str) -> dict[str, Any]:
-        """Return the rows of foreign messages: those their first failures bore."""
+        """Return the rows of foreign messages: those their first failures bore; and the open jobs
+        of ours whose names they bear, as jobs that are not theirs."""
         foreign = self._foreign
         if not foreign:
             return {}
-        rows = Job.objects.using(using).filter(queue=self._queue, unique_id__in=list(foreign))
-        return {foreign[row["unique_id"]]: row for row in rows.values(*COLUMNS)}
+        wanted = Q(queue=self._queue, unique_id__in=list(foreign))
+        if self._named:
+            wanted |= Q(pk__in=list(self._named), state__in=states.OPEN)
+        found: dict[str, Any] = {}
+        for row in Job.objects.using(using).filter(wanted).values(*COLUMNS, "queue"):
+            if named := self._named.get(str(row["id"])):
+                found.setdefault(named, {**row, "generation": NOT_THEIRS})
+            if row["unique_id"] in foreign and row["queue"] == self._queue:
+                found[foreign[row["unique_id"]]] = row
+        return found
 
 
-_IS_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
+_ID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_IS_ID = re.compile(_ID).fullmatch
 """As we write them; whoever writes them otherwise has no row here."""
+_IS_NAMED = re.compile(rf"({_ID})(?::\d+)?").fullmatch
+"""As the messages of our jobs are named."""
 
 
 def _rows_of(using: str, ids: Sequence[str], *, lock: bool) -> dict[str, Any]:

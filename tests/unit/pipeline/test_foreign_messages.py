@@ -5,11 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+from django.utils import timezone
 
 from kjo_django import publish_event
 from kjo_django.consumer.work import Result
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
+from kjo_django.operations import jobs as operations
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
@@ -56,6 +58,37 @@ def test_a_foreign_message_named_like_a_job_of_ours_does_not_pass_for_it(bench):
     assert Job.objects.get(pk=job.job_id).state == "pending"
     bench.run_until_done()
     assert entries() == {"ours": 1}
+
+
+@both
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"kjo_service": "elsewhere"},
+        {"kjo_service": "elsewhere", "kjo_job_id": "x"},
+        {"kjo_service": "tests"},
+    ],
+    ids=["no service", "another service", "another job", "our service"],
+)
+def test_a_message_named_like_ours_leaves_our_job_its_run(bench, generation, more):
+    """Its marker said that the job was done, which stayed open for ever."""
+    # Given
+    id = str(write.using(delay=timedelta(hours=1)).enqueue(job="ours").job_id)
+    if generation > 1:
+        operations.requeue([id])
+        Job.objects.update(available_at=timezone.now() + timedelta(hours=1))
+        id += ":2"
+    # When
+    if "kjo_job_id" in more:
+        more = more | {"kjo_job_id": id}
+    bench.publish(b'{"job":"theirs"}', **GOOD | more | {"kjo_id": id})
+    bench.run()
+    # Then
+    bench.run_until_done()
+    assert entries() == {"ours": 1}
+    assert the_job().state == "completed"
 
 
 @both
