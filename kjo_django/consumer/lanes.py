@@ -12,18 +12,17 @@ alone, and while other lanes are idle the waiting shards are spread over them fi
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from kjo_django.consumer.later import Later
 from kjo_django.consumer.shards import Costs, Group, Place, Shard
 from kjo_django.consumer.work import Delivery, Mode
 from kjo_django.transports.base import Subscription, TopicPartition
 
-_NONE: Sequence[Delivery] = ()
 CONCURRENT_GROUP = 1000
 """Most coroutines a lane starts at once."""
 
@@ -64,12 +63,10 @@ class Lanes:
         self._flying: dict[str, int] = {}
         self._aloft: dict[Delivery, Shard] = {}
         self._groups: dict[int, Group] = {}
-        self._deferred: list[tuple[float, int, Shard]] = []
-        self._tickets = itertools.count()
+        self._later = Later()
         self._costs = Costs(budget)
         self.measure = self._costs.measure
         self.is_quick = self._costs.is_quick
-        self._held: dict[tuple[str, int], float] = {}
         self._paused: frozenset[str] = frozenset()
         self._idle = lanes
         self._lanes = lanes
@@ -116,12 +113,12 @@ class Lanes:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self._is_stopped:
-                next_due = self._wake_deferred()
+                next_due = self._wake_those_due()
                 place = self._next_place()
                 if place is not None:
                     group = self._form_group(place)
                     if group.deliveries:
-                        if self._deferred:
+                        if self._later.next_due is not None:
                             # This lane may be long: another one is to wait for what falls due.
                             self._changed.notify()
                         return group
@@ -133,16 +130,14 @@ class Lanes:
                 self._changed.wait(max(0.0, min(waits)) if waits else None)
         return None
 
-    def _wake_deferred(self) -> float | None:
-        """Make deferred shards that are due ready again; return when the next one is."""
-        now = time.monotonic()
-        while self._deferred and self._deferred[0][0] <= now:
-            shard = heapq.heappop(self._deferred)[2]
+    def _wake_those_due(self) -> float | None:
+        """Make shards whose moment has come ready again; return when the next one's comes."""
+        for shard in self._later.take_due():
             if shard.waiting:
                 self._make_ready(shard)
             else:  # discarded meanwhile
                 self._shards.pop(shard.key, None)
-        return self._deferred[0][0] if self._deferred else None
+        return self._later.next_due
 
     def _next_place(self) -> Place | None:
         """Return the queue whose turn it is among those that may start a group."""
@@ -187,7 +182,7 @@ class Lanes:
             budget = left
             ready.popleft()
             group.shards.append(shard)
-            if self._held or (ready and not ready[0].waiting):
+            if self._later.holds or (ready and not ready[0].waiting):
                 self._set_aside(ready)
         self._start(group)
         return group
@@ -198,23 +193,14 @@ class Lanes:
             shard = ready[0]
             if not shard.waiting:  # discarded meanwhile
                 self._shards.pop(shard.key, None)
-            elif self._held and (due := self._held_until(shard.waiting[0])):
-                heapq.heappush(self._deferred, (due, next(self._tickets), shard))
+            elif self._later.holds and (due := self._later.held_until(shard.waiting[0].place)):
+                self._later.put(shard, due)
             else:
                 return
             ready.popleft()
 
-    def _held_until(self, delivery: Delivery) -> float | None:
-        where = (delivery.record.topic, delivery.record.partition)
-        due = self._held.get(where)
-        if due is not None and due <= time.monotonic():
-            del self._held[where]
-            return None
-        return due
-
     def _fill(self, group: Group, shard: Shard, size: int, budget: float) -> float | None:
-        """Move deliveries of one shard into the group, in order; return the budget left, None when
-        there was no room for one."""
+        """Move deliveries of a shard into the group; return the budget left, None if none fit."""
         deliveries, waiting, left = group.deliveries, shard.waiting, None
         while waiting and len(deliveries) < size:
             head = waiting[0]
@@ -271,7 +257,7 @@ class Lanes:
                 if delivery in back:
                     held.setdefault(delivery.shard, []).append(delivery)
             for shard in group.shards:
-                self._return(shard, held.get(shard.key, _NONE), delay)
+                self._return(shard, held.get(shard.key, ()), delay)
             # Its own lane comes next and takes; another one is needed for what that leaves.
             self._changed.notify(sum(map(len, self._ready.values())))
             self._ended.notify_all()
@@ -290,7 +276,7 @@ class Lanes:
         for delivery in deliveries:
             shard = self._aloft.pop(delivery)
             self._flying[shard.queue] -= 1
-            self._return(shard, [delivery] if delivery in deferred else _NONE, delay)
+            self._return(shard, [delivery] if delivery in deferred else (), delay)
         self._changed.notify_all()
         self._ended.notify_all()
 
@@ -299,8 +285,7 @@ class Lanes:
             shard.waiting[:0] = held
             self._waiting_count += len(held)
         if held and delay > 0:
-            due = time.monotonic() + delay
-            heapq.heappush(self._deferred, (due, next(self._tickets), shard))
+            self._later.put(shard, time.monotonic() + delay)
         elif shard.waiting:
             self._make_ready(shard)
         else:
@@ -353,7 +338,7 @@ class Lanes:
     def hold(self, partition: TopicPartition, seconds: float) -> None:
         """Start nothing of this partition for a while: what it needs is down (KJO-76)."""
         with self._changed:
-            self._held[partition] = time.monotonic() + seconds
+            self._later.hold(partition, time.monotonic() + seconds)
 
     def add_lanes(self, count: int) -> None:
         """Expect this many more threads to take groups."""

@@ -27,7 +27,6 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
-from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.backends import close_backends, get_transport
@@ -54,6 +53,7 @@ from kjo_django.worker.draining import waiting_records
 from kjo_django.worker.heartbeat import Heartbeat
 from kjo_django.worker.lagging import LagWatch
 from kjo_django.worker.listening import PublishListener
+from kjo_django.worker.outages import Outages
 from kjo_django.worker.rescuer import Rescuer
 from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import Statistics
@@ -111,14 +111,12 @@ class Worker:
         self.heartbeat_file = heartbeat_file
         self._max_messages = max_messages
         self._owns_process = owns_process
-        self._on_error = on_error
+        self._outages = Outages(on_error)
         self._installs_signal_handlers = install_signal_handlers
         self._stopping = threading.Event()
         self._settled = 0
         self._counting = threading.Lock()
         self._has_topics = False
-        self._errors: dict[str, str | None] = {}
-        self._error_at: dict[str, datetime] = {}
         self.controls = Controls(self)
         self._lane_threads: list[threading.Thread] = []
         self._lanes_lock = threading.Lock()
@@ -147,7 +145,7 @@ class Worker:
         self._listener = PublishListener(self.pollers)
         self._relay = Relay(
             [queue.name for queue in self.queues] if queues else None,
-            on_error=functools.partial(self._note_error, "relay"),
+            on_error=functools.partial(self._outages.note, "relay"),
             is_quick=self.lanes.is_quick,
         )
         self.is_relaying = relay and bool(self._relay.queues)
@@ -169,7 +167,7 @@ class Worker:
                 queues,
                 self.lanes,
                 max_outstanding=conf.max_outstanding,
-                on_error=functools.partial(self._note_error, group),
+                on_error=functools.partial(self._outages.note, group),
                 on_skipped=self.statistics.skip,
             )
             for (alias, group), queues in groups.items()
@@ -265,14 +263,14 @@ class Worker:
             for line in topics.ensure_topics([*self.queues, *self._published_only()]):
                 logger.info(line)
             self._has_topics = True
-            self._note_error("topics", None)
+            self._outages.note("topics", None)
         except PublishError as error:
-            self._note_error("topics", f"Topics could not be checked yet: {error}")
+            self._outages.note("topics", f"Topics could not be checked yet: {error}")
         except ImproperlyConfigured as error:
             if not self._lane_threads:
                 raise
             # It has begun, since the broker was away: its other topics are worth going on for.
-            self._note_error("topics", str(error))
+            self._outages.note("topics", str(error))
 
     def _published_only(self) -> list[QueueConf]:
         """Return the queues this worker relays to and nobody here consumes."""
@@ -359,24 +357,15 @@ class Worker:
             if record.topic in poller.topics:
                 poller.pause_for(partition, seconds)
 
-    def _note_error(self, source: str, error: str | None) -> None:
-        if error is not None and self._errors.get(source) != error:
-            logger.error("%s: %s", source, error)
-            self._error_at[source] = timezone.now()
-            self._on_error(source, error)
-        self._errors[source] = error
-
     @property
     def last_error(self) -> str:
         """The outage or job error met last."""
-        outages = [error for error in list(self._errors.values()) if error]
-        return outages[0] if outages else self.statistics.last_error
+        return self._outages.error or self.statistics.last_error
 
     @property
     def last_error_at(self) -> datetime | None:
         """When that was first met."""
-        outages = [self._error_at[source] for source, error in list(self._errors.items()) if error]
-        return outages[0] if outages else self.statistics.last_error_at
+        return self._outages.began_at or self.statistics.last_error_at
 
     # --- Draining ---------------------------------------------------------------------------------
 
@@ -396,8 +385,8 @@ class Worker:
                 return False
             is_drained = not any(waiting_records(self.queues))
         except (PublishError, DatabaseError, InterfaceError) as error:
-            self._note_error("drain", f"Whether all is done cannot be seen yet: {error}")
+            self._outages.note("drain", f"Whether all is done cannot be seen yet: {error}")
             drop_broken_connections()
             return False
-        self._note_error("drain", None)
+        self._outages.note("drain", None)
         return is_drained
