@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 _TIMESTAMPTZ = 1184
 
@@ -26,6 +27,7 @@ def text_array(values: Sequence[str]) -> str | list[str]:
     return f'{{"{inside}"}}' if values else "{}"
 
 
+@cache
 def is_psycopg3() -> bool:
     """Return whether Django talks through psycopg 3."""
     from django.db.backends.postgresql.psycopg_any import is_psycopg3 as answer
@@ -45,6 +47,25 @@ def read_times_natively(cursor: Any) -> None:
         cursor.cursor.adapters.register_loader(_TIMESTAMPTZ, loader)
 
 
+class _Psycopg(NamedTuple):
+    """What is asked of psycopg 3 for every job: to import it again takes longer than to ask."""
+
+    client_cursor: Any
+    no_pipeline: int
+    in_error: int
+
+
+@cache
+def _psycopg() -> _Psycopg:
+    import psycopg
+
+    return _Psycopg(
+        psycopg.ClientCursor,
+        int(psycopg.pq.PipelineStatus.OFF),
+        int(psycopg.pq.TransactionStatus.INERROR),
+    )
+
+
 def takes_several(cursor: Any) -> bool:
     """Return whether several statements may be sent as one: psycopg's client-side cursors, Django's
     default, write the parameters into the text and send that; those of ``server_side_binding`` and
@@ -54,10 +75,9 @@ def takes_several(cursor: Any) -> bool:
     """
     if not is_psycopg3():
         return False
-    import psycopg
-
-    return isinstance(cursor, psycopg.ClientCursor) and (
-        cursor.connection.pgconn.pipeline_status == psycopg.pq.PipelineStatus.OFF
+    known = _psycopg()
+    return isinstance(cursor, known.client_cursor) and bool(
+        cursor.connection.pgconn.pipeline_status == known.no_pipeline
     )
 
 
@@ -66,10 +86,7 @@ def is_aborted(connection: Any) -> bool:
     what psycopg knows without asking; False where that cannot be told."""
     if connection.vendor != "postgresql" or connection.connection is None or not is_psycopg3():
         return False
-    import psycopg
-
-    status = connection.connection.pgconn.transaction_status
-    return bool(status == psycopg.pq.TransactionStatus.INERROR)
+    return bool(connection.connection.pgconn.transaction_status == _psycopg().in_error)
 
 
 def execute_both(
