@@ -25,6 +25,7 @@ W008    (deploy) a transport out of reach
 W009    (deploy) coordination out of reach
 W010    (deploy) topics that are missing or different
 W011    a pool of connections smaller than what a worker needs
+W012    DATABASE is not where routers look for this app's tables
 ======  ============================================================================================
 """
 
@@ -39,6 +40,7 @@ from typing import Any
 from django.conf import settings as django_settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
+from django.db import router
 from django.utils.module_loading import import_string
 
 from kjo_django import backends, conf, registry
@@ -46,7 +48,7 @@ from kjo_django.conf import Settings, get_settings
 
 TAG = "kjo"
 PROBE_TIMEOUT = 5.0
-CONNECTIONS_BESIDE_LANES = 8
+CONNECTIONS_BESIDE_LANES = 10
 """Of a worker's threads that run no handlers, at most; docs/how-to/production.md lists them."""
 _POOL_SIZE = 4
 """Of psycopg_pool, where nobody says."""
@@ -201,6 +203,21 @@ def _warn_memory_database(settings: Settings) -> Messages:
             "invisible to workers.",
             hint="Give DATABASES a file name, unless all of it runs in one process (tests).",
             id="kjo.W004",
+        )
+
+
+def _warn_router(settings: Settings) -> Messages:
+    from kjo_django.models import Job
+
+    chosen = router.db_for_write(Job)
+    if settings.database is not None and settings.database != chosen:
+        yield checks.Warning(
+            f"KJO['DATABASE'] is {settings.database!r}, and DATABASE_ROUTERS send this app's "
+            f"models to {chosen!r}: workers and commands use the one, the admin and your own "
+            "queries, such as Job.objects, the other.",
+            hint="Add a router that sends the app kjo_django there; KJO['DATABASE'] is not needed "
+            "then. docs/how-to/production.md has one.",
+            id="kjo.W012",
         )
 
 
@@ -372,6 +389,7 @@ _WARNINGS = (
     _warn_ttls,
     _warn_topics,
     _warn_memory_database,
+    _warn_router,
     _warn_pool,
     _warn_retention,
     _warn_misspelt_queues,

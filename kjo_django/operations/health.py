@@ -23,7 +23,7 @@ from kjo_django import conf as configuration
 from kjo_django import registry
 from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.models import MetricBucket
+from kjo_django.models import Job, MetricBucket
 from kjo_django.operations import status, topics
 from kjo_django.operations.queues import overview, paused_queues
 from kjo_django.probing import answer_within
@@ -162,10 +162,26 @@ def _database(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     pending = executor.migration_plan(targets)
     name = f"{connection.display_name} {connection.alias!r}"
     if pending:
-        where = "" if connection.alias == DEFAULT_DB_ALIAS else f" --database {connection.alias}"
-        fix = f"Run manage.py migrate{where}."
-        return False, f"{name}: {len(pending)} migrations are not applied", fix
+        detail = f"{name}: {len(pending)} migrations are not applied"
+        return False, detail, how_to_migrate(connection.alias)
     return True, f"{name}, migrations applied", ""
+
+
+def how_to_migrate(alias: str) -> str:
+    """Return what makes the tables of this database what they should be."""
+    where = "" if alias == DEFAULT_DB_ALIAS else f" --database {alias}"
+    return f"Run manage.py migrate{where}."
+
+
+def missing_tables(timeout: float = 2.0) -> str:
+    """Return what to do where this app's tables are not there; "" where they are, or where the
+    database does not answer in time."""
+    alias = jobs_database()
+    try:
+        tables = answer_within(timeout, lambda: connections[alias].introspection.table_names())
+    except Exception:
+        return ""
+    return "" if Job._meta.db_table in tables else how_to_migrate(alias)
 
 
 def _coordination(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:

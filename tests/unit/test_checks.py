@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from django.core.checks import Error, Tags, run_checks
 from django.core.checks import Warning as CheckWarning
+from django.db import connections
 
 from kjo_django import registry
 from kjo_django.backends import get_transport
@@ -232,14 +233,34 @@ def test_a_handlers_own_undeclared_queue_is_legal(settings, handler):
     assert check_settings() == []
 
 
+class ToJobs:
+    """A router as docs/how-to/production.md has it."""
+
+    def db_for_write(self, model, **hints):
+        return "jobs" if model._meta.app_label == "kjo_django" else None
+
+
+@pytest.mark.parametrize(("routers", "ids"), [([], ["W012"]), ([ToJobs()], [])])
+def test_a_database_the_routers_do_not_choose_is_a_warning(settings, monkeypatch, routers, ids):
+    """Workers would use the one, the admin and Job.objects the other."""
+    declared = {"ENGINE": "django.db.backends.sqlite3", "NAME": "never-opened.sqlite3"}
+    known = connections.configure_settings({"default": {}, "jobs": declared})
+    monkeypatch.setitem(connections.settings, "jobs", known["jobs"])
+    seen = SimpleNamespace(DATABASES={"default": declared, "jobs": declared}, USE_TZ=True)
+    monkeypatch.setattr("kjo_django.checks.django_settings", seen)
+    settings.DATABASE_ROUTERS = routers
+    messages = found(settings, {"DATABASE": "jobs"}, CheckWarning)
+    assert [id for id, _, _ in messages] == ids
+
+
 @pytest.mark.parametrize(
     ("pool", "concurrency", "is_told"),
     [
         (True, 4, True),
-        ({"min_size": 2, "max_size": 11}, 4, True),
-        ({"min_size": 2, "max_size": 12}, 4, False),
-        ({"min_size": 12}, 4, False),
-        ({"max_size": 12}, 8, True),
+        ({"min_size": 2, "max_size": 13}, 4, True),
+        ({"min_size": 2, "max_size": 14}, 4, False),
+        ({"min_size": 14}, 4, False),
+        ({"max_size": 14}, 8, True),
         (None, 8, False),
         (False, 8, False),
     ],
@@ -248,7 +269,7 @@ def test_a_pool_smaller_than_a_worker_is_a_warning(settings, database, pool, con
     """Each thread keeps its connection: the heartbeat waits for one that no lane gives back."""
     database["OPTIONS"] = {"pool": pool}
     messages = found(settings, {"CONCURRENCY": concurrency}, CheckWarning)
-    assert [(id, str(concurrency + 8) in hint) for id, _, hint in messages] == (
+    assert [(id, str(concurrency + 10) in hint) for id, _, hint in messages] == (
         [("W011", True)] if is_told else []
     )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import connections
 
 from kjo_django.management.commands.kjo_consume import Command
 from kjo_django.worker import Worker, supervisor
@@ -82,3 +84,36 @@ def test_a_projects_own_pace_of_the_collector_is_kept(monkeypatch):
         gc.set_threshold(*before)
     # Then
     assert seen == [(50_000, 5, 5)]
+
+
+@pytest.fixture
+def empty_database(settings, tmp_path):
+    """Of a newcomer who has not migrated it."""
+    alias = "kjo_empty"
+    declared = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "empty.sqlite3")}
+    known = connections.configure_settings({"default": {}, alias: declared})
+    connections.settings[alias] = known[alias]
+    settings.KJO = {**KJO, "DATABASE": alias}
+    yield alias
+    settings.KJO = KJO
+    connections[alias].close()
+    del connections[alias]
+    del connections.settings[alias]
+
+
+def test_without_tables_it_says_what_to_do_and_begins_all_the_same(
+    empty_database, monkeypatch, django_db_blocker
+):
+    ran, out = [], io.StringIO()
+    monkeypatch.setattr(Worker, "run", lambda self, until: ran.append(self) or 0)
+    with django_db_blocker.unblock():
+        call_command("kjo_consume", "--status-interval", "0", stdout=out, stderr=out)
+    assert "Run manage.py migrate --database kjo_empty." in out.getvalue()
+    assert ran
+
+
+def test_other_commands_say_so_too(empty_database, django_db_blocker):
+    with django_db_blocker.unblock(), pytest.raises(CommandError) as raised:
+        call_command("kjo_status")
+    assert "no such table" in str(raised.value)
+    assert str(raised.value).endswith("Run manage.py migrate --database kjo_empty.")

@@ -14,11 +14,12 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError
-from django.db import DatabaseError
+from django.db import DatabaseError, InterfaceError
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
 from kjo_django.exceptions import KjoError
+from kjo_django.operations.health import missing_tables
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 PROGRESS_INTERVAL = 0.5
@@ -107,7 +108,10 @@ class KjoCommand(BaseCommand):
         self._has_open_line = False
         try:
             answer, is_ok = self.run(options)
-        except (KjoError, ImproperlyConfigured, DatabaseError) as error:
+        except (DatabaseError, InterfaceError) as error:
+            text = f"{type(error).__name__}: {error}".rstrip()
+            raise CommandError(f"{text}\n{missing_tables()}".rstrip()) from error
+        except (KjoError, ImproperlyConfigured) as error:
             raise CommandError(f"{type(error).__name__}: {error}") from error
         except ValueError as error:
             raise CommandError(str(error), returncode=2) from error

@@ -14,6 +14,7 @@ from django.utils import autoreload
 
 from kjo_django import registry
 from kjo_django.management.commands._shared import check_queues, positive, positive_number
+from kjo_django.operations.health import missing_tables
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import supervise
 
@@ -45,6 +46,9 @@ class Command(BaseCommand):
         except ValueError as error:
             raise CommandError(str(error), returncode=2) from error
         _check_file(options["heartbeat_file"])
+        if advice := missing_tables():
+            # It begins all the same, and works once they are there.
+            self.stderr.write(f"The tables of kjo_django are missing. {advice}")
         if options["reload"]:
             if options["processes"] > 1:
                 message = "--reload goes with a single process; leave --processes out."
