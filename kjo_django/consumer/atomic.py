@@ -249,7 +249,12 @@ def _is_database_only(delivery: Delivery) -> bool:
 
 def _is_unusable(connection: BaseDatabaseWrapper) -> bool:
     """Return whether the handler has swallowed an error after which nothing can be committed."""
-    return bool(connection.needs_rollback) or is_aborted(connection)
+    if connection.needs_rollback or is_aborted(connection):
+        return True
+    # SQLite undoes a transaction by itself when its disk is full, and goes on without one.
+    return connection.vendor == "sqlite" and not getattr(
+        connection.connection, "in_transaction", True
+    )
 
 
 def _repeated(delivery: Delivery, row: dict[str, Any] | None, earlier: Outcome) -> Outcome:

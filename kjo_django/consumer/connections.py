@@ -39,6 +39,8 @@ def is_broken(connection: BaseDatabaseWrapper) -> bool:
     # closed_in_transaction: by the handler itself; SQLite's is_usable() would not tell.
     if connection.connection is None or connection.closed_in_transaction:
         return True
+    if connection.needs_rollback:  # its savepoint was not there any more
+        return True
     return bool(connection.errors_occurred and not connection.is_usable())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from django.db import Error, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from kjo_django.exceptions import JobTimeoutError
 from kjo_django.models.postgres import is_aborted, takes_several
 
 CAUGHT = (
@@ -96,8 +97,14 @@ class LazySavepoint:
         self._name = _NAMES[left_open == _NAMES[0]]
         opening = f"{_releasing(left_open)}SAVEPOINT {self._name}; "
         self._note(f"{self._name}_{next(_numbers)}")
+        if _goes_alone(sql, many, context):
+            return self._carry(opening, execute, sql, params, many, context)
         try:
             return self._carry(opening, execute, sql, params, many, context)
+        except JobTimeoutError:
+            # Raised from outside, mostly while the answer was waited for: it was sent. If it was
+            # not, going back fails, which costs the group its transaction.
+            raise
         except Exception:
             if self._sid is not None and not is_aborted(self._connection):
                 # Refused before it was sent, by wrong parameters say.
@@ -115,14 +122,13 @@ class LazySavepoint:
         context: Any,
     ) -> Any:
         """Send statements with a query, or alone before one that must go alone."""
-        cursor = context["cursor"].cursor
-        if many or not isinstance(sql, str) or not takes_several(cursor):
+        if _goes_alone(sql, many, context):
             with self._connection.cursor() as own:
                 own.execute(opening)
             return execute(sql, params, many, context)
         result = execute(f"{opening}{sql}", params, many, context)
         for _ in range(opening.count(";")):
-            cursor.nextset()
+            context["cursor"].cursor.nextset()
         return result
 
     def __exit__(
@@ -137,9 +143,7 @@ class LazySavepoint:
             try:
                 self._undo()
             except Error:
-                # The connection is broken or the transaction lost as a whole; the original error
-                # says why.
-                connection.errors_occurred = True
+                pass  # the original error says why
         elif connection.needs_rollback or (is_open and is_aborted(connection)):
             self._undo()
             raise transaction.TransactionManagementError(CAUGHT)
@@ -174,8 +178,17 @@ class LazySavepoint:
             else:
                 connection.savepoint_rollback(sid)
                 connection.savepoint_commit(sid)
+        except Error:
+            # The connection is broken or the transaction lost as a whole, as SQLite loses it when
+            # its disk is full: with it what the handlers before have written.
+            connection.errors_occurred = connection.needs_rollback = True
+            raise
         finally:
             del connection.run_on_commit[self._callbacks :]
+
+
+def _goes_alone(sql: Any, many: bool, context: Any) -> bool:
+    return many or not isinstance(sql, str) or not takes_several(context["cursor"].cursor)
 
 
 def _releasing(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import psycopg
 import pytest
@@ -11,6 +12,7 @@ from django.db import DatabaseError, connection, transaction
 from django.db.transaction import TransactionManagementError
 
 from kjo_django.consumer.savepoint import LazySavepoint
+from kjo_django.consumer.timeouts import HandlerTimeout
 from kjo_django.models import Job, ProcessedEvent
 from kjo_django.models.postgres import text_array
 from tests.ledger import jobs as ledger
@@ -133,6 +135,52 @@ def test_a_query_that_was_never_sent_has_opened_nothing():
     assert entries() == ["a", "b"]
 
 
+def test_a_first_query_that_must_go_alone_and_is_refused_costs_its_successor_nothing():
+    """Its savepoint was opened before it, and with it the one before released."""
+    wrong = "INSERT INTO ledger_entry (job, note, created_at) VALUES (%s, '', now())"
+    with group() as savepoint:
+        with savepoint:
+            Entry.objects.create(job="a")
+        with pytest.raises(DatabaseError), savepoint:
+            connection.cursor().executemany(wrong, [["x", "one too many"]])
+        with savepoint:
+            Entry.objects.create(job="b")
+        with savepoint:
+            # And after one the handler minds, it goes on in the same savepoint
+            with pytest.raises(DatabaseError):
+                connection.cursor().executemany(wrong, [["x", "one too many"]])
+            Entry.objects.create(job="c")
+        fail(savepoint, lambda: Entry.objects.create(job="lost"))
+    assert entries() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("minds", [False, True])
+def test_a_timeout_during_the_first_query_undoes_that_query(monkeypatch, minds):
+    """It is raised from outside, when the answer is there: the query was sent."""
+    execute = psycopg.Cursor.execute
+    insert = "INSERT INTO ledger_entry (job, note, created_at) VALUES ('lost', '', now())"
+
+    def run_out_of_time(self, query, *arguments, **options):
+        execute(self, query, *arguments, **options)
+        monkeypatch.undo()
+        raise HandlerTimeout
+
+    with group() as savepoint:
+        with savepoint:
+            Entry.objects.create(job="a")
+        with pytest.raises(HandlerTimeout), savepoint:
+            monkeypatch.setattr(psycopg.Cursor, "execute", run_out_of_time)
+            try:
+                connection.cursor().execute(insert)
+            except HandlerTimeout:
+                if minds:
+                    connection.cursor().execute(insert)
+                raise
+        with savepoint:
+            Entry.objects.create(job="b")
+    assert entries() == ["a", "b"]
+
+
 def test_a_syntax_error_loses_the_whole_transaction_and_never_keeps_half_of_it():
     """The server reads all of a text before it does any of it, so the savepoint is not there."""
     with pytest.raises(DatabaseError), group() as savepoint:
@@ -205,6 +253,27 @@ def test_a_handler_with_bad_sql_fails_alone(bench, sql):
     assert entries() == ["a", "b"]
     failed = Job.objects.exclude(state="completed").get()
     assert (failed.handler, failed.state, failed.attempts) == ("bench.select", "failing", 1)
+
+
+def test_what_a_handler_began_by_a_query_that_took_too_long_is_undone(bench):
+    """Or it takes effect once more with each attempt."""
+
+    # Given: it is in the middle of a group
+    def slow(job: str) -> None:
+        connection.cursor().execute(
+            "INSERT INTO ledger_entry (job, note, created_at) "
+            "SELECT %s, '', now() FROM pg_sleep(1)",
+            [job],
+        )
+
+    ledger.write.enqueue(job="a")
+    as_job(slow, "bench.slow", timeout=timedelta(milliseconds=100)).enqueue(job="lost")
+    ledger.write.enqueue(job="b")
+    # When
+    bench.run()
+    # Then
+    assert Job.objects.get(handler="bench.slow").state == "failing"
+    assert entries() == ["a", "b"]
 
 
 def test_everything_works_with_parameters_bound_by_the_server(bench, settings):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import pytest
-from django.db import IntegrityError, connection, transaction
+from django.db import DatabaseError, IntegrityError, connection, transaction
 
 from kjo_django.consumer.work import Result
 from kjo_django.ids import uuid7
-from kjo_django.models import DeadLetter, Job, JobFailure
+from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries
@@ -75,6 +75,47 @@ def test_a_violation_the_commit_finds_fails_its_own_job_only(bench, transport_na
     assert letter.error_type == "django.db.utils.IntegrityError"
     assert JobFailure.objects.count() == 2
     assert settled(bench)
+
+
+@pytest.fixture
+def full_disk(bench):
+    """SQLite undoes a transaction by itself then; a trigger makes it do the same to whoever writes
+    an entry of ``x``."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON ledger_entry WHEN NEW.job = 'x' "
+            "BEGIN SELECT RAISE(ROLLBACK, 'database or disk is full'); END"
+        )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3], ids=["alone", "one before", "more"])
+@pytest.mark.parametrize("minds", [True, False], ids=["minds", "swallows"])
+@pytest.mark.usefixtures("full_disk")
+def test_a_transaction_the_database_undid_by_itself_loses_nobody_s_effects(bench, count, minds):
+    """Its group would go on without one, and call those completed whose writes are gone."""
+
+    # Given
+    def fill(job: str) -> None:
+        Entry.objects.create(job="with it")
+        try:
+            Entry.objects.create(job=job)
+        except DatabaseError:
+            if minds:
+                raise
+
+    for number in range(count):
+        ledger.write.enqueue(job=f"before {number}")
+    as_job(fill, "bench.fill").enqueue(job="x")
+    for number in range(count // 2):
+        ledger.write.enqueue(job=f"after {number}")
+    # When
+    bench.run()
+    # Then
+    assert Job.objects.get(handler="bench.fill").state == "failing"
+    others = Job.objects.filter(handler="ledger.write")
+    assert set(others.values_list("state", flat=True)) <= {"completed"}
+    assert sum(entries().values()) == len(entries()) == others.count()
+    assert ProcessedEvent.objects.count() == others.count()
 
 
 @both
