@@ -166,7 +166,7 @@ class AtomicRunner:
                 if has_repeats:
                     ended |= {keys[o.delivery]: o for o in new if o.result in _RAN}
             completed = [o for o in outcomes if o.result is Result.COMPLETED]
-            if len(completed) < len(fresh):
+            if len(completed) < len(fresh) or len(fresh) < len(keys):
                 _take_markers_back(using, completed, keys, fresh)
             completion.complete(using, completed)
             settled = [o for o in outcomes if is_settled_by_group(o)]

@@ -8,10 +8,12 @@ from django.db import transaction
 from kjo_django import signals
 from kjo_django.backends import get_transport
 from kjo_django.exceptions import PermanentError
-from kjo_django.models import DeadLetter, Job
+from kjo_django.models import DeadLetter, Job, ProcessedEvent
+from kjo_django.operations import dead_letters
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord
 from tests.items.models import Item, Run
+from tests.unit.deliveries import Bench
 from tests.unit.template_consumer.made import Producer, always, consumer, send, settled, work
 
 pytestmark = pytest.mark.usefixtures("forgotten_definitions")
@@ -49,6 +51,31 @@ def test_a_permanent_error_fails_at_once(quick):
     send(Item.objects.create())
     work()
     assert (made.calls.__len__(), seen) == (1, [3])
+
+
+def test_an_item_that_fails_beside_one_that_runs_again_leaves_no_marker(quick):
+    """Its dead letter would be refused a replay, for having taken effect."""
+    # Given: one whose content has taken effect and which was set back
+    again, bad = Item.objects.create(), Item.objects.create()
+
+    def process(self, message):
+        if message["id"] == str(bad.pk):
+            raise PermanentError("no")
+
+    made = consumer(process)
+    send(again)
+    work()
+    Item.objects.filter(pk=again.pk).update(state=1)
+    send(again, bad)
+    # When they run in one group
+    bench = Bench("made")
+    bench.run()
+    bench.close()
+    # Then
+    assert made.calls == [str(again.pk), str(again.pk), str(bad.pk)]
+    letter = DeadLetter.objects.get()
+    assert not ProcessedEvent.objects.filter(event_id=letter.message_id).exists()
+    assert dead_letters.replay(dead_letters.DeadLetterFilter()).replayed == 1
 
 
 def test_failed_items_can_be_sent_again(quick):
