@@ -54,3 +54,14 @@ def answers(using: str) -> bool:
         return connection.is_usable()
     except (DatabaseError, InterfaceError, OSError):
         return False
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether a database says that somebody else is in the way: locks waited for in vain, deadlocks
+    and conflicts it resolved. That passes, whatever it was asked for."""
+    cause = error.__cause__
+    return getattr(cause, "sqlstate", None) in _BUSY_STATES or "is locked" in str(error)
+
+
+_BUSY_STATES = frozenset({"40001", "40P01", "55P03", "57014"})
+"""Serialization failure, deadlock, lock not available, statement ended by its time limit."""

@@ -11,7 +11,12 @@ from typing import Protocol
 from django.db import DatabaseError, InterfaceError
 
 from kjo_django.consumer.batches import Started
-from kjo_django.consumer.connections import answers, drop_broken_connections, freshen_connections
+from kjo_django.consumer.connections import (
+    answers,
+    drop_broken_connections,
+    freshen_connections,
+    is_busy,
+)
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import Patience
@@ -69,6 +74,7 @@ class Recorder:
         :param keep: names of leases somebody else of their group still needs.
         """
         patience = None if self._stopping is None else Patience(self._stopping)
+        refusals = 0
         while True:
             try:
                 freshen_connections()
@@ -76,13 +82,20 @@ class Recorder:
             except OUTAGES as error:
                 if patience is None:
                     raise
-                is_refused = isinstance(error, DatabaseError) and answers(jobs_database())
+                # Not what somebody else's lock was in the way of: that passes, like an outage.
+                is_refused = (
+                    isinstance(error, DatabaseError)
+                    and not is_busy(error)
+                    and answers(jobs_database())
+                )
                 if is_refused and len(started) + len(ended) > 1:
                     count = len(started) + len(ended)
                     logger.warning("%d endings are settled one by one: %s", count, error)
                     return self._record_one_by_one(started, ran, ended, keep)
                 drop_broken_connections()
-                gives_up = is_refused and patience.count >= REFUSALS
+                # An outage that was waited out before is none of them.
+                refusals += is_refused
+                gives_up = refusals > REFUSALS
                 if gives_up or not patience.goes_on("Endings cannot be settled", error):
                     deliveries = [o.delivery for o in ended] + [one[0] for one in started]
                     logger.error(

@@ -435,6 +435,66 @@ def test_an_outage_while_recording_runs_nothing_again(make_bench, monkeypatch, f
     assert settled(bench)
 
 
+def test_a_lock_in_the_way_of_the_record_is_waited_out_and_runs_nothing_again(
+    make_bench, monkeypatch, real_database
+):
+    """On SQLite an atomic handler, or whoever else writes, may hold it for minutes."""
+    # Given
+    bench, ran, waits = make_bench(AMPLE), [], []
+    is_sqlite = real_database == "sqlite"
+    connection.cursor().execute(
+        "PRAGMA busy_timeout = 1" if is_sqlite else "SET lock_timeout = '20ms'"
+    )
+    other = connection.copy()
+
+    def note(number):
+        if not ran:
+            lock = "BEGIN IMMEDIATE" if is_sqlite else "BEGIN; SELECT id FROM kjo_job FOR UPDATE"
+            other.cursor().execute(lock)
+        ran.append(number)
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 6:
+            other.cursor().execute("ROLLBACK")
+        return False
+
+    monkeypatch.setattr(bench.stopping, "wait", wait)
+    as_job(note, atomic=False).enqueue_many([{"number": n} for n in range(3)])
+    # When
+    try:
+        deferred = bench.run()
+    finally:
+        other.close()
+        connection.close()
+    # Then
+    assert (deferred, ran, states()) == ([], [0, 1, 2], ["completed"] * 3)
+    assert len(waits) == 6
+    assert settled(bench)
+
+
+def test_an_outage_that_was_waited_out_is_no_refusal(make_bench, monkeypatch):
+    """The database comes back between the attempt to record and the look whether it is there."""
+    # Given
+    bench, ran, record = make_bench(AMPLE), [], PlainRunner.record
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    is_there = iter([False] * 5 + [True] * 2)
+    failures = iter(range(7))
+
+    def away(self, started, endings):
+        if next(failures, None) is not None:
+            raise OperationalError("server closed the connection unexpectedly")
+        return record(self, started, endings)
+
+    monkeypatch.setattr(PlainRunner, "record", away)
+    monkeypatch.setattr("kjo_django.consumer.recording.answers", lambda using: next(is_there))
+    as_job(noting(ran), "bench.note", atomic=False).enqueue(number=0)
+    # When
+    deferred = bench.run()
+    # Then
+    assert (deferred, ran, states()) == ([], [0], ["completed"])
+
+
 def test_an_ending_that_cannot_be_recorded_takes_no_others_with_it(make_bench, monkeypatch):
     # Given
     bench, record = make_bench(AMPLE), PlainRunner.record
