@@ -15,6 +15,7 @@ from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import KjoError, StalledError
 from kjo_django.models import DeadLetterReason
+from kjo_django.models.job import message_id
 
 COLUMNS = (
     "id",
@@ -116,6 +117,20 @@ def why_skip(delivery: Delivery, row: dict[str, Any]) -> str:
     if message.generation != row["generation"]:
         return "generation"
     return "attempt" if message.attempt <= row["attempts"] else ""
+
+
+def is_left_open(outcome: Outcome) -> bool:
+    """Whether the row of a message nobody enqueued here waited for the very attempt it asks for.
+
+    Of a job of ours the marker and the row's state are one transaction. Should the one be there
+    without the other, somebody has used the job's name, and it is not done for that.
+    """
+    message, row = outcome.delivery.message, outcome.job
+    if row is None or message is None or message.job_id != str(row["id"]):
+        return False
+    own_name = message_id(message.job_id, row["generation"])
+    is_born_here = message.id == own_name and row["unique_id"] != message.id
+    return not is_born_here and not why_skip(outcome.delivery, row)
 
 
 def _is_held_by_another(row: dict[str, Any], leases: LeaseBook, now: datetime) -> bool:

@@ -12,7 +12,7 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.consumer.rows import ID_TEXT
 from kjo_django.consumer.work import Outcome
-from kjo_django.models import Job
+from kjo_django.models import Job, transition
 from kjo_django.models.postgres import array_text, text_array
 from kjo_django.states import JobState
 
@@ -33,6 +33,31 @@ def complete(using: str, outcomes: Sequence[Outcome], token: str | None = None) 
         recorded = _complete_one_by_one(using, done, now, token)
     _change_lifetimes(using, [o for o in done if "result_ttl" in o.notes], now)
     return recorded
+
+
+def close_known(using: str, outcomes: Sequence[Outcome]) -> None:
+    """Complete the open rows of messages that have taken effect without them: another copy of a
+    foreign message has, while this one failed and left a row for its retries.
+
+    Nothing else would ever end such a row: each of its attempts is a duplicate.
+    """
+    now = timezone.now()
+    for outcome in outcomes:
+        job, message = outcome.job, outcome.delivery.message
+        assert job is not None
+        assert message is not None
+        transition(
+            "complete",
+            Job.objects.using(using)
+            .at(job["id"], job["generation"])
+            .filter(attempts=job["attempts"]),
+            finished_at=now,
+            error="",
+            lease_token="",
+            lease_expires_at=None,
+            result_expires_at=now + timedelta(milliseconds=job["result_ttl"]),
+            **publication(outcome),
+        )
 
 
 _AWAITING = frozenset(state.value for state in states.AWAITING_PUBLISH)

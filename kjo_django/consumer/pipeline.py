@@ -16,7 +16,7 @@ from django.db import DatabaseError
 
 from kjo_django import tracing
 from kjo_django.conf import get_settings
-from kjo_django.consumer import attempts, settlement
+from kjo_django.consumer import attempts, completion, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import (
     answers,
@@ -305,7 +305,12 @@ class Pipeline:
 
         :param keep: names of leases that are not released.
         """
-        failed = [o for o in outcomes if o.result in _NOT_DONE]
+        failed = [o for o in outcomes if o.result is not Result.COMPLETED]
+        if failed:
+            known = [o for o in failed if o.result is Result.DUPLICATE and attempts.is_left_open(o)]
+            if known:
+                completion.close_known(jobs_database(), known)
+            failed = [o for o in failed if o.result in _NOT_DONE]
         stuck: set[int] = set()
         if failed:
             if tracing.tracer is not None:

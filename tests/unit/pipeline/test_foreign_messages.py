@@ -8,7 +8,9 @@ import pytest
 from django.utils import timezone
 
 from kjo_django import publish_event
+from kjo_django.backends import get_coordination
 from kjo_django.consumer.work import Result
+from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.operations import jobs as operations
@@ -216,3 +218,46 @@ def test_an_origin_made_up_by_others_is_not_believed(bench, transport, origin):
     assert the_job().message_id == id
     assert the_job().state == "completed"
     assert [event.event_id for event in ProcessedEvent.objects.all()] == [id]
+
+
+@both
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
+    bench, another, monkeypatch, atomic
+):
+    """While coordination is away two workers run a copy each, and the one that fails writes its
+    retry down last: every attempt of that would be a duplicate, and no end in sight."""
+    # Given
+    from kjo_django.consumer import settlement
+
+    def away(*args, **kwargs):
+        raise CoordinationError("away")
+
+    for name in ("claim", "renew", "release", "holders"):
+        monkeypatch.setattr(get_coordination(), name, away)
+    ran = []
+
+    def fail_once(job: str) -> None:
+        ran.append(job)
+        if len(ran) == 1:
+            raise ValueError("not this one")
+
+    as_job(fail_once, "bench.fail_once", atomic=atomic)
+    bench.publish(b'{"job": "a"}', **GOOD | {"kjo_type": "bench.fail_once"})
+    deliveries = bench.poll()
+    publish_dead, copies = settlement.publish_dead, iter([list(deliveries)])
+
+    def let_the_other_go_first(outcomes):
+        for copy in next(copies, ()):
+            another.run([another.read(copy.record)])
+        return publish_dead(outcomes)
+
+    monkeypatch.setattr(settlement, "publish_dead", let_the_other_go_first)
+    # When
+    bench.run(deliveries)
+    # Then
+    assert another.results == [Result.COMPLETED]
+    assert the_job().state == "failing"
+    bench.run_until_done()
+    assert (the_job().state, ran) == ("completed", ["a", "a"])
+    assert the_job().finished_at is not None
