@@ -60,6 +60,8 @@ class LeaseBook:
         self._rows: set[UUID] = set()
         self._lock = threading.Lock()
         self._complain_at = 0.0
+        self._has_shown = False
+        self._unsure_until = 0.0
 
     def _complain(self, consequence: str, error: Exception) -> None:
         """Log an outage once in a while, not for every group it touches."""
@@ -92,17 +94,36 @@ class LeaseBook:
         coordination = get_coordination()
         try:
             owners = coordination.holders(list(names))
-            tokens = {token: alive_name(token) for token in owners.values()}
-            living = coordination.holders(list(tokens.values()))
+            dead = self._dead(set(owners.values()) - {self.token})
         except CoordinationError:
             return set()
         return {
             name
             for name in names
-            if name not in owners
-            or owners[name] == self.token
-            or tokens[owners[name]] not in living
+            if name not in owners or owners[name] == self.token or owners[name] in dead
         }
+
+    def _dead(self, tokens: Collection[str]) -> set[str]:
+        """Return those of the workers that show no sign of life.
+
+        None of them where our own sign is gone, or was a moment ago: coordination has been emptied,
+        or nobody could write to it for long, and who lives is about to say so.
+
+        :raises CoordinationError: it cannot be reached.
+        """
+        if not tokens:
+            return set()
+        own = alive_name(self.token)
+        living = get_coordination().holders([own, *map(alive_name, tokens)])
+        if own not in living:
+            self._miss_own_sign()
+        if time.monotonic() < self._unsure_until:
+            return set()
+        return {token for token in tokens if alive_name(token) not in living}
+
+    def _miss_own_sign(self) -> None:
+        if self._has_shown:
+            self._unsure_until = time.monotonic() + self.alive_ttl.total_seconds()
 
     def take_over(self, names: Sequence[str], ttl: timedelta | None = None) -> list[Claim]:
         """Claim abandoned names. That counts as a delivery, so do it when their run begins: what
@@ -134,9 +155,8 @@ class LeaseBook:
 
         False when coordination cannot be reached: then its row leases have to expire.
         """
-        name = alive_name(token)
         try:
-            return name not in get_coordination().holders([name])
+            return bool(self._dead([token]))
         except CoordinationError:
             return False
 
@@ -182,9 +202,13 @@ class LeaseBook:
 
     def show_alive(self) -> None:
         """Give the worker's sign of life; taken over again if it had been thought dead."""
+        names = [alive_name(self.token)]
         try:
-            get_coordination().claim([alive_name(self.token)], self.token, self.alive_ttl)
-            get_coordination().renew([alive_name(self.token)], self.token, self.alive_ttl)
+            if get_coordination().renew(names, self.token, self.alive_ttl) == [True]:
+                return
+            self._miss_own_sign()
+            get_coordination().claim(names, self.token, self.alive_ttl)
+            self._has_shown = True
         except CoordinationError as error:
             self._complain("No sign of life given", error)
 

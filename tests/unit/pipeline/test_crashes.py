@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
+
 from kjo_django.backends import get_coordination
 from kjo_django.consumer.leases import alive_name
 from kjo_django.consumer.work import Result
-from kjo_django.models import DeadLetter, Job
+from kjo_django.models import DeadLetter, Job, Lease
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, entries, the_job
@@ -160,3 +162,34 @@ def test_a_worker_that_is_not_alive_loses_its_leases(bench):
     bench.run([delivery])
     assert (the_job().state, the_job().attempts) == ("completed", 2)
     silent.close()
+
+
+@both
+@pytest.mark.parametrize("shown", ["not yet", "again"])
+def test_where_coordination_forgot_everything_the_living_are_not_taken_for_dead(
+    bench, another, shown
+):
+    """A Redis that came back empty: until each has shown that it lives, nobody can be told from a
+    dead one. What a living worker runs outside a transaction would run beside itself."""
+    # Given a job that is being run
+    ran = []
+
+    def run_beside(job):
+        ran.append(job)
+        if len(ran) == 1:
+            # When coordination forgets, and another worker comes upon its message
+            Lease.objects.all().delete()
+            if shown == "again":
+                another.leases.show_alive()
+            deferred.extend(another.run([another.read(record)]))
+
+    definition = as_job(run_beside, "bench.run_beside", atomic=False)
+    deferred = []
+    definition.enqueue(job="a")
+    deliveries = bench.poll()
+    record = deliveries[0].record
+    bench.run(deliveries)
+    # Then
+    assert (ran, len(deferred)) == (["a"], 1)
+    assert bench.results == [Result.COMPLETED]
+    assert the_job().attempts == 1
