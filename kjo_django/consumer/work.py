@@ -83,13 +83,16 @@ class Delivery:
             self.kind, self.batch = handler.options.name, handler.options.batch
         self.mode = _mode_of(handler, problem)
         """How it is run."""
-        self.shard: object = self
+        self.shard: object
         """What its order is kept by: its record's key, or the item several keys speak of. A record
-        without either asks for no order and is a shard of its own."""
+        without either asks for no order and is a shard of its own, the same one should it be handed
+        out again while it still runs here."""
         if message is not None and message.lease_id:
             self.shard = (record.topic, message.lease_id)
         elif record.key is not None:
             self.shard = (record.topic, record.key)
+        else:
+            self.shard = (*record.position, queue.consumer_group)
         self._lease = ""
 
     @property

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -103,6 +104,23 @@ def test_the_same_key_of_two_topics_is_two_keys():
     lanes = lanes_of(2, size=1)
     lanes.put([delivery("a", queue="q"), delivery("a", queue="r")])
     assert {take(lanes).queue, take(lanes).queue} == {"q", "r"}
+
+
+def test_a_record_without_a_key_that_is_handed_out_again_waits_until_its_first_has_ended():
+    """After a rebalance that gave its partition back, or on a new subscription: nothing but the
+    lanes keeps a worker from running it beside itself."""
+    # Given
+    lanes = lanes_of(2, size=1)
+    first = delivery(None)
+    again = Delivery(replace(first.record, epoch=2), Silent(), first.queue, None, FAST)
+    lanes.put([first])
+    group = take(lanes)
+    # When
+    lanes.put([again])
+    # Then
+    assert lanes.take(timeout=0) is None
+    lanes.done(group)
+    assert take(lanes).deliveries == [again]
 
 
 def test_records_without_a_key_ask_for_no_order():
