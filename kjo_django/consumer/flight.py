@@ -144,24 +144,31 @@ class Flight:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         self._wake.set()
         self._is_up.set()
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: dict[asyncio.Task[None], tuple[list[Started], _Sortie] | None] = {}
+
+        def ended(task: asyncio.Task[None]) -> None:
+            boarded = tasks.pop(task)
+            if boarded is not None and task.cancelled() and not self._is_closed:
+                # With the loop itself, before it had begun: the next loop's.
+                self._boarding.append(boarded)
+
+        def spawn(coroutine: Any, boarded: tuple[list[Started], _Sortie] | None = None) -> None:
+            task = asyncio.create_task(coroutine)
+            tasks[task] = boarded
+            task.add_done_callback(ended)
+
         while True:
             await self._wake.wait()
             self._wake.clear()
             if self._is_closed:
                 break
             # In its turn, ahead of what the handlers that start now will ask of the database.
-            self._spawn(tasks, sync_to_async(freshen_connections)())
+            spawn(sync_to_async(freshen_connections)())
             while self._boarding:
-                self._spawn(tasks, self._run(*self._boarding.popleft()))
+                boarded = self._boarding.popleft()
+                spawn(self._run(*boarded), boarded)
         for task in tasks:
             task.cancel()
-
-    @staticmethod
-    def _spawn(tasks: set[asyncio.Task[None]], coroutine: Any) -> None:
-        task = asyncio.create_task(coroutine)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
 
     async def _run(self, step: list[Started], sortie: _Sortie) -> None:
         try:

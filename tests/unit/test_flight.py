@@ -225,6 +225,38 @@ def test_a_coroutine_whose_own_task_exits_does_not_ground_the_others(configured)
     assert worker.code == 0
 
 
+def test_those_that_board_while_the_loop_ends_take_off_with_the_next(configured):
+    """Cancelled with it before they begin, they would be in the air for ever, with their keys."""
+    is_flying = threading.Event()
+
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def exit_beside_the_next() -> None:
+        is_flying.set()
+        flight = worker._pipeline._flight
+        end = time.monotonic() + WAIT
+        while not flight._boarding and time.monotonic() < end:
+            time.sleep(0.01)
+        # Both come in the loop's next turn, the boarding first
+        flight._wake.set()
+        exits.append(asyncio.create_task(leave()))
+
+    async def land() -> None: ...
+
+    # Given
+    exits = []
+    as_job(exit_beside_the_next, atomic=False, max_attempts=1).enqueue()
+    with running() as worker:
+        assert is_flying.wait(WAIT)
+        # When
+        as_job(land, atomic=False, max_attempts=1).enqueue()
+        # Then
+        wait_until(settled)
+    assert states()[1] == "completed"
+    assert worker.code == 0
+
+
 def test_batches_fly_too(configured):
     calls = []
 
