@@ -255,15 +255,19 @@ def _store_unique(using: str, jobs: Sequence[Job], revives_failed: bool) -> list
     for job in jobs:
         holder = holders.get((job.queue, job.unique_id)) if job.unique_id is not None else job
         if holder is None:
-            raise StorageError(
-                f"The job {job.unique_id!r} of queue {job.queue!r} could not be stored: its row "
-                "vanished while it was looked up. Enqueue it again."
-            )
+            raise _vanished(job)
         if holder.pk == job.pk:
             answers.append(EnqueueResult("queued", job.pk))
         else:
             answers.append(_meet(using, job, holder, revives_failed))
     return answers
+
+
+def _vanished(job: Job) -> StorageError:
+    return StorageError(
+        f"The job {job.unique_id!r} of queue {job.queue!r} could not be stored: its row "
+        "vanished while it was looked up. Enqueue it again."
+    )
 
 
 def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> EnqueueResult:
@@ -281,7 +285,10 @@ def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> EnqueueRes
         if revived:
             job.pk, job.generation = holder.pk, holder.generation + 1
             return EnqueueResult("queued", holder.pk)
-        holder = Job.objects.using(using).get(pk=holder.pk)
+        known = Job.objects.using(using).filter(pk=holder.pk).first()
+        if known is None:
+            raise _vanished(job)
+        holder = known
     raise StorageError(f"The job {job.unique_id!r} keeps changing; enqueue it again.")
 
 

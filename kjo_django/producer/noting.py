@@ -52,16 +52,17 @@ class Notes:
 
     def put_off(self, topic: str, sent: Sequence[Sent]) -> None:
         """Note where jobs went later: their consumers may be at work this moment."""
-        if not self._count:
+        if not self.late:
             self._since = time.monotonic()
         self._count += len(sent)
         self.late.update((one.id, (topic, one)) for one in sent)
 
     @property
     def is_due(self) -> bool:
-        """Whether what was put off since they were last looked at has become much, or old."""
+        """Whether what was put off since they were last looked at has become much, or old. A row
+        that was locked is looked at as often: its next attempt, or generation, waits for that."""
         return self._count > MOST_PUT_OFF or (
-            self._count > 0 and time.monotonic() - self._since > LONGEST_PUT_OFF
+            bool(self.late) and time.monotonic() - self._since > LONGEST_PUT_OFF
         )
 
     def note(self, using: str, topic: str, sent: Sequence[Sent]) -> None:
@@ -72,6 +73,8 @@ class Notes:
         """
         note = _note_at_once if connections[using].vendor == "postgresql" else _note_each
         missing = note(using, topic, sent)
+        if missing and not self.late:
+            self._since = time.monotonic()
         for one in sent:
             if one.id in missing:
                 self.late[one.id] = (topic, one)
@@ -82,7 +85,7 @@ class Notes:
         """Note what was put off and still needs a note, as far as its rows are free by now."""
         if not self.late:
             return
-        self._count = 0
+        self._count, self._since = 0, time.monotonic()
         rows = Job.objects.using(using).filter(
             pk__in=list(self.late), state__in=states.AWAITING_PUBLISH
         )

@@ -167,7 +167,12 @@ class Relay:
             (later if puts_off and self._is_quick(job.handler) else notes).append(note)
         self._notes.put_off(topic, later)
         if notes:
-            self._notes.note(using, topic, notes)
+            try:
+                self._notes.note(using, topic, notes)
+            except (DatabaseError, InterfaceError):
+                # They are out: noted when that can be, they need not go out again.
+                self._notes.put_off(topic, notes)
+                raise
         if records:
             note_others(using, records)
         self.published_count += len(accepted)

@@ -19,6 +19,8 @@ from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, transition
 from kjo_django.models.job import ORIGIN_ID
+from kjo_django.operations.jobs import requeue
+from kjo_django.producer import noting
 from kjo_django.producer import relay as relays
 from kjo_django.producer.dispatch import record_of
 from kjo_django.producer.due import due_jobs, next_due
@@ -233,6 +235,64 @@ def test_a_row_that_is_locked_is_noted_when_it_is_free(postgres, settings, meanw
     running.join(10)
     # Then
     assert [job.state for job in jobs()] == ([state] if state else [])
+    assert len(published()) == 1
+
+
+def test_a_job_whose_row_was_locked_is_published_again_though_calls_never_cease(
+    postgres, settings, monkeypatch
+):
+    """Its next attempt, or here its next generation, does not wait for a quiet moment."""
+    # Given a job that ran when it was to be noted where it went
+    settings.KJO = KINDS
+    relay = Relay()
+    write.enqueue(job="first")
+    locked, may_end = threading.Event(), threading.Event()
+
+    def run_the_job():
+        with transaction.atomic():
+            Job.objects.select_for_update().get()
+            locked.set()
+            may_end.wait(20)
+        connection.close()
+
+    consumer = threading.Thread(target=run_the_job)
+    consumer.start()
+    assert locked.wait(10)
+    assert relay.publish_due() == 1
+    may_end.set()
+    consumer.join(10)
+    # When it is to run again, and others are enqueued all the time
+    assert requeue(Job.objects.all()).changed_count == 1
+    monkeypatch.setattr(relay, "_hears", lambda seconds: True)
+    for number in range(100):
+        write.enqueue(job=str(number))
+        relay._turn(True)
+        if published().count(b'{"job":"first"}') == 2:
+            break
+        time.sleep(0.01)
+    # Then
+    assert published().count(b'{"job":"first"}') == 2
+
+
+def test_what_cannot_be_noted_is_noted_later_and_not_published_again(alone, monkeypatch):
+    """A database that is locked, or away, while the relay has its messages out."""
+    # Given
+    note, refusals = noting._note_each, iter([True])
+
+    def refuse(*arguments):
+        if next(refusals, False):
+            raise OperationalError("database is locked")
+        return note(*arguments)
+
+    monkeypatch.setattr(noting, "_note_each", refuse)
+    write.enqueue(job="a")
+    # When
+    with pytest.raises(OperationalError):
+        alone.publish_due()
+    # Then
+    assert alone.publish_due() == 0
+    alone._notes.note_late("default")
+    assert [job.state for job in jobs()] == ["queued"]
     assert len(published()) == 1
 
 

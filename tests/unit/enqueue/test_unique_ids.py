@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from django.db import transaction
 from django.utils import timezone
 
+from kjo_django.exceptions import StorageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import Job
@@ -155,6 +157,20 @@ def test_duplicates_inside_one_batch_revive_a_cancelled_job_once(transport):
     known.refresh_from_db()
     assert (known.generation, known.arguments["job"]) == (2, "a")
     assert len(messages()) == (1 if transport == "database" else 0)
+
+
+def test_a_row_that_is_pruned_while_it_is_revived_is_told_as_what_it_is(monkeypatch):
+    # Given
+    known = finished("completed", EARLIER)
+
+    def pruned(*arguments, **changes):
+        known.delete()
+        return 0
+
+    monkeypatch.setattr("kjo_django.producer.enqueue.transition", pruned)
+    # When, then
+    with pytest.raises(StorageError, match="Enqueue it again"), transaction.atomic():
+        write.using(id="u").enqueue(job="again")
 
 
 def test_a_batch_tells_new_from_known():
