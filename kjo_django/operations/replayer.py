@@ -176,6 +176,8 @@ class Replayer:
             key=record.key,
             value=record.value,
             headers=dict(record.headers),
+            # With its place this names a death: the next one is another, and has a letter too.
+            timestamp=letter.failed_at,
         )
         result = reprocessor.run(place, queue)
         self._report.ended[result.value] += 1
