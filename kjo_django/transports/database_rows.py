@@ -15,7 +15,7 @@ from django.db.models.functions import Coalesce
 
 from kjo_django.conf import get_settings
 from kjo_django.messages.headers import from_json
-from kjo_django.models import TransportMessage, TransportSubscription
+from kjo_django.models import Job, TransportMessage, TransportSubscription
 from kjo_django.transports.base import Record, TopicPartition
 
 OUTAGES = (OperationalError, InterfaceError)
@@ -29,6 +29,11 @@ _NO_ROW = -1
 def choose_alias(option: str | None) -> str:
     """Return the database of the tables: the option, ``KJO["DATABASE"]`` or the router's choice."""
     return option or get_settings().database or router.db_for_write(TransportMessage)
+
+
+def jobs_alias() -> str:
+    """Return the alias of the database that holds the jobs, and whatever becomes of messages."""
+    return get_settings().database or router.db_for_write(Job)
 
 
 def key_hash(key: bytes | None) -> int | None:

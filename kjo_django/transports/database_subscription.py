@@ -36,6 +36,7 @@ from kjo_django.transports.database_rows import (
     group_rows,
     held_rows,
     is_locked,
+    jobs_alias,
     mend_connection,
 )
 
@@ -53,8 +54,6 @@ class DatabaseSubscription(Subscription):
     :param on_registered: told when the group's interest in its topics is committed.
     """
 
-    joins_transactions = True
-
     def __init__(
         self,
         alias: str,
@@ -68,6 +67,8 @@ class DatabaseSubscription(Subscription):
         on_assigned: AssignedCallback | None = None,
     ) -> None:
         self._alias = alias
+        # On another database an acknowledgement would be durable before the outcome is.
+        self.joins_transactions = alias == jobs_alias()
         self._topics = list(dict.fromkeys(topics))
         self._group = group
         self._lease = lease
@@ -83,6 +84,7 @@ class DatabaseSubscription(Subscription):
         self._pace = Pace(poll_interval)
         self._changes = Changes(alias)
         self._claimer = Claimer(alias, self._topics, group, self._token, lease, self._pace)
+        self._may_have_strays = False
         self._renew_at = 0.0
         self._housekeep_at = 0.0
         self._closed = False
@@ -136,6 +138,7 @@ class DatabaseSubscription(Subscription):
             return []
         try:
             self._housekeep()
+            self._free_strays()
             self._write_settled()
             self._renew()
             records = self._claimer.claim(max_records)
@@ -160,6 +163,7 @@ class DatabaseSubscription(Subscription):
             if self._backoff.failures < _PATIENCE_WITH_LOCKS:
                 return
         else:
+            self._may_have_strays = True
             mend_connection(self._alias)
         if self.last_error is None:
             logger.warning("Database %r cannot be polled, trying again: %s", self._alias, error)
@@ -190,6 +194,19 @@ class DatabaseSubscription(Subscription):
         if orphans.exists():
             orphans.update(consumer_group=self._group)
         self._housekeep_at = time.monotonic() + _HOUSEKEEPING
+
+    def _free_strays(self) -> None:
+        """Free rows of ours that nobody was handed, since the answer to the commit of their claim
+        was lost. They would be renewed with the others, and looked at by nobody."""
+        if not self._may_have_strays:
+            return
+        with self._lock:
+            known = self._held | self._settled
+        rows = held_rows(self._alias, self._token)
+        strays = [id for id in rows.values_list("id", flat=True) if id not in known]
+        for chunk in batches(self._alias, strays):
+            rows.filter(id__in=chunk).update(lease_token="", lease_expires_at=None)
+        self._may_have_strays = False
 
     def _renew(self) -> None:
         if time.monotonic() < self._renew_at:
@@ -270,8 +287,9 @@ class DatabaseSubscription(Subscription):
             for chunk in batches(self._alias, ids):
                 rows.filter(id__in=chunk).update(lease_token="", lease_expires_at=None)
 
-        self._insist(free)
-        self._forget(ids)  # not renewed any more, so at worst they come back by the lease
+        if not self._insist(free):
+            self._may_have_strays = True
+        self._forget(ids)
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Leave these topics alone; rows already handed out stay this consumer's."""

@@ -184,14 +184,20 @@ class RedisStreamsSubscription(Subscription):
         for stream in active:
             if len(records) >= limit:
                 return records
-            reply = client.xautoclaim(
-                stream,
-                self._group,
-                self._name,
-                int(self._lease * 1000),
-                start_id=self._looked_at.get(stream, START),
-                count=limit - len(records),
-            )
+            try:
+                reply = client.xautoclaim(
+                    stream,
+                    self._group,
+                    self._name,
+                    int(self._lease * 1000),
+                    start_id=self._looked_at.get(stream, START),
+                    count=limit - len(records),
+                )
+            except RedisError:
+                if records:
+                    # Those of the streams before are held and renewed: lost, nobody gets them.
+                    return records
+                raise
             self._looked_at[stream] = text_of(reply[0])
             records += self._take(stream, reply[1])
         if not records and all(self._looked_at[stream] == START for stream in active):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
@@ -171,6 +171,43 @@ def test_a_frozen_owner_that_nobody_replaced_goes_on(
     assert sum(frozen.lag().values()) == 0
 
 
+def test_rows_of_a_claim_whose_answer_was_lost_are_handed_out_after_all(
+    transport: DatabaseTransport, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks in its commit, which the database has made. They are its own and
+    nobody has them: renewed with the others, they would wait for the end of its process."""
+    subscription = subscribe()
+    publish(transport, "a1", "a2", "b1", "a3")
+    claim, is_lost = Claimer.claim, iter([False, True])
+
+    def lose(self: Claimer, limit: int) -> list[Record]:
+        records = claim(self, limit)
+        if next(is_lost, False):
+            raise OperationalError("server closed the connection unexpectedly")
+        return records
+
+    monkeypatch.setattr(Claimer, "claim", lose)
+    found = subscription.poll(1, 0)
+    assert subscription.poll(2, 0) == []
+    assert eventually(lambda: found.extend(subscription.poll(10, 0.1)) or len(found) >= 3)
+    assert texts(found) == ["a1", "a2", "b1", "a3"]
+
+
+def test_what_could_not_be_handed_back_is_later(
+    transport: DatabaseTransport, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although its holder has others that it renews."""
+    first, second = subscribe(), subscribe()
+    publish(transport, "a1", "b1")
+    kept, given = first.poll(2, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "_insist", lambda action: False)
+        first.hand_back([given])
+    first.poll(0, 0)
+    assert texts(second.poll(10, 1)) == ["b1"]
+    assert texts([kept]) == ["a1"]
+
+
 def test_rows_renewed_during_a_claim_are_left_alone(
     transport: DatabaseTransport, subscribe: Subscribe, alias: str, monkeypatch: Any
 ) -> None:
@@ -232,6 +269,16 @@ def test_an_acknowledgement_commits_with_the_outcome(
     with transaction.atomic(using=alias):
         subscription.acknowledge_in_transaction(records)
     assert subscription.lag() == {TopicPartition("t", 0): 0}
+
+
+def test_on_another_database_than_the_jobs_it_joins_no_transaction_of_theirs(
+    alias: str, subscribe: Subscribe, settings: Any
+) -> None:
+    """Deleted there before the outcome is committed here, a message nobody enqueued were lost with
+    the outcome."""
+    assert not subscribe().joins_transactions
+    settings.KJO = {"DATABASE": alias}
+    assert subscribe(group="of the jobs").joins_transactions
 
 
 def test_a_lane_settles_on_its_own_connection(

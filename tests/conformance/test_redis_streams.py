@@ -73,6 +73,37 @@ class TestRedisStreams(TransportConformance):
                 eventually(look, 15, "the record of the dead")
                 assert found == [b"left"]
 
+    def test_what_it_claimed_of_one_stream_is_not_lost_with_the_claim_of_the_next(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The connection breaks in between."""
+        # Given what a consumer that died was handed
+        transport = self.make_transport()
+        transport.publish([OutgoingRecord(topic, topic.encode()) for topic in "ab"])
+        dead = transport.subscribe(["a", "b"], "g", lease=self.lease)
+        left: list[Any] = []
+        eventually(lambda: left.extend(dead.poll(2, 0.1)) or len(left) == 2, 10, "both records")
+        claim, claimed, breaks = redis.Redis.xautoclaim, [], iter([True])
+
+        def break_after_a_record(self: Any, *arguments: Any, **options: Any) -> Any:
+            if claimed and next(breaks, False):
+                raise redis.ConnectionError("gone")
+            reply = claim(self, *arguments, **options)
+            claimed.extend(reply[1])
+            return reply
+
+        monkeypatch.setattr(redis.Redis, "xautoclaim", break_after_a_record)
+        # When another claims it
+        found: set[Any] = set()
+        with closing(transport.subscribe(["a", "b"], "g", lease=self.lease)) as other:
+
+            def look() -> bool:
+                found.update(record.value for record in other.poll(2, 0.05))
+                return len(found) == 2
+
+            # Then
+            eventually(look, 15, "both records")
+
     @pytest.mark.parametrize(
         ("id", "headers"),
         [
