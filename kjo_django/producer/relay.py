@@ -108,9 +108,20 @@ class Relay:
         using = dispatch.jobs_database()
         wanted = self._awake() if queues is None else queues
         jobs = due_jobs(using, wanted, get_settings().relay_batch_size, self._notes.late)
+        failed: Exception | None = None
         for queue_name in dict.fromkeys(job.queue for job in jobs):
             due = [job for job in jobs if job.queue == queue_name]
-            self._publish(using, queue_name, due, may_put_off and len(jobs) <= MOST_PUT_OFF)
+            try:
+                self._publish(using, queue_name, due, may_put_off and len(jobs) <= MOST_PUT_OFF)
+            except (DatabaseError, InterfaceError):
+                raise
+            except Exception as error:
+                # Its rows are the oldest and will come first each time: those of others must not
+                # wait for whatever is wrong with its transport.
+                self._let_rest(queue_name)
+                failed = failed or error
+        if failed is not None:
+            raise failed
         return len(jobs)
 
     def _publish(self, using: str, queue_name: str, jobs: list[Due], puts_off: bool) -> None:
@@ -137,10 +148,14 @@ class Relay:
         if not errors:
             self._rests.pop(queue, None)
             return
-        delay = min(2 * self._rests[queue][1], REST_MAX) if queue in self._rests else 1.0
-        self._rests[queue] = (time.monotonic() + delay, delay)
+        delay = self._let_rest(queue)
         message = "%d messages of queue %s were not taken, trying again in %.0f s: %s"
         logger.error(message, len(errors), queue, delay, errors[0], extra={"queue": queue})
+
+    def _let_rest(self, queue: str) -> float:
+        delay = min(2 * self._rests[queue][1], REST_MAX) if queue in self._rests else 1.0
+        self._rests[queue] = (time.monotonic() + delay, delay)
+        return delay
 
     def _awake(self) -> list[str]:
         now = time.monotonic()

@@ -740,6 +740,31 @@ def test_an_outage_of_the_transport_is_told_and_its_end_too(alone):
     assert jobs()[0].state == "queued"
 
 
+def test_a_queue_whose_transport_fails_holds_up_no_other(alone, monkeypatch):
+    """Its rows come first each time, being the oldest."""
+    # Given
+    transport = get_transport()
+    publish = transport.publish
+
+    def fail_for_one(records):
+        if records[0].topic == "other":
+            raise ValueError("no such cache")
+        return publish(records)
+
+    monkeypatch.setattr(transport, "publish", fail_for_one)
+    write.using(queue="other").enqueue(job="stuck")
+    write.enqueue(job="a")
+    # When
+    with pytest.raises(ValueError, match="no such cache"):
+        alone.publish_due()
+    # Then, and it rests: others are published at once meanwhile
+    assert len(published()) == 1
+    write.enqueue(job="b")
+    assert alone.publish_due() == 1
+    assert len(published()) == 2
+    assert [job.state for job in jobs()] == ["pending", "queued", "queued"]
+
+
 def test_one_job_nobody_can_send_does_not_hold_up_the_others(alone, monkeypatch):
     # Given: a header no version of this package would store today
     JobFactory(queue="ledger", handler="ledger.write", headers={"trace": 1})
