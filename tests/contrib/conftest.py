@@ -54,5 +54,7 @@ def work(tasks: Any, db: None) -> Iterator[Callable[[], Bench]]:
 # Databases with real transactions, for threads.
 from tests.unit.conftest import (  # noqa: E402, F401
     _migrated_file,
+    _migrated_postgres,
+    postgres,
     sqlite_file,
 )

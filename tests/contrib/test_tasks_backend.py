@@ -18,9 +18,10 @@ pytest.importorskip(
 from django.db import transaction
 from django.utils import timezone
 
+from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.consumer.leases import lease_name
-from kjo_django.consumer.work import Mode
+from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
 from kjo_django.contrib.tasks import handlers
 from kjo_django.contrib.tasks.compat import (
     InvalidTask,
@@ -31,12 +32,15 @@ from kjo_django.contrib.tasks.compat import (
     task_started,
 )
 from kjo_django.exceptions import PayloadError
-from kjo_django.models import DeadLetter, Job, JobFailure, Lease
+from kjo_django.ids import uuid7
+from kjo_django.models import DeadLetter, Job, JobFailure, Lease, MetricBucket
 from kjo_django.operations import jobs as operations
 from kjo_django.testing import drain
+from kjo_django.transports.base import Record
+from kjo_django.worker.statistics import Statistics
 from tests.contrib.conftest import NAME
 from tests.ledger.models import Entry
-from tests.unit.deliveries import MEMORY, Bench
+from tests.unit.deliveries import MEMORY, Bench, Silent
 
 pytestmark = pytest.mark.django_db
 Work = Callable[..., Bench]
@@ -257,6 +261,26 @@ def test_headers_decide_how_it_is_run(tasks: Any) -> None:
     modes = [(d.mode, d.kind.rpartition(".")[2]) for d in bench.poll()]
     bench.close()
     assert modes == [(Mode.PLAIN, "note"), (Mode.ATOMIC, "hang"), (Mode.PLAIN, "note")]
+
+
+def test_a_task_is_counted_by_a_name_that_can_be_stored(tasks: Any, postgres: None) -> None:
+    """A worker whose figures hold one that cannot writes none any more, and no farewell."""
+    # Given
+    handler = registry.find(NAME)
+    assert isinstance(handler, handlers.TaskHandler)
+    statistics = Statistics(uuid7())
+    record = Record("default", 0, 0, None, b"{}", {})
+    # When
+    for path in (b"a\0.b", b"a.\xff\xff", b"a\n.b", b"x" * 101, b"app.tasks.add"):
+        fitted = handler.fitted({handlers.TASK: path})
+        queue = get_settings().queue("default")
+        delivery = Delivery(record, Silent(), queue, None, fitted)
+        statistics.add([Outcome(delivery, Result.DEAD)])
+    statistics.flush()
+    # Then
+    names = MetricBucket.objects.values_list("handler", flat=True)
+    assert {"django.tasks", "app.tasks.add"} <= set(names)
+    assert all(name.isprintable() for name in names)
 
 
 def test_options_of_the_backend_are_its_tasks_defaults(tasks: Any, work: Work) -> None:

@@ -137,8 +137,9 @@ _OPTIONS = registry.HandlerOptions(name=NAME, takes_context=True)
 
 @functools.lru_cache(maxsize=1024)
 def _variant(path: str, is_plain: bool, is_async: bool, timeout: str) -> TaskHandler:
-    # Named after the task: run times are learned, and statistics kept, for each by itself.
-    name = path if 0 < len(path) <= MAX_KIND_LENGTH else NAME
+    # Named after the task: run times are learned, and statistics kept, for each by itself. A name
+    # with NUL in it, and no statistics would be stored again.
+    name = path if 0 < len(path) <= MAX_KIND_LENGTH and path.isprintable() else NAME
     options = replace(_OPTIONS, name=name, atomic=not is_plain, timeout=_seconds(timeout))
     return TaskHandler(run_async if is_async else run, options)
 
