@@ -12,7 +12,7 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.consumer.work import Delivery, Outcome
 from kjo_django.messages import headers as names
-from kjo_django.messages.serializers import MAX_ERROR_LENGTH, storable_text
+from kjo_django.messages.serializers import MAX_ERROR_LENGTH, one_line, storable_text
 from kjo_django.models import DeadLetter
 from kjo_django.retries.classification import import_path
 from kjo_django.transports.base import OutgoingRecord, Record
@@ -150,9 +150,3 @@ def reason_of(outcome: Outcome) -> str:
     delivery = outcome.delivery
     which = delivery.message.id if delivery.message else delivery.record.position
     return one_line(f"{which}: {outcome.reason}: {error_text(outcome.error)}")
-
-
-def one_line(text: str) -> str:
-    """Return text with its line breaks and control characters spelled out: a message of others must
-    not look like several records of the log."""
-    return text if text.isprintable() else repr(text)[1:-1]

@@ -161,6 +161,12 @@ def load_result(data: bytes, serializer: Serializer = JSON) -> Any:
 # --- Text that must fit and must be storable ------------------------------------------------------
 
 
+def one_line(text: str) -> str:
+    """Return text with its line breaks, control characters and what no encoding knows spelled out:
+    what others wrote must not look like several records of the log, nor keep one from it."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
 def storable_text(text: str, limit: int | None = None) -> str:
     """Return ``text`` as every database takes it: no NUL, no lone surrogates, at most ``limit``
     code points (RST-27, RST-F14)."""

@@ -11,7 +11,7 @@ from django.utils import timezone
 from django.utils.timesince import timesince
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer.deadletters import one_line
+from kjo_django.messages.serializers import one_line
 from kjo_django.worker.heartbeat import memory_bytes
 from kjo_django.worker.memory import memory_limit
 from kjo_django.worker.process import Worker

@@ -549,7 +549,7 @@ def test_an_item_that_a_source_returns_twice_is_sent_once():
     assert (result.total, result.sent, ids()) == (2, 2, ["1", "2"])
 
 
-def test_an_id_that_no_database_keeps_fails_alone():
+def test_an_id_that_no_database_keeps_fails_alone(caplog):
     """A name of a file, say; asking coordination for it failed the whole run."""
     found = items(2)
     found[0]["id"] = "caf\udce9"
@@ -557,3 +557,4 @@ def test_an_id_that_no_database_keeps_fails_alone():
     result = source.produce_messages({}, 10)
     assert (result.sent, result.failed, source.succeeded) == (1, 1, ["2"])
     assert source.failed == [("caf\udce9", "Its id holds a character no database keeps")]
+    assert caplog.messages[-1].startswith("Item caf\\udce9 was not sent")
