@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient
 
 from kjo_django.exceptions import PublishError
 from kjo_django.testing.conformance import eventually
-from kjo_django.transports.base import OutgoingRecord, TopicPartition, TopicSpec
+from kjo_django.transports.base import GroupOffsets, OutgoingRecord, TopicPartition, TopicSpec
 from kjo_django.transports.kafka import KafkaTransport
 from tests.services import KafkaServer
 from tests.services.fixtures import require
@@ -222,6 +222,31 @@ def test_lag_is_known_without_joining(transport, name):
     assert transport.lag([name], name) == {first: 1, second: 0}
     assert subscription.lag() == {first: 1, second: 0}
     subscription.close()
+
+
+def test_what_retention_has_passed_is_no_lag(transport, kafka_server, name):
+    """Or an alert would tell of messages nobody can read, and no rescue look for their jobs."""
+    # Given a group that has read two of nine
+    transport.ensure_topics([TopicSpec(name)])
+    place = TopicPartition(name, 0)
+    publish(transport, name, *(b"%d" % n for n in range(9)))
+    subscription = transport.subscribe([name], name)
+    subscription.acknowledge(read(subscription, 9)[:2])
+    subscription.close()
+    assert transport.offsets([name], name) == {place: GroupOffsets(lag=7, committed=2, end=9)}
+    admin = AdminClient({"bootstrap.servers": kafka_server.bootstrap_servers})
+
+    def keep_from(offset):
+        for each in admin.delete_records([KafkaPartition(name, 0, offset)]).values():
+            each.result(30)
+
+    # When the oldest are deleted, and then all
+    keep_from(6)
+    assert transport.offsets([name], name) == {place: GroupOffsets(lag=3, committed=6, end=9)}
+    keep_from(9)
+    # Then
+    assert transport.offsets([name], name) == {place: GroupOffsets(lag=0, committed=9, end=9)}
+    assert transport.offsets([name], "nobody") == {place: GroupOffsets(lag=0, end=9)}
 
 
 # --- Topics that are made again -------------------------------------------------------------------

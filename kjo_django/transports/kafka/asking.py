@@ -66,7 +66,7 @@ class Asker:
 
     def offsets(self, names: Iterable[str]) -> dict[TopicPartition, GroupOffsets]:
         """Return the committed and the end offset; the lag is what is between them, or after the
-        earliest where nothing is committed."""
+        earliest where nothing is committed, or where what was is no longer there."""
         with self._asking:
             consumer = self._consumer.get()
             try:
@@ -116,12 +116,15 @@ class Asker:
             return {}
         committed = _offsets(consumer.committed(partitions, timeout=self._timeout))
         ends = self._edges(consumer, partitions, OFFSET_END)
-        new = [each for each in partitions if committed[_key(each)] < 0]
-        starts = {**committed, **self._edges(consumer, new, OFFSET_BEGINNING)}
+        # Where a group has committed nothing, or what retention has passed since, the first record
+        # there is comes next. Of who is at the end nobody needs to ask.
+        behind = [each for each in partitions if committed[_key(each)] < ends[_key(each)]]
+        firsts = self._edges(consumer, behind, OFFSET_BEGINNING)
+        nexts = {where: max(offset, firsts.get(where, 0)) for where, offset in committed.items()}
         return {
             where: GroupOffsets(
-                lag=max(0, end - starts[where]),
-                committed=committed[where] if committed[where] >= 0 else None,
+                lag=max(0, end - nexts[where]),
+                committed=nexts[where] if committed[where] >= 0 else None,
                 end=end,
             )
             for where, end in ends.items()
