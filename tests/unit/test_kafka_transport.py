@@ -626,6 +626,26 @@ def test_an_outage_is_reported_and_over_without_help(transport, mock, topic, sub
     assert values(read(open_one, 1)) == [b"3"]
 
 
+def test_an_outage_has_one_text_however_long_it_lasts(transport, mock, topic, subscribe):
+    """What a worker has not told of yet it tells: by each other text, a line a second."""
+    publish(transport, topic, b"1")
+    open_one = subscribe(transport)
+    read(open_one, 1)
+    told = []
+
+    with mock.down():
+
+        def has_lasted():
+            open_one.poll(1, 0.05)
+            if open_one.last_error is not None:
+                told.append((open_one.last_error, time.monotonic()))
+            return told and told[-1][1] - told[0][1] > 3
+
+        eventually(has_lasted, 30, "an outage of three seconds")
+
+    assert len({text for text, _ in told if not text.startswith("commit failed")}) == 1
+
+
 def test_subscribing_during_an_outage_works_once_it_is_over(transport, mock, topic, subscribe):
     publish(transport, topic, b"1")
     with mock.down():

@@ -12,6 +12,9 @@ from kjo_django.transports.kafka.clients import describe, logger
 CHECK_INTERVAL = 1.0
 CHECK_TIMEOUT = 0.25
 
+AWAY = frozenset({KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._RESOLVE})
+"""Of one outage: the client tells of each broker, and of each try with the milliseconds it took."""
+
 
 class Health:
     """The latest error of a group's client. Belongs to the thread that polls.
@@ -28,6 +31,7 @@ class Health:
         self._due = 0.0
         self.last_error: str | None = None
         """See `Subscription.last_error`."""
+        self._is_away = False
         self.is_fatal = False
         """Whether the client failed for good: it answers nothing any more, and must be replaced."""
 
@@ -37,6 +41,10 @@ class Health:
             if error.code() == KafkaError._PARTITION_EOF:
                 return
             self.is_fatal = self.is_fatal or error.fatal() or error.code() == KafkaError._FATAL
+        is_away = isinstance(error, KafkaError) and error.code() in AWAY
+        if is_away and self._is_away and self.last_error is not None:
+            return  # an outage has one text, or everybody who is told would tell of it every second
+        self._is_away = is_away
         text = describe(error)
         if text != self.last_error:
             logger.warning("Consumer group %s: %s", self._group, text)
