@@ -40,6 +40,21 @@ def test_a_misspelt_queue_is_wrong_usage_and_not_a_child_that_dies_for_ever(proc
 
 
 @pytest.mark.usefixtures("_never_run")
+def test_a_topic_of_others_is_not_consumed_by_mistake(settings):
+    """Their messages, which nobody here handles, would become dead letters."""
+    settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "theirs": {"consume": False}}}
+    error = refusal("ledger", "theirs")
+    assert error.returncode == 2
+    assert "KJO['QUEUES']['theirs'] has consume=False" in str(error)
+
+
+@pytest.mark.usefixtures("_never_run")
+def test_settings_that_are_wrong_are_named_without_a_traceback(settings):
+    settings.KJO = {**KJO, "CONCURRENCY": "many"}
+    assert "KJO['CONCURRENCY'] must be a whole number" in str(refusal())
+
+
+@pytest.mark.usefixtures("_never_run")
 def test_a_heartbeat_file_nobody_can_write_is_refused_at_once(tmp_path):
     error = refusal("--heartbeat-file", str(tmp_path / "missing" / "alive"))
     assert error.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from datetime import timedelta
 
@@ -176,6 +177,23 @@ def test_unapplied_migrations_are_told(monkeypatch):
     # And where the jobs are in another database than the default one
     monkeypatch.setattr(module, "DEFAULT_DB_ALIAS", "the project's")
     assert check("database").fix == "Run manage.py migrate --database default."
+
+
+def test_a_broker_away_for_an_hour_is_asked_for_the_lag_by_one_thread_at_a_time(monkeypatch):
+    """Prometheus asks every few seconds: threads, and their database connections, would pile up."""
+    asked, answered = [], threading.Event()
+
+    def lag(self, topics, group):
+        asked.append(topics)
+        answered.wait(60)
+        return {}
+
+    monkeypatch.setattr(MemoryTransport, "lag", lag)
+    try:
+        assert [module.lag_by_partition(0.05) for _ in range(3)] == [None] * 3
+        assert len(asked) == 1
+    finally:
+        answered.set()
 
 
 def test_a_probe_that_raises_is_a_failed_check(monkeypatch):

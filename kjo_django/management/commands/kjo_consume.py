@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentTypeError
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.utils import autoreload
 
 from kjo_django import registry
+from kjo_django.conf import get_settings
 from kjo_django.management.commands._shared import check_queues, positive, positive_number
 from kjo_django.operations.health import missing_tables
 from kjo_django.worker.report import StatusReporter
@@ -40,30 +42,32 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Run, reload or supervise."""
+        try:
+            code = self._run(options)
+        except ImproperlyConfigured as error:
+            raise CommandError(str(error)) from error
+        if code:
+            sys.exit(code)
+
+    def _run(self, options: dict[str, Any]) -> int:
         # Before anything is forked: a child that ends of it would be started again and again.
         try:
             check_queues(options["queues"], registry.queue_names())
+            _check_consumed(options["queues"])
+            _check_file(options["heartbeat_file"])
+            if options["reload"] and options["processes"] > 1:
+                raise ValueError("--reload goes with a single process; leave --processes out.")
         except ValueError as error:
             raise CommandError(str(error), returncode=2) from error
-        _check_file(options["heartbeat_file"])
         if advice := missing_tables():
             # It begins all the same, and works once they are there.
             self.stderr.write(f"The tables of kjo_django are missing. {advice}")
         if options["reload"]:
-            if options["processes"] > 1:
-                message = "--reload goes with a single process; leave --processes out."
-                raise CommandError(message, returncode=2)
             autoreload.run_with_reloader(self._work, **options)
-            return
+            return 0
         if options["processes"] > 1:
-            code = supervise(options["processes"], lambda: self._work(**options))
-        else:
-            try:
-                code = self._work(**options)
-            except ImproperlyConfigured as error:
-                raise CommandError(str(error)) from error
-        if code:
-            sys.exit(code)
+            return supervise(options["processes"], lambda: self._work(**options))
+        return self._work(**options)
 
     def _work(self, **options: Any) -> int:
         from kjo_django.worker import Worker
@@ -99,6 +103,15 @@ def _interval(text: str) -> float:
         raise ArgumentTypeError(f"{text!r} is no number of seconds; 0 for none") from None
 
 
+def _check_consumed(queues: Iterable[str]) -> None:
+    """Refuse what would make dead letters of other services' messages."""
+    for name in queues:
+        if not get_settings().queue(name).consume:
+            raise ValueError(
+                f"KJO['QUEUES'][{name!r}] has consume=False: this service only publishes to it."
+            )
+
+
 def _check_file(path: str | None) -> None:
     """Refuse at once what no probe would ever see."""
     if path:
@@ -106,4 +119,4 @@ def _check_file(path: str | None) -> None:
             Path(path).touch()
         except OSError as error:
             message = f"--heartbeat-file {path} cannot be written: {error.strerror}"
-            raise CommandError(message, returncode=2) from error
+            raise ValueError(message) from error
