@@ -19,6 +19,8 @@ from kjo_django.transports.base import OutgoingRecord, Record
 from kjo_django.transports.timestamps import moment
 
 HEADERS, VALUE, KEY = b"kjo:h", b"kjo:v", b"kjo:k"
+PAGE, MOST_COUNTED = 1_000, 10_000
+"""Entries read at once, and in all, where Redis does not say how many there are."""
 
 
 def fields_of(record: OutgoingRecord) -> dict[bytes, bytes]:
@@ -101,8 +103,20 @@ def lag_of(client: Any, stream: str, group: str) -> int:
         if text_of(found["name"]) != group:
             continue
         waiting = found.get("lag")
-        if waiting is None:  # Redis lost count, as after a trim in the middle
-            after = f"({text_of(found['last-delivered-id'])}"
-            waiting = len(client.xrange(stream, min=after))
+        if waiting is None:  # Redis lost count, as when an entry was deleted
+            waiting = _count_after(client, stream, text_of(found["last-delivered-id"]))
         return int(waiting) + int(found["pending"])
     return int(client.xlen(stream))
+
+
+def _count_after(client: Any, stream: str, id: str) -> int:
+    """Count entries by reading them, a lower bound from ``MOST_COUNTED`` on: a backlog may be
+    larger than what this process, and the patience of its users, can take."""
+    count = 0
+    while count < MOST_COUNTED:
+        page = client.xrange(stream, min=f"({id}", count=PAGE)
+        count += len(page)
+        if len(page) < PAGE:
+            break
+        id = text_of(page[-1][0])
+    return count

@@ -12,7 +12,8 @@ import redis
 from django.test import override_settings
 
 from kjo_django.testing.conformance import TransportConformance, eventually
-from kjo_django.transports.base import OutgoingRecord
+from kjo_django.transports import redis_streams_entries
+from kjo_django.transports.base import OutgoingRecord, TopicPartition
 
 pytestmark = pytest.mark.redis
 
@@ -48,6 +49,23 @@ class TestRedisStreams(TransportConformance):
 
             eventually(read, 10, "nine records")
             assert set(taken[:9]) == set(topics)
+
+    def test_a_backlog_redis_lost_count_of_is_counted_page_by_page(self, monkeypatch: Any) -> None:
+        """An entry was deleted by hand; millions of others must not all be read into memory."""
+        # Given
+        transport = self.make_transport()
+        with closing(transport.subscribe(["t"], "g")) as subscription:
+            subscription.poll(0, 0.05)
+            transport.publish([OutgoingRecord("t", b"%d" % n) for n in range(25)])
+            stream = transport.stream("t")
+            self.client.xdel(stream, self.client.xrange(stream)[3][0])
+            assert self.client.xinfo_groups(stream)[0]["lag"] is None
+        monkeypatch.setattr(redis_streams_entries, "PAGE", 5)
+        # When, then
+        assert transport.lag(["t"], "g") == {TopicPartition("t", 0): 24}
+        # And when there are more than are worth counting
+        monkeypatch.setattr(redis_streams_entries, "MOST_COUNTED", 15)
+        assert transport.lag(["t"], "g") == {TopicPartition("t", 0): 15}
 
     def test_what_a_crash_left_is_found_behind_what_others_are_busy_with(self) -> None:
         """Redis looks at ten entries for each that is asked for."""
