@@ -203,3 +203,13 @@ class RateLimitExceededError(PausableError):
 
 class CircuitBreakerOpenError(PausableError):
     """A circuit breaker keeps the handler from calling a failing service."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's text; its type's name where it has none, or raises when it is asked for:
+    whoever tells of an error must not fail of it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return text or type(error).__name__

@@ -33,7 +33,7 @@ from kjo_django.consumer.execution import (
 )
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery
-from kjo_django.exceptions import JobCancelledError, PermanentError
+from kjo_django.exceptions import JobCancelledError, PermanentError, text_of
 from kjo_django.messages.carried import INHERITED
 from kjo_django.messages.serializers import serializer_for
 
@@ -151,10 +151,11 @@ class Batch:
         alone that tells."""
         if len(self.items) > 1:
             logger.warning(
-                "A batch of %d of %s failed, its items run again one by one: %r",
+                "A batch of %d of %s failed, its items run again one by one: %s: %s",
                 len(self.items),
                 self.handler.name,
-                error,
+                type(error).__name__,
+                text_of(error),
                 extra={
                     "handler": self.handler.name,
                     "queue": self.started[0][0].queue.name,
@@ -184,7 +185,8 @@ class Batch:
         item = self._items[delivery]
         if len(self.items) > 1 and not isinstance(error, JobCancelledError):
             # Another's error, maybe: asked to end, it has.
-            error = JobCancelledError(f"The batch of job {item.job_id} was aborted: {error!r}")
+            told = f"{type(error).__name__}: {text_of(error)}"
+            error = JobCancelledError(f"The batch of job {item.job_id} was aborted: {told}")
         ran = Ran(timezone.now(), 0.0, error=error)
         ran.abort_reason, ran.result_ttl = item.abort_reason, item.result_ttl
         return ran

@@ -11,6 +11,7 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer.work import Delivery, Outcome
+from kjo_django.exceptions import text_of
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, one_line, storable_text
 from kjo_django.models import DeadLetter
@@ -26,11 +27,7 @@ def error_text(error: BaseException | None, limit: int = MAX_ERROR_LENGTH) -> st
     """Return what is shown of an error: its text, or its type when it has none."""
     if error is None:
         return ""
-    try:
-        text = str(error)
-    except Exception:
-        text = ""  # an error whose text cannot be made must still end somewhere
-    return storable_text(text or type(error).__name__, limit)
+    return storable_text(text_of(error), limit)
 
 
 def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:

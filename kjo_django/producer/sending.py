@@ -13,7 +13,13 @@ from django.db import transaction
 from kjo_django import signals
 from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.coordination.base import Claim
-from kjo_django.exceptions import CoordinationError, KjoError, PayloadError, PublishError
+from kjo_django.exceptions import (
+    CoordinationError,
+    KjoError,
+    PayloadError,
+    PublishError,
+    text_of,
+)
 from kjo_django.messages.serializers import one_line, storable_text
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.sends import publish
@@ -240,8 +246,8 @@ class Sending:
 
     def _fail(self, item_id: str, error: Exception) -> None:
         self._failed += 1
-        self._reason = self._reason or str(error)
-        logger.error("Item %s was not sent: %s", one_line(item_id), one_line(str(error)))
+        self._reason = self._reason or text_of(error)
+        logger.error("Item %s was not sent: %s", one_line(item_id), one_line(text_of(error)))
         self._tell(lambda: self._producer.on_failed(item_id, error))
         signals.send(
             signals.item_send_failed,

@@ -9,7 +9,7 @@ from typing import Any
 from django.dispatch import Signal
 
 from kjo_django import signals
-from kjo_django.exceptions import KjoError, MaxRetriesError
+from kjo_django.exceptions import KjoError, MaxRetriesError, text_of
 from kjo_django.messages.serializers import serializer_for
 from kjo_django.models import DeadLetterReason, Job
 from kjo_django.producer.dispatch import jobs_database
@@ -85,7 +85,7 @@ def _failure(facts: dict[str, Any]) -> BaseException:
     if facts["reason"] not in (DeadLetterReason.EXHAUSTED, DeadLetterReason.STALLED):
         return error
     id = facts["unique_id"] or facts["job_id"]
-    failure = MaxRetriesError(id, facts["attempt"], str(error), _payload(facts["job_id"]))
+    failure = MaxRetriesError(id, facts["attempt"], text_of(error), _payload(facts["job_id"]))
     failure.__cause__ = error
     return failure
 

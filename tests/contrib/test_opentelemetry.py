@@ -478,6 +478,24 @@ def test_a_failed_attempt_records_its_exception_and_has_the_status_of_an_error(b
     assert "always_fails" in event.attributes["exception.stacktrace"]
 
 
+def test_an_exception_without_a_text_takes_no_others_trace(bench, spans):
+    class Mute(Exception):
+        def __str__(self):
+            raise AttributeError("customer")
+
+    def index(batch) -> None:
+        for item in batch:
+            item.fail(Mute() if item.payload["job"] == "a" else ValueError("told"))
+
+    definition = as_job(index, "bench.index", batch=10)
+    for name in "ab":
+        definition.enqueue(job=name)
+    bench.run()
+    batch = spans.one("process bench.index")
+    assert batch.status.status_code is StatusCode.ERROR
+    assert [event.attributes["exception.message"] for event in batch.events] == ["told"]
+
+
 def test_the_text_of_exceptions_can_be_kept_out(bench, spans):
     contrib.instrument(spans.provider, record_exceptions=False)
     ledger.always_fails.enqueue(job="a", message=SECRET)

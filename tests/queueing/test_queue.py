@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -272,6 +273,20 @@ def test_a_listener_that_fails_is_told_as_an_error(queue: Queue) -> None:
     signals.send(signals.job_stalled, sender="x", attempt=2, **facts)
     undo()
     assert isinstance(errors[0], ZeroDivisionError)
+
+
+def test_an_error_that_has_no_text_is_told_too(queue: Queue) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("customer")
+
+    failures: list[Any] = []
+    undo = queue.on("failed", lambda id, error: failures.append(error))
+    facts = {"job_id": str(uuid4()), "unique_id": "a", "queue": queue.name}
+    facts |= {"handler": queue.job_type, "reason": "exhausted", "error": Mute()}
+    signals.send(signals.job_failed, sender="x", attempt=2, **facts)
+    undo()
+    assert "Mute" in str(failures[0])
 
 
 def test_what_comes_after_the_execution(queue: Queue) -> None:

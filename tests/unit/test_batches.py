@@ -184,6 +184,15 @@ def test_items_end_as_the_handler_says_of_each(bench, transport, is_atomic, is_a
     assert set(index.calls[1]) == {"1", "3"}
 
 
+class Mute(Exception):
+    """Such as one about a model's instance that cannot name itself."""
+
+    def __str__(self):
+        raise AttributeError("customer")
+
+    __repr__ = __str__
+
+
 @both
 @EVERY_WAY
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -431,7 +440,7 @@ def test_a_cancelled_item_ends_and_the_others_go_on(bench, is_atomic):
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("error", [JobCancelledError, RuntimeError])
+@pytest.mark.parametrize("error", [JobCancelledError, RuntimeError, Mute])
 def test_a_shutdown_hands_back_all_with_their_attempts_unspent(bench, is_atomic, error):
     # Given
     index = Index(atomic=is_atomic)

@@ -549,6 +549,26 @@ def test_an_item_that_a_source_returns_twice_is_sent_once():
     assert (result.total, result.sent, ids()) == (2, 2, ["1", "2"])
 
 
+def test_an_error_without_a_text_fails_alone():
+    class Mute(Exception):
+        def __str__(self):
+            raise AttributeError("customer")
+
+    class Some(Source):
+        def build_message(self, item, message_type, content_hash):
+            if item["id"] == 1:
+                raise Mute
+            return super().build_message(item, message_type, content_hash)
+
+        def on_failed(self, item_id, error):
+            self.failed.append(item_id)
+
+    source = Some(items(3))
+    result = source.produce_messages({}, 10)
+    assert (result.sent, result.failed, source.failed) == (2, 1, ["1"])
+    assert ids() == ["2", "3"]
+
+
 def test_an_id_that_no_database_keeps_fails_alone(caplog):
     """A name of a file, say; asking coordination for it failed the whole run."""
     found = items(2)

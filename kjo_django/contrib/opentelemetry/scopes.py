@@ -88,7 +88,8 @@ def note_error(opened: Open, error: BaseException, *, with_text: bool) -> None:
     opened.span.set_attribute(ERROR_TYPE, error_type(error))
     opened.span.set_status(Status(StatusCode.ERROR, error_type(error)))
     if with_text:
-        opened.span.record_exception(error)
+        # Its text may be what cannot be made; what comes after is not about that.
+        quiet(opened.span.record_exception)(error)
 
 
 @quiet
