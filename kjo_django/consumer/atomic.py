@@ -291,7 +291,10 @@ def _isolated(function: Callable[[], Any]) -> Callable[[], None]:
     def call() -> None:
         try:
             function()
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except ENDINGS:
+            # Also what would end the process: the callbacks of others in the group come after it.
             logger.exception("An on_commit callback failed: %r", function)
 
     return call

@@ -18,7 +18,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
-from kjo_django import registry, signals
+from kjo_django import registry, signals, states
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import PublishError
@@ -70,10 +70,13 @@ def rescue(queues: Iterable[str] | None = None, *, limit: int = 10_000) -> Rescu
 def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
     conf, using, now = get_settings(), dispatch.jobs_database(), timezone.now()
     cutoff = now - conf.rescue_after
+    # On a transactional transport the message of a retry was written with it, and so were those of
+    # pending jobs, had the queue not been another transport's then: no relay looks for them.
+    unsent = states.AWAITING_PUBLISH if dispatch.is_transactional(queue) else ()
     stale = Job.objects.using(using).filter(
         Q(queued_at__lt=cutoff) | Q(queued_at=None),
         queue=queue.name,
-        state=JobState.QUEUED,
+        state__in=(JobState.QUEUED, *unsent),
         pk__lt=uuid7_floor(cutoff),
         available_at__lt=cutoff,
     )
@@ -98,6 +101,8 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
                 partition=None,
                 offset=None,
             )
+            if unsent:  # of the rows that are left: the others have been queued this moment
+                count += transition("publish", rows, queued_at=now)
             if count:
                 send(using, ids, queue)
         report.republished += count
@@ -112,7 +117,9 @@ def _gone(queue: QueueConf, now: datetime) -> Q:
     transport = get_transport(queue.transport)
     offsets = transport.offsets([queue.topic], queue.consumer_group)
     # Waiting long beyond reason; also true of jobs whose place nobody recorded.
-    lost = Q(queued_at__lt=now - PATIENCE * get_settings().rescue_after)
+    long_ago = now - PATIENCE * get_settings().rescue_after
+    lost = Q(queued_at__lt=long_ago, available_at__lt=long_ago)
+    lost |= Q(queued_at=None, available_at__lt=long_ago)
     if not any(where.lag for where in offsets.values()):
         return Q(pk__isnull=False)  # nothing waits, or nobody knows: duplicates are absorbed
     for partition, where in offsets.items():

@@ -12,7 +12,8 @@ from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import TransportMessage
+from kjo_django.messages import headers as names
+from kjo_django.models import Job, TransportMessage
 from kjo_django.operations import queues
 from kjo_django.operations.rescue import rescue
 from kjo_django.testing.conformance import eventually
@@ -73,6 +74,34 @@ def test_on_a_transactional_transport_its_message_is_written_again():
     assert job.state == "queued"
     assert job.queued_at > timezone.now() - timedelta(minutes=1)
     assert TransportMessage.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"state": "failing"}, {"state": "pending", "attempts": 0, "queued_at": None}]
+)
+def test_on_a_transactional_transport_no_relay_looks_for_retries_and_pending_jobs(change):
+    """Their message was deleted, or their queue was another transport's when they were stored."""
+    # Given
+    job = queued_job(**change)
+    # When
+    assert rescue(["default"]).republished == 1
+    # Then
+    attempts = job.attempts
+    job.refresh_from_db()
+    assert (job.state, job.attempts, job.generation) == ("queued", attempts, 1)
+    message = TransportMessage.objects.get()
+    assert names.from_json(message.headers)[names.ATTEMPT] == b"%d" % (attempts + 1)
+    # And it is left alone afterwards
+    assert rescue(["default"]).republished == 0
+
+
+def test_a_retry_whose_message_waits_in_a_backlog_is_left_alone(settings):
+    # Given
+    get_transport().publish([OutgoingRecord("default", b"x")])
+    job = queued_job(state="failing", minutes=60 * 24)
+    Job.objects.filter(pk=job.pk).update(available_at=timezone.now() - timedelta(minutes=30))
+    # When, then
+    assert rescue(["default"]).republished == 0
 
 
 @pytest.mark.parametrize(

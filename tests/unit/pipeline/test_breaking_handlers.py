@@ -151,9 +151,15 @@ def fail_loudly() -> None:
     raise RuntimeError("the callback broke")
 
 
+def leave() -> None:
+    raise SystemExit("the callback broke")
+
+
 @both
 @pytest.mark.parametrize(
-    "callback", [fail_loudly, functools.partial(fail_loudly)], ids=["function", "partial"]
+    "callback",
+    [fail_loudly, functools.partial(fail_loudly), leave],
+    ids=["function", "partial", "exit"],
 )
 def test_a_callback_that_fails_after_the_commit_leaves_the_job_completed(bench, callback, caplog):
     """KJO-F12."""
