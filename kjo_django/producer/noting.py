@@ -6,7 +6,7 @@ A note that is never made, since the relay died, is made by publishing again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from uuid import UUID
 
@@ -47,8 +47,14 @@ class Notes:
         self.late: dict[UUID, tuple[str, Sent]] = {}
         """By its job: topic and place of what was put off, or was locked when it was to be noted.
         It is not to be published again meanwhile."""
+        self._others: dict[UUID, tuple[Due, Published]] = {}
         self._count = 0
         self._since = 0.0
+
+    @property
+    def missing(self) -> Collection[UUID]:
+        """What has been published and is not noted: not to be published again meanwhile."""
+        return {*self.late, *self._others} if self._others else self.late
 
     def put_off(self, topic: str, sent: Sequence[Sent]) -> None:
         """Note where jobs went later: their consumers may be at work this moment."""
@@ -62,7 +68,7 @@ class Notes:
         """Whether what was put off since they were last looked at has become much, or old. A row
         that was locked is looked at as often: its next attempt, or generation, waits for that."""
         return self._count > MOST_PUT_OFF or (
-            bool(self.late) and time.monotonic() - self._since > LONGEST_PUT_OFF
+            bool(self.missing) and time.monotonic() - self._since > LONGEST_PUT_OFF
         )
 
     def note(self, using: str, topic: str, sent: Sequence[Sent]) -> None:
@@ -81,8 +87,21 @@ class Notes:
             else:
                 self.late.pop(one.id, None)
 
+    def note_others(self, using: str, records: Sequence[tuple[Due, Published]]) -> None:
+        """Note that records for others went out; kept for later where the database refuses, since
+        who reads them may not know a second copy for one.
+
+        :raises DatabaseError: it does.
+        """
+        self._others |= {job.pk: (job, answer) for job, answer in records}
+        note_others(using, records)
+        for job, _ in records:
+            del self._others[job.pk]
+
     def note_late(self, using: str) -> None:
         """Note what was put off and still needs a note, as far as its rows are free by now."""
+        if self._others:
+            self.note_others(using, list(self._others.values()))
         if not self.late:
             return
         self._count, self._since = 0, time.monotonic()

@@ -28,7 +28,7 @@ from kjo_django.ids import uuid7
 from kjo_django.models import Job
 from kjo_django.producer import dispatch
 from kjo_django.producer.due import Due, due_jobs, next_due
-from kjo_django.producer.noting import MOST_PUT_OFF, Notes, Sent, note_others
+from kjo_django.producer.noting import MOST_PUT_OFF, Notes, Sent
 from kjo_django.producer.sends import publish
 from kjo_django.producer.wakeups import RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -107,7 +107,7 @@ class Relay:
         """
         using = dispatch.jobs_database()
         wanted = self._awake() if queues is None else queues
-        jobs = due_jobs(using, wanted, get_settings().relay_batch_size, self._notes.late)
+        jobs = due_jobs(using, wanted, get_settings().relay_batch_size, self._notes.missing)
         failed: Exception | None = None
         for queue_name in dict.fromkeys(job.queue for job in jobs):
             due = [job for job in jobs if job.queue == queue_name]
@@ -189,7 +189,7 @@ class Relay:
                 self._notes.put_off(topic, notes)
                 raise
         if records:
-            note_others(using, records)
+            self._notes.note_others(using, records)
         self.published_count += len(accepted)
         for job, answer in refused:
             if answer.is_final:
@@ -236,11 +236,11 @@ class Relay:
         longest = get_settings().poll_interval.total_seconds()
         using = dispatch.jobs_database()
         if not is_called:
-            if self._notes.late:
+            if self._notes.missing:
                 self._notes.note_late(using)
                 # As long as another relay has no reason to publish them again.
                 self._take_queues()
-            next_at = next_due(using, self._awake(), self._notes.late)
+            next_at = next_due(using, self._awake(), self._notes.missing)
             until_due = (next_at - timezone.now()).total_seconds() if next_at else longest
             if until_due > 0:
                 return self._hears(min(until_due, longest))
@@ -314,7 +314,7 @@ class Relay:
             # Before its leases are free, or another relay publishes them again.
             self._notes.note_late(dispatch.jobs_database())
         except (DatabaseError, InterfaceError) as error:
-            logger.warning("%d messages may be sent twice: %s", len(self._notes.late), error)
+            logger.warning("%d messages may be sent twice: %s", len(self._notes.missing), error)
         try:
             if self._listener is not None:
                 self._listener.close()

@@ -20,7 +20,7 @@ from kjo_django.messages import headers as names
 from kjo_django.models import Job, transition
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations.jobs import requeue
-from kjo_django.producer import noting
+from kjo_django.producer import dispatch, noting
 from kjo_django.producer import relay as relays
 from kjo_django.producer.dispatch import record_of
 from kjo_django.producer.due import due_jobs, next_due
@@ -294,6 +294,32 @@ def test_what_cannot_be_noted_is_noted_later_and_not_published_again(alone, monk
     alone._notes.note_late("default")
     assert [job.state for job in jobs()] == ["queued"]
     assert len(published()) == 1
+
+
+def test_records_for_others_go_out_once_though_the_database_refuses_their_note(alone, monkeypatch):
+    """Who reads them may have no marker that tells a second copy."""
+    # Given
+    mark_sent, refusals = dispatch.mark_sent, iter([True] * 2)
+
+    def refuse(*arguments):
+        if next(refusals, False):
+            raise OperationalError("database is locked")
+        return mark_sent(*arguments)
+
+    monkeypatch.setattr(dispatch, "mark_sent", refuse)
+    JobFactory(queue="ledger", destination="elsewhere")
+    # When
+    with pytest.raises(OperationalError):
+        alone.publish_due()
+    assert alone.publish_due() == 0
+    with pytest.raises(OperationalError):
+        alone._turn(False)
+    assert next_due("default", ["ledger"], alone._notes.missing) is None
+    alone._notes.note_late("default")
+    # Then
+    assert [job.state for job in jobs()] == ["completed"]
+    assert len(published("elsewhere")) == 1
+    assert not alone._notes.missing
 
 
 # --- Notes that are put off -----------------------------------------------------------------------
