@@ -100,10 +100,12 @@ class Notes:
 
     def note_late(self, using: str) -> None:
         """Note what was put off and still needs a note, as far as its rows are free by now."""
+        if self.late:
+            self._note_jobs(using)
         if self._others:
             self.note_others(using, list(self._others.values()))
-        if not self.late:
-            return
+
+    def _note_jobs(self, using: str) -> None:
         self._count, self._since = 0, time.monotonic()
         rows = Job.objects.using(using).filter(
             pk__in=list(self.late), state__in=states.AWAITING_PUBLISH
