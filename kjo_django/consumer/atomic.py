@@ -19,7 +19,7 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, completion, settlement
 from kjo_django.consumer.batches import UNWANTED, Batch, Started, in_steps, run_batch
-from kjo_django.consumer.connections import answers, is_broken
+from kjo_django.consumer.connections import answers, is_broken, leaving_no_blocks
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
@@ -137,7 +137,7 @@ class AtomicRunner:
         savepoint = LazySavepoint(connection)
         behind = _NOTHING if known is None else savepoint
         watching = _NOTHING if known is None else savepoint.group()
-        with settlement.in_transaction(using), watching:
+        with settlement.in_transaction(using), leaving_no_blocks(connection), watching:
             fresh, rows = mark_and_load(using, list(keys.values()), deliveries)
             for step in in_steps(deliveries, keys):
                 started: list[Started] = []

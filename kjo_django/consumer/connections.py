@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from kjo_django.models.postgres import is_in_transaction
 
-def freshen_connections() -> None:
+logger = logging.getLogger("kjo_django")
+
+
+def freshen_connections(*, is_own: bool = False) -> None:
     """Close this thread's connections that are broken, left without autocommit or past their
     CONN_MAX_AGE, as Django does between requests; a CONN_MAX_AGE of 0 is not taken as a wish to
-    reconnect for every group."""
+    reconnect for every group.
+
+    :param is_own: whether the thread is a worker's. A transaction that is open between its jobs is
+        nobody's: a handler left it, or was torn out of ``atomic()`` by its timeout. It would take
+        with it what the thread commits from now on.
+    """
     for connection in connections.all(initialized_only=True):
         # With DEBUG on, Django keeps the latest queries; a worker's are large, and nobody asks.
         connection.queries_log.clear()
-        if connection.connection is None or connection.in_atomic_block:
+        if connection.connection is None:
+            continue
+        if connection.in_atomic_block:
+            blocks: list[Any] = connection.atomic_blocks
+            if is_own and not any(block._from_testcase for block in blocks):
+                _abandon(connection)
             continue
         is_left_open = connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
+        if is_own and connection.autocommit:
+            # Django was torn from noting that it had begun one.
+            is_left_open = is_left_open or _is_in_transaction(connection)
         if is_left_open or (connection.errors_occurred and not connection.is_usable()):
             connection.close()
             continue
@@ -25,6 +46,31 @@ def freshen_connections() -> None:
         max_age = connection.settings_dict["CONN_MAX_AGE"]
         if max_age and connection.close_at is not None and time.monotonic() >= connection.close_at:
             connection.close()
+
+
+def _abandon(connection: BaseDatabaseWrapper) -> None:
+    logger.error("A transaction on %r was left open by a handler; undone", connection.alias)
+    connection.in_atomic_block = False
+    connection.savepoint_ids, connection.atomic_blocks = [], []
+    connection.close()
+
+
+def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    if connection.vendor == "sqlite":
+        return bool(connection.connection.in_transaction)
+    return is_in_transaction(connection)
+
+
+@contextmanager
+def leaving_no_blocks(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """End with this block the blocks of ``atomic()`` that handlers have entered within it and not
+    left: the transaction around it would take itself for one of them, and never be committed."""
+    savepoints, blocks = len(connection.savepoint_ids), len(connection.atomic_blocks)
+    try:
+        yield
+    finally:
+        del connection.savepoint_ids[savepoints:]
+        del connection.atomic_blocks[blocks:]
 
 
 def drop_broken_connections() -> None:

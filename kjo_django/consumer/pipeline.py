@@ -101,6 +101,7 @@ class Pipeline:
         self._worker = worker
         self._on_outcomes = on_outcomes
         self._stopping = stopping or threading.Event()
+        self._is_workers = stopping is not None
         self._alone = Gate()
         self._atomic = AtomicRunner(leases, watch, on_measure)
         self._plain = PlainRunner(leases, watch, on_measure)
@@ -157,7 +158,7 @@ class Pipeline:
         self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None = None
     ) -> list[Delivery]:
         """The same without patience: an outage is raised."""
-        freshen_connections()
+        freshen_connections(is_own=self._is_workers)
         if not deliveries:
             return []
         if mode is Mode.POISON:
@@ -276,7 +277,7 @@ class Pipeline:
                 logger.warning(
                     "A group of %d failed and runs again one by one: %s", len(deliveries), error
                 )
-                freshen_connections()
+                freshen_connections(is_own=self._is_workers)
         deferred: list[Delivery] = []
         resting = Resting()
         refused: DatabaseError | None = None
@@ -291,7 +292,7 @@ class Pipeline:
                     raise
                 # One that can never be settled must not keep those behind it from their end.
                 refused, waits = error, [delivery]
-                freshen_connections()
+                freshen_connections(is_own=self._is_workers)
             deferred += waits
             resting.noting([Outcome(one, Result.DEFERRED) for one in waits])
         if refused is not None:

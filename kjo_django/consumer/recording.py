@@ -77,7 +77,7 @@ class Recorder:
         refusals = 0
         while True:
             try:
-                freshen_connections()
+                freshen_connections(is_own=patience is not None)
                 return self._settle([*ended, *self._plain.record(started, ran)], keep)
             except OUTAGES as error:
                 if patience is None:

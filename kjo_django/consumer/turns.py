@@ -153,7 +153,7 @@ class Turns:
         elif self._stopping is not None and group.has_unrecorded(now):
             self._overdue.look_after(group)
         # What the one before has left of its connection is not this one's fault.
-        freshen_connections()
+        freshen_connections(is_own=self._stopping is not None)
         group.has_begun = True
         group.add(now, calls, self._plain.call(calls))
 

@@ -53,6 +53,7 @@ class _Psycopg(NamedTuple):
     client_cursor: Any
     no_pipeline: int
     in_error: int
+    idle: int
 
 
 @cache
@@ -63,6 +64,7 @@ def _psycopg() -> _Psycopg:
         psycopg.ClientCursor,
         int(psycopg.pq.PipelineStatus.OFF),
         int(psycopg.pq.TransactionStatus.INERROR),
+        int(psycopg.pq.TransactionStatus.IDLE),
     )
 
 
@@ -87,6 +89,15 @@ def is_aborted(connection: Any) -> bool:
     if connection.vendor != "postgresql" or connection.connection is None or not is_psycopg3():
         return False
     return bool(connection.connection.pgconn.transaction_status == _psycopg().in_error)
+
+
+def is_in_transaction(connection: Any) -> bool:
+    """Return whether a connection of Django's is in a transaction, or about to begin one, by what
+    psycopg knows without asking; False where that cannot be told."""
+    if connection.vendor != "postgresql" or connection.connection is None or not is_psycopg3():
+        return False
+    status = connection.connection.pgconn.transaction_status
+    return bool(status != _psycopg().idle or not connection.connection.autocommit)
 
 
 def execute_both(

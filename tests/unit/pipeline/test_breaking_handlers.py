@@ -7,6 +7,8 @@ import functools
 import pytest
 from django.db import DatabaseError, IntegrityError, connection, transaction
 
+from kjo_django.consumer.connections import freshen_connections
+from kjo_django.consumer.timeouts import HandlerTimeout
 from kjo_django.consumer.work import Result
 from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
@@ -211,3 +213,74 @@ def test_a_handler_that_leaves_a_transaction_open_by_hand_is_stopped(bench):
     bench.run()
     assert entries() == {"b": 1}
     assert DeadLetter.objects.get().attempts == 1
+
+
+def committed_states() -> list[str]:
+    """What others see."""
+    other = connection.copy()
+    try:
+        with other.cursor() as cursor:
+            cursor.execute("SELECT state FROM kjo_job ORDER BY id")
+            return [state for (state,) in cursor.fetchall()]
+    finally:
+        other.close()
+
+
+@both
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "in a group"])
+@pytest.mark.parametrize("atomic", [True, False])
+@pytest.mark.parametrize("how", ["timeout", "by hand"])
+def test_a_block_that_is_entered_and_not_left_takes_nothing_with_it(bench, how, atomic, beside):
+    """A timeout is raised between any two steps, and so after ``atomic()`` has begun and before its
+    body. All that its thread did from then on was within that block, and never committed."""
+
+    # Given
+    def tear(job: str) -> None:
+        transaction.atomic().__enter__()
+        Entry.objects.create(job=job)
+        if how == "timeout":
+            raise HandlerTimeout
+
+    def add(job: str) -> None:
+        Entry.objects.create(job=job)
+
+    adding = as_job(add, atomic=atomic)
+    for number in range(beside):
+        adding.enqueue(job=f"before {number}")
+    as_job(tear, atomic=atomic).enqueue(job="torn")
+    for number in range(beside):
+        adding.enqueue(job=f"after {number}")
+    # When
+    bench.run()
+    # Then
+    ending = "failing" if how == "timeout" else "completed"
+    assert committed_states() == ["completed"] * beside + [ending] + ["completed"] * beside
+    assert not connection.in_atomic_block
+    # And those that come later are committed too
+    adding.enqueue(job="later")
+    bench.run()
+    assert committed_states()[-1] == "completed"
+    assert entries()["later"] == 1
+
+
+@pytest.mark.parametrize(
+    "vendor", ["sqlite_file", pytest.param("postgres", marks=pytest.mark.postgres)]
+)
+def test_a_transaction_django_does_not_know_of_is_ended_between_jobs(request, vendor):
+    """Torn out of the beginning itself: SQLite has begun, perhaps with the only write lock there
+    is; PostgreSQL begins with the next query."""
+    request.getfixturevalue(vendor)
+    connection.ensure_connection()
+    if vendor == "postgres":
+        connection.connection.autocommit = False
+    else:
+        connection.connection.execute("BEGIN IMMEDIATE")
+    # When
+    freshen_connections(is_own=True)
+    # Then
+    Entry.objects.create(job="a")
+    other = connection.copy()
+    with other.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM ledger_entry")
+        assert cursor.fetchone() == (1,)
+    other.close()
