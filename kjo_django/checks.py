@@ -282,7 +282,7 @@ def _reach_transports() -> Messages:
     for alias in get_settings().transports:
         try:
             backends.get_transport(alias).probe(PROBE_TIMEOUT)
-        except KjoError as error:
+        except (KjoError, ImproperlyConfigured) as error:
             yield checks.Warning(f"Transport {alias!r}: {error}", id="kjo.W008")
             return
     try:
@@ -304,7 +304,7 @@ def _reach_coordination() -> Messages:
 
     try:
         backends.get_coordination().probe(PROBE_TIMEOUT)
-    except KjoError as error:
+    except (KjoError, ImproperlyConfigured) as error:
         yield checks.Warning(f"Coordination: {error}", id="kjo.W009")
 
 

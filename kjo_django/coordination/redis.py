@@ -116,6 +116,8 @@ class RedisCoordination(Coordination):
         self._scripts: dict[str, Any] = {}
         self._url: str | None = self.options.get("URL")
         self._pool: Any = None
+        if self._url is None:
+            self._client()  # connects to nothing, and refuses a cache that is none of django-redis
 
     # --- Leases -----------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ hang for minutes. What depends on something broken is not checked and says so.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -22,7 +23,7 @@ from django.utils import timezone
 from kjo_django import conf as configuration
 from kjo_django import registry
 from kjo_django.backends import get_coordination, get_transport, transport_class
-from kjo_django.conf import QueueConf, get_settings
+from kjo_django.conf import QueueConf, Settings, get_settings
 from kjo_django.models import Job, MetricBucket
 from kjo_django.operations import status, topics
 from kjo_django.operations.queues import overview, paused_queues
@@ -95,8 +96,7 @@ def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
     """Return the lag of each consumed queue by partition, or None if it takes longer than that or
     a transport is away."""
 
-    def ask() -> dict[str, dict[str, int]]:
-        conf = get_settings()
+    def ask(conf: Settings) -> dict[str, dict[str, int]]:
         lags = {}
         for name in registry.consumed_queue_names():
             queue = conf.queue(name)
@@ -105,7 +105,8 @@ def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
         return lags
 
     try:
-        return answer_within(timeout, ask, share="lag by partition")
+        conf = get_settings()
+        return answer_within(timeout, functools.partial(ask, conf), share=("lag", id(conf)))
     except Exception as error:
         logger.warning("The lag cannot be asked for: %s", error)
         return None
@@ -190,7 +191,8 @@ def _coordination(thresholds: Thresholds, timeout: float) -> tuple[bool, str, st
 
 def _transports(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     aliases = list(get_settings().transports)
-    share = timeout / max(1, len(aliases))
+    # Half of what is left: those that are away must not keep the rest from being asked.
+    share = timeout / 2 / max(1, len(aliases))
     found = [f"{alias}: {get_transport(alias).probe(share)}" for alias in aliases]
     return True, "; ".join(found), ""
 

@@ -255,4 +255,4 @@ def _offsets(
     ask = functools.partial(transport.offsets, topics, group)
     if transport.capabilities.transactional:
         return ask()  # of the database, which all the rest was asked of
-    return answer_within(PATIENCE, ask, share=("offsets", alias, group, *topics))
+    return answer_within(PATIENCE, ask, share=("offsets", id(transport), group, *topics))

@@ -63,6 +63,7 @@ class RedisStreamsTransport(Transport):
             self._retention = duration(self.options.get("RETENTION", timedelta(days=1)))
         except ValueError as error:
             raise ImproperlyConfigured(f"{self._where('RETENTION')} must be {error}.") from None
+        self.client()  # connects to nothing, and refuses a cache that is none of django-redis
 
     def _where(self, option: str) -> str:
         return f"KJO['TRANSPORTS'][{self.alias!r}]['OPTIONS'][{option!r}]"

@@ -18,6 +18,8 @@ MEMORY = {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}
 DATABASE = "kjo_django.transports.database.DatabaseTransport"
 COORDINATION = {"BACKEND": "kjo_django.coordination.database.DatabaseCoordination"}
 REDIS = "kjo_django.coordination.redis.RedisCoordination"
+STREAMS = "kjo_django.transports.redis_streams.RedisStreamsTransport"
+KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +116,18 @@ def test_the_checks_are_registered_under_their_tag(settings):
             {"COORDINATION": {"BACKEND": REDIS, "OPTIONS": {"CACHES": "other"}}},
             "E005",
             "Did you mean 'CACHE'?",
+            "kjo-django[redis]",
+        ),
+        (
+            {"COORDINATION": {"BACKEND": REDIS, "OPTIONS": {"CACHE": "default"}}},
+            "E005",
+            "CACHES['default'] is not a cache of django-redis",
+            "kjo-django[redis]",
+        ),
+        (
+            {"TRANSPORTS": {"default": {"BACKEND": STREAMS, "OPTIONS": {"CACHE": "nope"}}}},
+            "E004",
+            "KJO['TRANSPORTS']['default']['OPTIONS']['CACHE'] names 'nope'",
             "kjo-django[redis]",
         ),
         (
@@ -305,6 +319,19 @@ def test_moments_without_a_time_zone_are_an_error(settings, monkeypatch):
     ((id, message, _),) = found(settings)
     assert id == "E011"
     assert "USE_TZ" in message
+
+
+def test_for_deployment_what_a_client_refuses_is_a_warning_too(settings):
+    """Only librdkafka knows its keys; a traceback would hide what else there is to say."""
+    options = {"bootstrap.servers": "127.0.0.1:1", "sasl.mechanismm": "PLAIN"}
+    url = {"BACKEND": REDIS, "OPTIONS": {"URL": "http://host"}}
+    settings.KJO = {
+        "TRANSPORTS": {"default": {"BACKEND": KAFKA, "OPTIONS": options}},
+        "COORDINATION": url,
+    }
+    found = {message.id: message.msg for message in check_servers()}
+    assert "sasl.mechanismm" in found["kjo.W008"]
+    assert "is no redis:// or rediss:// URL" in found["kjo.W009"]
 
 
 def test_servers_are_not_asked_with_wrong_settings(settings):

@@ -179,6 +179,20 @@ def test_unapplied_migrations_are_told(monkeypatch):
     assert check("database").fix == "Run manage.py migrate --database default."
 
 
+def test_a_transport_that_is_away_leaves_time_to_ask_the_rest(monkeypatch):
+    """What has failed and what waits is in the database, and most wanted just then."""
+
+    def probe(self, timeout):
+        time.sleep(timeout)
+        raise PublishError("away")
+
+    monkeypatch.setattr(MemoryTransport, "probe", probe)
+    checks = {each.name: each for each in health(2.0)}
+    assert checks["transports"].ok is False
+    assert "away" in checks["transports"].detail
+    assert checks["failures"].ok and checks["progress"].ok
+
+
 def test_a_broker_away_for_an_hour_is_asked_for_the_lag_by_one_thread_at_a_time(monkeypatch):
     """Prometheus asks every few seconds: threads, and their database connections, would pile up."""
     asked, answered = [], threading.Event()
