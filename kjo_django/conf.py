@@ -24,10 +24,12 @@ from kjo_django.values import (
     attempts,
     duration,
     flag,
+    lifetime,
     mapping,
     number,
     option,
     optional_duration,
+    optional_lifetime,
     optional_text,
     read_options,
     short_text,
@@ -72,7 +74,7 @@ class QueueOptions:
         "Executions of a job before it is dead-lettered.",
     )
     timeout: timedelta | None = option(optional_duration, None, "Longest run of one attempt.")
-    result_ttl: timedelta | None = option(optional_duration, None, "How long results are kept.")
+    result_ttl: timedelta | None = option(optional_lifetime, None, "How long results are kept.")
     dead_letter_topic: str | None = option(
         optional_text, None, "Topic dead letters are sent to; '<topic>-dlq' if not given."
     )
@@ -128,7 +130,7 @@ class Settings:
         optional_duration, timedelta(minutes=30), "Longest run of one attempt; None: no limit."
     )
     result_ttl: timedelta = option(
-        duration, timedelta(hours=1), "How long results and errors are kept."
+        lifetime, timedelta(hours=1), "How long results and errors are kept; 100 years at most."
     )
     processing_ttl: timedelta = option(
         duration,

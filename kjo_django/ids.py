@@ -91,6 +91,12 @@ def _value(tick: int, random: int) -> int:
     return value | 0b10 << 62 | random >> 2
 
 
+def ago(now: datetime, age: timedelta) -> datetime:
+    """Return the moment so long before ``now``, no earlier than ids can tell: who waits for a
+    century, or for ever, means that nothing is old enough."""
+    return now - age if age < now - _EPOCH else _EPOCH
+
+
 def uuid7_floor(moment: datetime) -> uuid.UUID:
     """Return the smallest UUIDv7 of ``moment`` (aware): ``id__lt`` it means created before it."""
     # Whole numbers: a float of this size may round up, past ids of the same millisecond.

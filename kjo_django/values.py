@@ -29,6 +29,23 @@ def optional_duration(value: Any) -> timedelta | None:
     return None if value is None else duration(value)
 
 
+LONGEST_LIFETIME = timedelta(days=36_500)
+"""Of a result: moments stay such as every database and every clock knows."""
+
+
+def lifetime(value: Any) -> timedelta:
+    """A duration that a result may be kept for."""
+    found = duration(value)
+    if not timedelta(milliseconds=1) <= found <= LONGEST_LIFETIME:
+        raise ValueError("a duration from a millisecond to 100 years")
+    return found
+
+
+def optional_lifetime(value: Any) -> timedelta | None:
+    """A lifetime, or None."""
+    return None if value is None else lifetime(value)
+
+
 def whole(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
     """A whole number, at least ``minimum`` and at most ``maximum``."""
     wanted = f", at least {minimum}" if maximum is None else f" from {minimum} to {maximum:,}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from django.db import transaction
@@ -17,7 +17,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.ids import uuid7_floor
+from kjo_django.ids import ago, uuid7_floor
 from kjo_django.models import (
     DeadLetter,
     DeadLetterState,
@@ -36,9 +36,6 @@ from kjo_django.states import JobState
 
 LEASES_KEPT = timedelta(days=1)
 """An expired lease still counts the deliveries of its message, which may yet come again."""
-
-_BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
-"""Of the time that keys tell."""
 
 PruneProgress = Callable[[str, int], None]
 """Called with what is being pruned and how many rows of it are gone."""
@@ -95,21 +92,25 @@ class _Pruner:
             "processed_events": self._rows(
                 "processed_events",
                 # By time, not by key: other services that share the table mint other ids.
-                ProcessedEvent.objects.filter(processed_at__lt=self._ago(kept.processed_events)),
+                ProcessedEvent.objects.filter(
+                    processed_at__lt=ago(self._now, kept.processed_events)
+                ),
                 "processed_at",
             ),
             "metric_buckets": self._rows(
                 "metric_buckets",
-                MetricBucket.objects.filter(minute__lt=self._ago(kept.metrics)),
+                MetricBucket.objects.filter(minute__lt=ago(self._now, kept.metrics)),
                 "minute",
             ),
             "metric_rollups": self._rows(
                 "metric_rollups",
-                MetricRollup.objects.filter(minute__lt=self._ago(kept.metrics)),
+                MetricRollup.objects.filter(minute__lt=ago(self._now, kept.metrics)),
                 "pk",
             ),
             "workers": self._rows(
-                "workers", Worker.objects.filter(heartbeat_at__lt=self._ago(kept.metrics)), "pk"
+                "workers",
+                Worker.objects.filter(heartbeat_at__lt=ago(self._now, kept.metrics)),
+                "pk",
             ),
             "leases": self._rows(
                 "leases", Lease.objects.filter(expires_at__lt=self._now - LEASES_KEPT), "pk"
@@ -118,10 +119,6 @@ class _Pruner:
         }
 
     # --- What is old enough -----------------------------------------------------------------------
-
-    def _ago(self, age: timedelta) -> datetime:
-        """Who keeps things for a century, or for ever, means that nothing is old enough."""
-        return self._now - age if age < self._now - _BEGINNING else _BEGINNING
 
     def _finished(self) -> QuerySet[Job]:
         jobs = self._settled().filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
@@ -139,7 +136,7 @@ class _Pruner:
     # --- Deleting ---------------------------------------------------------------------------------
 
     def _jobs(self, kind: str, jobs: QuerySet[Job], age: timedelta) -> int:
-        cutoff = self._ago(age)
+        cutoff = ago(self._now, age)
         ended = Q(finished_at__lt=cutoff) | Q(finished_at=None)
         rows = jobs.using(self._using).filter(ended, pk__lt=uuid7_floor(cutoff))
         count = 0
@@ -161,7 +158,7 @@ class _Pruner:
             return Job.objects.using(self._using).filter(pk__in=held)._raw_delete(self._using)
 
     def _dead_letters(self) -> int:
-        cutoff = self._ago(self._retention.failed)
+        cutoff = ago(self._now, self._retention.failed)
         closed = DeadLetter.objects.exclude(state=DeadLetterState.OPEN)
         rows = closed.using(self._using).filter(pk__lt=uuid7_floor(cutoff), closed_at__lt=cutoff)
         return self._chunked("dead_letters", _ranges(rows), rows)

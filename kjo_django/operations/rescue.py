@@ -22,7 +22,7 @@ from kjo_django import registry, signals, states
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import PublishError
-from kjo_django.ids import uuid7_floor
+from kjo_django.ids import ago, uuid7_floor
 from kjo_django.models import Job, transition
 from kjo_django.operations.jobs import send, take
 from kjo_django.operations.queues import paused_queues
@@ -69,7 +69,7 @@ def rescue(queues: Iterable[str] | None = None, *, limit: int = 10_000) -> Rescu
 
 def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
     conf, using, now = get_settings(), dispatch.jobs_database(), timezone.now()
-    cutoff = now - conf.rescue_after
+    cutoff = ago(now, conf.rescue_after)
     # On a transactional transport the message of a retry was written with it, and so were those of
     # pending jobs, had the queue not been another transport's then: no relay looks for them.
     unsent = states.AWAITING_PUBLISH if dispatch.is_transactional(queue) else ()
@@ -117,7 +117,7 @@ def _gone(queue: QueueConf, now: datetime) -> Q:
     transport = get_transport(queue.transport)
     offsets = transport.offsets([queue.topic], queue.consumer_group)
     # Waiting long beyond reason; also true of jobs whose place nobody recorded.
-    long_ago = now - PATIENCE * get_settings().rescue_after
+    long_ago = ago(now, PATIENCE * (now - ago(now, get_settings().rescue_after)))
     lost = Q(queued_at__lt=long_ago, available_at__lt=long_ago)
     lost |= Q(queued_at=None, available_at__lt=long_ago)
     if not any(where.lag for where in offsets.values()):

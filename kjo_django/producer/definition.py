@@ -29,7 +29,7 @@ from kjo_django.producer.enqueue import (
     store_alike,
 )
 from kjo_django.retries.policy import LONGEST_DELAY
-from kjo_django.values import attempts, duration, text, texts, whole
+from kjo_django.values import attempts, duration, lifetime, text, texts, whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -253,9 +253,9 @@ def _queue_name(value: Any) -> str:
 
 
 def _lifetime(value: Any) -> timedelta:
-    if not isinstance(value, timedelta) or value < timedelta(milliseconds=1):
+    if not isinstance(value, timedelta):
         raise ValueError("a timedelta of at least a millisecond")
-    return value
+    return lifetime(value)
 
 
 MAX_QUEUE_LENGTH = 100

@@ -26,6 +26,16 @@ pytestmark = pytest.mark.django_db
 MEMORY = {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}}
 
 
+@pytest.mark.parametrize("after", [timedelta(days=365 * 60), timedelta.max])
+@pytest.mark.parametrize("lag", [0, 5])
+def test_who_waits_for_ever_rescues_nothing(memory, settings, monkeypatch, after, lag):
+    settings.KJO = {**MEMORY, "RESCUE_AFTER": after}
+    place = {TopicPartition("ledger", 0): GroupOffsets(lag)}
+    monkeypatch.setattr(MemoryTransport, "offsets", lambda self, topics, group: place)
+    queued_job(minutes=60 * 24 * 365 * 20)
+    assert rescue().republished == 0
+
+
 @pytest.fixture
 def memory(settings):
     settings.KJO = MEMORY

@@ -117,6 +117,7 @@ def test_a_name_that_fits_no_column_is_refused(name):
         ({"result_ttl": timedelta(0)}, "result_ttl"),
         ({"result_ttl": timedelta(microseconds=1)}, "result_ttl"),
         ({"result_ttl": "1h"}, "result_ttl"),
+        ({"result_ttl": timedelta.max}, "result_ttl"),
         ({"queue": ""}, "queue"),
         ({"queue": "q" * 101}, "queue"),
         ({"queue": 5}, "queue"),

@@ -20,7 +20,7 @@ from kjo_django.contrib.tasks.compat import (
     TaskResult,
     task_backends,
 )
-from kjo_django.values import attempts, duration
+from kjo_django.values import attempts, duration, lifetime
 
 
 def _flag(value: Any) -> bool:
@@ -48,9 +48,9 @@ def _end(value: Any) -> Any:
 
 
 def _lifetime(value: Any) -> timedelta:
-    if not isinstance(value, timedelta) or value < timedelta(milliseconds=1):
+    if not isinstance(value, timedelta):
         raise ValueError("a timedelta of at least a millisecond")
-    return value
+    return lifetime(value)
 
 
 CHECKS: Mapping[str, Callable[[Any], Any]] = {
