@@ -4,13 +4,15 @@ per job. Losing a call costs time only; every waiter polls slowly too."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from django.db import transaction
 
 from kjo_django import signals
 from kjo_django.backends import get_coordination
+from kjo_django.coordination.base import Coordination
 from kjo_django.exceptions import CoordinationError
 
 logger = logging.getLogger("kjo_django")
@@ -18,6 +20,8 @@ logger = logging.getLogger("kjo_django")
 RELAY_CHANNEL = "kjo:relay"
 REPLY_CHANNELS = "kjo:reply:"
 """Begins the names of the channels on which waiters are told that their job has ended."""
+LONGEST_REST = 30.0
+"""Seconds without calls after one that was long in vain."""
 MAX_REPLY_CHANNEL = 100
 """Ours are shorter; PostgreSQL refuses to be told thousands of characters."""
 
@@ -43,12 +47,31 @@ class _AfterCommit:
             signals.send(signals.job_enqueued, sender=facts["handler"], **facts)
 
 
+_silent: tuple[Coordination | None, float] = (None, 0.0)
+"""Who lets everybody wait for an answer, and until when it is left alone."""
+
+
+def _call(notify: Callable[[Coordination], None], consequence: str) -> None:
+    """Call by the coordination; one that is out of reach is logged, no more.
+
+    A call is worth little time, and a web request or a lane waits for it: where one failed after
+    seconds, none is tried for ten times as long, half a minute at most.
+    """
+    global _silent
+    coordination, began = get_coordination(), time.monotonic()
+    if _silent[0] is coordination and began < _silent[1]:
+        return
+    try:
+        notify(coordination)
+    except CoordinationError as error:
+        now = time.monotonic()
+        _silent = coordination, now + min(LONGEST_REST, 10 * (now - began))
+        logger.warning("%s by polling: %s", consequence, error)
+
+
 def wake(channel: str) -> None:
     """Call whoever listens, now; an unreachable coordination backend is logged, no more."""
-    try:
-        get_coordination().notify(channel)
-    except CoordinationError as error:
-        logger.warning("Could not wake %s, it will find out by polling: %s", channel, error)
+    _call(lambda by: by.notify(channel), f"Could not wake {channel}, it will find out")
 
 
 def call_waiters(channels: Collection[str]) -> None:
@@ -59,10 +82,7 @@ def call_waiters(channels: Collection[str]) -> None:
     known = sorted(filter(_is_reply_channel, channels))
     if not known:
         return
-    try:
-        get_coordination().notify_all(known)
-    except CoordinationError as error:
-        logger.warning("Waiters not called, they find out by polling: %s", error)
+    _call(lambda by: by.notify_all(known), "Waiters not called, they find out")
 
 
 def _is_reply_channel(name: str) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from django.db import transaction
 
 from kjo_django import signals
 from kjo_django.backends import get_coordination
 from kjo_django.exceptions import CoordinationError
+from kjo_django.producer import wakeups
 from kjo_django.producer.wakeups import (
     REPLY_CHANNELS,
     after_commit,
@@ -140,3 +143,42 @@ def test_waiters_are_called_by_names_that_could_be_theirs(monkeypatch, name):
     monkeypatch.setattr(get_coordination(), "notify_all", called.extend)
     call_waiters([f"{REPLY_CHANNELS}{name}", "kjo:relay"])
     assert called == ([f"{REPLY_CHANNELS}1"] if name == "1" else [])
+
+
+def test_a_server_that_lets_callers_wait_is_left_alone_for_a_while(monkeypatch):
+    """A Redis that answers nothing would cost every request that enqueues its whole timeout."""
+    # Given a server that takes its time to fail
+    asked: list[str] = []
+
+    def fail_slowly(channel: str) -> None:
+        asked.append(channel)
+        time.sleep(0.05)
+        raise CoordinationError("Timeout reading from socket")
+
+    monkeypatch.setattr(get_coordination(), "notify", fail_slowly)
+    monkeypatch.setattr(wakeups, "LONGEST_REST", 0.4)
+    # When
+    for _ in range(20):
+        wake("a")
+    # Then only the first one waited
+    assert asked == ["a"]
+    # And when it has rested it is called again
+    time.sleep(0.5)
+    monkeypatch.setattr(get_coordination(), "notify", asked.append)
+    wake("b")
+    wake("c")
+    assert asked == ["a", "b", "c"]
+
+
+def test_a_server_that_refuses_at_once_is_called_each_time(monkeypatch):
+    asked: list[str] = []
+
+    def refuse(channel: str) -> None:
+        asked.append(channel)
+        raise CoordinationError("Connection refused")
+
+    monkeypatch.setattr(get_coordination(), "notify", refuse)
+    for channel in "abc":
+        wake(channel)
+        time.sleep(0.05)
+    assert asked == ["a", "b", "c"]
