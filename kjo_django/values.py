@@ -11,9 +11,17 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
+LONGEST = timedelta(days=36_500)
+"""For ever: moments stay such as every database and every clock knows, and locks can be waited
+for."""
+
 
 def duration(value: Any) -> timedelta:
-    """A positive timedelta, or a positive number of seconds."""
+    """A positive timedelta, or a positive number of seconds; more than a century is a century."""
+    return min(_positive(value), LONGEST)
+
+
+def _positive(value: Any) -> timedelta:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
             value = timedelta(seconds=value)
@@ -29,14 +37,10 @@ def optional_duration(value: Any) -> timedelta | None:
     return None if value is None else duration(value)
 
 
-LONGEST_LIFETIME = timedelta(days=36_500)
-"""Of a result: moments stay such as every database and every clock knows."""
-
-
 def lifetime(value: Any) -> timedelta:
     """A duration that a result may be kept for."""
-    found = duration(value)
-    if not timedelta(milliseconds=1) <= found <= LONGEST_LIFETIME:
+    found = _positive(value)
+    if not timedelta(milliseconds=1) <= found <= LONGEST:
         raise ValueError("a duration from a millisecond to 100 years")
     return found
 

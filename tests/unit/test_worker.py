@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -163,7 +163,6 @@ def test_it_drains_and_ends(transport):
 
 
 def test_what_is_due_later_does_not_keep_it_from_being_drained():
-    from datetime import timedelta
 
     write.using(delay=timedelta(hours=1)).enqueue(job="later")
     worker = Worker(["ledger"])
@@ -244,6 +243,32 @@ def test_a_job_that_does_not_end_within_the_grace_costs_the_exit_code(settings):
     assert running.code == 1
     assert contexts[0].aborted
     wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("kjo-lane")])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SHUTDOWN_GRACE", "TIMEOUT", "PROCESSING_TTL", "SENT_TTL", "RECORD_LEASE"),
+        *("STATUS_REPORT_INTERVAL", "RESCUE_AFTER", "BACKOFF_MAX"),
+    ],
+)
+def test_a_time_without_end_ends_no_worker_badly(settings, caplog, name):
+    settings.KJO = {**settings.KJO, name: timedelta.max}
+    started, release = threading.Event(), threading.Event()
+
+    def run():
+        started.set()
+        release.wait(WAIT)
+
+    as_job(run, atomic=False).enqueue()
+    with Running() as running:
+        assert started.wait(WAIT)
+        running.worker.stop()
+        threading.Timer(0.2, release.set).start()
+        running.join()
+    assert running.code == 0
+    assert finished()
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 def test_a_job_that_minds_its_abort_flag_ends_with_the_worker(settings):
