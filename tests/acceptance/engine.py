@@ -195,8 +195,8 @@ class Engine:
         return worker
 
     def freeze(self, worker: Program) -> None:
-        """Stop a worker, but not within a write: with SQLite that would hold the whole file, and
-        what is asked here is what others do meanwhile."""
+        """Stop a worker, but not while it reads or writes a file of SQLite: nobody could use that,
+        and what is asked here is what others do meanwhile."""
 
         def stopped() -> bool:
             worker.freeze()
@@ -204,7 +204,9 @@ class Engine:
                 if connections[ALIAS].vendor == "sqlite":
                     with connections[ALIAS].cursor() as cursor:
                         cursor.execute("PRAGMA busy_timeout = 200")
-                WorkerRow.objects.using(ALIAS).filter(pid=-1).update(pid=-1)
+                        # Who reads keeps others from committing, and these everybody from reading.
+                        cursor.execute("BEGIN EXCLUSIVE")
+                        cursor.execute("ROLLBACK")
             except OperationalError:
                 worker.thaw()
                 raise
@@ -212,7 +214,7 @@ class Engine:
                 connections[ALIAS].close()
             return True
 
-        self.wait_until(stopped, f"{worker} never stopped writing")
+        self.wait_until(stopped, f"{worker} never left the database alone")
 
     def partitions_of(self, pid: int) -> list[Any]:
         """The partitions the worker process last said it has."""

@@ -41,10 +41,11 @@ def user(*permissions: str):
     return get_user_model().objects.get(pk=made.pk)
 
 
-def get(query: str = "", by=None, **options):
+def get(query: str = "", by=None, timeout: float = 20, **options):
+    """By default with time enough for a machine that is busy elsewhere."""
     request = RequestFactory().get(f"/kjo/health/{query}")
     request.user = by or AnonymousUser()
-    return HealthView.as_view(**options)(request)
+    return HealthView.as_view(timeout=timeout, **options)(request)
 
 
 def test_the_thresholds_are_the_seeds() -> None:
