@@ -94,15 +94,13 @@ def end_sessions_of_the_dead(alive_ttl: timedelta) -> int:
 def _dead(using: str, tokens: set[str], alive_ttl: timedelta) -> set[str]:
     """Return those of the workers that neither the database nor coordination has heard of lately.
 
-    Both, since a Redis that was away for a while forgets workers that live.
+    Both, since a Redis that was away for a while forgets workers that live. A token without a row
+    is nobody's we know: projects may share a database, each with a schema of its own.
     """
-    ids = {token: id for token in tokens if (id := _uuid(token)) is not None}
-    alive_since = timezone.now() - alive_ttl
-    rows = Worker.objects.using(using).filter(
-        pk__in=list(ids.values()), heartbeat_at__gte=alive_since
-    )
-    living = {id.hex for id in rows.values_list("pk", flat=True)}
-    suspects = set(ids) - living
+    ids = [id for token in tokens if (id := _uuid(token)) is not None]
+    silent_since = timezone.now() - alive_ttl
+    rows = Worker.objects.using(using).filter(pk__in=ids, heartbeat_at__lt=silent_since)
+    suspects = {id.hex for id in rows.values_list("pk", flat=True)}
     if not suspects:
         return set()
     names = {alive_name(token): token for token in suspects}

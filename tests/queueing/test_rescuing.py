@@ -137,6 +137,24 @@ def test_only_sessions_of_proven_dead_workers_are_ended(
 
 
 @pytest.mark.postgres
+def test_a_worker_of_another_project_is_nobodys_to_end(
+    frozen: Callable[[str], psycopg.Connection[Any]],
+) -> None:
+    """Two projects share a database, each with a schema of its own: neither has a row of the
+    other's workers, nor hears their signs of life, and a handler may compute for minutes."""
+    # Given
+    WorkerFactory(heartbeat_at=timezone.now())
+    theirs = frozen(uuid.uuid4().hex)
+    ours = WorkerFactory(heartbeat_at=timezone.now() - timedelta(hours=1))
+    dead = frozen(ours.pk.hex)
+    # When
+    wait_until(lambda: end_sessions_of_the_dead(timedelta(seconds=0.2)) == 1)
+    # Then
+    assert is_ended(dead)
+    assert not is_ended(theirs)
+
+
+@pytest.mark.postgres
 @pytest.mark.parametrize("engine", ["postgres"], indirect=True)
 def test_sessions_of_lanes_bear_their_workers_name(queue: Queue) -> None:
     names: list[str] = []
