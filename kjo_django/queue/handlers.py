@@ -148,8 +148,13 @@ def _ended(
             logger.exception("The after_execution hook failed for job %s", job.id)
             complain(problem)
     if error is not None:
-        raise error
+        raise _as_error(error)
     return result
+
+
+def _as_error(told: Any) -> BaseException:
+    """Return what can be raised: callbacks are told errors as text too, which is not to be lost."""
+    return told if isinstance(told, BaseException) else RuntimeError(str(told))
 
 
 def _takes_callback(function: Callable[..., Any]) -> bool:
@@ -174,7 +179,7 @@ def _with_callback(function: Callable[..., Any]) -> Callable[[QueueJob], Any]:
             job.raise_if_aborted()
         error, result = answers[0]  # what is said later is not heard
         if error is not None:
-            raise error
+            raise _as_error(error)
         return result
 
     return call

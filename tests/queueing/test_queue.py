@@ -335,6 +335,22 @@ def test_what_comes_after_the_execution(queue: Queue) -> None:
     assert job.result_expires_at - job.finished_at == timedelta(seconds=7)
 
 
+def test_an_error_may_be_told_as_text(queue: Queue) -> None:
+    def handle(job: Any, callback: Any) -> None:
+        callback("out of paper" if job.payload == 1 else None, "done")
+
+    def after(ended: AfterExecution) -> None:
+        if ended.result == "done":
+            ended.error = "not good enough"  # type: ignore[assignment]
+
+    queue.execute(handle, after_execution=after)
+    queue.enqueue("told", 1, max_attempts=1)
+    queue.enqueue("refused", 2, max_attempts=1)
+    drain(queue, raise_errors=False)
+    assert queue.get_status("told").error == "out of paper"
+    assert queue.get_status("refused").error == "not good enough"
+
+
 def test_a_queue_has_one_handler(queue: Queue) -> None:
     def one(job: Any) -> None: ...
 
