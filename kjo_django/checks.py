@@ -14,6 +14,7 @@ E008    PAUSABLE_ERRORS or ERROR_RECOVERY_DELAYS that mean nothing
 E009    OPTIONS in TASKS that are wrong (contrib.tasks)
 E010    a queue in TASKS that cannot carry tasks (contrib.tasks)
 E011    USE_TZ is off
+E012    messages in another database than their jobs
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats
@@ -206,6 +207,28 @@ def _warn_memory_database(settings: Settings) -> Messages:
         )
 
 
+def _check_one_database(settings: Settings) -> Messages:
+    """Only where both are in one database is a message there if and only if its job is."""
+    jobs = _jobs_database(settings)
+    for alias, declared in settings.transports.items():
+        if not backends.transport_class(alias).capabilities.transactional:
+            continue
+        given = declared.get("OPTIONS", {}).get("DATABASE") or jobs
+        if given != jobs:
+            yield checks.Error(
+                f"KJO['TRANSPORTS'][{alias!r}]['OPTIONS']['DATABASE'] is {given!r}, the jobs are "
+                f"in {jobs!r}: a worker would read messages of jobs that are not committed yet.",
+                hint="Remove it; messages are where the jobs are.",
+                id="kjo.E012",
+            )
+
+
+def _jobs_database(settings: Settings) -> str:
+    from kjo_django.models import Job
+
+    return settings.database or router.db_for_write(Job)
+
+
 def _warn_router(settings: Settings) -> Messages:
     from kjo_django.models import Job
 
@@ -389,6 +412,7 @@ _WARNINGS = (
     _warn_ttls,
     _warn_topics,
     _warn_memory_database,
+    _check_one_database,  # an error, which can be seen once the transports can be made
     _warn_router,
     _warn_pool,
     _warn_retention,

@@ -254,16 +254,31 @@ class ToJobs:
         return "jobs" if model._meta.app_label == "kjo_django" else None
 
 
-@pytest.mark.parametrize(("routers", "ids"), [([], ["W012"]), ([ToJobs()], [])])
-def test_a_database_the_routers_do_not_choose_is_a_warning(settings, monkeypatch, routers, ids):
-    """Workers would use the one, the admin and Job.objects the other."""
+@pytest.fixture
+def two_databases(monkeypatch):
     declared = {"ENGINE": "django.db.backends.sqlite3", "NAME": "never-opened.sqlite3"}
     known = connections.configure_settings({"default": {}, "jobs": declared})
     monkeypatch.setitem(connections.settings, "jobs", known["jobs"])
     seen = SimpleNamespace(DATABASES={"default": declared, "jobs": declared}, USE_TZ=True)
     monkeypatch.setattr("kjo_django.checks.django_settings", seen)
+
+
+@pytest.mark.usefixtures("two_databases")
+@pytest.mark.parametrize(("routers", "ids"), [([], ["W012"]), ([ToJobs()], [])])
+def test_a_database_the_routers_do_not_choose_is_a_warning(settings, routers, ids):
+    """Workers would use the one, the admin and Job.objects the other."""
     settings.DATABASE_ROUTERS = routers
     messages = found(settings, {"DATABASE": "jobs"}, CheckWarning)
+    assert [id for id, _, _ in messages] == ids
+
+
+@pytest.mark.usefixtures("two_databases")
+@pytest.mark.parametrize(("routers", "ids"), [([], ["E012"]), ([ToJobs()], [])])
+def test_messages_elsewhere_than_their_jobs_are_an_error(settings, routers, ids):
+    """Promise 1: a worker that reads one before its job is committed finds no job."""
+    settings.DATABASE_ROUTERS = routers
+    elsewhere = {"BACKEND": DATABASE, "OPTIONS": {"DATABASE": "jobs"}}
+    messages = found(settings, {"TRANSPORTS": {"default": elsewhere}})
     assert [id for id, _, _ in messages] == ids
 
 
