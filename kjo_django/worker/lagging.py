@@ -44,17 +44,19 @@ class LagWatch(Duty):
         self._took = 0.0
 
     def pause(self) -> timedelta:
-        """Three heartbeats, or longer where asking takes long."""
+        """Three heartbeats, or longer where answers take long; to ask in vain loads nobody,
+        and the lag after an outage is what everybody looks for."""
         return max(3 * get_settings().heartbeat_interval, timedelta(seconds=SHARE * self._took))
 
     def work(self, held: list[str]) -> None:
         """Ask for the lag of each queue and write it down."""
-        started = time.monotonic()
+        self._took = 0.0
         away: set[str] = set()
         for name in held:
             queue = self._queues[name]
             if queue.transport in away or self._stopping.is_set():
                 continue
+            began = time.monotonic()
             try:
                 lag = get_transport(queue.transport).lag([queue.topic], queue.consumer_group)
             except PublishError as error:
@@ -62,7 +64,7 @@ class LagWatch(Duty):
                 logger.debug("The lag of %s is not known: %s", queue.name, error)
                 continue
             note_lag(queue.name, sum(lag.values()))
-        self._took = time.monotonic() - started
+            self._took += time.monotonic() - began
 
 
 def note_lag(queue: str, lag: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -61,6 +62,19 @@ def test_one_worker_asks_for_each_queue():
     assert watch()._take(HOUR) == ["LAG:other"]
 
 
+def test_a_broker_that_was_away_is_asked_again_as_soon_as_ever(monkeypatch):
+    """It lets an answer wait for half a minute: the charts would stay empty for ten more."""
+
+    def away(topics, group):
+        time.sleep(1)
+        raise PublishError("no broker")
+
+    monkeypatch.setattr(get_transport(), "lag", away)
+    asking = watch()
+    asking.work(["LAG:ledger", "LAG:other"])
+    assert asking.pause() == timedelta(seconds=15)
+
+
 def test_a_transport_that_is_away_is_asked_once_and_nothing_breaks(monkeypatch):
     # Given
     asked = []
@@ -81,7 +95,12 @@ def test_a_slow_answer_is_asked_for_less_often(monkeypatch, settings):
     settings.KJO = {**KJO, "HEARTBEAT_INTERVAL": 5}
     slow = watch()
     assert slow.pause() == timedelta(seconds=15)
-    clock = iter([0.0, 3.0])
-    monkeypatch.setattr(lagging.time, "monotonic", lambda: next(clock))
-    slow.work([])
-    assert slow.pause() == timedelta(seconds=60)
+    monkeypatch.setattr(lagging, "SHARE", 1000)
+
+    def answer_slowly(topics, group):
+        time.sleep(0.06)
+        return {}
+
+    monkeypatch.setattr(get_transport(), "lag", answer_slowly)
+    slow.work(["LAG:ledger"])
+    assert slow.pause() >= timedelta(seconds=60)
