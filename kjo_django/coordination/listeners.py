@@ -53,7 +53,10 @@ class LocalListener(Listener):
     def __init__(self, space: str, channels: Sequence[str]) -> None:
         self._space = space
         self._channels = frozenset(channels)
-        self._condition = threading.Condition()
+        # Callers take the lock itself, not the condition: a handler's timeout that is raised within
+        # the condition's own Python code would leave it locked for ever, and every caller waiting.
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._called: set[str] = set()
         self._woken = False
         with _registry_lock:
@@ -62,7 +65,7 @@ class LocalListener(Listener):
     def call(self, space: str, channel: str) -> None:
         """Note the call if it is for this listener."""
         if space == self._space and channel in self._channels:
-            with self._condition:
+            with self._lock:
                 self._called.add(channel)
                 self._condition.notify_all()
 
@@ -75,7 +78,7 @@ class LocalListener(Listener):
 
     def wake(self) -> None:
         """Make ``wait`` return."""
-        with self._condition:
+        with self._lock:
             self._woken = True
             self._condition.notify_all()
 

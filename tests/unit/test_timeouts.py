@@ -11,6 +11,7 @@ import pytest
 from kjo_django.consumer.context import JobContext
 from kjo_django.consumer.execution import with_limit
 from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
+from kjo_django.coordination.listeners import LocalListener
 from kjo_django.exceptions import JobCancelledError, JobTimeoutError
 
 SOON, NEVER = 0.05, 3600.0
@@ -180,6 +181,37 @@ def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behin
     threading.Thread(target=another, daemon=True).start()
     assert served.wait(5), "the watch is locked for ever"
     watch.stop()
+
+
+def test_a_wake_up_call_that_a_timeout_tears_leaves_no_lock_behind():
+    """A handler outside a transaction that enqueues calls the relay of its own process: locked for
+    ever, it would relay nothing more, and keep everybody who enqueues."""
+
+    class Torn(threading.Condition):
+        def __enter__(self) -> bool:
+            super().__enter__()
+            raise HandlerTimeout  # as it comes within the condition's own Python code
+
+    # Given
+    listener = LocalListener("here", ["a"])
+
+    def call() -> None:
+        try:
+            listener.call("here", "a")
+        except HandlerTimeout:
+            pass
+
+    listener._condition.__class__ = Torn
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    listener._condition.__class__ = threading.Condition
+    # When, then
+    heard: list[set[str]] = []
+    waiting = threading.Thread(target=lambda: heard.append(listener.wait(0)), daemon=True)
+    waiting.start()
+    waiting.join(5)
+    assert heard == [{"a"}], "locked for ever"
 
 
 def test_a_shutdown_sets_every_abort_flag(watch):
