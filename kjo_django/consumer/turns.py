@@ -24,7 +24,7 @@ from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import Patience
 from kjo_django.consumer.outcomes import Resting, outcome_of
 from kjo_django.consumer.plain import PlainRunner
-from kjo_django.consumer.recording import OUTAGES, Recorder
+from kjo_django.consumer.recording import OUTAGES, REFUSALS, Recorder
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.models import EventKey
 from kjo_django.producer.dispatch import jobs_database
@@ -74,7 +74,7 @@ class Turns:
         names = Counter(delivery.lease for delivery in deliveries)
         twice = {name for name, count in names.items() if count > 1}
         group = _Group(self._recorder, twice, conf.group_budget.total_seconds())
-        count, patience = len(left), self._patience()
+        count, patience, refusals = len(left), self._patience(), 0
         while left and not (self._is_stopping and group.has_begun):
             steps = _without_repeats(left, count, keys)
             awake = [d for step in steps for d in step if d not in group.resting]
@@ -89,10 +89,16 @@ class Turns:
                 if is_refused and len(steps) > 1:
                     logger.warning("%d jobs are claimed one by one: %s", len(awake), error)
                     count = 1
+                elif is_refused and refusals >= REFUSALS:
+                    # It must not keep those behind it, nor the lane.
+                    group.put_off(left.popleft())
+                    refusals = 0
                 elif not patience.goes_on("The group cannot be claimed", error):
                     break
+                else:
+                    refusals += is_refused
                 continue
-            patience = self._patience()
+            patience, refusals = self._patience(), 0
             done = self._run_claimed(group, steps, started, ended)
             left.extendleft(reversed(steps[done:]))
             # It took longer than was thought when the group was formed.
@@ -186,6 +192,11 @@ class _Group:
         """Add outcomes of what is not to run; the lane's thread only."""
         if outcomes:
             self._ended += self.resting.noting(outcomes)
+
+    def put_off(self, step: Sequence[Delivery]) -> None:
+        """Defer what cannot be claimed; the lane's thread only."""
+        self.resting.noting([Outcome(delivery, Result.DEFERRED) for delivery in step])
+        self.deferred += step
 
     def add(self, began: float, calls: Sequence[Started], ran: list[Ran]) -> None:
         """Add a call that began then (monotonic) and has ended; the lane's thread only."""

@@ -562,6 +562,38 @@ def test_a_lease_two_records_share_is_kept_until_the_last_has_ended(make_bench, 
     assert settled(bench)
 
 
+def test_one_that_cannot_be_claimed_keeps_neither_its_lane_nor_others(make_bench, monkeypatch):
+    """What the database refuses for what it is, it refuses for ever."""
+    # Given
+    bench, ran, claim, waits = make_bench(AMPLE), [], PlainRunner.claim, []
+
+    def refuse(self, deliveries):
+        if any(b'"n":1' in delivery.message.payload for delivery in deliveries):
+            raise IntegrityError("not this one")
+        return claim(self, deliveries)
+
+    def wait(seconds):
+        waits.append(seconds)
+        assert len(waits) < 10, "it keeps its lane for ever"
+        return False
+
+    monkeypatch.setattr(PlainRunner, "claim", refuse)
+    monkeypatch.setattr(bench.stopping, "wait", wait)
+    job = as_job(lambda key, n: ran.append(n), "bench.keyed", atomic=False, key="key")
+    for number, key in enumerate("okko"):
+        job.enqueue(key=key, n=number)
+    deliveries = bench.poll()
+    # When
+    deferred = bench.run(deliveries)
+    # Then: it comes up again, and what is behind it with its key
+    assert ran == [0, 3]
+    assert deferred == [deliveries[1], deliveries[2]]
+    assert (leased(), list(get_coordination().names("CONS:"))) == (0, [])
+    monkeypatch.setattr(PlainRunner, "claim", claim)
+    assert bench.run(deferred) == []
+    assert ran == [0, 3, 1, 2]
+
+
 def test_an_outage_before_they_begin_spends_nothing(make_bench, monkeypatch):
     # Given a worker that stops while its database is away
     bench, ran = make_bench(AMPLE), []
