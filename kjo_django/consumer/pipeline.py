@@ -35,6 +35,7 @@ from kjo_django.consumer.rows import NOT_THEIRS, load_rows, row_id
 from kjo_django.consumer.suspects import SECOND, rounds_of
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
+from kjo_django.consumer.unburied import Unburied
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.exceptions import MessageError
@@ -75,7 +76,8 @@ class KeyOrder:
 
 
 class Pipeline:
-    """Runs groups. Called by every lane's thread; keeps no state between groups.
+    """Runs groups. Called by every lane's thread; keeps no state between groups but deaths whose
+    dead letters were refused.
 
     :param on_outcomes: told of every group's outcomes once they are durable.
     :param stopping: set when the worker stops. Without it ``run_once`` raises all outages; with it,
@@ -102,6 +104,7 @@ class Pipeline:
         self._on_outcomes = on_outcomes
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
+        self._unburied = Unburied()
         self._alone = Gate()
         self._atomic = AtomicRunner(leases, watch, on_measure)
         self._plain = PlainRunner(leases, watch, on_measure)
@@ -161,6 +164,8 @@ class Pipeline:
         freshen_connections(is_own=self._is_workers)
         if not deliveries:
             return []
+        if self._unburied.holds_any(deliveries):
+            return self._bury(deliveries, mode, flying)
         if mode is Mode.POISON:
             return self._settle([_poison_outcome(d) for d in deliveries])
         names = [delivery.lease for delivery in deliveries]
@@ -175,6 +180,24 @@ class Pipeline:
             # Not begun: others may have them. A no-op for what others hold.
             self._leases.release([delivery.lease for delivery in deferred])
         return deferred
+
+    def _bury(
+        self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None
+    ) -> list[Delivery]:
+        """Publish again the dead letters their topics have refused, and run what is not dead."""
+        outcomes = self._unburied.take(deliveries)
+        dead = {outcome.delivery for outcome in outcomes}
+        try:
+            deferred = self._settle(outcomes)
+        except BaseException:
+            self._unburied.keep(outcomes)
+            raise
+        order = KeyOrder()
+        for delivery in deferred:
+            order.put_off(delivery)
+        others = [delivery for delivery in deliveries if delivery not in dead]
+        deferred += [delivery for delivery in others if order.waits(delivery)]
+        return deferred + self.run_once([d for d in others if not order.waits(d)], mode, flying)
 
     def _run_sorted(
         self,
@@ -316,7 +339,10 @@ class Pipeline:
         if failed:
             if tracing.tracer is not None:
                 tracing.tracer.failing(failed)
-            stuck = {id(o) for o in settlement.publish_dead(o for o in failed if is_dead(o))}
+            refused = settlement.publish_dead(o for o in failed if is_dead(o))
+            if refused:
+                self._unburied.keep(refused)
+            stuck = {id(o) for o in refused}
             using = jobs_database()
             durable = [outcome for outcome in failed if id(outcome) not in stuck]
             with settlement.in_transaction(using):

@@ -190,7 +190,8 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
         Job.objects.using(using).at(job["id"], job["generation"]).filter(attempts=job["attempts"])
     )
     if "lease_token" in outcome.notes:
-        rows = rows.filter(lease_token=outcome.notes["lease_token"])
+        # "" of one that was given back, while its dead letter was refused.
+        rows = rows.filter(lease_token__in=("", outcome.notes["lease_token"]))
     changed = transition(action, rows, **changes)
     if changed and is_retry:
         _send_retry(using, Job.objects.using(using).get(pk=job["id"]))

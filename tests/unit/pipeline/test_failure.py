@@ -150,6 +150,41 @@ def test_a_dead_letter_its_topic_refuses_is_neither_recorded_nor_acknowledged(be
     assert settled(bench)
 
 
+@both
+@pytest.mark.parametrize("kind", ["atomic", "plain", "coroutine"])
+def test_who_died_does_not_die_again_because_a_topic_refuses_the_dead_letter(bench, kind):
+    """It comes up once a second, for as long as that lasts, and a mail went out each time."""
+    # Given
+    ran = []
+
+    def die(n: int) -> None:
+        ran.append(n)
+        if n == 1:
+            raise PermanentError("no")
+
+    async def die_in_the_air(n: int) -> None:
+        die(n)
+
+    function = die_in_the_air if kind == "coroutine" else die
+    as_job(function, atomic=kind == "atomic", key="n").enqueue_many([{"n": n} for n in range(3)])
+    deliveries = bench.poll()
+    get_transport().fail("the topic is not there")
+    # When
+    deferred = bench.run(deliveries)
+    for _ in range(3):
+        deferred = bench.run(deferred)
+        assert deferred == deliveries[1:2]
+    # Then
+    assert sorted(ran) == [0, 1, 2]
+    get_transport().fail(None)
+    assert bench.run(deferred) == []
+    assert sorted(ran) == [0, 1, 2]
+    assert [job.state for job in Job.objects.order_by("id")] == ["completed", "failed", "completed"]
+    letter = DeadLetter.objects.get()
+    assert (letter.attempts, letter.error) == (1, "no")
+    assert settled(bench)
+
+
 @pytest.mark.parametrize("error", [PermanentError("no"), MessageError("whatever I like", "no")])
 def test_a_permanent_error_dies_at_the_first_attempt(bench, error):
     """RST-25."""
