@@ -58,6 +58,8 @@ class _Supervisor:
         self._is_stopping = False
         self._worst = 0
         self._quick_deaths = 0
+        self._due: list[float] = []
+        """When those are to be started that take the place of the dead."""
 
     def fork(self) -> None:
         sys.stdout.flush()
@@ -103,8 +105,16 @@ class _Supervisor:
                 pass
 
     def wait(self) -> int:
-        while self._children:
-            pid, status = os.waitpid(-1, 0)
+        while self._children or (self._due and not self._is_stopping):
+            if self._due:
+                self._start_due()
+                # One that waits for its turn keeps nobody from seeing how the others are.
+                pid, status = os.waitpid(-1, os.WNOHANG) if self._children else (0, 0)
+                if not pid:
+                    time.sleep(0.1)
+                    continue
+            else:
+                pid, status = os.waitpid(-1, 0)
             started = self._children.pop(pid, None)
             if started is None:
                 continue
@@ -127,8 +137,11 @@ class _Supervisor:
             f"signal {-code}" if code < 0 else f"exit code {code}",
             delay,
         )
-        due = time.monotonic() + delay
-        while not self._is_stopping and time.monotonic() < due:
-            time.sleep(0.1)  # a longer sleep would go on after a signal
-        if not self._is_stopping:
+        self._due.append(time.monotonic() + delay)
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        ripe = [due for due in self._due if due <= now]
+        self._due = [due for due in self._due if due > now]
+        for _ in ripe:
             self.fork()

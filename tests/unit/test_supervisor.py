@@ -222,6 +222,44 @@ def work():
     assert len(set(sessions)) == len(sessions) == 2
 
 
+def test_a_child_that_dies_is_replaced_though_another_waits_for_its_turn(tmp_path):
+    """One that dies at once each time must not cost the others their replacements."""
+    # Given: one child dies at once, and its next comes in half a minute
+    body = """
+make = supervisor._Supervisor.__init__
+
+def make_tired(self, work):
+    make(self, work)
+    self._quick_deaths = 9
+
+supervisor._Supervisor.__init__ = make_tired
+supervisor.QUICK_DEATH = 1.0
+
+def is_first_to(name):
+    try:
+        (place / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+def work():
+    if is_first_to("die at once"):
+        return 1
+    if is_first_to("die later"):
+        time.sleep(2)
+        return 1
+    wait_for_signal()
+"""
+    process = start(tmp_path, body, count=2)
+    assert process.stdout is not None
+    began = time.monotonic()
+    # Then that one is replaced
+    assert process.stdout.readline() == "ready\n"
+    assert time.monotonic() - began < 20
+    process.terminate()
+    assert finish(process)[0] in (0, 1)
+
+
 def test_a_child_is_a_process_group_of_its_own(tmp_path):
     """A terminal's Ctrl-C reaches the parent only; twice, it would force a child to stop."""
     body = "def work():\n    note(str(os.getpgid(0) == os.getpid())); return 0"
