@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from django.db import DatabaseError
 
 from kjo_django import tracing
-from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, completion, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import (
@@ -30,15 +29,14 @@ from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import Patience
 from kjo_django.consumer.outcomes import Resting, acknowledge, is_dead
 from kjo_django.consumer.plain import PlainRunner
+from kjo_django.consumer.poison import poison_outcome
 from kjo_django.consumer.recording import OUTAGES, REFUSALS, Recorder
-from kjo_django.consumer.rows import NOT_THEIRS, load_rows, row_id
 from kjo_django.consumer.suspects import SECOND, rounds_of
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
 from kjo_django.consumer.unburied import Unburied
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
-from kjo_django.exceptions import MessageError
 from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
@@ -167,7 +165,7 @@ class Pipeline:
         if self._unburied.holds_any(deliveries):
             return self._bury(deliveries, mode, flying)
         if mode is Mode.POISON:
-            return self._settle([_poison_outcome(d) for d in deliveries])
+            return self._settle([poison_outcome(d) for d in deliveries])
         names = [delivery.lease for delivery in deliveries]
         claims = self._leases.claim(names, deliveries[0].queue.processing_ttl)
         if claims.count(FIRST_CLAIM) == len(claims):
@@ -394,25 +392,3 @@ class Pipeline:
         self._leases.release([d.lease for d in deliveries if d.message is not None])
         if tracing.tracer is not None:
             tracing.tracer.given_back(deliveries)
-
-
-def _poison_outcome(delivery: Delivery) -> Outcome:
-    """Judge a record nobody can handle, and its job where it has one."""
-    problem = delivery.problem
-    message = delivery.message
-    if problem is None:
-        assert message is not None
-        problem = MessageError("unknown_type", f"No handler is registered for {message.type!r}")
-    row = None
-    if message is not None and message.job_id is not None:
-        using = jobs_database()
-        rows = load_rows(using, [delivery], lock=False)
-        row = rows.get(row_id(delivery, get_settings().service_name))
-        if row is not None and row["generation"] == NOT_THEIRS:
-            row = None
-        if row is not None and attempts.why_skip(delivery, row):
-            return Outcome(delivery, Result.SKIPPED, job=row)
-    attempt = row["attempts"] if row else 0
-    return Outcome(
-        delivery, Result.DEAD, attempt=attempt, job=row, error=problem, reason=problem.reason
-    )
