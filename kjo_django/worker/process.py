@@ -167,7 +167,8 @@ class Worker:
                 queues,
                 self.lanes,
                 max_outstanding=conf.max_outstanding,
-                on_error=functools.partial(self._outages.note, group),
+                # With its transport: as one source, two would replace each other's word for ever.
+                on_error=functools.partial(self._outages.note, f"{group} ({alias})"),
                 on_skipped=self.statistics.skip,
             )
             for (alias, group), queues in groups.items()
