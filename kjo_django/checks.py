@@ -48,7 +48,6 @@ from kjo_django import backends, conf, registry
 from kjo_django.conf import Settings, get_settings
 
 TAG = "kjo"
-PROBE_TIMEOUT = 5.0
 CONNECTIONS_BESIDE_LANES = 10
 """Of a worker's threads that run no handlers, at most; docs/how-to/production.md lists them."""
 _POOL_SIZE = 4
@@ -75,7 +74,9 @@ def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
     """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
     if any(message.is_serious() for message in check_settings()):
         return []
-    return [message for check in (_reach_transports, _reach_coordination) for message in check()]
+    from kjo_django.operations.reaching import reach_coordination, reach_transports
+
+    return [message for check in (reach_transports, reach_coordination) for message in check()]
 
 
 # --- Errors -------------------------------------------------------------------------------------
@@ -293,42 +294,6 @@ def _warn_misspelt_queues(settings: Settings) -> Messages:
                 hint=f"Did you mean {close[0]!r}? Otherwise declare it: {{{name!r}: {{}}}}.",
                 id="kjo.W006",
             )
-
-
-# --- Servers ------------------------------------------------------------------------------------
-
-
-def _reach_transports() -> Messages:
-    from kjo_django.exceptions import KjoError
-    from kjo_django.operations import topics
-
-    for alias in get_settings().transports:
-        try:
-            backends.get_transport(alias).probe(PROBE_TIMEOUT)
-        except (KjoError, ImproperlyConfigured) as error:
-            yield checks.Warning(f"Transport {alias!r}: {error}", id="kjo.W008")
-            return
-    try:
-        reports = topics.plan()
-    except KjoError as error:
-        yield checks.Warning(f"Topics cannot be asked for: {error}", id="kjo.W010")
-        return
-    for report in reports:
-        if not report.is_ok:
-            yield checks.Warning(
-                f"Topic {report.name!r} {', '.join(report.differences)}.",
-                hint="Run manage.py kjo_topics plan.",
-                id="kjo.W010",
-            )
-
-
-def _reach_coordination() -> Messages:
-    from kjo_django.exceptions import KjoError
-
-    try:
-        backends.get_coordination().probe(PROBE_TIMEOUT)
-    except (KjoError, ImproperlyConfigured) as error:
-        yield checks.Warning(f"Coordination: {error}", id="kjo.W009")
 
 
 # --- Details ------------------------------------------------------------------------------------
