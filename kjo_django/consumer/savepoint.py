@@ -24,6 +24,9 @@ CAUGHT = (
 _NAMES = ("kjo_handler_a", "kjo_handler_b")
 _numbers = itertools.count(1)
 
+_Query = tuple[Callable[..., Any], Any, Any, bool, Any]
+"""What a wrapper of queries is given: who executes it, text, parameters, whether many, context."""
+
 
 class LazySavepoint:
     """Separates one handler's writes from those of its group, inside the group's transaction.
@@ -70,14 +73,15 @@ class LazySavepoint:
     def _before_query(
         self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
     ) -> Any:
+        query = execute, sql, params, many, context
         if not self._opens:
             if self._left_open and self._sid is None:
-                left_open, self._left_open = self._left_open, ""
-                return self._carry(_releasing(left_open), execute, sql, params, many, context)
+                releasing, self._left_open = _releasing(self._left_open), ""
+                return (self._ahead if _goes_alone(*query) else _along)(releasing, *query)
             return execute(sql, params, many, context)
         self._opens = False
         if self._rides_along:
-            return self._open_along(execute, sql, params, many, context)
+            return self._open_along(query)
         sid = self._connection.savepoint()
         if sid is not None:
             self._note(sid)
@@ -89,18 +93,16 @@ class LazySavepoint:
         self._connection.savepoint_ids.insert(self._depth, sid)
         self._sid = sid
 
-    def _open_along(
-        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
-    ) -> Any:
+    def _open_along(self, query: _Query) -> Any:
         """Open it with the query itself, or with one of its own before one that must go alone."""
         left_open, self._left_open = self._left_open, ""
         self._name = _NAMES[left_open == _NAMES[0]]
         opening = f"{_releasing(left_open)}SAVEPOINT {self._name}; "
         self._note(f"{self._name}_{next(_numbers)}")
-        if _goes_alone(sql, many, context):
-            return self._carry(opening, execute, sql, params, many, context)
+        if _goes_alone(*query):
+            return self._ahead(opening, *query)
         try:
-            return self._carry(opening, execute, sql, params, many, context)
+            return _along(opening, *query)
         except JobTimeoutError:
             # Raised from outside, mostly while the answer was waited for: it was sent. If it was
             # not, going back fails, which costs the group its transaction.
@@ -112,24 +114,11 @@ class LazySavepoint:
                 self._sid, self._left_open, self._opens = None, left_open, True
             raise
 
-    def _carry(
-        self,
-        opening: str,
-        execute: Callable[..., Any],
-        sql: Any,
-        params: Any,
-        many: bool,
-        context: Any,
-    ) -> Any:
-        """Send statements with a query, or alone before one that must go alone."""
-        if _goes_alone(sql, many, context):
-            with self._connection.cursor() as own:
-                own.execute(opening)
-            return execute(sql, params, many, context)
-        result = execute(f"{opening}{sql}", params, many, context)
-        for _ in range(opening.count(";")):
-            context["cursor"].cursor.nextset()
-        return result
+    def _ahead(self, opening: str, execute: Callable[..., Any], *query: Any) -> Any:
+        """Send statements, then a query that must go alone."""
+        with self._connection.cursor() as own:
+            own.execute(opening)
+        return execute(*query)
 
     def __exit__(
         self,
@@ -187,8 +176,20 @@ class LazySavepoint:
             del connection.run_on_commit[self._callbacks :]
 
 
-def _goes_alone(sql: Any, many: bool, context: Any) -> bool:
+def _goes_alone(
+    execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+) -> bool:
     return many or not isinstance(sql, str) or not takes_several(context["cursor"].cursor)
+
+
+def _along(
+    opening: str, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any
+) -> Any:
+    """Send statements with a query, in one go."""
+    result = execute(f"{opening}{sql}", params, many, context)
+    for _ in range(opening.count(";")):
+        context["cursor"].cursor.nextset()
+    return result
 
 
 def _releasing(name: str) -> str:
