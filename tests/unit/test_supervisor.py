@@ -41,6 +41,16 @@ def wait_for_signal():
 {body}
 sys.exit(supervisor.supervise({count}, work))
 """
+TIRED = """
+make = supervisor._Supervisor.__init__
+
+def make_tired(self, work):
+    make(self, work)
+    self._quick_deaths = 9
+
+supervisor._Supervisor.__init__ = make_tired
+"""
+"""A child has died at once often before: the next one that does is replaced in half a minute."""
 
 
 def start(tmp_path: Path, body: str, count: int = 1) -> subprocess.Popen[str]:
@@ -169,19 +179,11 @@ def test_a_stop_is_heard_while_a_replacement_is_waited_for(tmp_path):
     """A child that dies at once is started again later and later; stopping does not wait for it."""
     # Given: a child that has died at once often before, so the next comes in half a minute
     body = """
-make = supervisor._Supervisor.__init__
-
-def make_tired(self, work):
-    make(self, work)
-    self._quick_deaths = 9
-
-supervisor._Supervisor.__init__ = make_tired
-
 def work():
     note("run")
     return 1
 """
-    process = start(tmp_path, body)
+    process = start(tmp_path, TIRED + body)
     assert process.stderr is not None
     while "starting another in 30 s" not in process.stderr.readline():
         pass
@@ -226,13 +228,6 @@ def test_a_child_that_dies_is_replaced_though_another_waits_for_its_turn(tmp_pat
     """One that dies at once each time must not cost the others their replacements."""
     # Given: one child dies at once, and its next comes in half a minute
     body = """
-make = supervisor._Supervisor.__init__
-
-def make_tired(self, work):
-    make(self, work)
-    self._quick_deaths = 9
-
-supervisor._Supervisor.__init__ = make_tired
 supervisor.QUICK_DEATH = 1.0
 
 def is_first_to(name):
@@ -250,7 +245,7 @@ def work():
         return 1
     wait_for_signal()
 """
-    process = start(tmp_path, body, count=2)
+    process = start(tmp_path, TIRED + body, count=2)
     assert process.stdout is not None
     began = time.monotonic()
     # Then that one is replaced
