@@ -38,8 +38,7 @@ def test_a_job_runs_within_a_second(any_engine: Engine, record_property) -> None
     record_property("max_ms", round(1000 * longest))
     print(f"\nmedian {1000 * median:.0f} ms, longest {1000 * longest:.0f} ms")
     assert worker.stop() == 0
-    assert median < 0.4
-    assert longest < 5  # where the machine was busy elsewhere
+    assert longest < 1
 
 
 def test_a_shell_beside_a_worker(embedded: Engine) -> None:
@@ -48,5 +47,5 @@ def test_a_shell_beside_a_worker(embedded: Engine) -> None:
     command = "from tests.ledger.jobs import write; write.enqueue(job='from the shell')"
     shell = embedded.manage("shell", "-c", command)
     assert shell.wait() == 0, shell.log_tail()
-    embedded.wait_until(lambda: embedded.ledger()["from the shell"], "It never ran", timeout=5)
+    embedded.wait_until(lambda: embedded.ledger()["from the shell"], "It never ran", timeout=1)
     assert worker.stop() == 0

@@ -169,12 +169,10 @@ def test_a_full_queue_is_waited_for(connect, topic):
 def test_one_record_does_not_wait_for_a_second_poll(transport, topic):
     publish(transport, topic, b"connects")
 
-    def seconds() -> float:
-        started = time.monotonic()
-        publish(transport, topic, b"1")
-        return time.monotonic() - started
+    started = time.monotonic()
+    publish(transport, topic, b"1")
 
-    assert min(seconds() for _ in range(5)) < 0.5
+    assert time.monotonic() - started < 0.5
 
 
 def test_an_outage_fails_every_record_and_says_why(connect, mock, topic):

@@ -101,7 +101,7 @@ def test_a_probe_that_hangs_is_given_up_in_time(monkeypatch):
     started = time.monotonic()
     found = check("transports", timeout=0.5)
     # Then
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 3
     assert found.ok is False
     assert "no answer" in found.detail
 
