@@ -210,7 +210,9 @@ def _warn_memory_database(settings: Settings) -> Messages:
 
 def _check_one_database(settings: Settings) -> Messages:
     """Only where both are in one database is a message there if and only if its job is."""
-    jobs = _jobs_database(settings)
+    from kjo_django.models import jobs_database
+
+    jobs = jobs_database()
     for alias, declared in settings.transports.items():
         if not backends.transport_class(alias).capabilities.transactional:
             continue
@@ -222,12 +224,6 @@ def _check_one_database(settings: Settings) -> Messages:
                 hint="Remove it; messages are where the jobs are.",
                 id="kjo.E012",
             )
-
-
-def _jobs_database(settings: Settings) -> str:
-    from kjo_django.models import Job
-
-    return settings.database or router.db_for_write(Job)
 
 
 def _warn_router(settings: Settings) -> Messages:

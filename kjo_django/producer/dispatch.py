@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from django.db import router
 from django.utils import timezone
 
 from kjo_django.backends import get_transport, transport_class
@@ -18,6 +17,7 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import job_headers
 from kjo_django.models import Job, transition
+from kjo_django.models import jobs_database as jobs_database
 from kjo_django.models.job import message_id, origin_of
 from kjo_django.producer.due import Due
 from kjo_django.producer.wakeups import RELAY_CHANNEL, after_commit, topic_channel
@@ -26,11 +26,6 @@ from kjo_django.transports.base import OutgoingRecord
 
 OUTGOING = "outgoing"
 """The queue of records for topics that no queue is declared for, on the default transport."""
-
-
-def jobs_database() -> str:
-    """Return the alias of the database that holds the jobs."""
-    return get_settings().database or router.db_for_write(Job)
 
 
 def is_transactional(queue: QueueConf) -> bool:

@@ -32,7 +32,7 @@ from django.utils import timezone
 
 from kjo_django.exceptions import PublishError
 from kjo_django.messages.headers import to_json
-from kjo_django.models import TransportMessage, TransportSubscription
+from kjo_django.models import TransportMessage, TransportSubscription, take_write_lock
 from kjo_django.probing import answer_within
 from kjo_django.transports.base import (
     AssignedCallback,
@@ -49,7 +49,6 @@ from kjo_django.transports.database_rows import (
     count_lag,
     key_hash,
     mend_connection,
-    take_write_lock,
 )
 from kjo_django.transports.database_subscription import DatabaseSubscription
 from kjo_django.values import duration

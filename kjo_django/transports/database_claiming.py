@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from django.db import connections, transaction
 from django.utils import timezone
 
-from kjo_django.models import TransportSubscription
+from kjo_django.models import TransportSubscription, take_write_lock
 from kjo_django.transports.base import Record, TopicPartition
 from kjo_django.transports.database_rows import (
     COLUMNS,
@@ -23,7 +23,6 @@ from kjo_django.transports.database_rows import (
     due_rows,
     group_rows,
     take_unleased,
-    take_write_lock,
     to_record,
     unleased,
 )

@@ -15,7 +15,7 @@ from django.db.models.functions import Coalesce
 
 from kjo_django.conf import get_settings
 from kjo_django.messages.headers import from_json
-from kjo_django.models import Job, TransportMessage, TransportSubscription
+from kjo_django.models import TransportMessage
 from kjo_django.transports.base import Record, TopicPartition
 
 OUTAGES = (OperationalError, InterfaceError)
@@ -23,17 +23,11 @@ OUTAGES = (OperationalError, InterfaceError)
 
 _LOCKED = ("database is locked", "database table is locked", "database schema is locked")
 _BATCH = 5_000
-_NO_ROW = -1
 
 
 def choose_alias(option: str | None) -> str:
     """Return the database of the tables: the option, ``KJO["DATABASE"]`` or the router's choice."""
     return option or get_settings().database or router.db_for_write(TransportMessage)
-
-
-def jobs_alias() -> str:
-    """Return the alias of the database that holds the jobs, and whatever becomes of messages."""
-    return get_settings().database or router.db_for_write(Job)
 
 
 def key_hash(key: bytes | None) -> int | None:
@@ -49,17 +43,6 @@ def key_hash(key: bytes | None) -> int | None:
 def is_locked(error: Exception) -> bool:
     """Whether SQLite only asks for another try, some other process writes just now."""
     return any(text in str(error) for text in _LOCKED)
-
-
-def take_write_lock(alias: str) -> None:
-    """Make SQLite's transaction a writing one before it reads.
-
-    A transaction that has read and then wants to write is refused at once ("database is locked")
-    if another wrote in between; one that starts with a write waits its turn. A statement that
-    changes no row takes the lock all the same, and dirties no page.
-    """
-    if connections[alias].vendor == "sqlite":
-        TransportSubscription.objects.using(alias).filter(pk=_NO_ROW).update(topic="")
 
 
 def commit_lazily(alias: str) -> None:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from django.db import connections, transaction
 from django.utils import timezone
 
-from kjo_django.models import TransportSubscription
+from kjo_django.models import TransportSubscription, jobs_database
 from kjo_django.transports.base import (
     AssignedCallback,
     Record,
@@ -36,7 +36,6 @@ from kjo_django.transports.database_rows import (
     group_rows,
     held_rows,
     is_locked,
-    jobs_alias,
     mend_connection,
 )
 
@@ -68,7 +67,7 @@ class DatabaseSubscription(Subscription):
     ) -> None:
         self._alias = alias
         # On another database an acknowledgement would be durable before the outcome is.
-        self.joins_transactions = alias == jobs_alias()
+        self.joins_transactions = alias == jobs_database()
         self._topics = list(dict.fromkeys(topics))
         self._group = group
         self._lease = lease

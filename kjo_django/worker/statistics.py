@@ -11,14 +11,13 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import transaction
 from django.db.models import QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import QueueConf
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.work import Outcome, Result
-from kjo_django.models import MetricBucket, MetricRollup
+from kjo_django.models import MetricBucket, MetricRollup, writing
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
 from kjo_django.producer.dispatch import jobs_database
 
@@ -117,7 +116,7 @@ class Statistics:
             return
         using = jobs_database()
         try:
-            with transaction.atomic(using=using):
+            with writing(using):
                 for key, bucket in buckets.items():
                     self._write(using, key, bucket)
         except Exception:
