@@ -30,7 +30,7 @@ from kjo_django.producer import dispatch
 from kjo_django.producer.due import Due, due_jobs, next_due
 from kjo_django.producer.noting import MOST_PUT_OFF, Notes, Sent
 from kjo_django.producer.sends import publish
-from kjo_django.producer.wakeups import RELAY_CHANNEL
+from kjo_django.producer.wakeups import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
@@ -42,8 +42,6 @@ then most of their jobs have ended and need no note."""
 SOON = 0.02
 """Seconds after that in which it only listens. While one job follows the other nobody has to ask
 what falls due later: every look for what is due finds it, so much late at most."""
-LISTEN_AGAIN = 10.0
-"""Seconds until coordination that was away when it was to be listened to is asked again."""
 STANDBY = 0.25
 """Seconds between looks at rows that are due and another relay's, in case that one died."""
 REFUSED_DELAY = timedelta(seconds=30)

@@ -20,6 +20,8 @@ logger = logging.getLogger("kjo_django")
 RELAY_CHANNEL = "kjo:relay"
 REPLY_CHANNELS = "kjo:reply:"
 """Begins the names of the channels on which waiters are told that their job has ended."""
+LISTEN_AGAIN = 10.0
+"""Seconds until coordination that was away when it was to be listened to is asked again."""
 LONGEST_REST = 30.0
 """Seconds without calls after one that was long in vain."""
 MAX_REPLY_CHANNEL = 100

@@ -11,16 +11,12 @@ from django.db import connections
 from kjo_django.backends import get_coordination
 from kjo_django.consumer.poller import Poller
 from kjo_django.coordination.base import Listener
-from kjo_django.producer.wakeups import topic_channel
+from kjo_django.producer.wakeups import LISTEN_AGAIN, topic_channel
 
 logger = logging.getLogger("kjo_django")
 
 LONGEST = 60.0
 """Seconds of one wait; a call and ``stop`` end it at once."""
-
-
-LISTEN_AGAIN = 10.0
-"""Seconds until coordination that was away when it was to be listened to is asked again."""
 
 
 class PublishListener:
