@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -297,6 +298,21 @@ def test_a_signal_stops_it_well_and_its_handlers_are_restored(number):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a matter of Linux")
+def test_its_lanes_and_nothing_else_of_it_prefer_throughput():
+    found: dict[str, int] = {}
+
+    def look():
+        found["lane"] = os.sched_getscheduler(0)
+
+    as_job(look).enqueue()
+    with Running() as running:
+        wait_until(finished)
+        main = running._thread.native_id
+        found["main"] = os.sched_getscheduler(main)
+    assert found == {"lane": os.SCHED_BATCH, "main": os.SCHED_OTHER}
+
+
 def test_no_thread_outlives_it():
     with Running(["ledger"]):
         wait_until(lambda: WorkerRow.objects.exists())
@@ -332,8 +348,6 @@ def test_a_lane_survives_an_error_nobody_expected(monkeypatch, caplog):
 
 @pytest.mark.parametrize("atomic", [True, False])
 def test_a_handler_that_exits_takes_no_lane_with_it(atomic):
-    import sys
-
     def leave():
         sys.exit(1)
 
