@@ -138,6 +138,32 @@ def test_what_was_published_and_not_noted_yet_is_left_out():
     assert (found.pk, found.headers, found.payload) == (first.pk, {"a": "b"}, first.payload)
 
 
+@pytest.mark.parametrize(
+    "ask", [lambda: due_jobs("default", ["ledger"], 10), lambda: next_due("default", ["ledger"])]
+)
+def test_given_a_backlog_when_a_batch_is_asked_for_then_no_more_of_it_is_read(postgres, ask):
+    """Sorted as a whole for each batch, a backlog of a million took its square to publish."""
+    # Given
+    Job.objects.bulk_create(JobFactory.build(queue="ledger") for _ in range(2000))
+    plans = []
+
+    def explain(execute, sql, params, many, context):
+        execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {sql}", params, many, context)
+        plans.append(context["cursor"].fetchone()[0][0]["Plan"])
+        return execute(sql, params, many, context)
+
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE kjo_job")
+    # When
+    with connection.execute_wrapper(explain):
+        assert ask()
+    # Then
+    (plan,) = plans
+    (scan,) = plan["Plans"]
+    assert scan["Node Type"] == "Index Scan", plan
+    assert scan["Actual Rows"] <= 10
+
+
 def test_a_note_leaves_the_durability_of_others_alone(postgres, settings):
     """A note does not wait for the disk. What else its connection writes does."""
 
