@@ -55,7 +55,7 @@ from kjo_django.worker.lagging import LagWatch
 from kjo_django.worker.listening import PublishListener
 from kjo_django.worker.outages import Outages
 from kjo_django.worker.rescuer import Rescuer
-from kjo_django.worker.scheduling import prefer_throughput
+from kjo_django.worker.scheduling import LaneScheduling
 from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import Statistics
 from kjo_django.worker.stopping import hear_stop_signals
@@ -288,9 +288,10 @@ class Worker:
 
     def _run_lane(self) -> None:
         self._enter_thread()
-        prefer_throughput()
+        scheduling = LaneScheduling()
         try:
             while (group := self.lanes.take()) is not None:
+                scheduling.suit(len(group.deliveries))
                 deferred: Any = group.deliveries
                 flying: set[Delivery] = set()
                 try:

@@ -5,26 +5,40 @@ from __future__ import annotations
 import os
 import sys
 
+MANY = 20
+"""Jobs that waited together: more of them want to be done soon, fewer to be begun at once."""
 
-def prefer_throughput() -> bool:
-    """Tell the system that the calling thread is to get much done rather than to answer at once.
+
+class LaneScheduling:
+    """How the thread that makes it is scheduled: to answer at once, or to get much done.
 
     The lanes of a worker share one interpreter. Whenever one of them waits for a server, another
     takes it; the first, once it is answered, wakes up on another processor to find it taken, and
-    while they hand it to and fro both do nothing else. Linux knows such threads as ``SCHED_BATCH``:
-    they have their share of the processors as before, but do not cut in when they wake up.
+    while they hand it to and fro both do nothing else. Linux knows threads as ``SCHED_BATCH`` that
+    have their share of the processors as before, but do not cut in when they wake up.
 
-    What a handler starts inherits it, as it does a nice value.
-
-    :returns: whether that is so now. It is not where the system knows nothing of the kind, does
-        not allow it, or where somebody has chosen another policy for the process.
+    Nothing changes where the system knows no such policy or allows none, or where somebody has
+    chosen one for the process. What a handler starts inherits it, as it does a nice value.
     """
-    if sys.platform != "linux":
-        return False
-    try:
-        if os.sched_getscheduler(0) != os.SCHED_OTHER:
-            return False
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    except OSError:  # the rule of some containers; musl knows of no policies at all
-        return False
-    return True
+
+    def __init__(self) -> None:
+        self._gets_much_done = False
+        self._can_change = False
+        if sys.platform == "linux":
+            try:
+                self._can_change = os.sched_getscheduler(0) == os.SCHED_OTHER
+            except OSError:  # musl knows of no policies
+                pass
+
+    def suit(self, waiting: int) -> None:
+        """Suit a lane that is about to run a group of so many jobs."""
+        much = waiting >= MANY
+        if much == self._gets_much_done or not self._can_change or sys.platform != "linux":
+            return
+        try:
+            policy = os.SCHED_BATCH if much else os.SCHED_OTHER
+            os.sched_setscheduler(0, policy, os.sched_param(0))
+        except OSError:  # the rule in some containers
+            self._can_change = False
+        else:
+            self._gets_much_done = much

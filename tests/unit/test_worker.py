@@ -299,18 +299,21 @@ def test_a_signal_stops_it_well_and_its_handlers_are_restored(number):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a matter of Linux")
-def test_its_lanes_and_nothing_else_of_it_prefer_throughput():
-    found: dict[str, int] = {}
+def test_a_lane_with_much_to_do_gets_much_done_and_one_with_little_answers_at_once():
+    found: dict[str, list[int]] = {"much": [], "little": []}
 
-    def look():
-        found["lane"] = os.sched_getscheduler(0)
+    def look(load):
+        found[load].append(os.sched_getscheduler(0))
 
-    as_job(look).enqueue()
-    with Running() as running:
+    look_job = as_job(look)
+    look_job.enqueue_many([{"load": "much"}] * 300)
+    with Running(concurrency=1) as running:
         wait_until(finished)
-        main = running._thread.native_id
-        found["main"] = os.sched_getscheduler(main)
-    assert found == {"lane": os.SCHED_BATCH, "main": os.SCHED_OTHER}
+        look_job.enqueue(load="little")
+        wait_until(finished)
+        assert os.sched_getscheduler(running._thread.native_id) == os.SCHED_OTHER
+    assert os.SCHED_BATCH in found["much"]
+    assert found["little"] == [os.SCHED_OTHER]
 
 
 def test_no_thread_outlives_it():
