@@ -26,6 +26,7 @@ from kjo_django.values import (
     flag,
     lifetime,
     mapping,
+    name_text,
     number,
     option,
     optional_duration,
@@ -95,7 +96,7 @@ class Settings:
     """The ``KJO`` setting, key by key (attribute names are the keys in lower case)."""
 
     service_name: str = option(
-        text, "django", "Names this project in consumer groups and processed_events."
+        name_text, "django", "Names this project in consumer groups and processed_events."
     )
     database: str | None = option(
         optional_text,
@@ -328,7 +329,7 @@ def convert(kind: type[Any], given: Any, where: str) -> tuple[Any, list[Problem]
     return read_options(kind, given, where, upper=kind is Settings)
 
 
-_TEXTS = (text, optional_text, short_text)
+_TEXTS = (text, name_text, optional_text, short_text)
 
 
 @functools.lru_cache(maxsize=1)

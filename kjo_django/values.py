@@ -94,6 +94,17 @@ def text(value: Any) -> str:
     return value
 
 
+MAX_NAME_LENGTH = 100
+"""What the column of a service's name holds."""
+
+
+def name_text(value: Any) -> str:
+    """Text that is not empty, of at most 100 characters."""
+    if not isinstance(value, str) or not value.strip() or len(value) > MAX_NAME_LENGTH:
+        raise ValueError(f"text of 1 to {MAX_NAME_LENGTH} characters")
+    return value
+
+
 def short_text(value: Any) -> str:
     """Text of at most 100 characters."""
     if not isinstance(value, str) or len(value) > 100:

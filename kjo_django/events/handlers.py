@@ -28,6 +28,7 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer.context import JobContext
 from kjo_django.events.event import (
     MAX_ID_LENGTH,
+    MAX_SOURCE_LENGTH,
     MAX_TYPE_LENGTH,
     BaseEvent,
     normalised_version,
@@ -299,6 +300,8 @@ def event_handler(
     """
     if not isinstance(type, str) or not 0 < len(type) <= MAX_TYPE_LENGTH:
         raise ValueError(f"event_handler: type must be text of 1 to {MAX_TYPE_LENGTH} characters")
+    if len(group or "") > MAX_SOURCE_LENGTH:
+        raise ValueError(f"event_handler: group must have at most {MAX_SOURCE_LENGTH} characters")
 
     def declare(function: F) -> F:
         route = event_route(topic, group, **queue_options)

@@ -229,6 +229,11 @@ def test_two_groups_of_one_project_both_act(settings) -> None:
     assert sorted(owners) == ["interview-service", "statistics"]
 
 
+def test_a_group_that_no_marker_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="group must have at most 100 characters"):
+        event_handler("T", topic=TOPIC, group="g" * 101)
+
+
 def test_two_handlers_of_one_type_in_one_group_are_refused(transport) -> None:
     @event_handler("T", topic=TOPIC)
     def one(event: BaseEvent) -> None: ...

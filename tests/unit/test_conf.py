@@ -118,9 +118,10 @@ RIGHT = {
     conf.mapping: {},
     conf.texts: [],
     conf.short_text: "x",
+    conf.name_text: "x",
 }
 WRONG = {
-    "SERVICE_NAME": ["", "  ", None, 5, b"x"],
+    "SERVICE_NAME": ["", "  ", None, 5, b"x", "x" * 101],
     "DATABASE": ["", 5],
     "TRANSPORTS": [None, [], "x", {1: {}}],
     "COORDINATION": [None, [], "x"],
