@@ -94,7 +94,13 @@ class MessageStatus:
 
 def named(queue: str, *unique_ids: str) -> JobQuerySet:
     """Return the jobs of this queue and these unique ids. An id may come from anywhere: one that no
-    database keeps is nobody's, and PostgreSQL cannot even be asked for it."""
+    database keeps is nobody's, and PostgreSQL cannot even be asked for it.
+
+    :raises TypeError: an id is no text.
+    """
+    for id in unique_ids:
+        if not isinstance(id, str):
+            raise TypeError(f"id must be text, not {id!r}")
     jobs: JobQuerySet = Job.objects.using(jobs_database())
     known = [id for id in unique_ids if storable_text(id) == id]
     return jobs.filter(queue=queue, unique_id__in=known) if known else jobs.none()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -94,6 +94,22 @@ def test_ids_that_are_none(queue: Queue, id: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="id must be text"):
         queue.enqueue(id, 1)
     assert not Job.objects.exists()
+
+
+@pytest.mark.parametrize("id", [7, None, b"a", ["a"]])
+def test_no_job_is_looked_for_by_what_is_no_text(queue: Queue, id: Any) -> None:
+    looks: list[Callable[[], Any]] = [
+        *(
+            lambda: queue.get_status(id),
+            lambda: queue.get_result(id),
+            lambda: queue.get_states([id]),
+        ),
+        *(lambda: queue.cancel(id), lambda: queue.retry(id), lambda: queue.wait(id, timeout=1)),
+        lambda: queue.update_result_ttl(id, 1000),
+    ]
+    for look in looks:
+        with pytest.raises(TypeError, match="id must be text"):
+            look()
 
 
 @pytest.mark.parametrize("payload", [object(), math.nan, {1, 2}, "\ud800", b"bytes"])
