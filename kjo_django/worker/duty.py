@@ -13,6 +13,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from kjo_django.backends import get_coordination
 from kjo_django.consumer.connections import drop_broken_connections
 from kjo_django.exceptions import CoordinationError, KjoError
+from kjo_django.values import LONGEST
 
 logger = logging.getLogger("kjo_django")
 
@@ -36,7 +37,7 @@ class Duty(ABC):
 
     @abstractmethod
     def pause(self) -> timedelta:
-        """Return how long it rests after each turn; asked every time."""
+        """Return how long it rests after each turn, a century at most; asked every time."""
 
     @abstractmethod
     def work(self, held: list[str]) -> None:
@@ -45,7 +46,7 @@ class Duty(ABC):
     def run(self) -> None:
         """Work every so often until ``stop``."""
         try:
-            while not self._stopping.wait((pause := self.pause()).total_seconds()):
+            while not self._stopping.wait((pause := min(self.pause(), LONGEST)).total_seconds()):
                 try:
                     held = self._take(3 * pause)
                     if held:

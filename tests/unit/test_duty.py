@@ -9,6 +9,7 @@ import pytest
 from django.db import OperationalError
 
 from kjo_django.backends import get_coordination
+from kjo_django.values import LONGEST
 from kjo_django.worker.duty import Duty
 from tests.unit.deliveries import KJO
 
@@ -55,3 +56,19 @@ def test_it_goes_on_after_whatever_goes_wrong(sqlite_file, settings, error, capl
     assert not thread.is_alive()
     assert f"Failing has to wait: {error}" in caplog.text
     assert get_coordination().holders(["FAILING"]) == {}
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("pause", [3 * LONGEST, timedelta.max])
+def test_a_rest_without_end_ends_no_duty(sqlite_file, settings, pause):
+    """Three heartbeats of a century are longer than a thread can wait."""
+    settings.KJO = KJO
+    duty = Failing(ValueError("a bug"))
+    duty.pause = lambda: pause
+    thread = threading.Thread(target=duty.run)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    duty.stop()
+    thread.join(10)
+    assert not thread.is_alive()
