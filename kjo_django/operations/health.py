@@ -24,6 +24,7 @@ from kjo_django import conf as configuration
 from kjo_django import registry
 from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.conf import QueueConf, Settings, get_settings
+from kjo_django.ids import ago
 from kjo_django.models import Job, MetricBucket
 from kjo_django.operations import status, topics
 from kjo_django.operations.queues import overview, paused_queues
@@ -253,7 +254,7 @@ def _failures(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     paused = paused_queues()
     waiting = status.oldest_waiting(timezone.now())
-    limit = timezone.now() - thresholds.idle
+    limit = ago(timezone.now(), thresholds.idle)
     late = sorted(name for name, since in waiting.items() if since < limit and name not in paused)
     if not late:
         return True, "no due work waits long", ""
@@ -295,7 +296,9 @@ def shares_by_partition(queue: QueueConf) -> bool:
 
 def _recent(window: timedelta) -> tuple[int, int]:
     """Return how many jobs completed and failed lately, from the minute aggregates."""
-    rows = MetricBucket.objects.using(jobs_database()).filter(minute__gte=timezone.now() - window)
+    rows = MetricBucket.objects.using(jobs_database()).filter(
+        minute__gte=ago(timezone.now(), window)
+    )
     sums = rows.aggregate(done=Sum("completed_count"), failed=Sum("failed_count"))
     return sums["done"] or 0, sums["failed"] or 0
 

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from kjo_django.values import LONGEST
+
 SAMPLES = 20
 """Refusals and failures told one by one; all are counted."""
 
@@ -95,7 +97,7 @@ class Pace:
     def __init__(self, rate: float | None) -> None:
         if rate is not None and not rate > 0:
             raise ValueError(f"The rate must be above 0 a second, not {rate!r}")
-        self._interval = 0.0 if rate is None else 1 / rate
+        self._interval = 0.0 if rate is None else min(1 / rate, LONGEST.total_seconds())
         self._next = time.monotonic()
 
     def wait(self) -> None:

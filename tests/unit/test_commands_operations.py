@@ -229,6 +229,44 @@ def test_health_names_wrong_settings_instead_of_crashing(settings):
     assert "QUEUESS" in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--timeout", wrong) for wrong in ("1e300", "nan", "inf", "-1", "0", "soon")),
+        *(("--max-failure-rate", wrong) for wrong in ("nan", "inf", "-0.1", "1.1", "all")),
+        *(("--max-idle", wrong) for wrong in ("1e300", "nan", "inf", "-1", "9" * 20 + "w")),
+    ],
+)
+def test_health_refuses_numbers_that_mean_nothing(option, value):
+    with pytest.raises(CommandError, match=option):
+        run("kjo_health", f"{option}={value}")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_health_takes_the_longest_times():
+    out = io.StringIO()
+    with pytest.raises(SystemExit):
+        call_command(
+            *("kjo_health", "--json", "--timeout=3153600000", "--max-idle=200000w"), stdout=out
+        )
+    details = [check["detail"] for check in json.loads(out.getvalue())["checks"]]
+    assert not [detail for detail in details if "OverflowError" in detail]
+
+
+@pytest.mark.parametrize("value", ["1e300", "nan", "inf", "-1"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("kjo_consume", "--status-interval"),
+        ("kjo_produce", "--interval"),
+        ("kjo_check_idempotency", "--timeout"),
+    ],
+)
+def test_other_commands_refuse_seconds_that_nothing_waits_for(command, option, value):
+    with pytest.raises(CommandError, match=option):
+        run(command, f"{option}={value}")
+
+
 # --- kjo_prune ----------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from kjo_django.models import DeadLetter, DeadLetterState, Job, TransportMessage
 from kjo_django.operations import dead_letters, jobs, reports
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.states import JobState
+from kjo_django.values import LONGEST
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
 from tests.unit.deliveries import KJO, MEMORY, Bench
 
@@ -279,6 +280,15 @@ def test_the_rate_spreads_replays_evenly(memory, monkeypatch):
     dead_letters.replay(EVERYTHING, rate=2)
     # Then
     assert slept == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("rate", [1e-300, 5e-324])
+def test_the_slowest_rate_waits_no_longer_than_can_be_waited(memory, monkeypatch, rate):
+    slept = []
+    monkeypatch.setattr(reports.time, "sleep", slept.append)
+    DeadLetterFactory.create_batch(2)
+    dead_letters.replay(EVERYTHING, rate=rate)
+    assert slept == [pytest.approx(LONGEST.total_seconds(), rel=0.01)]
 
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan")])

@@ -20,6 +20,7 @@ from django.utils.dateparse import parse_datetime
 
 from kjo_django.exceptions import KjoError
 from kjo_django.operations.health import missing_tables
+from kjo_django.values import LONGEST, number
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 PROGRESS_INTERVAL = 0.5
@@ -71,6 +72,22 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ArgumentTypeError(f"{text!r} is no number above 0")
     return value
+
+
+def seconds(text: str) -> float:
+    """Read a number of seconds above 0, a century at most: no thread can wait longer."""
+    value = positive_number(text)
+    if value > LONGEST.total_seconds():
+        raise ArgumentTypeError(f"{text!r} is too long a time; {LONGEST.days:,} days at most")
+    return value
+
+
+def share(text: str) -> float:
+    """Read a number from 0 to 1."""
+    try:
+        return number(0, 1)(float(text))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number from 0 to 1") from None
 
 
 def check_queues(names: Iterable[str] | None, known: Collection[str]) -> None:

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from kjo_django.events.check import check_idempotency
-from kjo_django.management.commands._shared import KjoCommand, positive_number
+from kjo_django.management.commands._shared import KjoCommand, seconds
 
 
 class Command(KjoCommand):
@@ -19,7 +19,7 @@ class Command(KjoCommand):
         super().add_arguments(parser)
         parser.add_argument("--transport", default="default", help="Alias in TRANSPORTS.")
         parser.add_argument(
-            "--timeout", type=positive_number, default=30.0, help="Seconds to wait for the broker."
+            "--timeout", type=seconds, default=30.0, help="Seconds to wait for the broker."
         )
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:

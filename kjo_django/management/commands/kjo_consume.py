@@ -15,7 +15,7 @@ from django.utils import autoreload
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.management.commands._shared import check_queues, positive, positive_number
+from kjo_django.management.commands._shared import check_queues, positive, seconds
 from kjo_django.operations.health import missing_tables
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import supervise
@@ -98,7 +98,7 @@ class Command(BaseCommand):
 def _interval(text: str) -> float:
     """Read a number of seconds; 0 says never."""
     try:
-        return 0.0 if float(text) == 0 else positive_number(text)
+        return 0.0 if float(text) == 0 else seconds(text)
     except (ValueError, ArgumentTypeError):
         raise ArgumentTypeError(f"{text!r} is no number of seconds; 0 for none") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from kjo_django.management.commands._shared import KjoCommand, duration, positive_number
+from kjo_django.management.commands._shared import KjoCommand, duration, seconds, share
 from kjo_django.operations.health import Thresholds, health, is_healthy
 
 
@@ -18,9 +18,9 @@ class Command(KjoCommand):
         """Declare timeout and thresholds."""
         super().add_arguments(parser)
         usual, add = Thresholds(), parser.add_argument
-        add("--timeout", type=positive_number, default=5.0, help="Seconds to answer in.")
+        add("--timeout", type=seconds, default=5.0, help="Seconds to answer in.")
         add("--max-lag", type=int, default=usual.lag, help="Messages a queue may be behind.")
-        add("--max-failure-rate", type=float, default=usual.failure_rate, help="Share, 0 to 1.")
+        add("--max-failure-rate", type=share, default=usual.failure_rate, help="Share, 0 to 1.")
         add("--max-idle", type=duration, default=usual.idle, help="How long due work may wait.")
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:

@@ -15,7 +15,7 @@ from django.utils.module_loading import import_string
 
 from kjo_django import registry
 from kjo_django.exceptions import KjoError
-from kjo_django.management.commands._shared import check_queues, positive, positive_number
+from kjo_django.management.commands._shared import check_queues, positive, seconds
 from kjo_django.producer.dispatch import OUTGOING
 from kjo_django.producer.relay import Relay
 from kjo_django.producer.schedule import produce_every
@@ -48,7 +48,7 @@ class Command(BaseCommand):
         )
         add("--limit", type=positive, default=100, help="Most items of one run (100).")
         add("--type", default="new", help="The messages' type (new).")
-        add("--interval", type=positive_number, help="Seconds from run to run; once if not given.")
+        add("--interval", type=seconds, help="Seconds from run to run; once if not given.")
         add("--json", action="store_true", help="One JSON object for each run.")
 
     def handle(self, *args: Any, **options: Any) -> None:
