@@ -21,6 +21,7 @@ from django.http import (
 from django.urls import URLPattern, path, reverse
 from django.utils.functional import cached_property
 
+from kjo_django.admin.display import inert_row
 from kjo_django.admin.telling import Tell, attempted
 from kjo_django.operations.counting import bounded_count
 
@@ -75,6 +76,13 @@ class KjoAdmin(BaseModelAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Leave the large columns where they are."""
         return super().get_queryset(request).defer(*self.never_listed)
+
+    def get_changelist_instance(self, request: HttpRequest) -> Any:
+        """Spell out in the rows' own texts what would turn the text round them about."""
+        changes = super().get_changelist_instance(request)
+        for row in changes.result_list:
+            inert_row(row)
+        return changes
 
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         """All that the page shows, for this user, but what can be edited there."""
@@ -165,6 +173,13 @@ class KjoAdmin(BaseModelAdmin):
             for button in self.buttons
             if obj is not None and self._is_allowed(request, button)
         ]
+        # From here on they are only shown; plain columns are what others wrote, too.
+        if obj is not None:
+            inert_row(obj)
+            context["subtitle"] = str(obj)
+        for inline in context["inline_admin_formsets"]:
+            for form in inline.formset.forms:
+                inert_row(form.instance)
         return super().render_change_form(request, context, *args, **kwargs)
 
     def _button_url(self, button: Button, obj: Any) -> str:

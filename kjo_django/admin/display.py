@@ -6,6 +6,7 @@ import json
 import unicodedata
 from typing import Any
 
+from django.db.models import Model
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
@@ -31,6 +32,15 @@ def inert(text: str) -> str:
         c if c in _KEPT or unicodedata.category(c) not in _INERT else f"\\u{ord(c):04x}"
         for c in text
     )
+
+
+def inert_row(row: Model) -> None:
+    """Do the same to the texts of a row that is shown and not saved, but for its primary key, which
+    addresses are made of."""
+    for field in row._meta.concrete_fields:
+        value = row.__dict__.get(field.attname)
+        if isinstance(value, str) and not field.primary_key:
+            row.__dict__[field.attname] = inert(value)
 
 
 def inert_json(text: str) -> str:

@@ -92,7 +92,7 @@ class WorkerAdmin(KjoAdmin):
     @admin.display(description=_("queues"))
     def shown_queues(self, worker: Worker) -> str:
         """Return what it consumes."""
-        return ", ".join(map(str, worker.queues))
+        return inert(", ".join(map(str, worker.queues)))
 
     @admin.display(description=_("last error"))
     def shown_error(self, worker: Worker) -> str:

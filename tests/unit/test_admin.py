@@ -274,6 +274,30 @@ def test_hostile_messages_are_shown_inert(admin_client):
             assert "&lt;script&gt;" in page, url
 
 
+def test_no_column_turns_the_text_of_its_row_round(admin_client):
+    """Plain columns too: a key or the name of a worker may be anybody's."""
+    # Given
+    turning = "a\u202eb\u2066c"
+    rows = [
+        job := JobFactory(
+            failed=True, handler=turning, queue=turning, unique_id=turning, key=turning
+        ),
+        DeadLetterFactory(handler=turning, queue=turning, message_id=turning, topic=turning),
+        DeadLetterFactory(handler="", topic=turning, message_id="", note=turning),
+        ProcessedEventFactory(event_id=turning, event_type=turning, service_name=turning),
+        WorkerFactory(name=turning, hostname=turning, queues=[turning]),
+    ]
+    JobFailureFactory(job=job, error_type=turning, worker=turning)
+    # When, then
+    for row in rows:
+        for url in (page_url(row), list_url(row._meta.model_name)):
+            page = admin_client.get(url).content.decode()
+            assert not {"\u202e", "\u2066"} & set(page), url
+            assert "a\\u202eb\\u2066c" in page, url
+    # And it is shown so, not kept so
+    assert Job.objects.get().handler == turning
+
+
 def test_bytes_are_text_where_they_are_text_and_hex_elsewhere():
     assert "{&quot;a&quot;: 1}" in display.show_bytes(b'{"a": 1}')
     assert "ff 00 41" in display.show_bytes(b"\xff\x00A")
