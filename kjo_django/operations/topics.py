@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,9 +14,13 @@ from kjo_django.backends import get_transport, transport_class
 from kjo_django.conf import QueueConf, declared_queues, get_settings
 from kjo_django.operations import topic_options
 from kjo_django.operations.topic_options import TopicOptions
+from kjo_django.probing import answer_within
 from kjo_django.transports.base import TopicDescription, TopicSpec, Transport
 
 COMPACTED = "cleanup.policy"
+
+PATIENCE = 5.0
+"""Seconds; a broker that is there has answered by then, one that is frozen takes half a minute."""
 
 Queues = Iterable[str | QueueConf] | None
 """Names or options of queues; None means all that are declared or used by a handler."""
@@ -119,6 +124,18 @@ def ensure_topics(queues: Queues = None) -> list[str]:
     return lines
 
 
+def ensure_topics_soon(queues: Sequence[QueueConf]) -> list[str]:
+    """What a worker does before it starts anything: ``ensure_topics``, for which queues of a
+    transport without topics to make wait ``PATIENCE`` at most.
+
+    :raises TimeoutError: there are such queues, and the broker of others has not answered yet.
+    """
+    needs = {_makes_topics(transport_class(queue.transport)) for queue in queues}
+    if len(needs) < 2:
+        return ensure_topics(queues)
+    return answer_within(PATIENCE, functools.partial(ensure_topics, queues))
+
+
 # --- Details --------------------------------------------------------------------------------------
 
 
@@ -186,8 +203,11 @@ def _by_transport(topics: Sequence[WantedTopic]) -> dict[str, list[WantedTopic]]
 
 
 def _administers_topics(transport: Transport) -> bool:
-    """Whether topics of this transport are made and grown; elsewhere they just are."""
-    return type(transport).ensure_topics is not Transport.ensure_topics
+    return _makes_topics(type(transport))
+
+
+def _makes_topics(kind: type[Transport]) -> bool:
+    return kind.ensure_topics is not Transport.ensure_topics
 
 
 def _compare(topic: WantedTopic, there: TopicDescription, transport: Transport) -> TopicReport:

@@ -254,19 +254,21 @@ class Worker:
         signals.send(signals.worker_started, sender=self.name, worker_id=str(self.id))
 
     def ensure_topics(self) -> None:
-        """Create missing topics; a broker that is away is asked again with the next heartbeat.
+        """Create missing topics; a broker that is away is asked again with the next heartbeat, and
+        holds up the start of queues that do not need it for a few seconds at most.
 
         :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off; only while
             nothing runs yet, later it is an error that is told.
         """
         if self._has_topics:
             return
+        ensure = topics.ensure_topics if self._lane_threads else topics.ensure_topics_soon
         try:
-            for line in topics.ensure_topics([*self.queues, *self._published_only()]):
+            for line in ensure([*self.queues, *self._published_only()]):
                 logger.info(line)
             self._has_topics = True
             self._outages.note("topics", None)
-        except PublishError as error:
+        except (PublishError, TimeoutError) as error:
             self._outages.note("topics", f"Topics could not be checked yet: {error}")
         except ImproperlyConfigured as error:
             if not self._lane_threads:
