@@ -118,9 +118,15 @@ def _in_words(value: Any) -> str:
 
 
 def hidden_by(handler: str) -> tuple[str, ...]:
-    """Return the fields a handler hides beside those of the settings."""
+    """Return the fields a handler hides beside those of the settings.
+
+    One that is not registered here may have been renamed, and what it hid is nowhere else: what any
+    handler hides is hidden then.
+    """
     found = registry.find(handler)
-    return found.options.redact if found is not None else ()
+    if found is not None:
+        return found.options.redact
+    return tuple({name for each in registry.handlers() for name in each.options.redact})
 
 
 # --- What comes back ------------------------------------------------------------------------------

@@ -142,8 +142,10 @@ def test_values_in_payloads_are_found_by_their_path():
 def test_what_nobody_is_shown_is_not_found_either():
     # Given a handler that hides a field
     as_job(lambda iban: None, "tests.pay", redact=("iban",))
+    as_job(lambda iban: None, "tests.other")
     named("a", handler="tests.pay", payload=b'{"iban": "DE00"}')
     named("b", handler="tests.other", payload=b'{"iban": "DE00"}')
+    named("c", handler="tests.renamed", payload=b'{"iban": "DE00"}')
     # Then
     assert found("args.iban:DE00") == {"b"}
 

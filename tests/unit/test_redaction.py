@@ -49,7 +49,19 @@ def test_a_handler_hides_fields_of_its_own_in_payload_result_and_dead_letter():
     letter = DeadLetterFactory.build(handler="tests.pay", value=json.dumps(value).encode())
     assert shown_value(letter) == shown
     # And only of its own
+    as_job(lambda iban: None, "tests.other")
     assert shown_payload(build(value, handler="tests.other"))["iban"] == "DE00"
+
+
+def test_what_a_renamed_handler_hid_stays_hidden_in_its_old_jobs():
+    # Given jobs of a name that no handler has any more
+    as_job(lambda iban: None, "tests.transfer", redact=("iban",))
+    value = {"iban": "DE00", "name": "ada"}
+    old = build(value, handler="tests.pay", result=dump_result(value))
+    letter = DeadLetterFactory.build(handler="tests.pay", value=json.dumps(value).encode())
+    # Then
+    shown = {"iban": REDACTED, "name": "ada"}
+    assert (shown_payload(old), shown_result(old), shown_value(letter)) == (shown, shown, shown)
 
 
 @pytest.mark.parametrize("redact", ["iban", ("",), (1,), 7])
