@@ -12,7 +12,7 @@ from django.db import Error, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from kjo_django.exceptions import JobTimeoutError
-from kjo_django.models.postgres import is_aborted, takes_several
+from kjo_django.models.postgres import is_aborted, pass_over, takes_several
 
 CAUGHT = (
     "The handler caught a database error without an atomic() block around it; its writes were "
@@ -187,8 +187,7 @@ def _along(
 ) -> Any:
     """Send statements with a query, in one go."""
     result = execute(f"{opening}{sql}", params, many, context)
-    for _ in range(opening.count(";")):
-        context["cursor"].cursor.nextset()
+    pass_over(context["cursor"].cursor, opening.count(";"))
     return result
 
 

@@ -83,6 +83,19 @@ def takes_several(cursor: Any) -> bool:
     )
 
 
+def pass_over(cursor: Any, results: int) -> None:
+    """Leave out so many results of statements that were sent in front of a query; the next to be
+    fetched is the query's own.
+
+    :param cursor: the database's own, inside Django's wrapper.
+    """
+    if hasattr(cursor, "set_result"):  # since psycopg 3.3: prepares for reading just that one
+        cursor.set_result(results)
+    else:
+        for _ in range(results):
+            cursor.nextset()
+
+
 def is_aborted(connection: Any) -> bool:
     """Return whether an error has made the transaction of a connection of Django's unusable, by
     what psycopg knows without asking; False where that cannot be told."""

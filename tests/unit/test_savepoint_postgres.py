@@ -83,7 +83,10 @@ def test_it_costs_no_round_trip_of_its_own(sent):
     assert entries() == ["a", "b", "c", "d", "group", "group"]
 
 
-def test_the_query_it_rides_along_with_answers_as_if_it_were_alone():
+@pytest.mark.parametrize("version", ["3.3", "3.2"])
+def test_the_query_it_rides_along_with_answers_as_if_it_were_alone(monkeypatch, version):
+    if version == "3.2":
+        monkeypatch.delattr(psycopg.Cursor, "set_result", raising=False)
     Entry.objects.create(job="before")
     with group() as savepoint:
         with savepoint:
@@ -95,6 +98,10 @@ def test_the_query_it_rides_along_with_answers_as_if_it_were_alone():
         with savepoint, connection.cursor() as cursor:
             cursor.execute("SELECT note, 100 %% 7 FROM ledger_entry WHERE job = %s", ["before"])
             assert (cursor.fetchall(), cursor.nextset()) == ([("seen", 2)], None)
+        with savepoint, connection.cursor() as cursor:
+            cursor.execute("SELECT 'first'; SELECT 'second'")
+            assert (cursor.fetchall(), cursor.nextset()) == ([("first",)], True)
+            assert (cursor.fetchall(), cursor.nextset()) == ([("second",)], None)
 
 
 def test_what_fails_between_two_that_succeed_is_undone_alone():
