@@ -48,7 +48,7 @@ from kjo_django import backends, conf, registry
 from kjo_django.conf import Settings, get_settings
 
 TAG = "kjo"
-CONNECTIONS_BESIDE_LANES = 10
+CONNECTIONS_BESIDE_LANES = 11
 """Of a worker's threads that run no handlers, at most; docs/how-to/production.md lists them."""
 _POOL_SIZE = 4
 """Of psycopg_pool, where nobody says."""

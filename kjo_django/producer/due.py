@@ -54,7 +54,8 @@ _read_headers: Any = Job._meta.get_field("headers").from_db_value
 # every batch. The states are spelled out for the partial index.
 _WAITING = f"""FROM kjo_job
 WHERE state IN ({", ".join(f"'{state.value}'" for state in states.AWAITING_PUBLISH)})
-    AND array_position(%s::text[], queue::text) IS NOT NULL AND id <> ALL(%s::uuid[])"""
+    AND array_position(%s::text[], queue::text) IS NOT NULL
+    AND id NOT IN (SELECT unnest(%s::uuid[]))"""
 _DUE = f"""SELECT {", ".join(Due._fields)} {_WAITING} AND available_at <= %s
 ORDER BY available_at, id LIMIT %s"""
 _NEXT = f"SELECT available_at {_WAITING} ORDER BY available_at LIMIT 1"

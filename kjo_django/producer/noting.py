@@ -5,8 +5,10 @@ A note that is never made, since the relay died, is made by publishing again.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 from uuid import UUID
 
@@ -17,6 +19,7 @@ from kjo_django import states
 from kjo_django.models import Job, transition
 from kjo_django.models.postgres import array_text
 from kjo_django.producer import dispatch
+from kjo_django.producer.aside import Aside
 from kjo_django.producer.due import Due
 from kjo_django.transports.base import Published
 
@@ -50,6 +53,8 @@ class Notes:
         self._others: dict[UUID, tuple[Due, Published]] = {}
         self._count = 0
         self._since = 0.0
+        self._aside: Aside | None = None
+        self._begun: tuple[Future[set[UUID]], Sequence[Sent]] | None = None
 
     @property
     def missing(self) -> Collection[UUID]:
@@ -58,9 +63,12 @@ class Notes:
 
     def put_off(self, topic: str, sent: Sequence[Sent]) -> None:
         """Note where jobs went later: their consumers may be at work this moment."""
+        self._count += len(sent)
+        self._hold(topic, sent)
+
+    def _hold(self, topic: str, sent: Sequence[Sent]) -> None:
         if not self.late:
             self._since = time.monotonic()
-        self._count += len(sent)
         self.late.update((one.id, (topic, one)) for one in sent)
 
     @property
@@ -79,12 +87,48 @@ class Notes:
         """
         note = _note_at_once if connections[using].vendor == "postgresql" else _note_each
         missing = note(using, topic, sent)
-        if missing and not self.late:
-            self._since = time.monotonic()
+        self._hold(topic, [one for one in sent if one.id in missing])
+        self._forget(sent, missing)
+
+    def begin(self, using: str, topic: str, sent: Sequence[Sent]) -> None:
+        """Note where jobs went while the caller goes on, on PostgreSQL; elsewhere at once.
+
+        :raises DatabaseError: what was begun before could not be noted. That, and this, is left for
+            later.
+        """
+        connection = connections[using]
+        if connection.vendor != "postgresql" or connection.in_atomic_block:
+            self.note(using, topic, sent)
+            return
+        try:
+            self._await()
+        finally:
+            # Whatever became of those before, these are out.
+            self._hold(topic, sent)
+        if self._aside is None:
+            self._aside = Aside("kjo-relay-notes")
+        future = self._aside.call(functools.partial(_note_at_once, using, topic, sent))
+        self._begun = future, sent
+
+    def end(self) -> None:
+        """Wait for what was begun.
+
+        :raises DatabaseError: it could not be noted, and is left for later.
+        """
+        aside, self._aside = self._aside, None
+        if aside is not None:
+            aside.close()
+        self._await()
+
+    def _await(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            future, sent = begun
+            self._forget(sent, future.result())
+
+    def _forget(self, sent: Sequence[Sent], missing: Collection[UUID]) -> None:
         for one in sent:
-            if one.id in missing:
-                self.late[one.id] = (topic, one)
-            else:
+            if one.id not in missing:
                 self.late.pop(one.id, None)
 
     def note_others(self, using: str, records: Sequence[tuple[Due, Published]]) -> None:
@@ -100,6 +144,7 @@ class Notes:
 
     def note_late(self, using: str) -> None:
         """Note what was put off and still needs a note, as far as its rows are free by now."""
+        self.end()
         if self.late:
             self._note_jobs(using)
         if self._others:

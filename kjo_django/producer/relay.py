@@ -96,21 +96,32 @@ class Relay:
     # --- One batch --------------------------------------------------------------------------------
 
     def publish_due(
-        self, queues: Collection[str] | None = None, *, may_put_off: bool = False
+        self,
+        queues: Collection[str] | None = None,
+        *,
+        may_put_off: bool = False,
+        goes_on: bool = False,
     ) -> int:
         """Publish one batch of due rows and record it; return how many rows were due.
 
         :param queues: only those of these; of all it looks after that do not rest if not given.
         :param may_put_off: where a few quick jobs went is noted later, by ``run``.
+        :param goes_on: after a full batch the caller publishes the next at once: where the jobs of
+            this one went is noted meanwhile.
         """
         using = dispatch.jobs_database()
         wanted = self._awake() if queues is None else queues
-        jobs = due_jobs(using, wanted, get_settings().relay_batch_size, self._notes.missing)
+        most = get_settings().relay_batch_size
+        jobs = due_jobs(using, wanted, most, self._notes.missing)
+        has_more = goes_on and len(jobs) >= most
+        if not has_more:
+            self._notes.end()
+        puts_off = may_put_off and len(jobs) <= MOST_PUT_OFF
         failed: Exception | None = None
         for queue_name in dict.fromkeys(job.queue for job in jobs):
             due = [job for job in jobs if job.queue == queue_name]
             try:
-                self._publish(using, queue_name, due, may_put_off and len(jobs) <= MOST_PUT_OFF)
+                self._publish(using, queue_name, due, puts_off, has_more)
             except (DatabaseError, InterfaceError):
                 raise
             except Exception as error:
@@ -122,7 +133,9 @@ class Relay:
             raise failed
         return len(jobs)
 
-    def _publish(self, using: str, queue_name: str, jobs: list[Due], puts_off: bool) -> None:
+    def _publish(
+        self, using: str, queue_name: str, jobs: list[Due], puts_off: bool, has_more: bool
+    ) -> None:
         queue = get_settings().queue(queue_name)
         transport = get_transport(queue.transport)
         made = [_record_or_refusal(job, queue) for job in jobs]
@@ -133,7 +146,7 @@ class Relay:
             # Records for many topics: one that is missing must not hold up those of others.
             for answer in answers:
                 answer.is_final = answer.error is not None
-        self._record(using, queue.topic, jobs, answers, puts_off)
+        self._record(using, queue.topic, jobs, answers, puts_off, has_more)
         self._rest_or_not(queue_name, answers)
 
     def _rest_or_not(self, queue: str, answers: Sequence[Published]) -> None:
@@ -166,6 +179,7 @@ class Relay:
         jobs: Sequence[Due],
         answers: Sequence[Published],
         puts_off: bool,
+        has_more: bool,
     ) -> None:
         """Write down where each row went, unless its job has moved on meanwhile."""
         accepted = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is None]
@@ -181,7 +195,10 @@ class Relay:
         self._notes.put_off(topic, later)
         if notes:
             try:
-                self._notes.note(using, topic, notes)
+                if has_more:
+                    self._notes.begin(using, topic, notes)
+                else:
+                    self._notes.note(using, topic, notes)
             except (DatabaseError, InterfaceError):
                 # They are out: noted when that can be, they need not go out again.
                 self._notes.put_off(topic, notes)
@@ -243,7 +260,7 @@ class Relay:
             if until_due > 0:
                 return self._hears(min(until_due, longest))
         mine = self._take_queues()
-        count = self.publish_due(mine, may_put_off=is_called) if mine else 0
+        count = self.publish_due(mine, may_put_off=is_called, goes_on=True) if mine else 0
         if self._notes.is_due:
             self._notes.note_late(using)
         if count >= get_settings().relay_batch_size:

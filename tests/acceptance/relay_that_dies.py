@@ -1,7 +1,9 @@
-"""A relay that is killed after its first batch was published and before that was recorded."""
+"""A relay that is killed when so many batches were published and before any of it was recorded."""
 
 import os
 import signal
+import sys
+import threading
 from typing import Any
 
 import django
@@ -9,15 +11,27 @@ import django
 from tests.acceptance.manage import die_with_parent
 
 
+def wait_for_ever(*arguments: Any) -> set[Any]:
+    threading.Event().wait()
+    return set()
+
+
 def main() -> None:
     die_with_parent()
     django.setup()
+    from kjo_django.producer import noting
     from kjo_django.producer.relay import Relay
 
-    def die(*arguments: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    batches, record = iter(range(int(sys.argv[1]), 0, -1)), Relay._record
 
-    Relay._record = die  # type: ignore[method-assign]
+    def record_or_die(*arguments: Any) -> None:
+        if next(batches) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        record(*arguments)
+
+    Relay._record = record_or_die  # type: ignore[method-assign]
+    # What is noted beside the next batch takes too long.
+    noting._note_at_once = wait_for_ever
     Relay().run()
 
 

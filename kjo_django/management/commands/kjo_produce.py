@@ -102,7 +102,7 @@ class Command(BaseCommand):
             self.stdout.write("Nothing to relay: these queues publish with the job's transaction.")
             return
         if once:
-            while relay.publish_due():
+            while relay.publish_due(goes_on=True):
                 pass
             self.stdout.write(f"Published {relay.published_count}.")
             if errors:

@@ -1,0 +1,176 @@
+"""While the relay works off a backlog, where one batch went is noted as the next goes out."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from django.db import OperationalError, connection, transaction
+
+from kjo_django.backends import get_transport
+from kjo_django.models import Job
+from kjo_django.producer import noting
+from kjo_django.producer.relay import Relay
+from kjo_django.testing.conformance import eventually
+from tests.ledger.jobs import write
+from tests.unit.deliveries import KJO, MEMORY
+
+WAIT = 20
+NAME = "kjo-relay-notes"
+
+pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
+
+
+@pytest.fixture(autouse=True)
+def _configured(settings):
+    settings.KJO = {**KJO, **MEMORY, "RELAY_BATCH_SIZE": 2, "POLL_INTERVAL": 0.2}
+
+
+def enqueue(count: int) -> None:
+    write.enqueue_many([{"job": str(number)} for number in range(count)])
+
+
+def published() -> list[bytes]:
+    return [record.value for record in get_transport().records("ledger")]
+
+
+def states() -> list[str]:
+    return list(Job.objects.order_by("id").values_list("state", flat=True))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == NAME]
+
+
+def publish_all(relay: Relay) -> None:
+    while relay.publish_due(goes_on=True):
+        pass
+
+
+def test_given_a_backlog_when_it_is_worked_off_then_each_goes_out_once_in_order_and_is_noted():
+    enqueue(7)
+
+    publish_all(Relay())
+
+    assert published() == [b'{"job":"%d"}' % number for number in range(7)]
+    assert states() == ["queued"] * 7
+    places = Job.objects.order_by("id").values_list("offset", flat=True)
+    assert list(places) == list(range(7))
+    assert eventually(lambda: not threads()), "its thread and connection go with the backlog"
+
+
+def test_given_a_note_that_takes_long_when_there_is_more_then_that_goes_out_meanwhile(monkeypatch):
+    note, went_out = noting._note_at_once, threading.Event()
+
+    def note_slowly(*arguments):
+        assert went_out.wait(WAIT), "the second batch waits for the note of the first"
+        return note(*arguments)
+
+    monkeypatch.setattr(noting, "_note_at_once", note_slowly)
+    enqueue(4)
+    relay = Relay()
+    assert relay.publish_due(goes_on=True) == 2
+    assert states() == ["pending"] * 4
+
+    monkeypatch.setattr(get_transport(), "publish", tell(get_transport().publish, went_out))
+    publish_all(relay)
+
+    assert states() == ["queued"] * 4
+    assert len(published()) == 4
+
+
+def tell(publish, event):
+    def publish_and_tell(records):
+        event.set()
+        return publish(records)
+
+    return publish_and_tell
+
+
+def test_given_a_caller_who_does_not_go_on_when_a_batch_is_full_then_it_is_noted_on_return():
+    enqueue(2)
+
+    assert Relay().publish_due() == 2
+
+    assert states() == ["queued"] * 2
+    assert not threads()
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_given_notes_the_database_refuses_when_it_takes_them_again_then_nothing_goes_out_twice(
+    monkeypatch, refused
+):
+    note, refusals = noting._note_at_once, iter([True] * refused)
+
+    def refuse(*arguments):
+        if next(refusals, False):
+            raise OperationalError("the server is gone")
+        return note(*arguments)
+
+    monkeypatch.setattr(noting, "_note_at_once", refuse)
+    enqueue(6)
+    relay = Relay()
+
+    failures = 0
+    while states() != ["queued"] * 6:
+        try:
+            publish_all(relay)
+            relay._notes.note_late("default")
+        except OperationalError:
+            failures += 1
+        assert failures <= refused
+
+    assert failures >= 1, "an outage is told"
+    assert len(published()) == 6
+    assert not relay._notes.missing
+
+
+def test_given_a_row_that_is_locked_when_its_batch_is_noted_then_the_others_do_not_wait_for_it():
+    enqueue(4)
+    relay = Relay()
+    locked, may_end = threading.Event(), threading.Event()
+
+    def run_the_first_job():
+        with transaction.atomic():
+            Job.objects.select_for_update().get(pk=Job.objects.order_by("id").first().pk)
+            locked.set()
+            may_end.wait(WAIT)
+        connection.close()
+
+    consumer = threading.Thread(target=run_the_first_job)
+    consumer.start()
+    try:
+        assert locked.wait(WAIT)
+        publish_all(relay)
+        assert states() == ["pending", "queued", "queued", "queued"]
+    finally:
+        may_end.set()
+        consumer.join(WAIT)
+
+    relay._notes.note_late("default")
+
+    assert states() == ["queued"] * 4
+    assert len(published()) == 4
+
+
+def test_given_a_relay_that_is_stopped_within_a_backlog_when_it_ends_then_all_it_sent_is_noted(
+    monkeypatch,
+):
+    relay = Relay()
+    publish = get_transport().publish
+
+    def stop_and_publish(records):
+        relay.stop()
+        return publish(records)
+
+    monkeypatch.setattr(get_transport(), "publish", stop_and_publish)
+    enqueue(6)
+
+    running = threading.Thread(target=relay.run)
+    running.start()
+    running.join(WAIT)
+
+    assert not running.is_alive()
+    assert states() == ["queued"] * 2 + ["pending"] * 4
+    assert len(published()) == 2
+    assert eventually(lambda: not threads())
