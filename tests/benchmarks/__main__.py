@@ -17,7 +17,7 @@ from typing import Any
 from tests.benchmarks import facts, report
 from tests.benchmarks.cases import ENGINES, REAL, Case, choose
 from tests.benchmarks.catalogue import all_cases
-from tests.benchmarks.engines import RealEngine, open_engine
+from tests.benchmarks.engines import POSTGRES_SETTINGS, RealEngine, open_engine
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.peers.catalogue import PEERS, chosen
 from tests.benchmarks.peers.running import Peers
@@ -78,7 +78,7 @@ def _run(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Any]:
         has_servers = options.peers or any(case.engine == REAL for case in cases)
         if has_servers:
             _tell("starting Kafka, Redis and PostgreSQL")
-            environment = stack.enter_context(running())
+            environment = stack.enter_context(running(postgres_settings=POSTGRES_SETTINGS))
         engines = {
             name: stack.enter_context(open_engine(name, environment))
             for name in dict.fromkeys(case.engine for case in cases)

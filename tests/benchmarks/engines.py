@@ -19,6 +19,8 @@ from tests.benchmarks import child
 from tests.benchmarks.cases import EMBEDDED, REAL, Input
 from tests.benchmarks.errors import BenchmarkError
 
+POSTGRES_SETTINGS = {"shared_buffers": "1GB"}
+"""The default of 128 MB is less than what one measurement touches of ten million rows."""
 SERVERS = ("KAFKA_BOOTSTRAP_SERVERS", "REDIS_URL", "DATABASE_URL")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.benchmarks import child, facts
 from tests.benchmarks.cases import Input
-from tests.benchmarks.engines import RealEngine
+from tests.benchmarks.engines import POSTGRES_SETTINGS, RealEngine
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.peers import environments
 from tests.benchmarks.rounds import rounded
@@ -72,7 +72,10 @@ def _profile(jobs: int) -> dict[str, Any]:
     spy = environments.python_of("py-spy", ("py-spy",)).with_name("py-spy")
     arguments = {"workload": "no_op", "count": jobs}
     input = Input("no_op", jobs)
-    with running() as environment, RealEngine(environment) as engine:
+    with (
+        running(postgres_settings=POSTGRES_SETTINGS) as environment,
+        RealEngine(environment) as engine,
+    ):
         engine.prepare(input, 2)
         with engine.fresh(input) as variables:
             plain = child.run("measures.drain.run", arguments, variables)

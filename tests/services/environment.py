@@ -20,7 +20,12 @@ POSTGRES_VARIABLE = "DATABASE_URL"
 
 @contextmanager
 def running(
-    *, kafka: bool = True, redis: bool = True, postgres: bool = True, verbose: bool = False
+    *,
+    kafka: bool = True,
+    redis: bool = True,
+    postgres: bool = True,
+    postgres_settings: Mapping[str, str] | None = None,
+    verbose: bool = False,
 ) -> Iterator[Mapping[str, str]]:
     """Start the servers no variable names and yield an environment that names them all.
 
@@ -37,7 +42,7 @@ def running(
     if redis:
         servers[REDIS_VARIABLE] = RedisServer()
     if postgres:
-        servers[POSTGRES_VARIABLE] = PostgresServer()
+        servers[POSTGRES_VARIABLE] = PostgresServer(postgres_settings)
     with ExitStack() as stack:
         for server in servers.values():
             stack.callback(server.close)

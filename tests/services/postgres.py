@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -34,6 +34,8 @@ class PostgresServer(Server):
     """User `postgres`, no password, database `postgres`; `createdb` makes more.
 
     initdb refuses root, so as root the server runs as `postgres` or, failing that, `nobody`.
+
+    `settings` are put over those of every test.
     """
 
     name = "postgres"
@@ -41,6 +43,12 @@ class PostgresServer(Server):
     stop_signal = signal.SIGINT
     # "Immediate": like a crash, but the kernel's shared memory segment is given back.
     last_signal = signal.SIGQUIT
+
+    def __init__(
+        self, settings: Mapping[str, str] | None = None, *, port: int | None = None
+    ) -> None:
+        super().__init__(port=port)
+        self._settings = settings or {}
 
     @property
     def url(self) -> str:
@@ -95,7 +103,7 @@ class PostgresServer(Server):
 
     def _command(self) -> Sequence[str]:
         command = [str(self._binaries() / "postgres"), "-D", str(self._data), "-p", str(self.port)]
-        for name, value in SETTINGS.items():
+        for name, value in {**SETTINGS, **self._settings}.items():
             command += ["-c", f"{name}={value}"]
         return command
 
