@@ -16,8 +16,8 @@ METHOD = (
     "the group is 'seconds_to_first'. The loop beside a drain makes the same writes (markers, job "
     "rows, the handler's) in batches of 500 with one commit and one asynchronous offset commit "
     "each. CPU is that of the measured process alone. PostgreSQL is durable (fsync, "
-    "synchronous_commit) and has 1 GB of shared buffers. A peer is timed from its first to its last run of a job that does "
-    "nothing."
+    "synchronous_commit) and has 1 GB of shared buffers. A peer is timed from its first to its "
+    "last run of a job that does nothing."
 )
 COLUMNS = (
     "",
