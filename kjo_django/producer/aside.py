@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 
 _T = TypeVar("_T")
 
@@ -39,7 +40,13 @@ class Aside:
             try:
                 future.set_result(function())
             except BaseException as error:
-                # Whatever is wrong with its connection, the next call has a new one.
-                connections.close_all()
                 future.set_exception(error)
+                # Whatever is wrong with its connection, the next call has a new one.
+                _close_connections()
+        _close_connections()
+
+
+def _close_connections() -> None:
+    # One that cannot even be closed is not worth a thread that others wait for.
+    with suppress(DatabaseError, InterfaceError):
         connections.close_all()
