@@ -12,10 +12,10 @@ from kjo_django.conf import get_settings
 from kjo_django.exceptions import MessageError, PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.messages.serializers import JSON, storable_text
+from kjo_django.values import MAX_NAME_LENGTH
 
 MAX_ID_LENGTH = 255
 MAX_TYPE_LENGTH = 100
-MAX_SOURCE_LENGTH = 100
 MAX_VERSION_LENGTH = 50
 MAX_TIMESTAMP = 253_402_300_799_999
 """The last millisecond of the year 9999."""
@@ -132,7 +132,7 @@ class BaseEvent:
     def __post_init__(self) -> None:
         _text("type", self.type, MAX_TYPE_LENGTH)
         _text("id", self.id, MAX_ID_LENGTH)
-        _text("source", self.source, MAX_SOURCE_LENGTH)
+        _text("source", self.source, MAX_NAME_LENGTH)
         stamp: Any = self.timestamp
         if isinstance(stamp, float) and stamp.is_integer():
             stamp = int(stamp)

@@ -28,7 +28,6 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer.context import JobContext
 from kjo_django.events.event import (
     MAX_ID_LENGTH,
-    MAX_SOURCE_LENGTH,
     MAX_TYPE_LENGTH,
     BaseEvent,
     normalised_version,
@@ -46,6 +45,7 @@ from kjo_django.models.job import message_id
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.registry import Handler, HandlerOptions, Route
 from kjo_django.transports.base import Record
+from kjo_django.values import MAX_NAME_LENGTH
 
 MAX_ROW_NAME = 255
 
@@ -300,8 +300,8 @@ def event_handler(
     """
     if not isinstance(type, str) or not 0 < len(type) <= MAX_TYPE_LENGTH:
         raise ValueError(f"event_handler: type must be text of 1 to {MAX_TYPE_LENGTH} characters")
-    if len(group or "") > MAX_SOURCE_LENGTH:
-        raise ValueError(f"event_handler: group must have at most {MAX_SOURCE_LENGTH} characters")
+    if len(group or "") > MAX_NAME_LENGTH:
+        raise ValueError(f"event_handler: group must have at most {MAX_NAME_LENGTH} characters")
 
     def declare(function: F) -> F:
         route = event_route(topic, group, **queue_options)

@@ -17,10 +17,11 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import transaction
 
 from kjo_django.conf import get_settings
-from kjo_django.events.event import MAX_ID_LENGTH, MAX_SOURCE_LENGTH, MAX_TYPE_LENGTH
+from kjo_django.events.event import MAX_ID_LENGTH, MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import storable_json, storable_text
 from kjo_django.models import EventKey, ProcessedEvent
 from kjo_django.producer.dispatch import jobs_database
+from kjo_django.values import MAX_NAME_LENGTH
 
 T = TypeVar("T")
 
@@ -43,8 +44,8 @@ class EventIdempotencyService:
 
     def __init__(self, service_name: str | None = None) -> None:
         self.service_name = service_name or get_settings().service_name
-        if len(self.service_name) > MAX_SOURCE_LENGTH:
-            raise ValueError(f"service_name must have at most {MAX_SOURCE_LENGTH} characters")
+        if len(self.service_name) > MAX_NAME_LENGTH:
+            raise ValueError(f"service_name must have at most {MAX_NAME_LENGTH} characters")
 
     def is_event_processed(self, event_id: str, event_type: str) -> bool:
         """Return whether the event has taken effect. To act on the answer, let

@@ -93,18 +93,15 @@ class Notes:
     def begin(self, using: str, topic: str, sent: Sequence[Sent]) -> None:
         """Note where jobs went while the caller goes on, on PostgreSQL; elsewhere at once.
 
-        :raises DatabaseError: what was begun before could not be noted. That, and this, is left for
-            later.
+        :raises DatabaseError: what was begun before could not be noted, and is left for later; this
+            is not begun.
         """
         connection = connections[using]
         if connection.vendor != "postgresql" or connection.in_atomic_block:
             self.note(using, topic, sent)
             return
-        try:
-            self._await()
-        finally:
-            # Whatever became of those before, these are out.
-            self._hold(topic, sent)
+        self._await()
+        self._hold(topic, sent)
         if self._aside is None:
             self._aside = Aside("kjo-relay-notes")
         future = self._aside.call(functools.partial(_note_at_once, using, topic, sent))

@@ -12,7 +12,7 @@ from kjo_django.worker.scheduling import MANY, LaneScheduling
 
 WAIT = 20
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a matter of Linux")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these policies")
 
 
 @pytest.fixture
@@ -26,6 +26,7 @@ def policy() -> int:
     return os.sched_getscheduler(0)
 
 
+@on_linux
 def test_given_much_to_do_when_a_lane_begins_then_it_no_longer_cuts_in_until_there_is_little(lane):
     scheduling = lane(LaneScheduling)
 
@@ -37,6 +38,7 @@ def test_given_much_to_do_when_a_lane_begins_then_it_no_longer_cuts_in_until_the
     assert lane(policy) == os.SCHED_OTHER
 
 
+@on_linux
 def test_given_the_same_load_when_a_lane_goes_on_then_the_system_is_not_asked_again(
     lane, monkeypatch
 ):
@@ -51,6 +53,7 @@ def test_given_the_same_load_when_a_lane_goes_on_then_the_system_is_not_asked_ag
     assert asked == [os.SCHED_BATCH, os.SCHED_OTHER]
 
 
+@on_linux
 def test_given_a_policy_somebody_chose_when_there_is_much_to_do_then_theirs_stays(lane):
     lane(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0))
 
@@ -59,6 +62,7 @@ def test_given_a_policy_somebody_chose_when_there_is_much_to_do_then_theirs_stay
     assert lane(policy) == os.SCHED_IDLE
 
 
+@on_linux
 def test_given_a_system_that_forbids_it_when_there_is_much_to_do_then_work_goes_on(
     lane, monkeypatch
 ):
@@ -87,10 +91,10 @@ def test_given_a_system_without_such_policies_when_there_is_much_to_do_then_work
 
     if system == "darwin":
         monkeypatch.setattr(sys, "platform", "darwin")
-        monkeypatch.delattr(os, "sched_getscheduler")
-        monkeypatch.delattr(os, "sched_setscheduler")
+        monkeypatch.delattr(os, "sched_getscheduler", raising=False)
+        monkeypatch.delattr(os, "sched_setscheduler", raising=False)
     else:
-        monkeypatch.setattr(os, "sched_getscheduler", unknown)
-        monkeypatch.setattr(os, "sched_setscheduler", unknown)
+        monkeypatch.setattr(os, "sched_getscheduler", unknown, raising=False)
+        monkeypatch.setattr(os, "sched_setscheduler", unknown, raising=False)
 
     lane(lane(LaneScheduling).suit, MANY)

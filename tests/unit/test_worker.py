@@ -298,7 +298,7 @@ def test_a_signal_stops_it_well_and_its_handlers_are_restored(number):
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a matter of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these policies")
 def test_a_lane_with_much_to_do_gets_much_done_and_one_with_little_answers_at_once():
     found: dict[str, list[int]] = {"much": [], "little": []}
 
