@@ -74,7 +74,7 @@ def number(minimum: float, maximum: float) -> Callable[[Any], float]:
     def convert(value: Any) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not minimum <= value <= maximum:
-            raise ValueError(f"a number from {minimum} to {maximum}")
+            raise ValueError(f"a number from {minimum:,} to {maximum:,}")
         return float(value)
 
     return convert

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django.contrib import admin
+from django.contrib import admin, messages
+from django.contrib.admin.models import CHANGE, DELETION
 from django.contrib.admin.utils import flatten_fieldsets
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
@@ -23,7 +24,9 @@ from django.utils.functional import cached_property
 
 from kjo_django.admin.display import inert_row
 from kjo_django.admin.telling import Tell, attempted
+from kjo_django.operations.auditing import log_entries
 from kjo_django.operations.counting import bounded_count
+from kjo_django.operations.inert import InertName, inert
 
 if TYPE_CHECKING:
     BaseModelAdmin = admin.ModelAdmin[Any]
@@ -126,6 +129,56 @@ class KjoAdmin(BaseModelAdmin):
         """Return what shows texts on the next page."""
         return functools.partial(self.message_user, request)
 
+    def message_user(
+        self,
+        request: HttpRequest,
+        message: Any,
+        level: int | str = messages.INFO,
+        extra_tags: str = "",
+        fail_silently: bool = False,
+    ) -> None:
+        """Show a text on the next page; the names it speaks of are anybody's."""
+        text = message if isinstance(message, str) else str(message)
+        super().message_user(request, inert(text), level, extra_tags, fail_silently)
+
+    # --- Names that others gave, on Django's own pages and in its log -----------------------------
+
+    def log_change(self, request: HttpRequest, obj: Any, message: Any) -> Any:
+        """Write into the log, inert."""
+        return log_entries(request.user.pk, [obj], CHANGE, message, single_object=True)
+
+    def log_deletions(self, request: HttpRequest, queryset: Any) -> Any:
+        """Write into the log, inert."""
+        return log_entries(request.user.pk, queryset, DELETION, "")
+
+    def action_checkbox(self, obj: Any) -> Any:
+        """Offer a row for an action, by an inert name."""
+        return super().action_checkbox(InertName(obj))
+
+    def get_deleted_objects(self, objs: Any, request: HttpRequest) -> Any:
+        """Name what would go along, inert."""
+        deleted, counts, perms_needed, protected = super().get_deleted_objects(objs, request)
+        return _inert_names(deleted), counts, perms_needed, _inert_names(protected)
+
+    def render_delete_form(self, request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
+        """Ask whether it is to be deleted, by an inert name."""
+        return super().render_delete_form(
+            request, context | {"object": InertName(context["object"])}
+        )
+
+    def history_view(
+        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show the log of a row, inert: others than we may have written there."""
+        response = super().history_view(request, object_id, extra_context)
+        context = getattr(response, "context_data", None)
+        if context is not None:  # else it leads back: there is no such row
+            context["object"] = InertName(context["object"])
+            context["title"] = inert(str(context["title"]))
+            for entry in context["action_list"]:
+                entry.change_message = inert(entry.change_message)
+        return response
+
     # --- Buttons ----------------------------------------------------------------------------------
 
     def get_urls(self) -> list[URLPattern]:
@@ -176,7 +229,8 @@ class KjoAdmin(BaseModelAdmin):
         # From here on they are only shown; plain columns are what others wrote, too.
         if obj is not None:
             inert_row(obj)
-            context["subtitle"] = str(obj)
+            context["original"] = InertName(obj)
+            context["subtitle"] = inert(str(obj))
         for inline in context["inline_admin_formsets"]:
             for form in inline.formset.forms:
                 inert_row(form.instance)
@@ -185,3 +239,10 @@ class KjoAdmin(BaseModelAdmin):
     def _button_url(self, button: Button, obj: Any) -> str:
         name = f"admin:{self._url_name(button)}"
         return reverse(name, args=(obj.pk,), current_app=self.admin_site.name)
+
+
+def _inert_names(names: Any) -> Any:
+    """Do so to a list of names, which holds lists of what hangs on them."""
+    if isinstance(names, list):
+        return [_inert_names(name) for name in names]
+    return inert(names)

@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
 from kjo_django.admin.base import Button, KjoAdmin
-from kjo_django.admin.display import badge, inert, show_bytes, show_headers, show_message, show_text
+from kjo_django.admin.display import badge, show_bytes, show_headers, show_message, show_text
 from kjo_django.admin.filters import (
     DeadLetterStateFilter,
     HandlerFilter,
@@ -29,6 +29,7 @@ from kjo_django.admin.telling import audited, tell_replay
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter
 from kjo_django.operations import dead_letters
+from kjo_django.operations.inert import inert
 
 RAW = ("shown_key", "shown_value", "shown_headers", "shown_traceback")
 

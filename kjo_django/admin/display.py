@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import unicodedata
 from typing import Any
 
 from django.db.models import Model
@@ -16,26 +15,14 @@ from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter
 from kjo_django.operations import redaction
+from kjo_django.operations.inert import inert, is_active
 
 MAX_TEXT = 10_000
 MAX_BINARY = 2_048
-_KEPT = "\n\t"
-_INERT = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
-"""Categories that move cursors, turn text round or hide it."""
-
-
-def inert(text: str) -> str:
-    """Spell out control and formatting characters instead of obeying them."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c in _KEPT or unicodedata.category(c) not in _INERT else f"\\u{ord(c):04x}"
-        for c in text
-    )
 
 
 def inert_row(row: Model) -> None:
-    """Do the same to the texts of a row that is shown and not saved, but for its primary key, which
+    """Make the texts of a row inert that is shown and not saved, but for its primary key, which
     addresses are made of."""
     for field in row._meta.concrete_fields:
         value = row.__dict__.get(field.attname)
@@ -44,13 +31,10 @@ def inert_row(row: Model) -> None:
 
 
 def inert_json(text: str) -> str:
-    """Escape the same characters in a JSON text, whose meaning stays: for what is to be edited."""
+    """Escape such characters in a JSON text, whose meaning stays: for what is to be edited."""
     if text.isprintable():
         return text
-    return "".join(
-        c if c in _KEPT or unicodedata.category(c) not in _INERT else json.dumps(c)[1:-1]
-        for c in text
-    )
+    return "".join(json.dumps(c)[1:-1] if is_active(c) else c for c in text)
 
 
 def show_text(text: str) -> SafeString:

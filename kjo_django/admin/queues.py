@@ -19,6 +19,7 @@ from kjo_django.admin.telling import audited
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues
+from kjo_django.operations.inert import inert
 
 
 @admin.register(QueueControl)
@@ -26,7 +27,7 @@ class QueueControlAdmin(KjoAdmin):
     """Every known queue, and what operators asked of it."""
 
     list_display = (
-        "queue",
+        "shown_queue",
         "shown_state",
         "concurrency",
         "topic",
@@ -68,6 +69,11 @@ class QueueControlAdmin(KjoAdmin):
 
     # --- Columns ----------------------------------------------------------------------------------
 
+    @admin.display(description=_("queue"))
+    def shown_queue(self, control: QueueControl) -> str:
+        """Return its name."""
+        return inert(control.queue)
+
     @admin.display(description=_("state"))
     def shown_state(self, control: QueueControl) -> SafeString:
         """Return whether it is paused."""
@@ -78,12 +84,12 @@ class QueueControlAdmin(KjoAdmin):
     @admin.display(description=_("topic"))
     def topic(self, control: QueueControl) -> str:
         """Return the topic its messages go to."""
-        return get_settings().queue(control.queue).topic
+        return inert(get_settings().queue(control.queue).topic)
 
     @admin.display(description=_("consumer group"))
     def consumer_group(self, control: QueueControl) -> str:
         """Return the group that reads it."""
-        return get_settings().queue(control.queue).consumer_group
+        return inert(get_settings().queue(control.queue).consumer_group)
 
     # --- Actions ----------------------------------------------------------------------------------
 

@@ -11,10 +11,11 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from kjo_django.admin.base import KjoAdmin
-from kjo_django.admin.display import badge, inert, show_value
+from kjo_django.admin.display import badge, show_value
 from kjo_django.admin.jobs import may_see_payloads
 from kjo_django.models import ProcessedEvent, Worker
 from kjo_django.operations import redaction
+from kjo_django.operations.inert import inert
 from kjo_django.operations.status import alive_within
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from django.contrib import messages
-from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.models import CHANGE
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
-from kjo_django.admin.display import inert
 from kjo_django.exceptions import KjoError
+from kjo_django.operations.auditing import audit_of
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.reports import ReplayReport
 
@@ -62,7 +62,7 @@ def tell_replay(tell: Tell, report: ReplayReport) -> None:
     if report.failed:
         detail = report.samples[-1]["detail"] if report.samples else ""
         what = str(_("%(count)d could not be published and stay open: %(detail)s"))
-        tell(what % {"count": report.failed, "detail": inert(detail)}, messages.ERROR)
+        tell(what % {"count": report.failed, "detail": detail}, messages.ERROR)
 
 
 def attempted(tell: Tell, act: Callable[[], Any]) -> Any:
@@ -76,14 +76,4 @@ def attempted(tell: Tell, act: Callable[[], Any]) -> Any:
 
 def audited(request: HttpRequest, message: str) -> Callable[[Sequence[Any]], None]:
     """Return an observer that writes who did it into the log of each object."""
-
-    def write(rows: Sequence[Any]) -> None:
-        if rows:
-            LogEntry.objects.log_actions(
-                user_id=request.user.pk,  # type: ignore[arg-type]
-                queryset=rows,
-                action_flag=CHANGE,
-                change_message=message,
-            )
-
-    return write
+    return audit_of(request.user.pk, CHANGE, message)

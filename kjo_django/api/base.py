@@ -19,6 +19,7 @@ from rest_framework.views import APIView
 from kjo_django.api import problems
 from kjo_django.api.fields import Body, Query
 from kjo_django.api.parsing import StrictJSONParser
+from kjo_django.operations.auditing import audit_of
 
 logger = logging.getLogger("kjo_django")
 
@@ -120,14 +121,9 @@ class KjoView(APIView):  # type: ignore[misc]
             if not apps.is_installed("django.contrib.admin"):
                 logger.info("%s by %s: %s", message, user, ", ".join(str(row.pk) for row in rows))
                 return
-            from django.contrib.admin.models import ADDITION, CHANGE, LogEntry
+            from django.contrib.admin.models import ADDITION, CHANGE
 
-            LogEntry.objects.log_actions(
-                user_id=user.pk,
-                queryset=rows,
-                action_flag=ADDITION if is_new else CHANGE,
-                change_message=message,
-            )
+            audit_of(user.pk, ADDITION if is_new else CHANGE, message)(rows)
 
         return write
 

@@ -24,6 +24,7 @@ from kjo_django.api.paging import MAX_LIMIT, PageQuery
 from kjo_django.models import DeadLetterReason, DeadLetterState
 from kjo_django.operations.bulk import PATIENT_SECONDS, SYNCHRONOUS_LIMIT
 from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.reports import RATE_MAX, RATE_MIN
 
 FILTERS = ("queue", "handler", "reason", "error", "fingerprint", "since", "until")
 MAX_IDS = 500
@@ -109,7 +110,11 @@ class BulkReplayBody(Selection):
 
     force = Flag(default=False)
     rate = Number(
-        required=False, allow_null=True, min_value=0.01, max_value=100_000, help_text="A second."
+        required=False,
+        allow_null=True,
+        min_value=RATE_MIN,
+        max_value=RATE_MAX,
+        help_text="A second.",
     )
     limit = Whole(
         required=False,

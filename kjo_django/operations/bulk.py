@@ -26,7 +26,7 @@ from kjo_django.operations import dead_letters, jobs, rescheduling, search
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.jobs import Outcomes
-from kjo_django.operations.reports import ReplayReport
+from kjo_django.operations.reports import ReplayReport, checked_rate
 from kjo_django.operations.rows import Observer, Progress, no_progress
 from kjo_django.operations.search import JobFilter
 from kjo_django.producer.definition import JobDefinition, known_queue
@@ -72,6 +72,10 @@ class Request:
     rate: float | None = None
     force: bool = False
 
+    def __post_init__(self) -> None:
+        # Here, since a payload may be of anybody who may enqueue.
+        checked_rate(self.rate)
+
 
 def start_bulk(
     action: Action | str,
@@ -92,7 +96,7 @@ def start_bulk(
     :param actor: who asked; kept in the job's payload, and in the notes of letters.
     :param note: why; needed to discard.
     :param queue: where to, for ``change_queue``.
-    :param rate: at most so many a second.
+    :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX``.
     :param force: see ``dead_letters.replay``.
     :raises ValueError: what is asked cannot be done.
     """
@@ -105,8 +109,6 @@ def start_bulk(
         raise ValueError("A note is needed that says why they are discarded")
     if action == Action.CHANGE_QUEUE:
         known_queue(queue)
-    if rate is not None and not rate > 0:
-        raise ValueError(f"The rate must be above 0 a second, not {rate!r}")
     now = timezone.now()
     request = Request(
         action=str(action),
@@ -136,9 +138,12 @@ def replay_or_start(
 ) -> ReplayReport | Job:
     """Replay dead letters here and now if they are few, else as a job.
 
+    :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX``.
     :param limit: the oldest so many only, at most ``SYNCHRONOUS_LIMIT``.
     :param on_changed: told of what is changed here; a job tells by its own row.
+    :raises ValueError: what is asked cannot be done.
     """
+    checked_rate(rate)
     if limit is not None:
         if not 0 < limit <= SYNCHRONOUS_LIMIT:
             raise ValueError(f"A limit must be from 1 to {SYNCHRONOUS_LIMIT}, not {limit!r}")

@@ -133,7 +133,7 @@ def replay(
     """Replay open dead letters, oldest first, up to those there are now.
 
     :param limit: replay at most so many.
-    :param rate: at most so many a second.
+    :param rate: at most so many a second, from ``reports.RATE_MIN`` to ``RATE_MAX``.
     :param dry_run: change nothing; report what would be replayed and what would be refused.
     :param force: replay also what has been replayed too often or has taken effect before; a message
         of the latter kind gets a new id, or it would be dropped as a duplicate.
@@ -141,6 +141,7 @@ def replay(
     :param actor: who asked, for the log and the letters' notes.
     :param on_changed: told of each letter inside its transaction.
     """
+    pace = Pace(rate)
     rows = select(selection)
     if dry_run:
         return preview(rows, limit=limit, force=force, progress=progress)
@@ -149,7 +150,7 @@ def replay(
     total = None if known == COUNT_LIMIT else known
     if limit is not None:
         total = min(limit, known)
-    pace, failures = Pace(rate), 0
+    failures = 0
     with ExitStack() as stack:
         reprocessor = stack.enter_context(Reprocessor()) if mode == Mode.REPROCESS else None
         replayer = Replayer(

@@ -28,7 +28,13 @@ from kjo_django.models import Job
 from kjo_django.operations import jobs, republishing
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
 from kjo_django.operations.dead_records import DeadRecord, matches, origin_of
-from kjo_django.operations.reports import REFUSED_LOOP, REFUSED_PROCESSED, Pace, ReplayReport
+from kjo_django.operations.reports import (
+    REFUSED_LOOP,
+    REFUSED_PROCESSED,
+    Pace,
+    ReplayReport,
+    checked_rate,
+)
 from kjo_django.operations.reprocessing import Reprocessor
 from kjo_django.operations.rows import Progress, no_progress
 from kjo_django.producer.dispatch import jobs_database
@@ -65,6 +71,7 @@ class TopicReplay:
             raise ValueError(f"The target is the source itself: {self.topic!r}")
         if self.selection.fingerprint is not None:
             raise ValueError("Records of a topic have no fingerprint; filter by error or type")
+        checked_rate(self.rate)
 
     @property
     def group_name(self) -> str:

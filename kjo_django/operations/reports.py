@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from kjo_django.values import LONGEST
+from kjo_django.values import number
 
 SAMPLES = 20
 """Refusals and failures told one by one; all are counted."""
@@ -15,6 +15,23 @@ SAMPLES = 20
 REFUSED_LOOP = "replayed too often"
 REFUSED_PROCESSED = "already processed"
 REFUSED_NO_SOURCE = "no source topic"
+
+
+RATE_MIN, RATE_MAX = 0.01, 100_000
+"""A second. A slower run would look like one that hangs; of a faster one nobody would notice."""
+
+
+def checked_rate(rate: float | None) -> float | None:
+    """Return the rate, or None for no limit.
+
+    :raises ValueError: it is out of bounds, infinite or no number.
+    """
+    if rate is None:
+        return None
+    try:
+        return number(RATE_MIN, RATE_MAX)(rate)
+    except ValueError as error:
+        raise ValueError(f"The rate must be {error} a second, not {rate!r}") from None
 
 
 @dataclass(slots=True)
@@ -92,12 +109,14 @@ class ReplayReport:
 
 
 class Pace:
-    """Spreads work evenly: at most ``rate`` a second, without bursts; None means no limit."""
+    """Spreads work evenly: at most ``rate`` a second, without bursts; None means no limit.
+
+    :raises ValueError: it is no rate, see ``checked_rate``.
+    """
 
     def __init__(self, rate: float | None) -> None:
-        if rate is not None and not rate > 0:
-            raise ValueError(f"The rate must be above 0 a second, not {rate!r}")
-        self._interval = 0.0 if rate is None else min(1 / rate, LONGEST.total_seconds())
+        rate = checked_rate(rate)
+        self._interval = 0.0 if rate is None else 1 / rate
         self._next = time.monotonic()
 
     def wait(self) -> None:

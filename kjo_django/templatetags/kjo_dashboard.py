@@ -5,7 +5,8 @@ from __future__ import annotations
 from django import template
 
 from kjo_django.admin.dashboard import figures
-from kjo_django.admin.display import badge, inert, show_text, show_value
+from kjo_django.admin.display import badge, show_text, show_value
+from kjo_django.operations.inert import inert
 
 register = template.Library()
 register.filter("number", figures.number)

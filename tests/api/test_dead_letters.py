@@ -296,6 +296,7 @@ def test_ids_are_a_selection(operator: APIClient) -> None:
         {"queu": "default"},
         {"queue": "default", "rate": 0},
         {"queue": "default", "rate": -1},
+        {"queue": "default", "rate": 1e-300},
         {"queue": "default", "limit": 0},
         {"queue": "default", "since": "2026-01-01T00:00:00"},
         {"reason": "because"},

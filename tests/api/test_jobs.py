@@ -461,3 +461,8 @@ def test_a_job_moves_to_another_queue(operator: APIClient, greet: Any) -> None:
 @pytest.mark.parametrize("action", ["cancel", "requeue", "run-now"])
 def test_a_job_that_is_not_there_is_404(operator: APIClient, action: str) -> None:
     problem_of(operator.post(url(uuid.uuid4(), action)), 404)
+
+
+def test_the_log_names_a_job_without_obeying_its_name(operator: APIClient) -> None:
+    operator.post(url(JobFactory(unique_id="a\u202eb"), "cancel"))
+    assert LogEntry.objects.get().object_repr.endswith(" a\\u202eb")

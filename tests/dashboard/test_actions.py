@@ -379,6 +379,16 @@ def test_a_closed_letter_is_not_edited(everybody):
     assert said == ["It is closed already: Discarded"]
 
 
+@pytest.mark.parametrize("rate", ["1e-300", "0", "nan", "inf", "1e6"])
+def test_an_absurd_rate_is_refused_beside_its_field(operator, rate):
+    letter = DeadLetterFactory(of_job=True)
+    client = operator("view_dashboard", "view_deadletter", "view_job", "replay_dlq")
+    answer = client.post(url("replay"), {"all": 1, "confirmed": 1, "rate": rate})
+    assert "rate" in answer.context["form"].errors
+    letter.refresh_from_db()
+    assert letter.state == "open"
+
+
 def test_many_are_replayed_by_a_job_of_its_own(operator, monkeypatch):
     monkeypatch.setattr(bulk, "SYNCHRONOUS_LIMIT", 2)
     for _ in range(3):

@@ -7,7 +7,8 @@ import re
 from datetime import timedelta
 
 import pytest
-from django.contrib.admin.models import LogEntry
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.utils import quote
 from django.contrib.auth.models import Permission, User
 from django.db import connection
 from django.test import Client
@@ -296,6 +297,86 @@ def test_no_column_turns_the_text_of_its_row_round(admin_client):
             assert "a\\u202eb\\u2066c" in page, url
     # And it is shown so, not kept so
     assert Job.objects.get().handler == turning
+
+
+TURNING = "a\u202eb\u2066c"
+SPELT_OUT = "a\\u202eb\\u2066c"
+
+
+def named_by_others():
+    return [
+        JobFactory(failed=True, unique_id=TURNING),
+        DeadLetterFactory(handler=TURNING, message_id=TURNING),
+        ProcessedEventFactory(event_id=TURNING),
+        WorkerFactory(name=TURNING),
+        QueueControlFactory(queue=TURNING),
+    ]
+
+
+def is_inert(page):
+    # Not the values of hidden inputs, which nobody reads.
+    page = re.sub(r"<input [^>]*>", lambda tag: re.sub(r'value="[^"]*"', "", tag[0]), page)
+    return SPELT_OUT in page and not {"\u202e", "\u2066"} & set(page)
+
+
+def test_djangos_own_pages_name_rows_without_obeying_their_names(admin_client, admin_user):
+    """Breadcrumbs and titles of a row's page, its history, and what asks before it is deleted."""
+    for row in named_by_others():
+        # Given somebody else's log of it
+        LogEntry.objects.log_actions(admin_user.pk, [row], CHANGE, f"Called {TURNING}")
+        kind = row._meta.model_name
+        urls = [
+            *(page_url(row), list_url(kind)),
+            reverse(f"admin:kjo_django_{kind}_history", args=(quote(row.pk),)),
+        ]
+        asked = reverse(f"admin:kjo_django_{kind}_delete", args=(quote(row.pk),))
+        if admin_client.get(asked).status_code == 200:
+            urls.append(asked)
+        # When, then
+        for url in urls:
+            page = admin_client.get(url).content.decode()
+            assert is_inert(page), url
+
+
+def test_what_is_deleted_with_a_selection_is_named_inert(admin_client):
+    # Given
+    job = JobFactory(failed=True, unique_id=TURNING)
+    JobFailureFactory(job=job, error_type=TURNING)
+    data = {"action": "delete_selected", "_selected_action": [job.pk]}
+    # When
+    page = admin_client.post(list_url("job"), data).content.decode()
+    # Then
+    assert is_inert(page)
+    assert page.count(SPELT_OUT) >= 2, "the job and its failure"
+    assert f'href="{page_url(job)}"' in page, "a link stays one"
+
+
+def test_the_log_and_the_messages_name_rows_inert(admin_client, memory):
+    # Given
+    jobs = [JobFactory(failed=True, unique_id=f"{TURNING}{number}") for number in range(3)]
+    letter = DeadLetterFactory(handler=TURNING, message_id=TURNING)
+    queue = QueueControlFactory(queue=TURNING)
+    # When they are changed, deleted, and asked for in vain
+    act(admin_client, "job", "requeue", jobs[0])
+    act(admin_client, "deadletter", "discard", letter, note=f"because {TURNING}")
+    asked = reverse("admin:kjo_django_job_delete", args=(jobs[1].pk,))
+    deleted = told_by(admin_client.post(asked, {"post": "yes"}, follow=True))
+    act(admin_client, "job", "delete_selected", jobs[2], post="yes")
+    changed = told_by(admin_client.post(page_url(queue), {"concurrency": 3}, follow=True))
+    missing = told_by(admin_client.get(f"{list_url('job')}{TURNING}/change/", follow=True))
+    # Then
+    for text in (deleted, changed, missing):
+        assert is_inert(text), text
+    entries = list(LogEntry.objects.all())
+    assert len(entries) == 5
+    for entry in entries:
+        assert is_inert(entry.object_repr), entry.object_repr
+    assert [is_inert(e.change_message) for e in entries if "because" in e.change_message] == [True]
+
+
+def told_by(response):
+    (message,) = response.context["messages"]
+    return str(message)
 
 
 def test_bytes_are_text_where_they_are_text_and_hex_elsewhere():

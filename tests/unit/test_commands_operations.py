@@ -121,7 +121,10 @@ def test_replay_reads_a_topic(memory):
         (["--id", "nonsense"], "no id of a dead letter"),
         (["--since", "yesterday"], "is no time"),
         (["--limit", "0"], "above 0"),
-        (["--rate", "fast"], "above 0"),
+        *(
+            (["--rate", rate], "argument --rate: .* is no number from 0.01 to 100,000 a second")
+            for rate in ("fast", "0", "1e-300", "nan", "inf", "1e6")
+        ),
     ],
 )
 def test_replay_says_what_is_wrong(arguments, words):

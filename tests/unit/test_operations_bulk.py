@@ -84,7 +84,10 @@ def test_what_is_asked_is_in_the_job():
         ("discard_letters", DeadLetterFilter(), {"note": " "}, "A note is needed"),
         ("discard", JobFilter(), {}, "A note is needed"),
         ("change_queue", JobFilter(), {"queue": "legder"}, "Did you mean 'ledger'"),
-        ("replay_letters", DeadLetterFilter(), {"rate": 0}, "rate must be above 0"),
+        *(
+            ("replay_letters", DeadLetterFilter(), {"rate": rate}, "rate must be a number from")
+            for rate in (0, -1, 1e-300, 1e6, float("nan"), float("inf"))
+        ),
         ("burn", JobFilter(), {}, "burn"),
     ],
 )
@@ -248,10 +251,23 @@ def test_a_transport_that_is_down_is_waited_for(monkeypatch):
         bulk.replay_dead_letters(context(), **job.arguments)
 
 
+@pytest.mark.parametrize("rate", [1e-300, float("nan"), float("inf")])
+def test_an_absurd_rate_in_a_payload_is_refused_before_anything_is_done(rate):
+    """Whoever may enqueue may write what they like into a payload."""
+    # Given
+    letter = DeadLetterFactory()
+    job = start_bulk(Action.DISCARD_LETTERS, DeadLetterFilter(), actor="ann", note="x")
+    # When, then
+    with pytest.raises(ValueError, match="The rate must be a number from"):
+        bulk.discard_dead_letters(context(), **{**job.arguments, "rate": rate})
+    letter.refresh_from_db()
+    assert letter.state == "open"
+
+
 def test_a_pace_is_kept_and_an_abort_ends_its_wait_at_once(monkeypatch):
     # Given
     failed_jobs(2)
-    job = start_bulk(Action.DISCARD_LETTERS, DeadLetterFilter(), actor="ann", note="x", rate=0.001)
+    job = start_bulk(Action.DISCARD_LETTERS, DeadLetterFilter(), actor="ann", note="x", rate=0.01)
     aborted = context()
     waits = []
 
@@ -265,4 +281,4 @@ def test_a_pace_is_kept_and_an_abort_ends_its_wait_at_once(monkeypatch):
     with pytest.raises(JobCancelledError):
         bulk.discard_dead_letters(aborted, **job.arguments)
     # Then
-    assert waits[0] == pytest.approx(2000, abs=60)
+    assert waits[0] == pytest.approx(200, abs=60)

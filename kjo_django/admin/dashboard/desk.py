@@ -31,8 +31,8 @@ from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
 from django.utils.translation import gettext as _
 
-from kjo_django.admin.display import inert
 from kjo_django.admin.telling import attempted, audited
+from kjo_django.operations.inert import inert
 
 CACHE_SECONDS = 2.0
 """How long what a screen shows is shared: many who look cost one look a time."""
@@ -147,7 +147,7 @@ class Desk:
 
     def tell(self, text: str, level: int = messages.SUCCESS) -> None:
         """Show a message on the next page."""
-        messages.add_message(self.request, level, text)
+        messages.add_message(self.request, level, inert(str(text)))
 
     def audit(self, message: str) -> Callable[[Sequence[Any]], None]:
         """Return an observer that writes who did it into the log of each object."""

@@ -21,6 +21,7 @@ from kjo_django.models import Job
 from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.reports import RATE_MAX, RATE_MIN
 
 LOOKED_AT = 500
 """Letters a preview looks at one by one; all are counted."""
@@ -31,8 +32,8 @@ class ReplayForm(forms.Form):
 
     rate = forms.FloatField(
         label=gettext_lazy("At most so many a second"),
-        min_value=0.01,
-        max_value=100_000,
+        min_value=RATE_MIN,
+        max_value=RATE_MAX,
         required=False,
         help_text=gettext_lazy("Empty: as fast as possible."),
     )

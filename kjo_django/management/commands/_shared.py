@@ -20,6 +20,7 @@ from django.utils.dateparse import parse_datetime
 
 from kjo_django.exceptions import KjoError
 from kjo_django.operations.health import missing_tables
+from kjo_django.operations.reports import RATE_MAX, RATE_MIN, checked_rate
 from kjo_django.values import LONGEST, number
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -72,6 +73,15 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ArgumentTypeError(f"{text!r} is no number above 0")
     return value
+
+
+def rate(text: str) -> float:
+    """Read how many a second there may be at most."""
+    try:
+        return checked_rate(float(text)) or 0.0
+    except ValueError:
+        bounds = f"{RATE_MIN} to {RATE_MAX:,} a second"
+        raise ArgumentTypeError(f"{text!r} is no number from {bounds}") from None
 
 
 def seconds(text: str) -> float:

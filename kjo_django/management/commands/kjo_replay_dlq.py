@@ -10,7 +10,7 @@ from kjo_django.management.commands._shared import (
     KjoCommand,
     instant,
     positive,
-    positive_number,
+    rate,
 )
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
@@ -43,7 +43,7 @@ class Command(KjoCommand):
         add("--target", help="With --source topic: publish here, not to each record's origin.")
         add("--group", help="With --source topic: consumer group that remembers how far it got.")
         add("--limit", type=positive, help="Replay at most so many.")
-        add("--rate", type=positive_number, help="At most so many a second.")
+        add("--rate", type=rate, help="At most so many a second, 0.01 to 100,000.")
         add(
             "--mode",
             choices=[mode.value for mode in Mode],
