@@ -68,6 +68,8 @@ class TimeoutWatch:
         self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._is_stopped = False
+        self.is_resting = False
+        """Whether the watch sleeps until it is called: it had nothing to watch."""
 
     def limit(
         self, context: Abortable, seconds: float | None
@@ -81,8 +83,10 @@ class TimeoutWatch:
         # timeout would leave it locked for ever, and every lane waiting for it.
         with self._lock:
             self._runs.add(run)
-            # Far deadlines are found by the regular look; waking the watch costs a switch.
-            if self._thread is None or seconds < self._LOOK:
+            # Far deadlines are found by the regular look, which there is none of while the watch
+            # rests; waking it costs a switch.
+            if self._thread is None or seconds < self._LOOK or self.is_resting:
+                self.is_resting = False
                 self._ensure_thread()
                 self._changed.notify()
 
@@ -114,8 +118,8 @@ class TimeoutWatch:
                         ctypes.c_ulong(run.thread_id), ctypes.py_object(HandlerTimeout)
                     )
                 pending = [run.deadline for run in self._runs]
-                wait = min(min(pending) - now, self._LOOK) if pending else None
-                self._changed.wait(wait)
+                self.is_resting = not pending
+                self._changed.wait(min(min(pending) - now, self._LOOK) if pending else None)
 
     def abort_all(self) -> None:
         """Set the abort flag of every handler: the worker stops."""

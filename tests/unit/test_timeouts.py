@@ -141,6 +141,16 @@ def test_a_far_deadline_is_not_forgotten_when_a_near_one_comes_first(watch):
         spin_until(lambda: False)
 
 
+def test_a_far_deadline_is_kept_by_a_watch_that_had_come_to_rest(watch):
+    # Given a watch that found nothing to watch, as in a worker that waited for work
+    with watch.limit(context_of(), NEVER):
+        pass
+    spin_until(lambda: watch.is_resting)
+    # Then a timeout of more than its regular look is kept all the same
+    with pytest.raises(HandlerTimeout), watch.limit(context_of(), 0.55):
+        spin_until(lambda: False)
+
+
 def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behind():
     """The exception may come while the handler's thread waits for the watch itself."""
     # Given
