@@ -27,6 +27,7 @@ W009    (deploy) coordination out of reach
 W010    (deploy) topics that are missing or different
 W011    a pool of connections smaller than what a worker needs
 W012    DATABASE is not where routers look for this app's tables
+W013    (deploy) a pooler in transaction mode, and what needs a setting because of it
 ======  ============================================================================================
 """
 
@@ -74,9 +75,13 @@ def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
     """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
     if any(message.is_serious() for message in check_settings()):
         return []
-    from kjo_django.operations.reaching import reach_coordination, reach_transports
+    from kjo_django.operations.reaching import meet_poolers, reach_coordination, reach_transports
 
-    return [message for check in (reach_transports, reach_coordination) for message in check()]
+    return [
+        message
+        for check in (reach_transports, reach_coordination, meet_poolers)
+        for message in check()
+    ]
 
 
 # --- Errors -------------------------------------------------------------------------------------
@@ -302,9 +307,10 @@ def _database_aliases(settings: Settings) -> Iterator[tuple[str, Any]]:
     places = {f"KJO['TRANSPORTS'][{alias!r}]": each for alias, each in settings.transports.items()}
     for where, declared in {**places, "KJO['COORDINATION']": settings.coordination}.items():
         options = declared.get("OPTIONS") if isinstance(declared, dict) else None
-        alias = options.get("DATABASE") if isinstance(options, dict) else None
-        if alias is not None:
-            yield f"{where}['OPTIONS']['DATABASE']", alias
+        for key in ("DATABASE", "LISTEN_DATABASE"):
+            alias = options.get(key) if isinstance(options, dict) else None
+            if alias is not None:
+                yield f"{where}['OPTIONS'][{key!r}]", alias
 
 
 def _error_of(problem: conf.Problem) -> checks.Error:

@@ -5,7 +5,7 @@ import logging
 import os
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 SECRET_KEY = "tests"
 DEBUG = False
@@ -69,10 +69,13 @@ def database(url: str) -> dict[str, Any]:
         "PASSWORD": parts.password or "",
         "HOST": parts.hostname or "",
         "PORT": parts.port or "",
+        "OPTIONS": dict(parse_qsl(parts.query)),
     }
 
 
 DATABASES = {"default": database(os.environ.get("DATABASE_URL", "sqlite:///:memory:"))}
+if os.environ.get("DIRECT_DATABASE_URL"):  # past a pooler
+    DATABASES["direct"] = database(os.environ["DIRECT_DATABASE_URL"])
 # Read when REST framework is first imported; its applications are not installed here, so that the
 # rest is seen to work without them (tests/api/settings.py installs them).
 REST_FRAMEWORK = {

@@ -2,13 +2,17 @@
 
 On PostgreSQL wake-up calls reach other processes (NOTIFY); elsewhere only this one, and the others
 find out by polling. LISTEN needs a session of its own: a pooler in transaction mode swallows it,
-which costs the wake-ups and nothing else. Where the database compares text without regard to case,
-as MySQL and MariaDB do by default, names that differ only in case exclude each other.
+which costs the wake-ups and nothing else, unless there is a way around it. Where the database
+compares text without regard to case, as MySQL and MariaDB do by default, names that differ only in
+case exclude each other.
 
 ``OPTIONS``:
 
 ``DATABASE``
     Alias of the database with the tables; ``KJO["DATABASE"]`` or the router's choice if not given.
+``LISTEN_DATABASE``
+    Alias of a direct connection to the same database, to listen on, where the other goes through a
+    pooler in transaction mode.
 """
 
 from __future__ import annotations
@@ -48,11 +52,12 @@ _NEVER = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
 class DatabaseCoordination(Coordination):
     """See the module."""
 
-    known_options = frozenset({"DATABASE"})
+    known_options = frozenset({"DATABASE", "LISTEN_DATABASE"})
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
         self.supports_wake_ups = _can_listen(self.database)
+        self._cannot_listen: CoordinationError | None = None
         # The first prune at a random moment: not every process of a deployment at once.
         self._prune_at = time.monotonic() + _PRUNE_EVERY * random.random()  # noqa: S311
 
@@ -247,12 +252,22 @@ class DatabaseCoordination(Coordination):
             send(alias, channels)
 
     def listen(self, channels: Sequence[str]) -> Listener:
-        """Open a listener; on PostgreSQL with a connection of its own."""
+        """Open a listener; on PostgreSQL with a connection of its own.
+
+        :raises CoordinationError: it cannot be made, or a pooler would swallow what it listens for.
+            The latter is found out once: it takes a restart of this process to try again.
+        """
         if not self.supports_wake_ups:
             return LocalListener(self.database, channels)
-        from kjo_django.coordination.postgres import PostgresListener
+        from kjo_django.coordination.postgres import PostgresListener, SessionLentError
 
-        return PostgresListener(self.database, channels)
+        if self._cannot_listen is not None:
+            raise self._cannot_listen
+        try:
+            return PostgresListener(self.options.get("LISTEN_DATABASE") or self.database, channels)
+        except SessionLentError as error:
+            self._cannot_listen = error
+            raise
 
     # --- Health and cleaning ----------------------------------------------------------------------
 

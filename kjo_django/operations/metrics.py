@@ -17,6 +17,7 @@ from django.utils import timezone
 
 from kjo_django.models import MetricBucket, MetricRollup, Worker
 from kjo_django.models.metric_bucket import BOUNDS
+from kjo_django.operations.rows import streamed
 from kjo_django.producer.dispatch import jobs_database
 
 COUNTERS = ("completed", "retried", "failed", "duplicate", "skipped")
@@ -278,7 +279,7 @@ def _of(rows: QuerySet[Any], queue: str | None, handler: str | None) -> QuerySet
 
 def _rows(rows: QuerySet[Any], start: datetime) -> Iterable[_Row]:
     found = rows.filter(minute__gte=start).values_list(*_COLUMNS)
-    return map(_Row._make, found.iterator(chunk_size=5000))
+    return map(_Row._make, streamed(found, chunk_size=5000))
 
 
 def _point(start: datetime, width: timedelta, now: datetime) -> Point:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
 
 from kjo_django import backends
 from kjo_django.conf import get_settings
-from kjo_django.exceptions import KjoError
+from kjo_django.exceptions import CoordinationError, KjoError
+from kjo_django.models.postgres import is_psycopg3
 from kjo_django.operations import topics
+from kjo_django.probing import answer_within
+from kjo_django.producer.dispatch import jobs_database
 
 PROBE_TIMEOUT = 5.0
 
@@ -43,3 +48,48 @@ def reach_coordination() -> Iterator[checks.CheckMessage]:
         backends.get_coordination().probe(PROBE_TIMEOUT)
     except (KjoError, ImproperlyConfigured) as error:
         yield checks.Warning(f"Coordination: {error}", id="kjo.W009")
+
+
+def meet_poolers() -> Iterator[checks.CheckMessage]:
+    """Yield what a pooler in transaction mode before the jobs' database asks for."""
+    alias = jobs_database()
+    if connections[alias].vendor != "postgresql" or not is_psycopg3():
+        return
+    try:
+        is_lent = answer_within(PROBE_TIMEOUT, partial(_lends_sessions, alias))
+    except Exception:
+        return  # That it cannot be reached is told above.
+    if not is_lent:
+        return
+    settings = connections[alias].settings_dict
+    asked = []
+    if not settings["OPTIONS"].get("application_name"):
+        asked.append(
+            (
+                "nobody can end the transactions of a frozen worker",
+                "['OPTIONS']['application_name']",
+            )
+        )
+    if not settings.get("DISABLE_SERVER_SIDE_CURSORS"):
+        asked.append(
+            ("iterator() fails outside transactions", "['DISABLE_SERVER_SIDE_CURSORS'] = True")
+        )
+    for consequence, key in asked:
+        yield checks.Warning(
+            f"The database {alias!r} is reached through a pooler in transaction mode: "
+            f"{consequence}.",
+            hint=f"Set DATABASES[{alias!r}]{key}. docs/how-to/production.md tells why.",
+            id="kjo.W013",
+        )
+    coordination = backends.get_coordination()
+    try:
+        coordination.listen(["kjo-check"]).close()
+    except CoordinationError as error:
+        yield checks.Warning(f"Coordination: {error}.", id="kjo.W013")
+
+
+def _lends_sessions(alias: str) -> bool:
+    from kjo_django.coordination.postgres import lends_sessions, plain_connection
+
+    with plain_connection(alias) as connection:
+        return lends_sessions(connection, partial(plain_connection, alias))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from django.db import connections, transaction
@@ -55,6 +56,14 @@ def _walk(selection: QuerySet[Any], size: int) -> Iterator[list[Any]]:
     while chunk := list(rest[:size]):
         yield chunk
         rest = keys.filter(pk__lte=last, pk__gt=chunk[-1])
+
+
+def streamed(rows: QuerySet[Any], chunk_size: int = 2000) -> Iterator[Any]:
+    """Iterate as ``iterator()`` does, and on PostgreSQL within one transaction: the cursor at the
+    server needs that behind a pooler in transaction mode, and is the cheaper for it elsewhere."""
+    in_one = connections[rows.db].vendor == "postgresql"
+    with transaction.atomic(using=rows.db) if in_one else nullcontext():
+        yield from rows.iterator(chunk_size)
 
 
 def lock(rows: QuerySet[M], keys: Sequence[Any]) -> list[M]:

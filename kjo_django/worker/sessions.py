@@ -6,12 +6,17 @@ So on PostgreSQL the sessions that run handlers bear their worker's token as app
 each worker ends those of workers that are proven dead: no heartbeat in the database and no sign of
 life in coordination. See docs/decisions/0031.
 
+Behind a pooler a session is handed on with its name to clients that have none, and they would be
+ended in the worker's place. So there the name is only put before one of the project's own, which
+tells that its clients have names (docs/decisions/0075).
+
 Elsewhere nothing can be done from outside: MySQL gives up waiting by itself and the job is tried
 again, SQLite belongs to whoever holds its file.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from datetime import timedelta
@@ -43,13 +48,32 @@ def _mark(sender: Any, connection: Any, **kwargs: Any) -> None:
     token = getattr(_thread, "token", None)
     if token is None or connection.vendor != "postgresql":
         return
+    login = connection.connection.info
+    name = login.parameter_status("application_name") or ""
     with connection.cursor() as cursor:
-        # Put before a name of the project's own; the server cuts what is too long.
-        cursor.execute(
-            "SELECT set_config('application_name', left(%s || ' ' ||"
-            " coalesce(current_setting('application_name', true), ''), 63), false)",
-            [PREFIX + token],
-        )
+        cursor.execute(_MARK, [PREFIX + token, name, login.backend_pid, name])
+        (marked,) = cursor.fetchone()
+    if marked is None:
+        _warn_of_namelessness(connection.alias)
+
+
+_MARK = """
+SELECT CASE WHEN is_safe THEN set_config('application_name', left(%s || ' ' || %s, 63), false) END
+FROM (SELECT pg_backend_pid() = %s OR %s <> '' AS is_safe) AS session
+"""
+"""Put before a name of the project's own; the server cuts what is too long. A pooler tells another
+process id at the login than the server has."""
+
+
+@functools.cache
+def _warn_of_namelessness(alias: str) -> None:
+    logger.warning(
+        "The database %r is reached through a pooler, without a name: should this worker freeze "
+        "within a job, nobody can end its transaction. Set DATABASES[%r]['OPTIONS']"
+        "['application_name'], in every program that uses the pooler.",
+        alias,
+        alias,
+    )
 
 
 connection_created.connect(_mark, dispatch_uid="kjo_django.worker.sessions")

@@ -74,6 +74,8 @@ class Engine:
         self._suffix = uuid.uuid4().hex[:12]
         self._options = dict(options or {})
         self._override: Any = None
+        self.variables: dict[str, str] = {}
+        """What else the environment of processes has."""
         self.producer_options: dict[str, Any] = {}
         self.programs: list[Program] = []
 
@@ -152,7 +154,7 @@ class Engine:
         }
         if self.servers.redis:
             environment["REDIS_URL"] = self.servers.redis
-        return environment
+        return environment | self.variables
 
     def __enter__(self) -> Engine:
         connections.settings[ALIAS] = connections.configure_settings(

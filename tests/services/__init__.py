@@ -12,6 +12,7 @@ from tests.services.environment import running
 from tests.services.errors import ServerFailed, ServiceError, Unprovisionable
 from tests.services.given import GivenServer
 from tests.services.kafka import KafkaCluster, KafkaServer
+from tests.services.pgbouncer import PgBouncerServer
 from tests.services.postgres import PostgresServer
 from tests.services.provisioning import provision
 from tests.services.redis import RedisServer
@@ -20,6 +21,7 @@ __all__ = [
     "GivenServer",
     "KafkaCluster",
     "KafkaServer",
+    "PgBouncerServer",
     "PostgresServer",
     "RedisServer",
     "ServerFailed",

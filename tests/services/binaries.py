@@ -24,6 +24,10 @@ def find_redis() -> Path | None:
     return _on_path("redis-server") or _on_path("valkey-server")
 
 
+def find_sentinel() -> Path | None:
+    return _on_path("redis-sentinel") or _on_path("valkey-sentinel")
+
+
 def find_postgres() -> Path | None:
     """The newest `postgres`; initdb stands beside it."""
     # Debian keeps the server's programs off the PATH, by major version.
@@ -36,12 +40,21 @@ def find_postgres() -> Path | None:
     return found.resolve() if found else None
 
 
+def find_pgbouncer() -> Path | None:
+    # Debian has it where only root looks.
+    return _on_path("pgbouncer") or _existing("/usr/sbin/pgbouncer")
+
+
 def find_chromium() -> Path | None:
     return _named("CHROMIUM") or _on_path("chromium")
 
 
 def find_chromedriver() -> Path | None:
     return _named("CHROMEDRIVER") or _on_path("chromedriver")
+
+
+def _existing(path: str) -> Path | None:
+    return found if (found := Path(path)).exists() else None
 
 
 def _named(variable: str) -> Path | None:

@@ -25,14 +25,27 @@ from tests.services.redis import RedisServer
 
 
 def require(
-    *, kafka: bool = False, redis: bool = False, postgres: bool = False, browser: bool = False
+    *,
+    kafka: bool = False,
+    redis: bool = False,
+    postgres: bool = False,
+    browser: bool = False,
+    pgbouncer: bool = False,
+    sentinel: bool = False,
 ) -> None:
     """Provision, or skip the test with the reason; with CI set, fail it.
 
     For tests that start servers of their own. A green CI run has met every server.
     """
     try:
-        provision(kafka=kafka, redis=redis, postgres=postgres, browser=browser)
+        provision(
+            kafka=kafka,
+            redis=redis,
+            postgres=postgres,
+            browser=browser,
+            pgbouncer=pgbouncer,
+            sentinel=sentinel,
+        )
     except Unprovisionable as error:
         if os.environ.get("CI", "").lower() in ("", "0", "false"):
             pytest.skip(str(error))

@@ -1,7 +1,5 @@
 """A real PostgreSQL, as durable as a production one."""
 
-import os
-import pwd
 import shutil
 import signal
 import subprocess
@@ -10,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from tests.services.account import unprivileged
 from tests.services.binaries import find_postgres, needed
 from tests.services.databases import create_database, drop_database
 from tests.services.errors import ServerFailed
@@ -116,15 +115,7 @@ class PostgresServer(Server):
         return len(lines) >= 8 and lines[0] == str(self.pid) and lines[7].strip() == "ready"
 
     def _run_as(self) -> tuple[int, int] | None:
-        if os.geteuid() != 0:
-            return None
-        for name in ("postgres", "nobody"):
-            try:
-                account = pwd.getpwnam(name)
-            except KeyError:
-                continue
-            return account.pw_uid, account.pw_gid
-        raise ServerFailed("PostgreSQL refuses to run as root, and there is no user to run it as")
+        return unprivileged("PostgreSQL")
 
     def _create_directory(self) -> Path:
         directory = super()._create_directory()

@@ -13,8 +13,10 @@ from tests.services.binaries import (
     find_chromium,
     find_java,
     find_maven,
+    find_pgbouncer,
     find_postgres,
     find_redis,
+    find_sentinel,
 )
 from tests.services.class_data import archive_classes
 from tests.services.errors import ServiceError, Unprovisionable
@@ -35,6 +37,10 @@ REDIS = Program("Redis 7 (`redis-server`)", find_redis, "redis-server", "REDIS_U
 POSTGRES = Program("PostgreSQL (`postgres`)", find_postgres, "postgresql", "DATABASE_URL")
 JAVA = Program("Java 17 (`java`)", find_java, "openjdk-17-jre-headless", "KAFKA_BOOTSTRAP_SERVERS")
 MAVEN = Program("Maven (`mvn`)", find_maven, "maven", "KAFKA_BOOTSTRAP_SERVERS")
+PGBOUNCER = Program("PgBouncer (`pgbouncer`)", find_pgbouncer, "pgbouncer", "DATABASE_URL")
+SENTINEL = Program(
+    "Redis Sentinel (`redis-sentinel`)", find_sentinel, "redis-sentinel", "REDIS_URL"
+)
 
 CHROMIUM = Program("Chromium (`chromium`)", find_chromium, "chromium", "CHROMIUM")
 DRIVER = Program(
@@ -43,38 +49,49 @@ DRIVER = Program(
 
 
 def provision(
-    *, kafka: bool = True, redis: bool = True, postgres: bool = True, browser: bool = False
+    *,
+    kafka: bool = True,
+    redis: bool = True,
+    postgres: bool = True,
+    browser: bool = False,
+    pgbouncer: bool = False,
+    sentinel: bool = False,
 ) -> None:
     """Install what is missing of the servers asked for; quick when nothing is.
 
     Raises `Unprovisionable`, naming what is missing and how to get it. Processes that provision at
     the same time wait for one another.
     """
-    missing = _missing_programs(kafka, redis, postgres, browser)
+    wanted = _wanted_programs(
+        (REDIS, redis),
+        (POSTGRES, postgres),
+        (CHROMIUM, browser),
+        (DRIVER, browser),
+        (PGBOUNCER, pgbouncer),
+        (SENTINEL, sentinel),
+        (JAVA, kafka),
+        (MAVEN, kafka and not is_kafka_installed()),
+    )
+    missing = _missing(wanted)
     if missing and not apt.can_install():
         raise Unprovisionable(_how_to_get(missing))
     if not missing and (not kafka or is_kafka_installed()):
         return
     with _one_at_a_time():
         # Asked again: another process may have installed them while this one waited.
-        _install_programs(_missing_programs(kafka, redis, postgres, browser))
+        _install_programs(_missing(wanted))
         if kafka and not is_kafka_installed():
             print(f"Fetching Kafka into {cache_directory()}", file=sys.stderr)
             install_kafka()
             archive_classes()
 
 
-def _missing_programs(kafka: bool, redis: bool, postgres: bool, browser: bool) -> list[Program]:
-    wanted = [REDIS] if redis else []
-    if postgres:
-        wanted.append(POSTGRES)
-    if browser:
-        wanted += [CHROMIUM, DRIVER]
-    if kafka:
-        wanted.append(JAVA)
-    if kafka and not is_kafka_installed():
-        wanted.append(MAVEN)
-    return [program for program in wanted if program.find() is None]
+def _wanted_programs(*programs: tuple[Program, bool]) -> list[Program]:
+    return [program for program, is_wanted in programs if is_wanted]
+
+
+def _missing(programs: list[Program]) -> list[Program]:
+    return [program for program in programs if program.find() is None]
 
 
 def _install_programs(missing: list[Program]) -> None:

@@ -23,6 +23,7 @@ from kjo_django.operations import status
 from kjo_django.operations.counting import COUNT_LIMIT, grouped_counts
 from kjo_django.operations.health import lag_by_partition
 from kjo_django.operations.queues import overview
+from kjo_django.operations.rows import streamed
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.worker.sessions import PREFIX
 
@@ -108,9 +109,9 @@ def _executions(now: datetime) -> Iterable[Family]:
         *("queue", "handler", "run_histogram", "wait_histogram"),
         *("run_seconds_sum", "wait_seconds_sum", *_COUNTERS),
     )
-    for queue, handler_name, runs, waits, ran, waited, *counts in rows.values_list(
-        *columns
-    ).iterator():
+    for queue, handler_name, runs, waits, ran, waited, *counts in streamed(
+        rows.values_list(*columns)
+    ):
         sums = done[queue, handler_name]
         sums.run_seconds += ran
         sums.wait_seconds += waited
