@@ -27,6 +27,8 @@ from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.seeding import kinds, statements
 
 CHUNK = 1_000_000
+STEP = 1_000
+"""Jobs that are added, and end, together."""
 SESSION = {"synchronous_commit": "off", "maintenance_work_mem": "512MB", "work_mem": "128MB"}
 BUILT_LAST = (Job, ProcessedEvent, DeadLetter)
 COUNTED: tuple[type[Model], ...] = (
@@ -70,7 +72,7 @@ def fill(
         with _indexes_built_last(tell):
             for first in range(1, jobs + 1, CHUNK):
                 last = min(first + CHUNK - 1, jobs)
-                cursor.execute(statements.JOBS, {**values, "first": first, "last": last})
+                _write_jobs(cursor, {**values, "first": first, "last": last})
                 tell(f"{last:,} of {jobs:,} jobs after {time.monotonic() - began:,.0f} s")
         for what, statement in statements.CONSEQUENCES.items():
             tell(what)
@@ -116,6 +118,29 @@ def _write_kinds(cursor: Any) -> None:
     )
     cursor.execute("ANALYZE seed_kind")
     cursor.execute("ANALYZE seed_error")
+
+
+def _write_jobs(cursor: Any, values: dict[str, Any]) -> None:
+    """Let jobs live as the product has them live: each is a small row first, and grows as it ends.
+
+    Where new rows find room in a large table depends on what old ones left, so they are moved and
+    vacuumed as in production, where autovacuum comes when a fifth has changed.
+    """
+    cursor.execute(statements.JOBS, values)
+    cursor.execute("CREATE INDEX ON seed_job (n)")
+    cursor.execute("ANALYZE seed_job")
+    # The table was analyzed when it was small, if ever.
+    cursor.execute("SET enable_hashjoin = off")
+    cursor.execute("SET enable_mergejoin = off")
+    for first in range(values["first"], values["last"] + 1, STEP):
+        step = {"first": first, "last": min(first + STEP - 1, values["last"])}
+        cursor.execute(statements.ADDED, step)
+        cursor.execute(statements.ENDED, step)
+    cursor.execute("RESET enable_hashjoin")
+    cursor.execute("RESET enable_mergejoin")
+    cursor.execute(statements.MARKERS, values)
+    cursor.execute("DROP TABLE seed_job")
+    cursor.execute("VACUUM kjo_job")
 
 
 @contextmanager

@@ -40,6 +40,7 @@ SELECT (d * %(jobs)s + %(dead)s - 1) / %(dead)s FROM generate_series(1, %(dead)s
 """
 
 JOBS = f"""
+CREATE TEMPORARY TABLE seed_job AS
 WITH numbered AS ({_NUMBERED.format(numbers=_CHUNK)}), stated AS (
     SELECT *, CASE
         WHEN is_dead AND death %% 10 IN (7, 8) THEN 'completed'
@@ -55,47 +56,64 @@ WITH numbered AS ({_NUMBERED.format(numbers=_CHUNK)}), stated AS (
     SELECT *, created_at + interval '5 ms' * (1 + (h / 3) %% 10) AS begun,
         run_ms * power(2, run) * interval '1 ms' AS took
     FROM stated
-), stored AS (
+)
+SELECT n, timed.id, timed.queue, timed.handler,
+    CASE WHEN h %% 10 < 3 THEN 'order-' || n END AS unique_id,
+    CASE WHEN keys > 0 THEN 'C' || (h / 11) %% keys ELSE '' END AS key,
+    state,
+    CASE WHEN is_dead AND state = 'completed' THEN 2 ELSE 1 END AS generation,
+    CASE WHEN state IN ('completed', 'failed') THEN tried WHEN state = 'failing' THEN 1 ELSE 0 END
+        AS attempts,
+    3 AS max_attempts,
+    convert_to(format('{{"order_id": %%s, "customer_id": "C%%s"}}', n,
+        (h / 11) %% greatest(keys, 1)), 'UTF8') AS payload,
+    'application/json' AS content_type, NULL::jsonb AS headers,
+    -- What has not run yet is due later, or its message is with the broker since a moment.
+    CASE WHEN state IN ('pending', 'failing')
+        THEN %(now)s + interval '1 second' * (h %% 86400 + 3600)
+        ELSE created_at END AS available_at,
+    NULL::timestamptz AS expires_at, created_at,
+    CASE state WHEN 'pending' THEN NULL WHEN 'queued' THEN %(now)s
+        ELSE created_at + interval '4 ms' END AS queued_at,
+    CASE WHEN state IN ('completed', 'failed', 'failing') THEN begun END AS started_at,
+    CASE WHEN state IN ('completed', 'failed') THEN begun + took
+        WHEN state = 'cancelled' THEN begun END AS finished_at,
+    '' AS lease_token, NULL::timestamptz AS lease_expires_at,
+    CASE WHEN state = 'completed' AND h %% 4 = 0
+        THEN convert_to(format('{{"value": %%s}}', h), 'UTF8') END AS result,
+    3600000 AS result_ttl,
+    CASE WHEN state IN ('completed', 'failed') THEN begun + took + interval '1 hour' END
+        AS result_expires_at,
+    CASE WHEN state IN ('failed', 'failing') THEN seed_error.error ELSE '' END AS error,
+    '' AS destination, 'shop-' || timed.queue AS topic, h %% 4 AS partition, n / 4 AS "offset"
+FROM timed LEFT JOIN seed_error ON state IN ('failed', 'failing')
+    AND seed_error.handler = timed.handler AND seed_error.slot = (h / 13) %% 20
+"""
+ADDED = """
 INSERT INTO kjo_job (id, queue, handler, unique_id, key, state, generation, attempts, max_attempts,
     payload, content_type, headers, available_at, expires_at, created_at, queued_at, started_at,
     finished_at, lease_token, lease_expires_at, result, result_ttl, result_expires_at, error,
     destination, topic, partition, "offset")
-SELECT timed.id, timed.queue, timed.handler,
-    CASE WHEN h %% 10 < 3 THEN 'order-' || n END,
-    CASE WHEN keys > 0 THEN 'C' || (h / 11) %% keys ELSE '' END,
-    state,
-    CASE WHEN is_dead AND state = 'completed' THEN 2 ELSE 1 END,
-    CASE WHEN state IN ('completed', 'failed') THEN tried WHEN state = 'failing' THEN 1 ELSE 0 END,
-    3,
-    convert_to(format('{{"order_id": %%s, "customer_id": "C%%s"}}', n,
-        (h / 11) %% greatest(keys, 1)), 'UTF8'),
-    'application/json', NULL,
-    -- What has not run yet is due later, or its message is with the broker since a moment.
-    CASE WHEN state IN ('pending', 'failing')
-        THEN %(now)s + interval '1 second' * (h %% 86400 + 3600)
-        ELSE created_at END,
-    NULL, created_at,
-    CASE state WHEN 'pending' THEN NULL WHEN 'queued' THEN %(now)s
-        ELSE created_at + interval '4 ms' END,
-    CASE WHEN state IN ('completed', 'failed', 'failing') THEN begun END,
-    CASE WHEN state IN ('completed', 'failed') THEN begun + took
-        WHEN state = 'cancelled' THEN begun END,
-    '', NULL,
-    CASE WHEN state = 'completed' AND h %% 4 = 0
-        THEN convert_to(format('{{"value": %%s}}', h), 'UTF8') END,
-    3600000,
-    CASE WHEN state IN ('completed', 'failed') THEN begun + took + interval '1 hour' END,
-    CASE WHEN state IN ('failed', 'failing') THEN seed_error.error ELSE '' END,
-    '', 'shop-' || timed.queue, h %% 4, n / 4
-FROM timed LEFT JOIN seed_error ON state IN ('failed', 'failing')
-    AND seed_error.handler = timed.handler AND seed_error.slot = (h / 13) %% 20
-RETURNING id, generation, handler, state, finished_at
-)
+SELECT id, queue, handler, unique_id, key, 'pending', 1, 0, max_attempts, payload,
+    content_type, headers, available_at, expires_at, created_at, NULL, NULL, NULL,
+    '', NULL, NULL, result_ttl, NULL, '', destination, '', NULL, NULL
+FROM seed_job WHERE n BETWEEN %(first)s AND %(last)s
+"""
+ENDED = """
+UPDATE kjo_job AS job SET state = seed_job.state, generation = seed_job.generation,
+    attempts = seed_job.attempts, queued_at = seed_job.queued_at, started_at = seed_job.started_at,
+    finished_at = seed_job.finished_at, result = seed_job.result,
+    result_expires_at = seed_job.result_expires_at, error = seed_job.error, topic = seed_job.topic,
+    partition = seed_job.partition, "offset" = seed_job."offset"
+FROM seed_job WHERE n BETWEEN %(first)s AND %(last)s AND job.id = seed_job.id
+    AND seed_job.state <> 'pending'
+"""
+MARKERS = """
 INSERT INTO processed_events
     (id, event_id, event_type, service_name, processed_at, event_data, created_at, updated_at)
 SELECT id, id || CASE generation WHEN 1 THEN '' ELSE ':' || generation END, handler, %(service)s,
     finished_at, NULL, finished_at, finished_at
-FROM stored WHERE state = 'completed'
+FROM seed_job WHERE state = 'completed'
 """
 
 _TRIED = """
