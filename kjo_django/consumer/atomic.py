@@ -12,14 +12,21 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, Error, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, completion, settlement
 from kjo_django.consumer.batches import UNWANTED, Batch, Started, in_steps, run_batch
-from kjo_django.consumer.connections import answers, is_broken, leaving_no_blocks
+from kjo_django.consumer.connections import (
+    answers,
+    is_broken,
+    leaving_no_blocks,
+    left_elsewhere,
+    open_blocks,
+    refusal_of,
+)
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
@@ -137,6 +144,8 @@ class AtomicRunner:
         savepoint = LazySavepoint(connection)
         behind = _NOTHING if known is None else savepoint
         watching = _NOTHING if known is None else savepoint.group()
+        # Only where there are others.
+        outer = open_blocks() if len(connections.settings) > 1 else None
         with settlement.in_transaction(using), leaving_no_blocks(connection), watching:
             fresh, rows = mark_and_load(using, list(keys.values()), deliveries)
             for step in in_steps(deliveries, keys):
@@ -166,6 +175,8 @@ class AtomicRunner:
                 if has_repeats:
                     ended |= {keys[o.delivery]: o for o in new if o.result in _RAN}
             completed = [o for o in outcomes if o.result is Result.COMPLETED]
+            if outer is not None and (left := left_elsewhere(using, outer)):
+                raise left
             if len(completed) < len(fresh) or len(fresh) < len(keys):
                 _take_markers_back(using, completed, keys, fresh)
             completion.complete(using, completed)
@@ -188,14 +199,16 @@ class AtomicRunner:
             return self._attempt_batch(connection, behind, started, known)
         context = make_context(delivery, start.attempt, start.max_attempts, row)
         ran = Ran(timezone.now(), 0.0)
-        clock = time.perf_counter()
+        blocks, clock = len(connection.atomic_blocks), time.perf_counter()
         try:
             with behind:
                 ran.value = call(delivery, context, self._watch)
+                if connection.closed_in_transaction or len(connection.atomic_blocks) > blocks:
+                    raise refusal_of(connection, blocks)
         except KeyboardInterrupt:
             raise
         except ENDINGS as error:
-            ran.error, ran.abort_reason = error, context.abort_reason
+            ran.error, ran.abort_reason = _as_told(error, connection, blocks), context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
         self._on_measure(delivery.kind, ran.seconds)
         if known is None and ran.error is None and _is_unusable(connection):
@@ -217,9 +230,12 @@ class AtomicRunner:
         known: dict[Delivery, Ran] | None,
     ) -> list[Outcome]:
         def attempt(batch: Batch) -> list[Ran]:
+            blocks = len(connection.atomic_blocks)
             try:
                 with behind:
                     endings = batch.call(self._watch)
+                    if connection.closed_in_transaction or len(connection.atomic_blocks) > blocks:
+                        raise refusal_of(connection, blocks)
             except KeyboardInterrupt:
                 raise
             except ENDINGS as error:
@@ -227,7 +243,7 @@ class AtomicRunner:
                     raise _Spoiled(batch.aborted(error), {}) from error
                 if is_broken(connection):
                     delivery, start, row = batch.started[0]
-                    ran = Ran(timezone.now(), 0.0, error=error)
+                    ran = Ran(timezone.now(), 0.0, error=_as_told(error, connection, blocks))
                     raise ConnectionLost(outcome_of(delivery, ran, start, row)) from error
                 raise
             if known is None and _is_unusable(connection):
@@ -245,6 +261,16 @@ class AtomicRunner:
 def _is_database_only(delivery: Delivery) -> bool:
     handler = delivery.handler
     return handler is not None and handler.options.database_only
+
+
+def _as_told(error: BaseException, connection: BaseDatabaseWrapper, blocks: int) -> BaseException:
+    """Return what to record of a handler: after it has closed the connection, what it met with that
+    says less than that it did."""
+    if not (connection.closed_in_transaction and isinstance(error, Error)):
+        return error
+    refusal = refusal_of(connection, blocks)
+    refusal.__cause__ = error
+    return refusal
 
 
 def _is_unusable(connection: BaseDatabaseWrapper) -> bool:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
 
 from kjo_django.models.postgres import is_in_transaction
 
 logger = logging.getLogger("kjo_django")
 
 
-def freshen_connections(*, is_own: bool = False) -> None:
+def freshen_connections(
+    *, is_own: bool = False, outer: Mapping[str, int] | None = None
+) -> TransactionManagementError | None:
     """Close this thread's connections that are broken, left without autocommit or past their
     CONN_MAX_AGE, as Django does between requests; a CONN_MAX_AGE of 0 is not taken as a wish to
     reconnect for every group.
@@ -24,21 +27,36 @@ def freshen_connections(*, is_own: bool = False) -> None:
     :param is_own: whether the thread is a worker's. A transaction that is open between its jobs is
         nobody's: a handler left it, or was torn out of ``atomic()`` by its timeout. It would take
         with it what the thread commits from now on.
+    :param outer: of other threads, the ``open_blocks`` that are somebody's; all, if not given.
+    :returns: what to raise for the handler that ran last, if it has left a transaction that is now
+        undone. Whatever the handler believes, that was never committed.
     """
+    left: TransactionManagementError | None = None
     for connection in connections.all(initialized_only=True):
         # With DEBUG on, Django keeps the latest queries; a worker's are large, and nobody asks.
         connection.queries_log.clear()
-        if connection.connection is None:
-            continue
         if connection.in_atomic_block:
             blocks: list[Any] = connection.atomic_blocks
-            if is_own and not any(block._from_testcase for block in blocks):
-                _abandon(connection)
+            if is_own:
+                around = sum(block._from_testcase for block in blocks)
+            else:
+                around = len(blocks) if outer is None else outer.get(connection.alias, 0)
+            if len(blocks) > around:
+                left = _left(connection, BLOCK)
+                _abandon(connection, around)
+            continue
+        if connection.connection is None:
+            if connection.closed_in_transaction:
+                left = _left(connection, CLOSED)
+                connection.closed_in_transaction = False
             continue
         is_left_open = connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
         if is_own and connection.autocommit:
-            # Django was torn from noting that it had begun one.
+            # Django was torn from noting that it had begun one, or the handler did it by hand.
             is_left_open = is_left_open or _is_in_transaction(connection)
+        # One that broke is in none any more, and what was written before it broke is committed.
+        if is_left_open and not getattr(connection.connection, "closed", False):
+            left = _left(connection, TRANSACTION)
         if is_left_open or (connection.errors_occurred and not connection.is_usable()):
             connection.close()
             continue
@@ -46,13 +64,78 @@ def freshen_connections(*, is_own: bool = False) -> None:
         max_age = connection.settings_dict["CONN_MAX_AGE"]
         if max_age and connection.close_at is not None and time.monotonic() >= connection.close_at:
             connection.close()
+    return left
 
 
-def _abandon(connection: BaseDatabaseWrapper) -> None:
+def open_blocks() -> dict[str, int]:
+    """Return how many blocks of ``atomic()`` this thread is in, by database."""
+    return {
+        connection.alias: len(connection.atomic_blocks)
+        for connection in connections.all(initialized_only=True)
+        if connection.in_atomic_block
+    }
+
+
+def left_elsewhere(using: str, outer: Mapping[str, int]) -> TransactionManagementError | None:
+    """Undo what handlers have left open on other databases than ``using``, in whose transaction
+    they ran; return what to raise for it.
+
+    :param outer: the ``open_blocks`` before they ran.
+    """
+    left: TransactionManagementError | None = None
+    for connection in connections.all(initialized_only=True):
+        if connection.alias == using:
+            continue
+        around = outer.get(connection.alias, 0)
+        if len(connection.atomic_blocks) > around:
+            left = _left(connection, BLOCK)
+            _abandon(connection, around)
+        elif not connection.in_atomic_block and (
+            connection.connection is not None
+            and connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
+        ):
+            left = _left(connection, TRANSACTION)
+            connection.close()
+    return left
+
+
+def refusal_of(connection: BaseDatabaseWrapper, blocks: int) -> TransactionManagementError:
+    """Return what to raise for a handler that has broken the transaction it runs in, and forget the
+    blocks it has entered: their savepoints go with its own.
+
+    :param blocks: in how many it was called.
+    """
+    how = CLOSED if connection.closed_in_transaction else BLOCK
+    del connection.atomic_blocks[blocks:]
+    return _left(connection, how)
+
+
+BLOCK = "entered atomic() and did not leave it"
+CLOSED = "closed the connection within atomic()"
+TRANSACTION = "left a transaction open, or autocommit off"
+
+
+def _left(connection: BaseDatabaseWrapper, how: str) -> TransactionManagementError:
+    what = f"The handler {how} (database {connection.alias!r}); what it wrote there was undone."
+    return TransactionManagementError(what)
+
+
+def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:
+    """End all blocks but those ``around`` somebody's own doing, and undo what they did."""
     logger.error("A transaction on %r was left open by a handler; undone", connection.alias)
-    connection.in_atomic_block = False
+    if around:
+        why = TransactionManagementError("left open")
+        while len(connection.atomic_blocks) > around:
+            block: Any = connection.atomic_blocks[-1]
+            block.__exit__(TransactionManagementError, why, None)
+        return
+    connection.in_atomic_block = connection.needs_rollback = False
     connection.savepoint_ids, connection.atomic_blocks = [], []
+    connection.run_on_commit = []
     connection.close()
+    # Closed by the handler itself, it is still there as far as Django knows.
+    connection.connection = None
+    connection.closed_in_transaction = False
 
 
 def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:

@@ -163,7 +163,7 @@ class Flight:
             if self._is_closed:
                 break
             # In its turn, ahead of what the handlers that start now will ask of the database.
-            spawn(sync_to_async(freshen_connections)())
+            spawn(sync_to_async(freshen_connections)(is_own=True))
             while self._boarding:
                 boarded = self._boarding.popleft()
                 spawn(self._run(*boarded), boarded)

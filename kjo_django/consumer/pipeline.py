@@ -105,7 +105,7 @@ class Pipeline:
         self._unburied = Unburied()
         self._alone = Gate()
         self._atomic = AtomicRunner(leases, watch, on_measure)
-        self._plain = PlainRunner(leases, watch, on_measure)
+        self._plain = PlainRunner(leases, watch, on_measure, is_workers=self._is_workers)
         recorder = Recorder(self._plain, leases, self._settle, stopping)
         self._turns = Turns(self._plain, leases, recorder, stopping, on_thread=on_thread)
         self._flight = on_landed and Flight(

@@ -8,7 +8,7 @@ the lease: a worker that was frozen past it loses.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from uuid import UUID
 
 from django.utils import timezone
@@ -16,6 +16,7 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, completion, row_leases, settlement
 from kjo_django.consumer.batches import Batch, Started, call_concurrently, run_batch
+from kjo_django.consumer.connections import freshen_connections, open_blocks
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import acknowledge, outcome_of
@@ -27,14 +28,23 @@ from kjo_django.producer.dispatch import jobs_database
 
 
 class PlainRunner:
-    """Claims rows, calls handlers, records what still counts."""
+    """Claims rows, calls handlers, records what still counts.
+
+    :param is_workers: whether the threads that call handlers are a worker's own.
+    """
 
     def __init__(
-        self, leases: LeaseBook, watch: TimeoutWatch, on_measure: Callable[[str, float], None]
+        self,
+        leases: LeaseBook,
+        watch: TimeoutWatch,
+        on_measure: Callable[[str, float], None],
+        *,
+        is_workers: bool,
     ) -> None:
         self._leases = leases
         self._watch = watch
         self._on_measure = on_measure
+        self._is_workers = is_workers
 
     def run_at_once(self, deliveries: Sequence[Delivery]) -> list[Outcome]:
         """Run coroutines at the same time and wait for all; their completions are durable on
@@ -42,8 +52,14 @@ class PlainRunner:
         started, ended = self.claim(deliveries)
         if not started:
             return ended
+        outer = self._around()
         try:
-            return ended + self.record(started, call_concurrently(started, self._watch))
+            ran = call_concurrently(started, self._watch)
+            left = freshen_connections(is_own=self._is_workers, outer=outer)
+            for one in ran:
+                # Of one of them, which shared a connection: none can be believed.
+                one.error = one.error or left
+            return ended + self.record(started, ran)
         finally:
             self.let_go(started)
 
@@ -108,8 +124,9 @@ class PlainRunner:
     def call(self, step: Sequence[Started]) -> list[Ran]:
         """Make one call, for a delivery or for a batch handler's several; return how each ended."""
         delivery, start, row = step[0]
+        outer = self._around()
         if delivery.batch is not None:
-            batch = run_batch(Batch(step), lambda batch: batch.call(self._watch))
+            batch = run_batch(Batch(step), lambda batch: self._call_batch(batch, outer))
             self._on_measure(delivery.kind, sum(one.seconds for one in batch) / len(batch))
             return batch
         context = make_context(delivery, start.attempt, start.max_attempts, row)
@@ -122,7 +139,25 @@ class PlainRunner:
             ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
         self._on_measure(delivery.kind, ran.seconds)
+        # Nor is what it has left of its connection the next one's fault.
+        left = freshen_connections(is_own=self._is_workers, outer=outer)
+        if left is not None and ran.error is None:
+            ran.error, ran.value = left, None
         return [ran]
+
+    def _call_batch(self, batch: Batch, outer: Mapping[str, int] | None) -> list[Ran]:
+        left: Exception | None = None
+        try:
+            endings = batch.call(self._watch)
+        finally:
+            left = freshen_connections(is_own=self._is_workers, outer=outer)
+        if left is not None:
+            raise left
+        return endings
+
+    def _around(self) -> Mapping[str, int] | None:
+        """The blocks of ``atomic()`` a call is made in: none, in a thread of a worker's own."""
+        return None if self._is_workers else open_blocks()
 
     def record(self, started: Sequence[Started], ran: Sequence[Ran]) -> list[Outcome]:
         """Commit completions with their markers; what lost its lease is dropped."""

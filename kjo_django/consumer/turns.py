@@ -18,7 +18,7 @@ from django.db import DatabaseError, connections
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer.batches import Started, in_steps
-from kjo_django.consumer.connections import answers, drop_broken_connections, freshen_connections
+from kjo_django.consumer.connections import answers, drop_broken_connections
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import Patience
@@ -158,8 +158,6 @@ class Turns:
             now = time.monotonic()
         elif self._stopping is not None and group.has_unrecorded(now):
             self._overdue.look_after(group)
-        # What the one before has left of its connection is not this one's fault.
-        freshen_connections(is_own=self._stopping is not None)
         group.has_begun = True
         group.add(now, calls, self._plain.call(calls))
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 
 import pytest
-from django.db import DatabaseError, IntegrityError, connection, transaction
+from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 
+from kjo_django import registry
 from kjo_django.consumer.connections import freshen_connections
 from kjo_django.consumer.timeouts import HandlerTimeout
 from kjo_django.consumer.work import Result
 from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
+from kjo_django.testing import drain
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import as_job, entries
+from tests.unit.deliveries import KJO, MEMORY, as_job, entries
 from tests.unit.pipeline.bench import both, settled
 
 
@@ -47,6 +49,7 @@ def test_a_handler_that_closes_its_connection_spends_an_attempt_and_spares_the_o
     assert not bench.stopping.waits
     assert entries() == {"before": 1, "after": 1}
     assert Job.objects.get(handler="bench.breaking").attempts == 1
+    assert "The handler closed the connection within atomic()" in JobFailure.objects.get().error
     # And it ends
     bench.run_until_done()
     assert DeadLetter.objects.get().attempts == 2
@@ -253,14 +256,200 @@ def test_a_block_that_is_entered_and_not_left_takes_nothing_with_it(bench, how, 
     # When
     bench.run()
     # Then
-    ending = "failing" if how == "timeout" else "completed"
-    assert committed_states() == ["completed"] * beside + [ending] + ["completed"] * beside
+    assert committed_states() == ["completed"] * beside + ["failing"] + ["completed"] * beside
+    assert "torn" not in entries()
+    if how == "by hand":
+        told = "The handler entered atomic() and did not leave it (database 'default')"
+        assert told in JobFailure.objects.get().error
     assert not connection.in_atomic_block
     # And those that come later are committed too
     adding.enqueue(job="later")
     bench.run()
     assert committed_states()[-1] == "completed"
     assert entries()["later"] == 1
+
+
+def enter_and_stay() -> None:
+    transaction.atomic().__enter__()
+
+
+def close_within() -> None:
+    with transaction.atomic():
+        Entry.objects.create(job="undone by the close")
+        connection.close()
+
+
+def stay_without_autocommit() -> None:
+    transaction.set_autocommit(False)
+    Entry.objects.create(job="undone by nobody's commit")
+
+
+def begin_by_hand() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("BEGIN")
+
+
+LEFT = {
+    enter_and_stay: "entered atomic() and did not leave it",
+    stay_without_autocommit: "left a transaction open, or autocommit off",
+    begin_by_hand: "left a transaction open, or autocommit off",
+}
+
+
+@both
+@pytest.mark.parametrize("batch", [None, 10], ids=["single", "batch"])
+@pytest.mark.parametrize("leave", LEFT, ids=lambda leave: leave.__name__)
+def test_what_was_never_committed_is_not_completed(bench, leave, batch):
+    """Outside a transaction a handler that begins one must end it: nobody else commits it."""
+
+    # Given one of three that does not
+    def one(job: str) -> None:
+        if job == "b":
+            leave()
+        Entry.objects.create(job=job)
+
+    def several(items) -> None:
+        for item in items:
+            one(**item.payload)
+
+    handler = as_job(several if batch else one, "bench.leaving", atomic=False, batch=batch)
+    handler.enqueue_many([{"job": job} for job in "abc"])
+    # When
+    bench.run()
+    # Then
+    assert committed_states() == ["completed", "failing", "completed"]
+    failure = JobFailure.objects.get()
+    assert f"The handler {LEFT[leave]} (database 'default')" in failure.error
+    assert not bench.stopping.waits
+    # And the others have taken effect: once, but for those a batch took with it
+    connection.close()
+    assert {"a", "c"} == set(entries())
+
+
+@both
+def test_a_block_whose_connection_was_closed_is_not_completed(bench):
+    """Django leaves such a block without a word."""
+
+    def close(job: str) -> None:
+        if job == "b":
+            close_within()
+
+    as_job(close, "bench.closing", atomic=False).enqueue_many([{"job": job} for job in "abc"])
+    bench.run()
+    assert committed_states() == ["completed", "failing", "completed"]
+    assert "The handler closed the connection within atomic()" in JobFailure.objects.get().error
+    assert not entries()
+
+
+@both
+@pytest.mark.parametrize("leave", [enter_and_stay, lambda: connection.close()])
+def test_of_a_batch_in_a_transaction_the_guilty_item_alone_fails(bench, leave):
+    # Given
+    def several(items) -> None:
+        for item in items:
+            if item.payload["job"] == "b":
+                leave()
+            Entry.objects.create(job=item.payload["job"])
+
+    handler = as_job(several, "bench.leaving", batch=10)
+    handler.enqueue_many([{"job": job} for job in "abc"])
+    # When
+    bench.run()
+    # Then
+    assert committed_states() == ["completed", "failing", "completed"]
+    assert entries() == {"a": 1, "c": 1}
+    assert "The handler" in JobFailure.objects.get().error
+
+
+@both
+def test_a_handler_outside_a_transaction_may_close_its_connection(bench):
+    """As Django's ``close_old_connections`` does: all it wrote is committed."""
+
+    def close(job: str) -> None:
+        Entry.objects.create(job=job)
+        connection.close()
+
+    as_job(close, atomic=False).enqueue_many([{"job": job} for job in "ab"])
+    bench.run()
+    assert committed_states() == ["completed", "completed"]
+    assert entries() == {"a": 1, "b": 1}
+
+
+@pytest.fixture
+def second_database(bench, tmp_path, monkeypatch):
+    """Another database of the project's, with a table of words."""
+    own = {**connection.settings_dict, "NAME": str(tmp_path / "second.sqlite3")}
+    monkeypatch.setitem(connections.settings, "second", own)
+    with connections["second"].cursor() as cursor:
+        cursor.execute("CREATE TABLE words (word text)")
+    yield "second"
+    connections["second"].close()
+    del connections["second"]
+
+
+def words() -> list[str]:
+    """What others see of the second database."""
+    other = connections["second"].copy()
+    try:
+        with other.cursor() as cursor:
+            return [word for (word,) in cursor.execute("SELECT word FROM words").fetchall()]
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "in a group"])
+@pytest.mark.parametrize("atomic", [True, False])
+@pytest.mark.parametrize("how", ["block", "autocommit"])
+def test_a_transaction_left_open_on_another_database_fails_its_attempt(
+    bench, second_database, how, atomic, beside
+):
+    # Given
+    def write(job: str) -> None:
+        with connections[second_database].cursor() as cursor:
+            if job == "left":
+                if how == "block":
+                    transaction.atomic(using=second_database).__enter__()
+                else:
+                    transaction.set_autocommit(False, using=second_database)
+            cursor.execute("INSERT INTO words VALUES (%s)", [job])
+
+    writing = as_job(write, atomic=atomic)
+    others = [f"{when} {number}" for when in ("before", "after") for number in range(beside)]
+    for job in sorted([*others, "left"], key=lambda job: (job[0] == "a", job[0] == "l")):
+        writing.enqueue(job=job)
+    # When
+    bench.run()
+    # Then
+    assert committed_states() == ["completed"] * beside + ["failing"] + ["completed"] * beside
+    assert "(database 'second')" in JobFailure.objects.get().error
+    assert set(words()) == set(others), "theirs is at least once there"
+    # And the next is not affected
+    writing.enqueue(job="later")
+    bench.run()
+    assert "later" in words()
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_drain_in_a_test_tells_of_it_too(settings, monkeypatch, atomic):
+    """In the test's own transaction, which stays as it is."""
+    # Given
+    settings.KJO = KJO | MEMORY
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    depth = len(connection.atomic_blocks)
+
+    def leave(job: str) -> None:
+        enter_and_stay()
+        Entry.objects.create(job=job)
+
+    as_job(leave, atomic=atomic, max_attempts=1).enqueue(job="left")
+    ledger.write.enqueue(job="next")
+    # When
+    drain(raise_errors=False)
+    # Then
+    assert "did not leave it" in DeadLetter.objects.get().error
+    assert entries() == {"next": 1}
+    assert len(connection.atomic_blocks) == depth
 
 
 @pytest.mark.parametrize(
