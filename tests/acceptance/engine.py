@@ -76,6 +76,8 @@ class Engine:
         self._override: Any = None
         self.variables: dict[str, str] = {}
         """What else the environment of processes has."""
+        self.kafka_options: dict[str, Any] = {}
+        """What every client of Kafka is given besides."""
         self.producer_options: dict[str, Any] = {}
         self.programs: list[Program] = []
 
@@ -114,6 +116,7 @@ class Engine:
                             "session.timeout.ms": SESSION_TIMEOUT_MS,
                             "heartbeat.interval.ms": 300,
                         },
+                        **self.kafka_options,
                     },
                 }
             }

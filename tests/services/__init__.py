@@ -12,6 +12,7 @@ from tests.services.environment import running
 from tests.services.errors import ServerFailed, ServiceError, Unprovisionable
 from tests.services.given import GivenServer
 from tests.services.kafka import KafkaCluster, KafkaServer
+from tests.services.kafka_secured import SecuredKafkaServer
 from tests.services.pgbouncer import PgBouncerServer
 from tests.services.postgres import PostgresServer
 from tests.services.provisioning import provision
@@ -24,6 +25,7 @@ __all__ = [
     "PgBouncerServer",
     "PostgresServer",
     "RedisServer",
+    "SecuredKafkaServer",
     "ServerFailed",
     "ServiceError",
     "Unprovisionable",

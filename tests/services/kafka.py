@@ -79,7 +79,7 @@ class KafkaServer(Server):
         self._properties.write_text("".join(lines))
         tool = [*self._java(), "kafka.tools.StorageTool", "format"]
         done = subprocess.run(
-            [*tool, "-t", self.cluster_id, "-c", str(self._properties)],
+            [*tool, "-t", self.cluster_id, "-c", str(self._properties), *self._format_options()],
             cwd=self.directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -88,6 +88,10 @@ class KafkaServer(Server):
         )
         if done.returncode:
             raise ServerFailed(f"Kafka could not format its directory:\n{done.stdout}")
+
+    def _format_options(self) -> Sequence[str]:
+        """What else the directory is given, such as users."""
+        return ()
 
     def _command(self) -> Sequence[str]:
         return [*self._java(), "kafka.Kafka", str(self._properties)]

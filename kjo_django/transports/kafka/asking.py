@@ -25,7 +25,8 @@ from kjo_django.transports.kafka.clients import (
     make,
     quiet,
 )
-from kjo_django.transports.kafka.options import KafkaOptions, guarded
+from kjo_django.transports.kafka.options import KafkaOptions
+from kjo_django.transports.kafka.refusals import Refusals, watched
 
 CLOSE_TIMEOUT = 1.0
 NOBODY = "kjo-django-asks"
@@ -39,6 +40,7 @@ class Asker:
         self._options = options
         self._group = group
         self._consumer = PerProcess(self._make)
+        self._refusals = Refusals(options)
         self._asking = threading.Lock()
         after_fork(self)
 
@@ -83,7 +85,7 @@ class Asker:
             "enable.auto.commit": False,
             "allow.auto.create.topics": False,
         }
-        return make(Consumer, guarded(config, quiet), self._options)
+        return make(Consumer, watched(config, self._refusals.note), self._options)
 
     @property
     def _timeout(self) -> float:
@@ -91,7 +93,7 @@ class Asker:
 
     def _topic(self, consumer: Consumer, name: str) -> Any:
         try:
-            topic = consumer.list_topics(name, timeout=self._timeout).topics[name]
+            topic = self._refusals.list_topics(consumer, self._timeout, name).topics[name]
         except KafkaException as error:
             raise PublishError(f"Kafka, {name}: {_reason(error)}") from error
         finally:

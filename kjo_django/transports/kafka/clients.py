@@ -6,6 +6,7 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ logger = logging.getLogger("kjo_django.kafka")
 C = TypeVar("C")
 
 
+_TOOK = re.compile(r" \(after \d+ms in state \w+[^)]*\)")
 REPEAT_AFTER = 60.0
 """Seconds until a client may say the same kind of thing again above DEBUG."""
 
@@ -75,7 +77,8 @@ def describe(error: KafkaError | BaseException | None) -> str:
     if isinstance(error, KafkaException):
         error = error_of(error) or error
     if isinstance(error, KafkaError):
-        return f"{error.name()}: {error.str()}"
+        # How long a try took differs each time, which would make one error many.
+        return f"{error.name()}: {_TOOK.sub('', error.str())}"
     return str(error) or type(error).__name__
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from confluent_kafka import Consumer, KafkaError, KafkaException
 
 from kjo_django.transports.kafka.clients import describe, logger
+from kjo_django.transports.kafka.options import KafkaOptions
+from kjo_django.transports.kafka.refusals import Refusals, is_refusal
 
 CHECK_INTERVAL = 1.0
 CHECK_TIMEOUT = 0.25
@@ -25,7 +27,8 @@ class Health:
     :param topics: those that must exist; patterns (``^...``) need not.
     """
 
-    def __init__(self, group: str, topics: Sequence[str]) -> None:
+    def __init__(self, options: KafkaOptions, group: str, topics: Sequence[str]) -> None:
+        self._refusals = Refusals(options)
         self._group = group
         self._topics = [topic for topic in topics if not topic.startswith("^")]
         self._due = 0.0
@@ -42,6 +45,12 @@ class Health:
                 return
             self.is_fatal = self.is_fatal or error.fatal() or error.code() == KafkaError._FATAL
         is_away = isinstance(error, KafkaError) and error.code() in AWAY
+        if is_away and self._refusals.reason is not None:
+            return  # what follows from a refusal is no reason of its own
+        if isinstance(error, KafkaError) and is_refusal(error):
+            self._refusals.note(error)
+            self.report(self._refusals.explain(error))
+            return
         if is_away and self._is_away and self.last_error is not None:
             return  # an outage has one text, or everybody who is told would tell of it every second
         self._is_away = is_away
@@ -73,6 +82,7 @@ class Health:
             topics = consumer.list_topics(timeout=CHECK_TIMEOUT).topics
         except KafkaException:
             return
+        self._refusals.forget()
         missing = [
             topic
             for topic in self._topics

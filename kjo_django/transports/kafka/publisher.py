@@ -10,8 +10,9 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from kjo_django.transports.base import OutgoingRecord, Published
-from kjo_django.transports.kafka.clients import PerProcess, describe, error_of, logger, make, quiet
-from kjo_django.transports.kafka.options import KafkaOptions, guarded
+from kjo_django.transports.kafka.clients import PerProcess, describe, error_of, logger, make
+from kjo_django.transports.kafka.options import KafkaOptions
+from kjo_django.transports.kafka.refusals import Refusals, watched
 
 SLICE = 0.01
 """Seconds of one wait. Another thread's poll may take our delivery report, and wake nobody."""
@@ -26,6 +27,9 @@ FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD})
 
 CLOSE_WAIT = 1.0
 
+REFUSED_WAIT = 3.0
+"""Seconds of refusals after which a publish is given up, where no record of it was taken."""
+
 
 class Publisher:
     """The one producer of a process. Thread-safe."""
@@ -33,6 +37,7 @@ class Publisher:
     def __init__(self, options: KafkaOptions) -> None:
         self._options = options
         self._producer = PerProcess(self._make)
+        self._refusals = Refusals(options)
         self._last_error: str | None = None
 
     def publish(self, records: Sequence[OutgoingRecord]) -> list[Published]:
@@ -49,6 +54,8 @@ class Publisher:
                 refusals += 1
         while len(reports) + refusals < len(records) and time.monotonic() < deadline:
             producer.flush(SLICE)  # unlike poll, does not linger
+            if self._refusals.reason is not None and not reports:
+                deadline = self._give_up(producer, deadline)
         self._learn(producer, outcomes, reports)
         return outcomes
 
@@ -66,15 +73,11 @@ class Publisher:
                 logger.error("%d records were not delivered before the producer closed", left)
 
     def _make(self) -> Producer:
-        config = guarded(self._options.producer(), quiet)
-        theirs = config.get("error_cb")
-
         def on_error(error: KafkaError) -> None:
             self._last_error = describe(error)
-            if theirs is not None:
-                theirs(error)
+            self._refusals.note(error)
 
-        return make(Producer, {**config, "error_cb": quiet(on_error)}, self._options)
+        return make(Producer, watched(self._options.producer(), on_error), self._options)
 
     def _produce(
         self,
@@ -115,22 +118,37 @@ class Publisher:
         errors = [error for error in reports if error is not None]
         if not errors:
             self._last_error = None
+            self._refusals.forget()
             return
         for error in errors:
             self._discard_if_fatal(producer, error)
-        if self._last_error and any(error.code() == KafkaError._MSG_TIMED_OUT for error in errors):
-            timed_out = describe(
-                next(error for error in errors if error.code() == KafkaError._MSG_TIMED_OUT)
-            )
-            for outcome in outcomes:
-                if outcome.error == timed_out:
-                    outcome.error = f"{timed_out} (last broker error: {self._last_error})"
+        reason = self._refusals.reason or self._last_error
+        purged = _texts(errors, KafkaError._PURGE_QUEUE)
+        timed_out = _texts(errors, KafkaError._MSG_TIMED_OUT)
+        for outcome in outcomes if reason else ():
+            if outcome.error in purged:
+                outcome.error = reason
+            elif outcome.error in timed_out:
+                outcome.error = f"{outcome.error} (last broker error: {reason})"
+
+    def _give_up(self, producer: Producer, deadline: float) -> float:
+        """No broker lets us in: hand back what has not been sent, whoever waits for it, once it has
+        waited for a while; a broker that starts may refuse the first. Return the new deadline."""
+        waited = time.monotonic() - deadline + self._options.delivery_timeout + GRACE
+        if waited < REFUSED_WAIT:
+            return deadline
+        producer.purge(in_queue=True, in_flight=False)
+        return min(deadline, time.monotonic() + GRACE)
 
     def _discard_if_fatal(self, producer: Producer, error: KafkaError | None) -> None:
         # After a fatal error an idempotent producer refuses everything for ever.
         if error is not None and (error.fatal() or error.code() == KafkaError._FATAL):
             logger.error("The Kafka producer failed for good and is replaced: %s", describe(error))
             self._producer.discard(producer)
+
+
+def _texts(errors: Sequence[KafkaError], code: int) -> set[str]:
+    return {describe(error) for error in errors if error.code() == code}
 
 
 def report(

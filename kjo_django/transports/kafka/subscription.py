@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from confluent_kafka import Consumer, KafkaError, KafkaException
+from confluent_kafka import Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from kjo_django.transports.base import (
@@ -28,15 +28,15 @@ from kjo_django.transports.kafka.clients import (
     keep_for_ever,
     logger,
     make,
-    quiet,
 )
 from kjo_django.transports.kafka.committing import Committer
 from kjo_django.transports.kafka.fetching import Fetcher
 from kjo_django.transports.kafka.health import Health
-from kjo_django.transports.kafka.options import KafkaOptions, guarded
+from kjo_django.transports.kafka.options import KafkaOptions
 from kjo_django.transports.kafka.queries import edges_of, known_end_of, starts_of
 from kjo_django.transports.kafka.reading import Reader, Reading
 from kjo_django.transports.kafka.rebalancing import Rebalancing
+from kjo_django.transports.kafka.refusals import watched
 from kjo_django.transports.watermark import Watermark
 
 SLICE = 0.1
@@ -70,7 +70,7 @@ class KafkaSubscription(Subscription):
         self._group = group
         self._watermark = Watermark()
         self._reading = Reading(starts_at_the_end=options.starts_at_the_end)
-        self._health = Health(group, self._topics)
+        self._health = Health(options, group, self._topics)
         self._callbacks = Callbacks(group)
         self._committer = Committer(group, options.commit_interval, self._health.report)
         self._fetcher = Fetcher(self._watermark, self._reading, self._health, self._callbacks)
@@ -195,16 +195,8 @@ class KafkaSubscription(Subscription):
     # --- The client, from joining the group to leaving it -----------------------------------------
 
     def _open(self) -> Consumer:
-        guard, health = self._callbacks.guard, self._health
-        config = guarded(self._options.consumer(self._group), quiet)
-        theirs = config.get("error_cb")
-
-        def on_error(error: KafkaError) -> None:
-            health.note(error)
-            if theirs is not None:
-                theirs(error)
-
-        config["error_cb"] = guard(on_error)
+        guard = self._callbacks.guard
+        config = watched(self._options.consumer(self._group), self._health.note, guard)
         config["on_commit"] = guard(self._committer.answered)
         consumer: Consumer = make(Consumer, config, self._options)
         consumer.subscribe(

@@ -29,8 +29,9 @@ from kjo_django.transports.base import (
     TopicSpec,
 )
 from kjo_django.transports.kafka.asking import Asker
-from kjo_django.transports.kafka.clients import PerProcess, describe, error_of, logger, make, quiet
-from kjo_django.transports.kafka.options import KafkaOptions, guarded
+from kjo_django.transports.kafka.clients import PerProcess, describe, error_of, logger, make
+from kjo_django.transports.kafka.options import KafkaOptions
+from kjo_django.transports.kafka.refusals import Refusals, watched
 
 VISIBLE_WITHIN = 15.0
 """Seconds until a topic just created is known to the broker we ask."""
@@ -44,6 +45,7 @@ class Topics:
     def __init__(self, options: KafkaOptions) -> None:
         self._options = options
         self._admin = PerProcess(self._make)
+        self._refusals = Refusals(options)
         self._asker = Asker(options)
         self._askers: dict[str, Asker] = {}
 
@@ -86,14 +88,15 @@ class Topics:
     def probe(self, timeout: float) -> str:
         """Name what answered."""
         try:
-            metadata = self._admin.get().list_topics(timeout=timeout)
+            metadata = self._refusals.list_topics(self._admin.get(), timeout)
         except KafkaException as error:
             raise PublishError(f"Kafka does not answer: {describe(error)}") from error
         brokers = sorted(f"{each.host}:{each.port}" for each in metadata.brokers.values())
         return f"Kafka, {len(brokers)} broker(s): {', '.join(brokers)}"
 
     def _make(self) -> AdminClient:
-        return make(AdminClient, guarded(self._options.admin(), quiet), self._options)
+        config = watched(self._options.admin(), self._refusals.note)
+        return make(AdminClient, config, self._options)
 
     # --- Creating and growing ---------------------------------------------------------------------
 
