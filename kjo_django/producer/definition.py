@@ -22,6 +22,7 @@ from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.producer.enqueue import (
     Content,
+    Contents,
     EnqueueResult,
     check_payload_size,
     milliseconds,
@@ -149,14 +150,14 @@ class JobDefinition:
             if ids is None
             else zip(payloads, ids, strict=True)
         )
-        contents: list[Content] = []
+        contents = Contents()
         try:
             for payload, id in wanted:
                 contents.append(self._content(dict(payload), id))
         except Exception as error:
             error.add_note(f"Raised by payloads[{len(contents)}] of enqueue_many().")
             raise
-        return store_alike(self._row(contents[0]), contents) if contents else []
+        return store_alike(self._row(next(iter(contents))), contents) if contents else []
 
     def build(self, payload: dict[str, Any]) -> Job:
         """Return the unsaved row of a job; everything is validated here, before any write."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ from django.db.models.base import ModelState
 from django.db.models.constants import OnConflict
 from django.utils import timezone
 
-from kjo_django import states, tracing
+from kjo_django import collecting, states, tracing
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import PayloadError, StorageError
 from kjo_django.ids import uuid7s
@@ -105,7 +105,29 @@ class Content(NamedTuple):
     payload: bytes
 
 
-def store_alike(job: Job, contents: Sequence[Content]) -> list[EnqueueResult]:
+class Contents:
+    """The same of many jobs, by column: of objects that stay, one for each, Python would look
+    through everything there is for garbage now and then."""
+
+    def __init__(self) -> None:
+        self.unique_ids: list[str | None] = []
+        self.keys: list[str] = []
+        self.payloads: list[bytes] = []
+
+    def append(self, content: Content) -> None:
+        unique_id, key, payload = content
+        self.unique_ids.append(unique_id)
+        self.keys.append(key)
+        self.payloads.append(payload)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[Content]:
+        return map(Content, self.unique_ids, self.keys, self.payloads)
+
+
+def store_alike(job: Job, contents: Contents) -> list[EnqueueResult]:
     """Store a job for each of ``contents``, as ``store`` does, without making an instance of each
     where its row can be written without.
 
@@ -118,23 +140,24 @@ def store_alike(job: Job, contents: Sequence[Content]) -> list[EnqueueResult]:
         return _store_alike(job, contents)
 
 
-def _store_alike(job: Job, contents: Sequence[Content]) -> list[EnqueueResult]:
+def _store_alike(job: Job, contents: Contents) -> list[EnqueueResult]:
     using = dispatch.jobs_database()
     connection = connections[using]
     queue = get_settings().queue(job.queue)
-    ids = uuid7s(len(contents))
     if (
         dispatch.is_transactional(queue)
-        or any(content.unique_id is not None for content in contents)
+        or any(id is not None for id in contents.unique_ids)
         or not copying.may_copy(connection, len(contents))
     ):
-        each = zip(ids, contents, strict=True)
+        each = zip(uuid7s(len(contents)), contents, strict=True)
         return _store([_like(job, id, content) for id, content in each], revives_failed=False)
     job.state = dispatch.initial_state(queue)
-    rows = ((id, key, payload) for id, (_, key, payload) in zip(ids, contents, strict=True))
-    copying.copy_alike(connection, job, rows)
+    with collecting.paused():
+        ids = uuid7s(len(contents))
+        copying.copy_alike(connection, job, zip(ids, contents.keys, contents.payloads, strict=True))
+        answers = [EnqueueResult("queued", id) for id in ids]
     after_commit(using, RELAY_CHANNEL, (_facts(job, id, None) for id in ids))
-    return [EnqueueResult("queued", id) for id in ids]
+    return answers
 
 
 def _like(job: Job, id: uuid.UUID, content: Content) -> Job:

@@ -28,7 +28,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
 
-from kjo_django import registry, signals
+from kjo_django import collecting, registry, signals
 from kjo_django.backends import close_backends, get_transport
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
 from kjo_django.consumer.connections import drop_broken_connections
@@ -47,7 +47,6 @@ from kjo_django.operations import topics
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.relay import Relay
 from kjo_django.transports.base import TopicPartition
-from kjo_django.worker import collecting
 from kjo_django.worker.controls import Controls
 from kjo_django.worker.draining import waiting_records
 from kjo_django.worker.heartbeat import Heartbeat

@@ -12,7 +12,7 @@ from types import FrameType
 
 from django.db import connections
 
-from kjo_django.worker import collecting
+from kjo_django import collecting
 
 logger = logging.getLogger("kjo_django")
 

@@ -1,4 +1,4 @@
-"""How often a worker's process collects garbage."""
+"""How often a worker's process collects garbage, and when nobody does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kjo_django.worker import collecting
+from kjo_django import collecting
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +64,27 @@ def test_what_is_raised_within_leaves_all_as_it_was():
     with pytest.raises(ZeroDivisionError), collecting.seldom():
         raise ZeroDivisionError
     assert (gc.get_threshold(), gc.get_freeze_count()) == ((700, 10, 10), 0)
+
+
+def test_paused_it_looks_at_nothing_and_goes_on_afterwards():
+    gc.enable()
+    with collecting.paused():
+        assert not gc.isenabled()
+        with collecting.paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_what_is_raised_in_a_pause_ends_it():
+    gc.enable()
+    with pytest.raises(ZeroDivisionError), collecting.paused():
+        raise ZeroDivisionError
+    assert gc.isenabled()
+
+
+def test_a_pause_does_not_switch_on_what_was_off():
+    gc.disable()
+    with collecting.paused():
+        pass
+    assert not gc.isenabled()

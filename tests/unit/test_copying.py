@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, timezone
@@ -322,3 +323,23 @@ def test_with_unique_ids_each_is_stored_once_with_what_it_was_given():
         assert stored[id].pk == answer.job_id
     assert stored["id 7"].arguments == {"job": "id 7", "key": "key of id 7"}
     assert stored["id 7"].key == "key of id 7"
+
+
+def test_many_jobs_do_not_have_python_look_for_garbage_through_everything(copies):
+    payloads = [{"job": str(number)} for number in range(10_000)]
+    write.enqueue_many(payloads[:100])
+    looks: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        looks.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        write.enqueue_many(payloads)
+    finally:
+        gc.callbacks.remove(note)
+
+    assert copies == [100, 10_000]
+    assert not [generation for generation in looks if generation]
+    assert gc.isenabled()
