@@ -112,6 +112,25 @@ def test_a_topic_that_does_not_exist_is_an_error_of_its_record(kafka_server, tra
     transport.close()
 
 
+def test_a_record_over_the_topics_limit_is_refused_alone(transport, name):
+    # Given a topic that takes less than a batch of ours may be
+    transport.ensure_topics([TopicSpec(name, config={"max.message.bytes": 5000})])
+    values = [b"%04d" % number * 25 for number in range(300)]
+    too_large = uuid.uuid4().bytes * 1000
+    # When many go out at once, one of them too large by itself
+    outcomes = transport.publish(
+        [
+            OutgoingRecord(name, value, key=b"1")
+            for value in [*values[:150], too_large, *values[150:]]
+        ]
+    )
+    # Then the others arrive
+    refused = outcomes.pop(150)
+    assert refused.is_final
+    assert "MSG_SIZE_TOO_LARGE" in refused.error
+    assert [outcome.error for outcome in outcomes] == [None] * len(values)
+
+
 def test_a_topic_created_late_is_found_soon(transport, name):
     subscription = transport.subscribe([name], name)
 

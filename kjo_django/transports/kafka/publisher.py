@@ -22,7 +22,8 @@ GRACE = 5.0
 
 FULL_QUEUE_WAIT = 0.1
 
-FINAL = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD})
+TOO_LARGE = KafkaError.MSG_SIZE_TOO_LARGE
+FINAL = frozenset({TOO_LARGE, KafkaError.INVALID_RECORD})
 """Refusals that say something about the record, not about the moment."""
 
 CLOSE_WAIT = 1.0
@@ -44,20 +45,42 @@ class Publisher:
         """Return the outcome of each record, when all are known."""
         if not records:
             return []
-        producer = self._producer.get()
         deadline = time.monotonic() + self._options.delivery_timeout + GRACE
+        return self._publish(records, deadline)
+
+    def _publish(self, records: Sequence[OutgoingRecord], deadline: float) -> list[Published]:
+        outcomes, suspects = self._send(records, deadline)
+        if len(suspects) > 1:
+            # A broker refuses a batch as a whole: one record over the topic's max.message.bytes
+            # would keep all others of its batch from ever going out, and so would a backlog that
+            # fills batches larger than that.
+            middle = len(suspects) // 2
+            for part in (suspects[:middle], suspects[middle:]):
+                again = self._publish([records[index] for index in part], deadline)
+                for index, outcome in zip(part, again, strict=True):
+                    outcomes[index] = outcome
+        return outcomes
+
+    def _send(
+        self, records: Sequence[OutgoingRecord], deadline: float
+    ) -> tuple[list[Published], list[int]]:
+        """Return the outcomes, and the indices of records in batches the broker found too large."""
+        producer = self._producer.get()
         outcomes = [Published(error="no delivery report arrived in time") for _ in records]
         reports: list[KafkaError | None] = []
-        refusals = 0
-        for record, outcome in zip(records, outcomes, strict=True):
+        refused: set[int] = set()
+        for index, (record, outcome) in enumerate(zip(records, outcomes, strict=True)):
             if not self._produce(producer, record, outcome, reports, deadline):
-                refusals += 1
-        while len(reports) + refusals < len(records) and time.monotonic() < deadline:
+                refused.add(index)
+        while len(reports) + len(refused) < len(records) and time.monotonic() < deadline:
             producer.flush(SLICE)  # unlike poll, does not linger
             if self._refusals.reason is not None and not reports:
                 deadline = self._give_up(producer, deadline)
         self._learn(producer, outcomes, reports)
-        return outcomes
+        if not any(error is not None and error.code() == TOO_LARGE for error in reports):
+            return outcomes, []
+        final = (index for index, outcome in enumerate(outcomes) if outcome.is_final)
+        return outcomes, [index for index in final if index not in refused]
 
     def close(self) -> None:
         """Forget the producer; it is made anew when needed.
