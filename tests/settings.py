@@ -73,6 +73,25 @@ def database(url: str) -> dict[str, Any]:
     }
 
 
+def cache(url: str) -> dict[str, Any]:
+    """Turn ``redis://host:port/0``, or ``sentinel://host:port,host:port/name/0``, into settings."""
+    if not url.startswith("sentinel://"):
+        return {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
+    addresses, _, name = url.removeprefix("sentinel://").partition("/")
+    pairs = [address.rpartition(":") for address in addresses.split(",")]
+    return {
+        "BACKEND": "django_redis.cache.RedisCache",
+        "LOCATION": f"redis://{name}",
+        "OPTIONS": {
+            "CLIENT_CLASS": "django_redis.client.SentinelClient",
+            "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
+            "SENTINELS": [(host, int(port)) for host, _, port in pairs],
+            "SOCKET_CONNECT_TIMEOUT": 1,
+            "SOCKET_TIMEOUT": 1,
+        },
+    }
+
+
 DATABASES = {"default": database(os.environ.get("DATABASE_URL", "sqlite:///:memory:"))}
 if os.environ.get("DIRECT_DATABASE_URL"):  # past a pooler
     DATABASES["direct"] = database(os.environ["DIRECT_DATABASE_URL"])
@@ -116,10 +135,7 @@ if os.environ.get("KAFKA_BOOTSTRAP_SERVERS"):
         }
     }
 if os.environ.get("REDIS_URL"):
-    CACHES["default"] = {
-        "BACKEND": "django_redis.cache.RedisCache",
-        "LOCATION": os.environ["REDIS_URL"],
-    }
+    CACHES["default"] = cache(os.environ["REDIS_URL"])
     KJO["COORDINATION"] = {
         "BACKEND": "kjo_django.coordination.redis.RedisCoordination",
         "OPTIONS": {"CACHE": "default"},

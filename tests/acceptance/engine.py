@@ -32,6 +32,7 @@ from kjo_django.operations import topics
 from kjo_django.states import OPEN
 from tests.acceptance.program import Program
 from tests.ledger.models import Entry
+from tests.settings import cache as cache_settings
 from tests.settings import database as database_settings
 
 ALIAS = "acceptance"
@@ -134,10 +135,7 @@ class Engine:
             self._override.disable()
         caches = dict(settings.CACHES)
         if self.servers.redis:
-            caches["default"] = {
-                "BACKEND": "django_redis.cache.RedisCache",
-                "LOCATION": self.servers.redis,
-            }
+            caches["default"] = cache_settings(self.servers.redis)
         self._override = override_settings(KJO={**self._kjo(), "DATABASE": ALIAS}, CACHES=caches)
         self._override.enable()
 

@@ -116,7 +116,7 @@ def test_a_bystander_is_not_ended(nameless: Engine) -> None:
         # When another worker has had all the time it takes to end those of the dead
         nameless.ready_worker()
         rows = WorkerRow.objects.using(ALIAS)
-        end = rows.get(pid=dead.pid).heartbeat_at + timedelta(seconds=4)
+        end = rows.get(pid=dead.pid).heartbeat_at + timedelta(seconds=3)
         nameless.wait_until(
             lambda: rows.filter(heartbeat_at__gt=end).exists(), "It shows no sign of life"
         )

@@ -24,10 +24,6 @@ def find_redis() -> Path | None:
     return _on_path("redis-server") or _on_path("valkey-server")
 
 
-def find_sentinel() -> Path | None:
-    return _on_path("redis-sentinel") or _on_path("valkey-sentinel")
-
-
 def find_postgres() -> Path | None:
     """The newest `postgres`; initdb stands beside it."""
     # Debian keeps the server's programs off the PATH, by major version.

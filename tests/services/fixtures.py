@@ -31,7 +31,6 @@ def require(
     postgres: bool = False,
     browser: bool = False,
     pgbouncer: bool = False,
-    sentinel: bool = False,
 ) -> None:
     """Provision, or skip the test with the reason; with CI set, fail it.
 
@@ -44,7 +43,6 @@ def require(
             postgres=postgres,
             browser=browser,
             pgbouncer=pgbouncer,
-            sentinel=sentinel,
         )
     except Unprovisionable as error:
         if os.environ.get("CI", "").lower() in ("", "0", "false"):

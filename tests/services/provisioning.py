@@ -16,7 +16,6 @@ from tests.services.binaries import (
     find_pgbouncer,
     find_postgres,
     find_redis,
-    find_sentinel,
 )
 from tests.services.class_data import archive_classes
 from tests.services.errors import ServiceError, Unprovisionable
@@ -38,9 +37,6 @@ POSTGRES = Program("PostgreSQL (`postgres`)", find_postgres, "postgresql", "DATA
 JAVA = Program("Java 17 (`java`)", find_java, "openjdk-17-jre-headless", "KAFKA_BOOTSTRAP_SERVERS")
 MAVEN = Program("Maven (`mvn`)", find_maven, "maven", "KAFKA_BOOTSTRAP_SERVERS")
 PGBOUNCER = Program("PgBouncer (`pgbouncer`)", find_pgbouncer, "pgbouncer", "DATABASE_URL")
-SENTINEL = Program(
-    "Redis Sentinel (`redis-sentinel`)", find_sentinel, "redis-sentinel", "REDIS_URL"
-)
 
 CHROMIUM = Program("Chromium (`chromium`)", find_chromium, "chromium", "CHROMIUM")
 DRIVER = Program(
@@ -55,7 +51,6 @@ def provision(
     postgres: bool = True,
     browser: bool = False,
     pgbouncer: bool = False,
-    sentinel: bool = False,
 ) -> None:
     """Install what is missing of the servers asked for; quick when nothing is.
 
@@ -68,7 +63,6 @@ def provision(
         (CHROMIUM, browser),
         (DRIVER, browser),
         (PGBOUNCER, pgbouncer),
-        (SENTINEL, sentinel),
         (JAVA, kafka),
         (MAVEN, kafka and not is_kafka_installed()),
     )
