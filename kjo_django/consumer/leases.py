@@ -16,6 +16,7 @@ from django.utils import timezone
 from kjo_django.backends import get_coordination
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
+from kjo_django.coordination.silence import Silence
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
 from kjo_django.producer.dispatch import jobs_database
@@ -23,6 +24,9 @@ from kjo_django.producer.dispatch import jobs_database
 logger = logging.getLogger("kjo_django")
 
 COMPLAINT_INTERVAL = 10.0
+MAX_OWED = 10_000
+"""Leases to be given back later; those beyond it expire by themselves."""
+PAID_AT_ONCE = 500
 MAX_LEASED_ID = 210
 """Longer than every message id of ours; ids of others may have 255 characters."""
 
@@ -44,7 +48,8 @@ class LeaseBook:
 
     Every lease carries the worker's token. When coordination cannot be reached, claims succeed
     unproven and the worker goes on: the database decides anyway. What is lost meanwhile is the
-    count of crashed deliveries.
+    count of crashed deliveries. One that does not answer is waited for once, not by every group;
+    what it has not been told to release by then, it is told when it answers.
 
     :param token: identifies the worker.
     :param ttl: how long a lease lasts without renewal; renewed every third of it (KJO-F11).
@@ -62,6 +67,8 @@ class LeaseBook:
         self._complain_at = 0.0
         self._has_shown = False
         self._unsure_until = 0.0
+        self._silence = Silence()
+        self._owed: set[str] = set()
 
     def _complain(self, consequence: str, error: Exception) -> None:
         """Log an outage once in a while, not for every group it touches."""
@@ -76,11 +83,18 @@ class LeaseBook:
         :param ttl: of these leases, where their queue has its own.
         """
         ttl = ttl or self.ttl
+        if self._silence.lasts():
+            return [FIRST_CLAIM] * len(names)
+        began = time.monotonic()
         try:
             claims = get_coordination().claim(names, self.token, ttl)
         except CoordinationError as error:
+            self._silence.failed(began)
             self._complain("Going on without leases, the database decides", error)
+            # It may do yet what it was asked: then there is something to give back.
+            self._note_held(names, ttl)
             return [FIRST_CLAIM] * len(names)
+        self._silence.answered()
         acquired: Iterable[str] = names
         if claims.count(FIRST_CLAIM) != len(claims):
             acquired = (name for name, claim in zip(names, claims, strict=True) if claim.acquired)
@@ -130,6 +144,9 @@ class LeaseBook:
         waits beside a job that kills the worker must not be counted with it."""
         coordination = get_coordination()
         ttl = ttl or self.ttl
+        if self._silence.lasts():
+            return [FIRST_CLAIM] * len(names)
+        began = time.monotonic()
         try:
             owners = coordination.holders(names)
             theirs = {name for name, owner in owners.items() if owner != self.token}
@@ -140,8 +157,11 @@ class LeaseBook:
                 coordination.release(left, owner, count_delivery=True)
             claims = coordination.claim(names, self.token, ttl)
         except CoordinationError as error:
+            self._silence.failed(began)
             self._complain("Going on without leases, the database decides", error)
+            self._note_held(names, ttl)
             return [FIRST_CLAIM] * len(names)
+        self._silence.answered()
         acquired = (name for name, claim in zip(names, claims, strict=True) if claim.acquired)
         self._note_held(acquired, ttl)
         return claims
@@ -149,19 +169,30 @@ class LeaseBook:
     def _note_held(self, names: Iterable[str], ttl: timedelta) -> None:
         with self._lock:
             self._held.update(dict.fromkeys(names, ttl))
+            if self._owed:
+                self._owed.difference_update(self._held)
 
     def is_vanished(self, token: str) -> bool:
         """Return whether the worker with this token shows no sign of life any more.
 
         False when coordination cannot be reached: then its row leases have to expire.
         """
-        try:
-            return bool(self._dead([token]))
-        except CoordinationError:
+        if self._silence.lasts():
             return False
+        began = time.monotonic()
+        try:
+            is_dead = bool(self._dead([token]))
+        except CoordinationError:
+            self._silence.failed(began)
+            return False
+        self._silence.answered()
+        return is_dead
 
     def release(self, names: list[str]) -> None:
         """Give the leases back; the outcomes are durable, or nothing was begun."""
+        if names and self._silence.lasts():
+            self._owe(names)
+            return
         self._forget(names)
         if names:
             self._give_back(names)
@@ -177,10 +208,30 @@ class LeaseBook:
         transaction.on_commit(lambda: self._forget(names), using=using)
 
     def _give_back(self, names: list[str]) -> None:
+        began = time.monotonic()
         try:
             get_coordination().release(names, self.token)
         except CoordinationError as error:
-            self._complain("Leases not released, they expire by themselves", error)
+            self._silence.failed(began)
+            self._complain("Leases not released yet, or they expire by themselves", error)
+            with self._lock:
+                self._owed.update(names[: MAX_OWED - len(self._owed)])
+        else:
+            self._silence.answered()
+
+    def _owe(self, names: Collection[str]) -> None:
+        """Forget leases that cannot be given back now, and give them back when that can be; those
+        that were never claimed are nobody's."""
+        with self._lock:
+            held = [name for name in names if self._held.pop(name, None) is not None]
+            self._owed.update(held[: MAX_OWED - len(self._owed)])
+
+    def _pay(self) -> None:
+        """Give back what is owed, to a coordination that has just answered."""
+        with self._lock:
+            owed, self._owed = list(self._owed), set()
+        for start in range(0, len(owed), PAID_AT_ONCE):
+            self._give_back(owed[start : start + PAID_AT_ONCE])
 
     def _forget(self, names: list[str]) -> None:
         with self._lock:
@@ -201,32 +252,47 @@ class LeaseBook:
             self._rows.difference_update(ids)
 
     def show_alive(self) -> None:
-        """Give the worker's sign of life; taken over again if it had been thought dead."""
-        names = [alive_name(self.token)]
+        """Give the worker's sign of life; taken over again if it had been thought dead.
+
+        In a silence too: this costs no lane its time, and is how its end is noticed.
+        """
+        names, began = [alive_name(self.token)], time.monotonic()
         try:
-            if get_coordination().renew(names, self.token, self.alive_ttl) == [True]:
-                return
-            self._miss_own_sign()
-            get_coordination().claim(names, self.token, self.alive_ttl)
-            self._has_shown = True
+            if get_coordination().renew(names, self.token, self.alive_ttl) != [True]:
+                self._miss_own_sign()
+                get_coordination().claim(names, self.token, self.alive_ttl)
+                self._has_shown = True
         except CoordinationError as error:
+            self._silence.failed(began)
             self._complain("No sign of life given", error)
+            return
+        if self._silence.answered():
+            logger.info("Coordination answers again, leases are taken again")
+        if self._owed:
+            self._pay()
 
     def say_goodbye(self) -> None:
         """Let others take over at once whatever is still held."""
         with self._lock:
-            held = list(self._held)
-        self.release([*held, alive_name(self.token)])
+            held = [*self._held, *self._owed, alive_name(self.token)]
+            self._owed = set()
+        self._forget(held)
+        self._give_back(held)
 
     def renew(self) -> None:
         """Extend everything held."""
         with self._lock:
             held, rows = dict(self._held), list(self._rows)
+        if held and self._silence.lasts():
+            held = {}
+        began = time.monotonic()
         try:
             for ttl in set(held.values()):
                 names = [name for name, lasts in held.items() if lasts == ttl]
                 get_coordination().renew(names, self.token, ttl)
+                self._silence.answered()
         except CoordinationError as error:
+            self._silence.failed(began)
             self._complain("Leases not renewed", error)
         if rows:
             self._renew_rows(rows)
