@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("Django", "confluent-kafka", "psycopg", "redis", "django-redis", "orjson")
+PACKAGES = ("Django", "confluent-kafka", "psycopg", "redis", "django-redis", "hiredis", "orjson")
 
 
 def machine() -> dict[str, Any]:
