@@ -125,12 +125,12 @@ class KdlqHandler(Handler):
             if line is not None:
                 self._park(replace_headers(record, decision.outgoing), line, due)
             else:
-                self._store(decision.outgoing, available_at=due)
+                self._store(decision.outgoing, available_at=due, row_header=names.REDELIVERY)
             self._tell_later("on_message_redelivery_success", record)
         elif decision.status is Status.ROUTED_TO_DLQ:
             assert decision.outgoing is not None
             place = letters.place_of(record).encode()
-            told = {**_without_parking(decision.outgoing.headers), names.DLQ_MESSAGE_ID: place}
+            told = {**_without_rows(decision.outgoing.headers), names.DLQ_MESSAGE_ID: place}
             self._store(replace(decision.outgoing, headers=told))
             is_exhausted = verdict.status is ProcessingStatus.MUST_BE_REDELIVERED
             self._write_letter(record, verdict, told, is_exhausted=is_exhausted)
@@ -148,10 +148,14 @@ class KdlqHandler(Handler):
             value=record.value,
             headers={**record.headers, names.PARKED_PLACE: line.place.encode()},
         )
-        self._store(outgoing, available_at=due, is_parked=True)
+        self._store(outgoing, available_at=due, row_header=names.PARKED_ROW)
 
     def _store(
-        self, outgoing: OutgoingRecord, *, available_at: Any = None, is_parked: bool = False
+        self,
+        outgoing: OutgoingRecord,
+        *,
+        available_at: Any = None,
+        row_header: str | None = None,
     ) -> None:
         store_record(
             outgoing.topic,
@@ -161,7 +165,7 @@ class KdlqHandler(Handler):
             kind=self.name,
             carrier=get_settings().queue(self.options.queue),
             available_at=available_at,
-            row_header=names.PARKED_ROW if is_parked else None,
+            row_header=row_header,
         )
 
     def _write_letter(self, record: Record, verdict: Verdict, told: Any, **how: bool) -> None:
@@ -186,11 +190,11 @@ def replace_headers(record: Record, outgoing: OutgoingRecord) -> Record:
     return replace(record, headers=dict(outgoing.headers))
 
 
-def _without_parking(found: Any) -> dict[str, bytes]:
+def _without_rows(found: Any) -> dict[str, bytes]:
     return {
         name: value
         for name, value in found.items()
-        if name not in (names.PARKED_PLACE, names.PARKED_ROW)
+        if name not in (names.PARKED_PLACE, names.PARKED_ROW, names.REDELIVERY)
     }
 
 
@@ -201,7 +205,8 @@ class KdlqRoute(Route):
         self.handler = handler
 
     def read(self, record: Record, *, max_bytes: int) -> tuple[Message, Handler | None]:
-        """Name the record by its place: KDLQ's messages have no id of their own."""
+        """Name the record by its place: KDLQ's messages have no id of their own. A redelivery of
+        ours is named by its row, since the relay may publish it twice."""
         if len(record.value or b"") > max_bytes:
             raise MessageError("too_large", f"The message has {len(record.value or b'')} bytes")
         found = record.headers
@@ -214,7 +219,7 @@ class KdlqRoute(Route):
         original = _original_of(record) if job_id else record
         return (
             Message(
-                id=id if job_id else letters.place_of(record),
+                id=id if job_id else letters.redelivery_of(record) or letters.place_of(record),
                 type=self.handler.name,
                 payload=record.value or b"",
                 content_type=Raw.content_type,

@@ -10,6 +10,7 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer.deadletters import error_text, fingerprint, traceback_text
+from kjo_django.kdlq import headers
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
@@ -18,6 +19,8 @@ from kjo_django.retries.classification import import_path
 from kjo_django.transports.base import Record
 
 MAX_NAME = 240
+MAX_ROW = 64
+"""Characters of a row's id and its generation."""
 
 
 def place_of(record: Record) -> str:
@@ -27,6 +30,17 @@ def place_of(record: Record) -> str:
     if len(name) <= MAX_NAME:
         return name
     return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()
+
+
+def redelivery_of(record: Record) -> str:
+    """Name a message that was redelivered from here by the row it came from; "" if it was not.
+
+    With its counters: whoever else redelivers or kills it copies our header, and counts.
+    """
+    row = names.identifier(record.headers, names.REDELIVERY, MAX_ROW)
+    counters = (headers.REDELIVERED, headers.KILLS)
+    told = [str(headers.counter(record.headers, name)) for name in counters]
+    return ":".join([row, *told]) if row else ""
 
 
 def record_letter(

@@ -37,6 +37,8 @@ OF_A_ROW = frozenset({RAW_KEY, NO_VALUE})
 # A message that waits with others of its key: its place among them, and the row it waits in.
 PARKED_PLACE = "kjo-parked-place"
 PARKED_ROW = "kjo-parked-row"
+# The row a redelivered message was published from: what its copies are known by.
+REDELIVERY = "kjo-redelivery"
 
 # Carried through untouched (KII-36).
 TRACEPARENT = "traceparent"

@@ -18,8 +18,9 @@ from kjo_django.transports.base import OutgoingRecord
 REPLAY_OF = "kjo-replay-of"
 """The id a message had before a forced replay gave it a new one."""
 
-_BUDGET = frozenset({"KDLQ_Redelivered"})
-"""Counters of redeliveries start anew; those of deaths stay (KDLQ-F6)."""
+_BUDGET = frozenset({"KDLQ_Redelivered", names.REDELIVERY})
+"""Redeliveries start anew, their counter and what the last one was known by; the counter of deaths
+stays (KDLQ-F6)."""
 _OF_A_JOB = frozenset({names.JOB_ID, names.GENERATION, names.ATTEMPT})
 
 

@@ -46,6 +46,9 @@ def record_of(
         headers = names.from_row(job.headers)
         raw_key = headers.pop(names.RAW_KEY, None)
         is_tombstone = headers.pop(names.NO_VALUE, None) is not None
+        if names.REDELIVERY in headers:
+            # A requeue is a wish to have it handled again.
+            headers[names.REDELIVERY] = message_id(str(job.pk), job.generation).encode()
         return OutgoingRecord(
             topic=job.destination,
             key=raw_key if raw_key is not None else job.key.encode() or None,

@@ -69,7 +69,7 @@ def store_record(
     queue = carrier or carrier_of(topic)
     id, now = uuid7(), timezone.now()
     # What only rows say is not for others to have written; nor that somebody waits for them.
-    ours = {*names.OF_A_ROW, names.PARKED_ROW}
+    ours = {*names.OF_A_ROW, names.PARKED_ROW, names.REDELIVERY}
     headers = {name: value for name, value in headers.items() if name not in ours}
     if row_header is not None:
         headers[row_header] = str(id).encode()

@@ -14,6 +14,7 @@ from kjo_django.kdlq import DlqConfig, ProcessingStatus, kdlq_handler, parking
 from kjo_django.kdlq.handlers import _original_of
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
+from kjo_django.operations import jobs
 from kjo_django.states import OPEN
 from kjo_django.transports.base import OutgoingRecord, Record
 from tests.events.bench import EVENTS, MEMORY, read_all
@@ -102,6 +103,50 @@ def test_a_second_delivery_of_a_routed_message_routes_nothing(transport) -> None
     assert [result.value for result in bench.results] == ["completed", "duplicate"]
     assert Job.objects.filter(destination="pay-dlq").count() == 1
     assert ProcessedEvent.objects.get().event_type == "payments"
+
+
+@pytest.mark.parametrize("requeues", [0, 1])
+def test_a_second_copy_of_a_redelivery_takes_no_effect(settings, requeues) -> None:
+    """The relay publishes again what it could not note; an operator who requeues it means it."""
+    settings.KJO = {**EVENTS, **MEMORY}
+    get_transport().clear()  # type: ignore[attr-defined]
+
+    @kdlq_handler("payments", topic="pay")
+    def process(record: Record) -> ProcessingStatus:
+        Entry.objects.create(job="v")
+        is_new = "KDLQ_Redelivered" not in record.headers
+        return AGAIN if is_new else ProcessingStatus.OK
+
+    consumers = Consumers("pay", "pay-redelivery")
+    send("k", "v")
+    consumers.run(3)
+    assert Entry.objects.count() == 1
+    # When its redelivery comes twice
+    (sent,) = read_all("pay-redelivery-payments")
+    get_transport().publish([OutgoingRecord(sent.topic, sent.value, sent.key, sent.headers)])
+    jobs.requeue(Job.objects.filter(destination=sent.topic)[:requeues])
+    consumers.run(3)
+    consumers.close()
+    # Then
+    assert Entry.objects.count() == 1 + requeues
+
+
+def test_a_redelivery_by_others_that_copies_our_header_is_a_message_of_its_own(settings) -> None:
+    """The Java library keeps all headers and counts one further."""
+    settings.KJO = {**EVENTS, **MEMORY}
+    get_transport().clear()  # type: ignore[attr-defined]
+    runs = []
+
+    @kdlq_handler("payments", topic="pay")
+    def process(record: Record) -> None:
+        runs.append(record.headers["KDLQ_Redelivered"])
+
+    consumers = Consumers("pay")
+    for count in (b"\0\0\0\1", b"\0\0\0\2"):
+        send("k", "v", **{names.REDELIVERY: b"01980000-0000-7000-8000", "KDLQ_Redelivered": count})
+    consumers.run(2)
+    consumers.close()
+    assert runs == [b"\0\0\0\1", b"\0\0\0\2"]
 
 
 def test_an_error_of_the_routing_itself_is_retried_and_loses_nothing(
