@@ -13,6 +13,7 @@ import pytest
 from tests.acceptance.conftest import copied_database
 from tests.acceptance.engine import Engine, Servers
 from tests.acceptance.load import Load
+from tests.acceptance.test_redis_streams import StreamEngine
 from tests.services import RedisServer
 from tests.services.fixtures import require
 from tests.services.sentinel import SentinelServer, sentinels
@@ -31,6 +32,7 @@ def group() -> Iterator[Group]:
 
 @pytest.fixture
 def engine(
+    request: pytest.FixtureRequest,
     group: Group,
     postgres_server: Any,
     postgres_template: str,
@@ -42,7 +44,8 @@ def engine(
     with (
         django_db_blocker.unblock(),
         copied_database(postgres_server, postgres_template) as url,
-        Engine(Servers(url, redis=redis), tmp_path) as engine,
+        # Entries that were not replicated yet are lost with the primary.
+        request.param(Servers(url, redis=redis), tmp_path, {"RESCUE_AFTER": 3}) as engine,
     ):
         yield engine
 
@@ -69,7 +72,16 @@ def demoted(primary: RedisServer, replica: RedisServer) -> Iterator[None]:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("loss", [killed, frozen, pytest.param(demoted, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("loss", "engine"),
+    [
+        (killed, StreamEngine),
+        (frozen, Engine),
+        pytest.param(frozen, StreamEngine, marks=pytest.mark.long),
+        pytest.param(demoted, Engine, marks=pytest.mark.long),
+    ],
+    indirect=["engine"],
+)
 def test_a_failover_under_load(
     loss: Callable[[RedisServer, RedisServer], Iterator[None]], group: Group, engine: Engine
 ) -> None:

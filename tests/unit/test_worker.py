@@ -19,7 +19,7 @@ from django.utils import timezone
 from kjo_django import registry, signals
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
-from kjo_django.consumer.leases import alive_name
+from kjo_django.consumer.leases import LeaseBook, alive_name
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.assignments import Assignment, assignments, rebalanced_at
@@ -412,6 +412,28 @@ def test_a_worker_without_coordination_works_on(monkeypatch):
     with Running():
         wait_until(finished)
     assert Entry.objects.count() == 1
+
+
+def test_leases_not_given_back_in_an_outage_are_given_back_after_it(monkeypatch):
+    """Else a retry that comes to another worker would wait for PROCESSING_TTL."""
+    from kjo_django.exceptions import CoordinationError
+
+    def refuse(*args, **kwargs):
+        raise CoordinationError("away")
+
+    # Given leases that could not be released, one of them taken again since
+    coordination, day = get_coordination(), timedelta(days=1)
+    book = LeaseBook("me", day, day)
+    book.claim(["CONS:X:1", "CONS:X:2"])
+    with monkeypatch.context() as outage:
+        outage.setattr(coordination, "release", refuse)
+        book.release(["CONS:X:1", "CONS:X:2"])
+    book.claim(["CONS:X:2"])
+    assert set(coordination.holders(["CONS:X:1", "CONS:X:2"])) == {"CONS:X:1", "CONS:X:2"}
+    # When coordination is back
+    book.show_alive()
+    # Then others may have what is not held
+    assert set(coordination.holders(["CONS:X:1", "CONS:X:2"])) == {"CONS:X:2"}
 
 
 # --- Being seen and obeying -----------------------------------------------------------------------
