@@ -81,11 +81,14 @@ def meet_poolers() -> Iterator[checks.CheckMessage]:
             hint=f"Set DATABASES[{alias!r}]{key}. docs/how-to/production.md tells why.",
             id="kjo.W013",
         )
-    coordination = backends.get_coordination()
+    from kjo_django.coordination.postgres import SessionLentError
+
     try:
-        coordination.listen(["kjo-check"]).close()
-    except CoordinationError as error:
+        backends.get_coordination().listen(["kjo-check"]).close()
+    except SessionLentError as error:
         yield checks.Warning(f"Coordination: {error}.", id="kjo.W013")
+    except (CoordinationError, ImproperlyConfigured):
+        pass  # told above
 
 
 def _lends_sessions(alias: str) -> bool:
