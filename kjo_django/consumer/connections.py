@@ -110,6 +110,11 @@ def refusal_of(connection: BaseDatabaseWrapper, blocks: int) -> TransactionManag
     return _left(connection, how)
 
 
+def undone_with_others(left: TransactionManagementError) -> TransactionManagementError:
+    """Return what to raise for each of several handlers that shared the connection."""
+    return TransactionManagementError(f"One of the coroutines that ran at the same time: {left}")
+
+
 BLOCK = "entered atomic() and did not leave it"
 CLOSED = "closed the connection within atomic()"
 TRANSACTION = "left a transaction open, or autocommit off"

@@ -22,10 +22,11 @@ from typing import Any
 
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
 from kjo_django.consumer.batches import Started, call_step, concurrent_steps
-from kjo_django.consumer.connections import freshen_connections
+from kjo_django.consumer.connections import freshen_connections, undone_with_others
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.plain import PlainRunner
@@ -80,6 +81,9 @@ class Flight:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._is_up = threading.Event()
+        # Of the thread that all of them share for their database calls.
+        self._connections: list[BaseDatabaseWrapper] = []
+        self._undone: list[Exception] = []
 
     def take_off(self, started: Sequence[Started], held: AbstractContextManager[Any]) -> None:
         """Start coroutines whose rows are claimed; returns at once.
@@ -163,7 +167,7 @@ class Flight:
             if self._is_closed:
                 break
             # In its turn, ahead of what the handlers that start now will ask of the database.
-            spawn(sync_to_async(freshen_connections)(is_own=True))
+            spawn(sync_to_async(self._freshen)())
             while self._boarding:
                 boarded = self._boarding.popleft()
                 spawn(self._run(*boarded), boarded)
@@ -171,8 +175,16 @@ class Flight:
             task.cancel()
 
     async def _run(self, step: list[Started], sortie: _Sortie) -> None:
+        undone = len(self._undone)
         try:
             ran = await call_step(step, self._watch)
+            if self._may_be_left_open():
+                # In its turn: what another one is doing in a block of its own is left by then.
+                await sync_to_async(self._freshen)()
+            if len(self._undone) > undone:
+                # Whoever did it, what this one has written may have been undone with it.
+                for one in ran:
+                    one.error = one.error or self._undone[-1]
         except BaseException as error:
             # Even what is to end a process ends one attempt here: the loop is everybody's.
             if self._is_closed:
@@ -181,6 +193,20 @@ class Flight:
         self._landed.append((step, ran, sortie))
         if not self._has_landed.is_set():
             self._has_landed.set()
+
+    def _freshen(self) -> None:
+        """Put the connections in order; in the thread of the coroutines' database calls."""
+        self._connections = [connections[alias] for alias in connections]
+        if left := freshen_connections(is_own=True):
+            self._undone.append(undone_with_others(left))
+
+    def _may_be_left_open(self) -> bool:
+        return any(
+            each.in_atomic_block
+            or each.closed_in_transaction
+            or (each.connection is not None and each.autocommit != each.settings_dict["AUTOCOMMIT"])
+            for each in self._connections
+        )
 
     # --- On the ground ----------------------------------------------------------------------------
 

@@ -16,7 +16,11 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, completion, row_leases, settlement
 from kjo_django.consumer.batches import Batch, Started, call_concurrently, run_batch
-from kjo_django.consumer.connections import freshen_connections, open_blocks
+from kjo_django.consumer.connections import (
+    freshen_connections,
+    open_blocks,
+    undone_with_others,
+)
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import acknowledge, outcome_of
@@ -56,9 +60,9 @@ class PlainRunner:
         try:
             ran = call_concurrently(started, self._watch)
             left = freshen_connections(is_own=self._is_workers, outer=outer)
-            for one in ran:
-                # Of one of them, which shared a connection: none can be believed.
-                one.error = one.error or left
+            if left is not None:
+                for one in ran:
+                    one.error = one.error or undone_with_others(left)
             return ended + self.record(started, ran)
         finally:
             self.let_go(started)

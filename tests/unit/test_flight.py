@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import IntegrityError, OperationalError, connection, transaction
 
 from kjo_django import PermanentError, registry
@@ -503,3 +504,64 @@ def test_renewing_waits_for_no_row_that_is_being_recorded(postgres, settings):
         writer.join()
     # Then
     assert renewed == {free.pk}
+
+
+# --- The connection they share --------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("real_database")
+@pytest.mark.parametrize("how", ["block", "autocommit"])
+def test_a_transaction_one_leaves_open_completes_nothing_it_undid(configured, how):
+    """They share a connection: what others write meanwhile goes into the same transaction."""
+    # Given one that is in the air while another leaves a transaction open
+    is_open = asyncio.Event()
+
+    def leave_open() -> None:
+        if how == "block":
+            transaction.atomic().__enter__()
+        else:
+            transaction.set_autocommit(False)
+
+    async def write(name):
+        if name == "guilty":
+            await sync_to_async(leave_open)()
+            is_open.set()
+        elif name == "beside":
+            await is_open.wait()
+        await Entry.objects.acreate(job=name)
+
+    job = as_job(write, atomic=False, max_attempts=1)
+    job.enqueue_many([{"name": name} for name in ("beside", "guilty")])
+    # When
+    with running():
+        wait_until(finished)
+        job.enqueue(name="later")
+        wait_until(settled)
+    # Then whoever is completed has written: one that took off later may be
+    ended = {job.arguments["name"]: job.state for job in Job.objects.all()}
+    assert (ended["guilty"], ended["later"]) == ("failed", "completed")
+    written = set(Entry.objects.values_list("job", flat=True))
+    assert {name for name, state in ended.items() if state == "completed"} <= written
+    for letter in DeadLetter.objects.all():
+        assert "One of the coroutines that ran at the same time: The handler " in letter.error
+
+
+@pytest.mark.usefixtures("real_database")
+def test_a_block_that_is_left_is_nobodys_fault(configured):
+    """Those that end while another is in a block of its own."""
+
+    def write(name) -> None:
+        with transaction.atomic():
+            time.sleep(0.02)
+            Entry.objects.create(job=name)
+
+    async def handle(name):
+        if int(name) % 2:
+            await sync_to_async(write)(name)
+
+    job = as_job(handle, atomic=False, max_attempts=1)
+    job.enqueue_many([{"name": str(number)} for number in range(20)])
+    with running():
+        wait_until(settled)
+    assert set(states()) == {"completed"}
+    assert Entry.objects.count() == 10
