@@ -491,6 +491,13 @@ def test_a_jobs_buttons_post_with_csrf_and_need_their_permission(
     assert strict.post(url).status_code == 403
 
 
+def test_who_may_not_see_a_row_presses_no_button_of_it(staff):
+    job = JobFactory(failed=True)
+    assert staff("retry_job", "cancel_job").post(button_url(job, "requeue")).status_code == 403
+    job.refresh_from_db()
+    assert job.state == "failed"
+
+
 def test_buttons_are_for_those_who_are_logged_in(client):
     job = JobFactory(failed=True)
     response = client.post(button_url(job, "requeue"))

@@ -10,6 +10,7 @@ from kjo_django.backends import get_transport
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import TransportMessage
+from kjo_django.operations import jobs
 from kjo_django.operations import replay_topic as module
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.replay_topic import TopicReplay, replay_topic
@@ -210,6 +211,49 @@ def test_a_record_of_one_of_our_jobs_requeues_the_job():
     job.refresh_from_db()
     assert (job.state, job.generation) == ("pending", 2)
     assert values("events") == []
+
+
+def record_of(job, generation=1):
+    """Put a record of a job's death into the topic."""
+    number = str(generation).encode()
+    fill(
+        1,
+        **{
+            names.SERVICE: b"django",
+            names.JOB_ID: str(job.pk).encode(),
+            names.GENERATION: number,
+        },
+    )
+
+
+def test_the_record_of_an_earlier_death_does_not_run_the_job_again():
+    """It was requeued, and failed again: that death has a record of its own."""
+    job = JobFactory(failed=True, generation=2)
+    record_of(job, 1)
+    report = replay_topic(TopicReplay(SOURCE))
+    assert dict(report.refused) == {"its job has moved on": 1}
+    job.refresh_from_db()
+    assert (job.state, job.generation) == ("failed", 2)
+
+
+def test_of_two_who_replay_a_record_at_once_one_does(monkeypatch):
+    # Given somebody else who requeues the job when it has been looked at
+    job = JobFactory(failed=True)
+    record_of(job)
+    looked_at = module.DeadRecord.of
+
+    def look_and_lose(*arguments):
+        found = looked_at(*arguments)
+        jobs.requeue([job.pk])
+        return found
+
+    monkeypatch.setattr(module.DeadRecord, "of", look_and_lose)
+    # When
+    report = replay_topic(TopicReplay(SOURCE))
+    # Then
+    assert (report.replayed, sum(report.refused.values())) == (0, 1)
+    job.refresh_from_db()
+    assert job.generation == 2
 
 
 NOW = datetime.now(UTC)

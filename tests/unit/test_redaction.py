@@ -200,3 +200,13 @@ def test_a_deeply_nested_edit_is_replayed_or_refused(depth):
         assert "nested too deeply" in str(error)
     else:
         assert report.replayed == 1
+
+
+@pytest.mark.parametrize("depth", [5, redaction.DEEPEST - 1, redaction.DEEPEST + 1, 500])
+def test_a_secret_is_shown_at_no_depth(depth):
+    value = {"password": "xyzzy"}
+    for level in range(depth):
+        value = {"inner": value} if level % 2 else [value]
+    shown = redaction.redacted(value)
+    assert "xyzzy" not in repr(shown)
+    assert redaction.REDACTED in repr(shown)

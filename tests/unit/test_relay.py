@@ -450,6 +450,24 @@ def test_jobs_that_may_take_long_are_noted_at_once():
 # --- Refused, crashed, overtaken ------------------------------------------------------------------
 
 
+def test_a_refusal_says_nothing_of_a_job_that_has_moved_on(relay, monkeypatch):
+    """Another copy of its message has run meanwhile, and its retry is due at a time of its own."""
+    # Given
+    write.enqueue(job="a")
+    due = timezone.now() + timedelta(hours=1)
+
+    def run_and_refuse(records):
+        Job.objects.update(state="failing", attempts=1, available_at=due, error="its own")
+        return [Published(error="too large", is_final=True) for _ in records]
+
+    monkeypatch.setattr(get_transport(), "publish", run_and_refuse)
+    # When
+    relay.publish_due()
+    # Then
+    (job,) = jobs()
+    assert (job.state, job.available_at, job.error) == ("failing", due, "its own")
+
+
 def test_a_refused_record_is_delayed_and_not_lost(relay, monkeypatch):
     # Given
     write.enqueue_many([{"job": "good"}, {"job": "bad"}])

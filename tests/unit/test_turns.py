@@ -21,6 +21,7 @@ from kjo_django.consumer.work import Result
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from kjo_django.worker import Worker
+from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, states
 
@@ -367,6 +368,35 @@ def test_of_two_workers_that_judge_a_group_at_once_each_job_is_one_s(make_bench,
     assert ran == [0, 1, 4, 5]
     assert lost == deliveries[2:4]
     assert leased() == 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"generation": 2},
+        {"attempts": 1},
+        {"lease_token": "another"},
+        {"lease_expires_at": None},
+        {"state": "cancelled"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_row_that_has_changed_in_any_way_since_it_was_judged_is_not_leased(make_bench, changed):
+    # Given a row whose lease has run out, as it was read
+    make_bench(AMPLE)
+    now = timezone.now()
+    old, new = now - timedelta(minutes=1), now + timedelta(minutes=1)
+    job = JobFactory(queued=True, lease_token="dead", lease_expires_at=old)
+    names = ("id", "generation", "attempts", "lease_token", "lease_expires_at", "state")
+    (row,) = Job.objects.values(*names)
+    # When
+    Job.objects.update(**changed)
+    # Then
+    assert not row_leases.take("default", [row], "bench", now, new)
+    assert Job.objects.get().lease_token != "bench"
+    # And as it was it is
+    Job.objects.update(**{name: row[name] for name in changed})
+    assert row_leases.take("default", [row], "bench", now, new) == {job.pk}
 
 
 def test_what_waits_behind_a_pause_keeps_no_lease(make_bench):
