@@ -49,12 +49,13 @@ class Due(NamedTuple):
 _read_headers: Any = Job._meta.get_field("headers").from_db_value
 
 # What is due is few, a queue's jobs are millions: no plan is to begin with the queue, so its name
-# is hidden in an expression. Of this one PostgreSQL expects that nearly every row meets it, so it
-# follows the index as far as the limit goes. Expecting few, it would sort the whole backlog for
-# every batch. The states are spelled out for the partial index.
+# and the topic's are hidden in an expression. Of this one PostgreSQL expects that nearly every row
+# meets it, so it follows the index as far as the limit goes. Expecting few, it would sort the whole
+# backlog for every batch. The states are spelled out for the partial index.
 _WAITING = f"""FROM kjo_job
 WHERE state IN ({", ".join(f"'{state.value}'" for state in states.AWAITING_PUBLISH)})
-    AND array_position(%s::text[], queue::text) IS NOT NULL
+    AND array_position(%s::text[], CASE WHEN
+        array_position(%s::text[], destination::text) IS NULL THEN queue::text END) IS NOT NULL
     AND id NOT IN (SELECT unnest(%s::uuid[]))"""
 _DUE = f"""SELECT {", ".join(Due._fields)} {_WAITING} AND available_at <= %s
 ORDER BY available_at, id LIMIT %s"""
@@ -62,34 +63,42 @@ _NEXT = f"SELECT available_at {_WAITING} ORDER BY available_at LIMIT 1"
 
 
 def due_jobs(
-    using: str, queues: Collection[str], limit: int, without: Collection[UUID] = ()
+    using: str,
+    queues: Collection[str],
+    limit: int,
+    without: Collection[UUID] = (),
+    without_topics: Collection[str] = (),
 ) -> list[Due]:
     """Return rows that are due, in order, with what their messages are made of.
 
     :param queues: only theirs.
     :param limit: at most so many.
     :param without: ids of rows to leave out.
+    :param without_topics: destinations whose rows to leave out.
     """
     now = timezone.now()
     if connections[using].vendor == "postgresql":
         with connections[using].cursor() as cursor:
-            cursor.execute(_DUE, [*_parameters(queues, without), now, limit])
+            cursor.execute(_DUE, [*_parameters(queues, without, without_topics), now, limit])
             return [_due_of(using, row) for row in cursor.fetchall()]
-    rows = _waiting(using, queues, without).filter(available_at__lte=now)
+    rows = _waiting(using, queues, without, without_topics).filter(available_at__lte=now)
     columns = rows.order_by("available_at", "id").values_list(*Due._fields)
     return [Due._make(row) for row in columns[:limit]]
 
 
 def next_due(
-    using: str, queues: Collection[str], without: Collection[UUID] = ()
+    using: str,
+    queues: Collection[str],
+    without: Collection[UUID] = (),
+    without_topics: Collection[str] = (),
 ) -> datetime | None:
     """Return when the first of these rows is due, or was; None when none waits."""
     if connections[using].vendor == "postgresql":
         with connections[using].cursor() as cursor:
-            cursor.execute(_NEXT, _parameters(queues, without))
+            cursor.execute(_NEXT, _parameters(queues, without, without_topics))
             row = cursor.fetchone()
         return row[0] if row else None
-    rows = _waiting(using, queues, without).order_by("available_at")
+    rows = _waiting(using, queues, without, without_topics).order_by("available_at")
     return rows.values_list("available_at", flat=True).first()
 
 
@@ -100,10 +109,16 @@ def _due_of(using: str, row: Sequence[Any]) -> Due:
     return due._replace(headers=_read_headers(due.headers, None, connections[using]))
 
 
-def _parameters(queues: Collection[str], without: Collection[UUID]) -> list[Any]:
-    return [list(queues), array_text(without)]
+def _parameters(
+    queues: Collection[str], without: Collection[UUID], without_topics: Collection[str]
+) -> list[Any]:
+    return [list(queues), list(without_topics), array_text(without)]
 
 
-def _waiting(using: str, queues: Collection[str], without: Collection[UUID]) -> JobQuerySet:
+def _waiting(
+    using: str, queues: Collection[str], without: Collection[UUID], without_topics: Collection[str]
+) -> JobQuerySet:
     rows = Job.objects.using(using).filter(state__in=states.AWAITING_PUBLISH, queue__in=queues)
-    return rows.exclude(pk__in=list(without)) if without else rows
+    if without:
+        rows = rows.exclude(pk__in=list(without))
+    return rows.exclude(destination__in=list(without_topics)) if without_topics else rows

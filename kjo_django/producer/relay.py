@@ -23,12 +23,14 @@ from kjo_django import registry, states
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.coordination.base import Listener
+from kjo_django.coordination.silence import Silence
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job
 from kjo_django.producer import dispatch
 from kjo_django.producer.due import Due, due_jobs, next_due
 from kjo_django.producer.noting import MOST_PUT_OFF, Notes, Sent
+from kjo_django.producer.rests import Rests
 from kjo_django.producer.sends import publish
 from kjo_django.producer.wakeups import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -46,9 +48,6 @@ STANDBY = 0.25
 """Seconds between looks at rows that are due and another relay's, in case that one died."""
 REFUSED_DELAY = timedelta(seconds=30)
 """Until a row whose record is refused for what it is, is tried again."""
-REST_MAX = 30.0
-"""Longest rest of a queue whose records are not taken; it begins with a second and doubles."""
-
 
 OUTAGES = (PublishError, CoordinationError, DatabaseError, InterfaceError)
 
@@ -89,7 +88,9 @@ class Relay:
         self._listen_at = 0.0
         self._held: frozenset[str] = frozenset()
         self._sure_until = 0.0
-        self._rests: dict[str, tuple[float, float]] = {}
+        self._silence = Silence()
+        self._rests = Rests()
+        self._resting_topics = Rests()
         self._notes = Notes()
         self.published_count = 0
 
@@ -112,7 +113,7 @@ class Relay:
         using = dispatch.jobs_database()
         wanted = self._awake() if queues is None else queues
         most = get_settings().relay_batch_size
-        jobs = due_jobs(using, wanted, most, self._notes.missing)
+        jobs = due_jobs(using, wanted, most, self._notes.missing, self._resting_topics.names())
         has_more = goes_on and len(jobs) >= most
         if not has_more:
             self._notes.end()
@@ -127,7 +128,7 @@ class Relay:
             except Exception as error:
                 # Its rows are the oldest and will come first each time: those of others must not
                 # wait for whatever is wrong with its transport.
-                self._let_rest(queue_name)
+                self._rests.begin(queue_name)
                 failed = failed or error
         if failed is not None:
             raise failed
@@ -142,35 +143,40 @@ class Relay:
         records = [one for one in made if isinstance(one, OutgoingRecord)]
         answered = iter(publish(transport, records) if records else ())
         answers = [one if isinstance(one, Published) else next(answered) for one in made]
-        if queue_name == dispatch.OUTGOING and any(answer.error is None for answer in answers):
-            # Records for many topics: one that is missing must not hold up those of others.
-            for answer in answers:
-                answer.is_final = answer.error is not None
         self._record(using, queue.topic, jobs, answers, puts_off, has_more)
-        self._rest_or_not(queue_name, answers)
+        self._rest_or_not(queue_name, jobs, answers)
 
-    def _rest_or_not(self, queue: str, answers: Sequence[Published]) -> None:
-        """Let a queue rest whose records are not taken for reasons that pass.
+    def _rest_or_not(self, queue: str, jobs: Sequence[Due], answers: Sequence[Published]) -> None:
+        """Let a queue rest whose records are not taken for reasons that pass; of records for many
+        topics only those that take none, if others do or the topic is the reason.
 
-        Its rows stay as they are: delayed one by one, they would be overtaken by later ones of
+        The rows stay as they are: delayed one by one, they would be overtaken by later ones of
         their keys.
         """
-        errors = [a.error for a in answers if a.error is not None and not a.is_final]
-        if not errors:
-            self._rests.pop(queue, None)
-            return
-        delay = self._let_rest(queue)
-        message = "%d messages of queue %s were not taken, trying again in %.0f s: %s"
-        logger.error(message, len(errors), queue, delay, errors[0], extra={"queue": queue})
-
-    def _let_rest(self, queue: str) -> float:
-        delay = min(2 * self._rests[queue][1], REST_MAX) if queue in self._rests else 1.0
-        self._rests[queue] = (time.monotonic() + delay, delay)
-        return delay
+        of_topics = queue == dispatch.OUTGOING and (
+            any(answer.error is None for answer in answers)
+            or all(answer.is_topics or answer.is_final for answer in answers)
+        )
+        rests, what = (self._resting_topics, "topic") if of_topics else (self._rests, "queue")
+        if of_topics:
+            self._rests.end(queue)
+        errors: dict[str, list[str]] = {}
+        for job, answer in zip(jobs, answers, strict=True):
+            of_it = errors.setdefault(job.destination if of_topics else queue, [])
+            if answer.error is not None and not answer.is_final:
+                of_it.append(answer.error)
+        for name, of_it in errors.items():
+            if not of_it:
+                rests.end(name)
+                continue
+            delay = rests.begin(name)
+            message = "%d messages of %s %s were not taken, trying again in %.0f s: %s"
+            facts = {"queue": queue}
+            logger.error(message, len(of_it), what, name, delay, of_it[0], extra=facts)
 
     def _awake(self) -> list[str]:
-        now = time.monotonic()
-        return [q for q in self.queues if q not in self._rests or self._rests[q][0] <= now]
+        resting = self._rests.names()
+        return [queue for queue in self.queues if queue not in resting]
 
     def _record(
         self,
@@ -255,7 +261,8 @@ class Relay:
                 self._notes.note_late(using)
                 # As long as another relay has no reason to publish them again.
                 self._take_queues()
-            next_at = next_due(using, self._awake(), self._notes.missing)
+            resting = self._resting_topics.names()
+            next_at = next_due(using, self._awake(), self._notes.missing, resting)
             until_due = (next_at - timezone.now()).total_seconds() if next_at else longest
             if until_due > 0:
                 return self._hears(min(until_due, longest))
@@ -304,6 +311,9 @@ class Relay:
             return awake
         names = {lease_of(queue): queue for queue in awake}
         self._held = frozenset()
+        if self._silence.lasts():
+            return awake
+        began = time.monotonic()
         try:
             coordination = get_coordination()
             claims = coordination.claim(list(names), self._token, LEASE_TTL)
@@ -311,8 +321,10 @@ class Relay:
             if held:
                 coordination.renew(held, self._token, LEASE_TTL)
         except CoordinationError as error:
+            self._silence.failed(began)
             logger.warning("Relaying without a lease: %s", error)
             return awake
+        self._silence.answered()
         mine = [names[name] for name in held]
         self._held = frozenset(mine)
         self._sure_until = time.monotonic() + LEASE_TTL.total_seconds() / 3

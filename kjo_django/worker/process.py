@@ -74,7 +74,7 @@ class Worker:
     :param concurrency: lanes, threads that run handlers; the setting if not given.
     :param relay: also relay committed jobs of these queues.
     :param install_signal_handlers: stop on SIGTERM, SIGINT and SIGUSR2 (main thread only).
-    :param max_messages: stop after this many have been settled.
+    :param max_messages: stop once so many have been settled; what has begun is finished.
     :param owns_process: close the process' transports and coordination at the end, and let the
         garbage collector look less often meanwhile; False where others use the process too.
     :param on_error: told of outages: what met one, and which.

@@ -107,6 +107,7 @@ def test_a_topic_that_does_not_exist_is_an_error_of_its_record(kafka_server, tra
     )
 
     assert "UNKNOWN_TOPIC" in unknown.error
+    assert unknown.is_topics
     assert known.error is None
     assert transport.describe_topics([f"{name}-unknown"])[0].partitions is None
     transport.close()

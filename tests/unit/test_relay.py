@@ -875,7 +875,7 @@ def test_a_queue_whose_records_are_not_taken_rests_and_keeps_its_order(relay, mo
         assert relay.publish_due() == 0
     # And afterwards they go out before what came later
     write_keyed.enqueue(job="third", key="k")
-    relay._rests["ledger"] = (0.0, 1.0)
+    relay._rests.end("ledger")
     assert relay.publish_due() == 3
     assert [job.state for job in jobs()] == ["queued"] * 3
     found = [json.loads(value)["job"] for value in published()]

@@ -32,7 +32,11 @@ class Command(BaseCommand):
         add("queues", nargs="*", help="Queues to consume; all if none is named.")
         add("--concurrency", type=positive, help="Threads that run handlers.")
         add("--processes", type=positive, default=1, help="Worker processes, supervised.")
-        add("--max-messages", type=positive, help="Exit after this many have been settled.")
+        add(
+            "--max-messages",
+            type=positive,
+            help="Exit once so many have been settled; what has begun by then is finished.",
+        )
         add("--drain", action="store_true", help="Exit when nothing is left that is due.")
         add("--no-relay", action="store_true", help="Leave publishing to kjo_produce.")
         add("--status-interval", type=_interval, help="Seconds between status reports; 0 for none.")

@@ -26,6 +26,15 @@ TOO_LARGE = KafkaError.MSG_SIZE_TOO_LARGE
 FINAL = frozenset({TOO_LARGE, KafkaError.INVALID_RECORD})
 """Refusals that say something about the record, not about the moment."""
 
+OF_THE_TOPIC = frozenset(
+    {
+        KafkaError._UNKNOWN_TOPIC,
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.TOPIC_EXCEPTION,
+    }
+)
+
 CLOSE_WAIT = 1.0
 
 REFUSED_WAIT = 3.0
@@ -191,3 +200,4 @@ def refuse(outcome: Published, error: KafkaError | None, text: str) -> None:
     """Note why a record was not taken."""
     outcome.error = text
     outcome.is_final = error is not None and error.code() in FINAL
+    outcome.is_topics = error is not None and error.code() in OF_THE_TOPIC
