@@ -81,6 +81,15 @@ def copied_database(server: Any, template: str) -> Iterator[str]:
         server.dropdb(name)
 
 
+@pytest.fixture
+def database_url(
+    postgres_server: Any, postgres_template: str, django_db_blocker: Any
+) -> Iterator[str]:
+    """A migrated PostgreSQL database of the test's own."""
+    with django_db_blocker.unblock(), copied_database(postgres_server, postgres_template) as url:
+        yield url
+
+
 # --- Engines --------------------------------------------------------------------------------------
 
 
@@ -94,33 +103,21 @@ def embedded(sqlite_template: Path, tmp_path: Path, django_db_blocker: Any) -> I
 
 
 @pytest.fixture
-def postgres(
-    postgres_server: Any, postgres_template: str, tmp_path: Path, django_db_blocker: Any
-) -> Iterator[Engine]:
+def postgres(database_url: str, tmp_path: Path) -> Iterator[Engine]:
     """No server but the database: transport and coordination in PostgreSQL."""
-    with (
-        django_db_blocker.unblock(),
-        copied_database(postgres_server, postgres_template) as url,
-        Engine(Servers(url), tmp_path) as engine,
-    ):
+    with Engine(Servers(database_url), tmp_path) as engine:
         yield engine
 
 
 @pytest.fixture
-def real(
-    kafka_server: Any,
-    redis_server: Any,
-    postgres_server: Any,
-    postgres_template: str,
-    tmp_path: Path,
-    django_db_blocker: Any,
-) -> Iterator[Engine]:
+def real_servers(kafka_server: Any, redis_server: Any, database_url: str) -> Servers:
+    return Servers(database_url, kafka_server.bootstrap_servers, redis_server.url)
+
+
+@pytest.fixture
+def real(real_servers: Servers, tmp_path: Path) -> Iterator[Engine]:
     """The full engine: Kafka, Redis and PostgreSQL."""
-    with (
-        django_db_blocker.unblock(),
-        copied_database(postgres_server, postgres_template) as url,
-        Engine(Servers(url, kafka_server.bootstrap_servers, redis_server.url), tmp_path) as engine,
-    ):
+    with Engine(real_servers, tmp_path) as engine:
         yield engine
 
 
@@ -141,20 +138,7 @@ def any_engine(request: pytest.FixtureRequest) -> Engine:
 
 
 @pytest.fixture
-def items_engine(
-    kafka_server: Any,
-    redis_server: Any,
-    postgres_server: Any,
-    postgres_template: str,
-    tmp_path: Path,
-    django_db_blocker: Any,
-) -> Iterator[ItemEngine]:
+def items_engine(real_servers: Servers, tmp_path: Path) -> Iterator[ItemEngine]:
     """The full engine, with the queue of `tests.items`."""
-    with (
-        django_db_blocker.unblock(),
-        copied_database(postgres_server, postgres_template) as url,
-        ItemEngine(
-            Servers(url, kafka_server.bootstrap_servers, redis_server.url), tmp_path
-        ) as engine,
-    ):
+    with ItemEngine(real_servers, tmp_path) as engine:
         yield engine

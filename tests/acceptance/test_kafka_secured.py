@@ -7,14 +7,12 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kjo_django.backends import get_transport
 from kjo_django.models import DeadLetter
 from kjo_django.transports.base import OutgoingRecord
-from tests.acceptance.conftest import copied_database
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.ledger import jobs
 from tests.services import SecuredKafkaServer
@@ -36,18 +34,8 @@ def broker() -> Iterator[SecuredKafkaServer]:
 
 
 @pytest.fixture
-def engine(
-    broker: SecuredKafkaServer,
-    postgres_server: Any,
-    postgres_template: str,
-    tmp_path: Path,
-    django_db_blocker: Any,
-) -> Iterator[Engine]:
-    with (
-        django_db_blocker.unblock(),
-        copied_database(postgres_server, postgres_template) as url,
-        Engine(Servers(url, broker.secured_servers), tmp_path) as engine,
-    ):
+def engine(broker: SecuredKafkaServer, database_url: str, tmp_path: Path) -> Iterator[Engine]:
+    with Engine(Servers(database_url, broker.secured_servers), tmp_path) as engine:
         engine.kafka_options = broker.client_options()
         engine.configure()
         yield engine

@@ -16,7 +16,6 @@ from kjo_django.backends import get_coordination
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.rows import streamed
-from tests.acceptance.conftest import copied_database
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.load import Load
 from tests.acceptance.test_shutdown import let_go, start_job, started
@@ -36,16 +35,8 @@ def pooler(postgres_server: Any) -> Iterator[PgBouncerServer]:
 
 
 @pytest.fixture
-def direct_url(
-    postgres_server: Any, postgres_template: str, django_db_blocker: Any
-) -> Iterator[str]:
-    with django_db_blocker.unblock(), copied_database(postgres_server, postgres_template) as url:
-        yield url
-
-
-@pytest.fixture
-def engine(pooler: PgBouncerServer, direct_url: str, tmp_path: Path) -> Iterator[Engine]:
-    url = f"{pooler.through(direct_url)}?application_name=tests"
+def engine(pooler: PgBouncerServer, database_url: str, tmp_path: Path) -> Iterator[Engine]:
+    url = f"{pooler.through(database_url)}?application_name=tests"
     with Engine(Servers(url), tmp_path) as engine:
         yield engine
 
@@ -95,9 +86,9 @@ def test_a_frozen_worker_is_ended(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def nameless(pooler: PgBouncerServer, direct_url: str, tmp_path: Path) -> Iterator[Engine]:
+def nameless(pooler: PgBouncerServer, database_url: str, tmp_path: Path) -> Iterator[Engine]:
     """As Django is without further settings: its connections have no application_name."""
-    with Engine(Servers(pooler.through(direct_url)), tmp_path) as engine:
+    with Engine(Servers(pooler.through(database_url)), tmp_path) as engine:
         yield engine
 
 
@@ -139,9 +130,9 @@ def test_nobody_can_listen(engine: Engine, pooler: PgBouncerServer) -> None:
     assert "got packet 'A'" not in pooler.log_since_start()
 
 
-def test_a_way_around_to_listen(engine: Engine, direct_url: str) -> None:
+def test_a_way_around_to_listen(engine: Engine, database_url: str) -> None:
     # Given a worker that looks by itself once in ten minutes, and listens past the pooler
-    engine.variables["DIRECT_DATABASE_URL"] = direct_url
+    engine.variables["DIRECT_DATABASE_URL"] = database_url
     backend = "kjo_django.coordination.database.DatabaseCoordination"
     engine.configure(
         POLL_INTERVAL=600,
@@ -167,7 +158,7 @@ def test_rows_are_streamed_within_a_transaction(engine: Engine) -> None:
         assert len({first.pk, *(row.pk for row in rows)}) == 300
 
 
-def test_what_to_set_is_told(nameless: Engine, direct_url: str) -> None:
+def test_what_to_set_is_told(nameless: Engine, database_url: str) -> None:
     """By ``check --deploy``; nothing of it where Django connects directly."""
     checked = nameless.manage("check", "--deploy", "--tag", "kjo")
     assert checked.wait() == 0, checked.log_tail()
@@ -177,7 +168,7 @@ def test_what_to_set_is_told(nameless: Engine, direct_url: str) -> None:
         "KJO['COORDINATION']['OPTIONS']['LISTEN_DATABASE']",
     ):
         assert setting in checked.log, checked.log_tail()
-    nameless.variables["DATABASE_URL"] = direct_url
+    nameless.variables["DATABASE_URL"] = database_url
     directly = nameless.manage("check", "--deploy", "--tag", "kjo")
     assert directly.wait() == 0, directly.log_tail()
     assert "W013" not in directly.log

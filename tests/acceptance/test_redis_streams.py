@@ -15,7 +15,6 @@ from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.redis_streams_entries import trim
-from tests.acceptance.conftest import copied_database
 from tests.acceptance.engine import Engine, Servers
 from tests.ledger import jobs
 
@@ -39,18 +38,8 @@ class StreamEngine(Engine):
 
 
 @pytest.fixture
-def streams(
-    redis_server: Any,
-    postgres_server: Any,
-    postgres_template: str,
-    tmp_path: Path,
-    django_db_blocker: Any,
-) -> Iterator[StreamEngine]:
-    with (
-        django_db_blocker.unblock(),
-        copied_database(postgres_server, postgres_template) as url,
-        StreamEngine(Servers(url, redis=redis_server.url), tmp_path) as engine,
-    ):
+def streams(redis_server: Any, database_url: str, tmp_path: Path) -> Iterator[StreamEngine]:
+    with StreamEngine(Servers(database_url, redis=redis_server.url), tmp_path) as engine:
         yield engine
 
 

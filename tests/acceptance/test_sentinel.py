@@ -6,11 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.acceptance.conftest import copied_database
 from tests.acceptance.engine import Engine, Servers
 from tests.acceptance.load import Load
 from tests.acceptance.test_redis_streams import StreamEngine
@@ -32,21 +30,13 @@ def group() -> Iterator[Group]:
 
 @pytest.fixture
 def engine(
-    request: pytest.FixtureRequest,
-    group: Group,
-    postgres_server: Any,
-    postgres_template: str,
-    tmp_path: Path,
-    django_db_blocker: Any,
+    request: pytest.FixtureRequest, group: Group, database_url: str, tmp_path: Path
 ) -> Iterator[Engine]:
     _, _, watching = group
     redis = f"sentinel://{','.join(each.url for each in watching)}/{watching[0].primary_name}/0"
-    with (
-        django_db_blocker.unblock(),
-        copied_database(postgres_server, postgres_template) as url,
-        # Entries that were not replicated yet are lost with the primary.
-        request.param(Servers(url, redis=redis), tmp_path, {"RESCUE_AFTER": 3}) as engine,
-    ):
+    servers = Servers(database_url, redis=redis)
+    # Entries that were not replicated yet are lost with the primary.
+    with request.param(servers, tmp_path, {"RESCUE_AFTER": 3}) as engine:
         yield engine
 
 

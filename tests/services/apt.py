@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.services.errors import Unprovisionable
+from tests.services.tools import ran
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 
@@ -40,14 +40,10 @@ def _no_service_started() -> Iterator[None]:
 
 
 def _apt_get(*arguments: str) -> None:
-    done = subprocess.run(
+    done = ran(
         # Another apt (unattended-upgrades) may hold the lock for a while.
         ["apt-get", "--quiet", "-o", "DPkg::Lock::Timeout=300", *arguments],
         env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
     )
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-10:])

@@ -1,9 +1,9 @@
 """Certificates for one run of a server: an authority of its own, and one it has signed."""
 
-import subprocess
 from pathlib import Path
 
 from tests.services.errors import ServerFailed
+from tests.services.tools import ran
 
 DAYS = "2"
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -30,12 +30,6 @@ def make_certificates(directory: Path) -> tuple[Path, Path]:
 
 
 def _openssl(*arguments: str | Path) -> None:
-    done = subprocess.run(
-        ["openssl", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    done = ran(["openssl", *map(str, arguments)])
     if done.returncode:
         raise ServerFailed(f"openssl {arguments[0]} failed:\n{done.stdout}")

@@ -2,7 +2,6 @@
 
 import base64
 import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from tests.services.kafka_settings import broker_settings
 from tests.services.maven import class_data_archive, class_path
 from tests.services.ports import free_port, is_open
 from tests.services.server import Server
+from tests.services.tools import ran
 
 JVM_OPTIONS = (
     # Quick to start and easy on a small machine: one collector thread, no optimising compiler.
@@ -78,13 +78,9 @@ class KafkaServer(Server):
         lines = [f"{name}={value}\n" for name, value in {**settings, **self.settings}.items()]
         self._properties.write_text("".join(lines))
         tool = [*self._java(), "kafka.tools.StorageTool", "format"]
-        done = subprocess.run(
+        done = ran(
             [*tool, "-t", self.cluster_id, "-c", str(self._properties), *self._format_options()],
             cwd=self.directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
         if done.returncode:
             raise ServerFailed(f"Kafka could not format its directory:\n{done.stdout}")

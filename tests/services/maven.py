@@ -3,13 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
 from tests.services.binaries import find_maven, needed
 from tests.services.errors import Unprovisionable
+from tests.services.tools import ran
 
 POM = Path(__file__).with_name("pom.xml")
 
@@ -61,14 +61,7 @@ def install_kafka() -> None:
 def _run_maven(*arguments: str) -> None:
     command = [str(needed("mvn", find_maven())), "--batch-mode", "--file", str(POM), *arguments]
     with tempfile.TemporaryDirectory() as elsewhere:
-        done = subprocess.run(
-            command,
-            cwd=elsewhere,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        done = ran(command, cwd=elsewhere)
     if done.returncode:
         errors = [line for line in done.stdout.splitlines() if "ERROR" in line]
         raise Unprovisionable(

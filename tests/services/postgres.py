@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from tests.services.binaries import find_postgres, needed
 from tests.services.databases import create_database, drop_database
 from tests.services.errors import ServerFailed
 from tests.services.server import POLL_SECONDS, Server
+from tests.services.tools import ran
 
 SETTINGS = {
     "fsync": "on",
@@ -86,13 +86,9 @@ class PostgresServer(Server):
             "--no-sync",
         ]
         user = self._run_as()
-        done = subprocess.run(
+        done = ran(
             command,
             cwd=self.directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
             user=user[0] if user else None,
             group=user[1] if user else None,
             extra_groups=[] if user else None,
