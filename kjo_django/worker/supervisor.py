@@ -22,6 +22,9 @@ LEFT_RUNNING = 3
 started again, as one that ends with 1 is."""
 QUICK_DEATH = 5.0
 """A child that lived shorter than this many seconds is started again with growing delay."""
+TICK = 0.1
+"""Seconds between looks at the children. A signal that comes when Python has looked for one and is
+about to wait is not handled before that wait ends, so there must be none without an end."""
 
 
 def supervise(count: int, work: Callable[[], int]) -> int:
@@ -106,15 +109,11 @@ class _Supervisor:
 
     def wait(self) -> int:
         while self._children or (self._due and not self._is_stopping):
-            if self._due:
-                self._start_due()
-                # One that waits for its turn keeps nobody from seeing how the others are.
-                pid, status = os.waitpid(-1, os.WNOHANG) if self._children else (0, 0)
-                if not pid:
-                    time.sleep(0.1)
-                    continue
-            else:
-                pid, status = os.waitpid(-1, 0)
+            self._start_due()
+            pid, status = os.waitpid(-1, os.WNOHANG) if self._children else (0, 0)
+            if not pid:
+                time.sleep(TICK)
+                continue
             started = self._children.pop(pid, None)
             if started is None:
                 continue

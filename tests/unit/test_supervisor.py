@@ -36,7 +36,7 @@ def wait_for_signal():
     note("ready")
     os.write(1, b"ready\\n")
     while True:
-        time.sleep(60)
+        time.sleep(0.05)  # not longer: a signal that comes just before is handled after it
 
 {body}
 sys.exit(supervisor.supervise({count}, work))
@@ -95,6 +95,30 @@ def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, number):
     # Then
     assert finish(process)[0] == 0
     assert sorted(log(tmp_path)) == ["ready", "ready", "stopped", "stopped"]
+
+
+def test_it_never_waits_so_that_a_signal_that_came_just_before_would_wait_too(tmp_path):
+    """Promise 3: the stop would be passed on once a child ended by itself, so mostly never."""
+    # Given: a stop after Python's last look for signals, which it handles when the call is over
+    body = """
+real_wait, stops = os.waitpid, [signal.SIGTERM]
+
+def waitpid(pid, flags):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    if stops:
+        os.kill(os.getpid(), stops.pop())
+    try:
+        return real_wait(pid, flags)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+os.waitpid = waitpid
+work = wait_for_signal
+"""
+    # When
+    process = start(tmp_path, body, count=2)
+    # Then
+    assert finish(process)[0] == 0
 
 
 def test_a_signal_that_comes_while_it_forks_reaches_that_child_too(tmp_path):
