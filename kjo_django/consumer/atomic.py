@@ -179,11 +179,11 @@ class AtomicRunner:
                 raise left
             if len(completed) < len(fresh) or len(fresh) < len(keys):
                 _take_markers_back(using, completed, keys, fresh)
-            completion.complete(using, completed)
             settled = [o for o in outcomes if is_settled_by_group(o)]
             acknowledge(settled, in_transaction=True)
             release_leases(self._leases, using, settled)
             _make_callbacks_robust(connection)
+            completion.complete(using, completed, is_last=True)
         return outcomes
 
     def _attempt(

@@ -13,25 +13,30 @@ from kjo_django import states
 from kjo_django.consumer.rows import ID_TEXT
 from kjo_django.consumer.work import Outcome
 from kjo_django.models import Job, transition
-from kjo_django.models.postgres import array_text, text_array
+from kjo_django.models.postgres import array_text, execute_last, text_array
 from kjo_django.states import JobState
 
 
-def complete(using: str, outcomes: Sequence[Outcome], token: str | None = None) -> set[Any]:
+def complete(
+    using: str, outcomes: Sequence[Outcome], token: str | None = None, *, is_last: bool = False
+) -> set[Any]:
     """Record completions of jobs in one statement, inside the caller's transaction.
 
     :param token: of a row lease that must still be held; those who lost it are refused.
+    :param is_last: the caller does nothing more but commit, and what it would do about a refusal is
+        nothing either: the commit may go along with the statement, and does on PostgreSQL.
     :returns: the ids of the jobs recorded.
     """
     done = [outcome for outcome in outcomes if outcome.job is not None]
     if not done:
         return set()
     now = timezone.now()
+    lasting = [outcome for outcome in done if "result_ttl" in outcome.notes]
     if connections[using].vendor == "postgresql":
-        recorded = _complete_at_once(using, done, now, token)
+        recorded = _complete_at_once(using, done, now, token, commits=is_last and not lasting)
     else:
         recorded = _complete_one_by_one(using, done, now, token)
-    _change_lifetimes(using, [o for o in done if "result_ttl" in o.notes], now)
+    _change_lifetimes(using, lasting, now)
     return recorded
 
 
@@ -177,7 +182,7 @@ WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
 
 
 def _complete_at_once(
-    using: str, done: Sequence[Outcome], now: datetime, token: str | None
+    using: str, done: Sequence[Outcome], now: datetime, token: str | None, *, commits: bool
 ) -> set[Any]:
     """The same for PostgreSQL, in one round trip however many there are."""
     jobs = [(job, outcome) for outcome in done if (job := outcome.job) is not None]
@@ -188,22 +193,25 @@ def _complete_at_once(
         array_text(outcome.attempt for _, outcome in jobs),
         array_text(outcome.started_at for _, outcome in jobs),
         # Of arrays that end early, unnest takes NULL for the rest.
-        [] if values.count(None) == len(values) else values,
+        "{}" if values.count(None) == len(values) else values,
         *_publications(jobs),
     ]
     with connections[using].cursor() as cursor:
-        open_states = states.expected("complete")
+        open_states = text_array(states.expected("complete"))
         parameters = [now, now, *columns, columns[0], open_states, token, token]
-        cursor.execute(_COMPLETE, parameters)
+        if commits:
+            execute_last(connections[using], cursor, _COMPLETE, parameters)
+        else:
+            cursor.execute(_COMPLETE, parameters)
         changed = cursor.rowcount
     return _recorded(using, {job["id"] for job, _ in jobs}, changed, now)
 
 
-def _publications(jobs: Sequence[tuple[dict[str, Any], Outcome]]) -> list[list[Any]]:
+def _publications(jobs: Sequence[tuple[dict[str, Any], Outcome]]) -> Sequence[Any]:
     """Return a column for each field of a publication; empty where all have been noted, as they
     have been in a backlog."""
     if not any(job["state"] in _AWAITING for job, _ in jobs):
-        return [[]] * len(_PUBLICATION)
+        return ("{}",) * len(_PUBLICATION)
     each = [publication(outcome) for _, outcome in jobs]
     return [[one.get(name) for one in each] for name in _PUBLICATION]
 

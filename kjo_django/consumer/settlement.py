@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -30,7 +31,14 @@ from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import storable_text
-from kjo_django.models import DeadLetter, DeadLetterReason, Job, JobFailure, transition
+from kjo_django.models import (
+    DeadLetter,
+    DeadLetterReason,
+    Job,
+    JobFailure,
+    atomic_along,
+    transition,
+)
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer import dispatch
 from kjo_django.registry import Handler
@@ -277,10 +285,10 @@ def _failure(outcome: Outcome, job_id: Any, now: datetime, worker: str) -> JobFa
     )
 
 
-def in_transaction(using: str) -> Any:
+def in_transaction(using: str) -> AbstractContextManager[None]:
     """Return the transaction outcomes are written in.
 
     A worker's is always the outermost. Within a test's own, a savepoint keeps a failure from
     breaking that one.
     """
-    return transaction.atomic(using=using)
+    return atomic_along(using)

@@ -35,7 +35,7 @@ from kjo_django.coordination import sqlite_leases
 from kjo_django.coordination.base import Claim, Coordination, Listener
 from kjo_django.coordination.listeners import LocalListener, call_local_listeners
 from kjo_django.exceptions import CoordinationError
-from kjo_django.models import Lease, Mark
+from kjo_django.models import Lease, Mark, atomic_along
 from kjo_django.probing import answer_within
 
 T = TypeVar("T")
@@ -333,7 +333,7 @@ def _own_transaction(alias: str) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             # Durable: Django itself refuses to nest it, but for the transaction of a TestCase.
-            stack.enter_context(transaction.atomic(using=alias, durable=True))
+            stack.enter_context(atomic_along(alias, durable=True))
         except RuntimeError as error:
             raise RuntimeError(
                 "claim() must be called outside transaction.atomic(): others would not see the "

@@ -24,17 +24,19 @@ share a slot: use a hash tag, ``KEY_PREFIX = "{kjo}"``. The tests meet single se
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 from django.core.cache import InvalidCacheBackendError
 from django.core.exceptions import ImproperlyConfigured
 from django_redis import get_redis_connection
 from redis import ConnectionPool, Redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, RedisError
 
 from kjo_django.coordination.base import FIRST_CLAIM, Claim, Coordination
 from kjo_django.coordination.redis_listener import RedisListener, text_of
@@ -113,9 +115,8 @@ class RedisCoordination(Coordination):
         super().__init__(options)
         self.cache_alias: str = self.options.get("CACHE", "default")
         self._prefix: str = self.options.get("KEY_PREFIX", "")
-        self._scripts: dict[str, Any] = {}
         self._url: str | None = self.options.get("URL")
-        self._pool: Any = None
+        self._own_client: Any = None
         if self._url is None:
             self._client()  # connects to nothing, and refuses a cache that is none of django-redis
 
@@ -233,9 +234,9 @@ class RedisCoordination(Coordination):
 
     def _client(self) -> Any:
         if self._url:
-            if self._pool is None:
-                self._pool = _pool_of(self._url)
-            return Redis(connection_pool=self._pool)
+            if self._own_client is None:  # to make one takes as long as to ask it
+                self._own_client = Redis(connection_pool=_pool_of(self._url))
+            return self._own_client
         try:
             return get_redis_connection(self.cache_alias)
         except (InvalidCacheBackendError, NotImplementedError) as error:
@@ -254,11 +255,11 @@ class RedisCoordination(Coordination):
     def _run(self, source: str, keys: list[str], *arguments: object) -> Any:
         """EVALSHA; a server that forgot the script (restart, failover) gets it again."""
         with self._reached():
-            client = self._client()
-            script = self._scripts.get(source)
-            if script is None:
-                script = self._scripts[source] = client.register_script(source)
-            return script(keys=keys, args=arguments, client=client)
+            client, what = self._client(), (len(keys), *keys, *arguments)
+            try:
+                return client.execute_command("EVALSHA", _digest(source), *what)
+            except NoScriptError:
+                return client.execute_command("EVAL", source, *what)
 
     def _keys(self, names: Sequence[str]) -> list[str]:
         return [self._prefix + name for name in names] if self._prefix else list(names)
@@ -283,6 +284,12 @@ def _pool_of(url: str) -> ConnectionPool:
         raise ImproperlyConfigured(
             "KJO['COORDINATION']['OPTIONS']['URL'] is no redis:// or rediss:// URL."
         ) from error
+
+
+@cache
+def _digest(source: str) -> str:
+    """Return what the server calls a script."""
+    return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 def _ms(duration: timedelta) -> int:

@@ -9,7 +9,7 @@ from kjo_django.models.metric_bucket import MetricBucket, MetricRollup
 from kjo_django.models.processed_event import EventKey, ProcessedEvent
 from kjo_django.models.queue_control import QueueControl
 from kjo_django.models.worker import Worker
-from kjo_django.models.writing import jobs_database, take_write_lock, writing
+from kjo_django.models.writing import atomic_along, jobs_database, take_write_lock, writing
 
 __all__ = [
     "Dashboard",
@@ -29,6 +29,7 @@ __all__ = [
     "TransportMessage",
     "TransportSubscription",
     "Worker",
+    "atomic_along",
     "jobs_database",
     "message_id",
     "take_write_lock",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ class _Psycopg(NamedTuple):
     no_pipeline: int
     in_error: int
     idle: int
+    isolation_level: Any
 
 
 @cache
@@ -65,6 +66,7 @@ def _psycopg() -> _Psycopg:
         int(psycopg.pq.PipelineStatus.OFF),
         int(psycopg.pq.TransactionStatus.INERROR),
         int(psycopg.pq.TransactionStatus.IDLE),
+        psycopg.IsolationLevel,
     )
 
 
@@ -130,3 +132,68 @@ def execute_both(
         changed = int(cursor.rowcount)
         cursor.execute(next_sql, next_parameters)
     return changed
+
+
+class BeginAlong:
+    """Sends the ``BEGIN`` of a transaction in one round trip with its first query.
+
+    To be entered within ``atomic()``, before anything is asked. psycopg, out of autocommit, would
+    send a ``BEGIN`` of its own before that query, and wait for it. Its setter does not let anybody
+    change autocommit for a single query, so the attribute behind it is; where there is none, or the
+    query must go alone, psycopg does as ever.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self._wrappers = connection.execute_wrappers
+
+    def __enter__(self) -> None:
+        self._wrappers.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        if self in self._wrappers:  # nothing was asked
+            self._wrappers.remove(self)
+
+    def __call__(
+        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+    ) -> Any:
+        self._wrappers.remove(self)
+        cursor = context["cursor"].cursor
+        if many or not isinstance(sql, str) or not takes_several(cursor):
+            return execute(sql, params, many, context)
+        driver = cursor.connection
+        is_begun = driver.pgconn.transaction_status != _psycopg().idle
+        if is_begun or getattr(driver, "_autocommit", True):
+            return execute(sql, params, many, context)
+        driver._autocommit = True
+        try:
+            answer = execute(f"{_begin(driver)}; {sql}", params, many, context)
+        finally:
+            driver._autocommit = False
+        pass_over(cursor, 1)
+        return answer
+
+
+def _begin(driver: Any) -> str:
+    """Return the statement a connection of psycopg 3 begins its transactions with."""
+    words = ["BEGIN"]
+    if driver.isolation_level is not None:
+        level = _psycopg().isolation_level(driver.isolation_level)
+        words.append(f"ISOLATION LEVEL {level.name.replace('_', ' ')}")
+    if driver.read_only is not None:
+        words.append("READ ONLY" if driver.read_only else "READ WRITE")
+    if driver.deferrable is not None:
+        words.append("DEFERRABLE" if driver.deferrable else "NOT DEFERRABLE")
+    return " ".join(words)
+
+
+def execute_last(connection: Any, cursor: Any, sql: str, parameters: Sequence[Any]) -> None:
+    """Execute the last statement of a transaction, and commit in the same round trip where that can
+    be: not within a transaction that was open before. Django's own commit then has nothing to do.
+
+    :param connection: Django's, in the outermost ``atomic()`` of the transaction.
+    :param cursor: of this connection, for what the statement answers.
+    :raises DatabaseError: the statement or the commit failed; nothing has taken effect.
+    """
+    is_outermost = len(connection.atomic_blocks) == 1 and connection.commit_on_exit
+    ends = is_outermost and takes_several(cursor.cursor)
+    cursor.execute(f"{sql}; COMMIT" if ends else sql, parameters)

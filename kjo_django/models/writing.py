@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from django.db import connections, router, transaction
 
 from kjo_django.conf import get_settings
 from kjo_django.models.embedded import TransportSubscription
 from kjo_django.models.job import Job
+from kjo_django.models.postgres import BeginAlong
 
 _NO_ROW = -1
 
@@ -28,6 +29,16 @@ def take_write_lock(alias: str) -> None:
     """
     if connections[alias].vendor == "sqlite":
         TransportSubscription.objects.using(alias).filter(pk=_NO_ROW).update(topic="")
+
+
+@contextmanager
+def atomic_along(alias: str, *, savepoint: bool = True, durable: bool = False) -> Iterator[None]:
+    """``transaction.atomic()``, which on PostgreSQL takes no round trip to begin: the ``BEGIN``
+    goes along with the first query."""
+    connection = connections[alias]
+    along = BeginAlong(connection) if connection.vendor == "postgresql" else nullcontext()
+    with transaction.atomic(using=alias, savepoint=savepoint, durable=durable), along:
+        yield
 
 
 @contextmanager

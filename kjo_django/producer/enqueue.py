@@ -25,7 +25,7 @@ from kjo_django.conf import get_settings
 from kjo_django.exceptions import PayloadError, StorageError
 from kjo_django.ids import uuid7s
 from kjo_django.messages.serializers import load_result, serializer_for
-from kjo_django.models import Job, transition
+from kjo_django.models import Job, atomic_along, transition
 from kjo_django.models.postgres import is_psycopg3
 from kjo_django.producer import copying, dispatch
 from kjo_django.producer.wakeups import RELAY_CHANNEL, after_commit
@@ -181,7 +181,7 @@ def _store(jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
         _insert(using, jobs)
         _tell(using, jobs, RELAY_CHANNEL)
         return [EnqueueResult("queued", job.pk) for job in jobs]
-    with transaction.atomic(using=using, savepoint=False):
+    with atomic_along(using, savepoint=False):
         answers = _store_unique(using, jobs, revives_failed)
         for name, queue in queues.items():
             fresh = [

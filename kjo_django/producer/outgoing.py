@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 
-from django.db import transaction
 from django.utils import timezone
 
 from kjo_django import registry, tracing
@@ -19,7 +18,7 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
-from kjo_django.models import Job
+from kjo_django.models import Job, atomic_along
 from kjo_django.producer import dispatch
 from kjo_django.producer.enqueue import check_payload_size
 from kjo_django.states import JobState
@@ -103,7 +102,7 @@ def store_record(
 
 def _store(job: Job, queue: QueueConf) -> None:
     using = dispatch.jobs_database()
-    with transaction.atomic(using=using, savepoint=False):
+    with atomic_along(using, savepoint=False):
         job.save(using=using, force_insert=True)
         dispatch.hand_over([job], queue)
 

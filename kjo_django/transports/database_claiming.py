@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 
-from django.db import connections, transaction
+from django.db import connections
 from django.utils import timezone
 
-from kjo_django.models import TransportSubscription, take_write_lock
+from kjo_django.models import TransportSubscription, atomic_along, take_write_lock
 from kjo_django.transports.base import Record, TopicPartition
 from kjo_django.transports.database_rows import (
     COLUMNS,
@@ -101,7 +101,7 @@ class Claimer:
             self._more = False
             return []
         is_nested = connections[self._alias].in_atomic_block
-        with transaction.atomic(using=self._alias):
+        with atomic_along(self._alias):
             if not is_nested:
                 commit_lazily(self._alias)
             topics = self._lock_topics(due)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from django.core.management import call_command
 from django.db import connections
@@ -96,6 +97,20 @@ def postgres(_migrated_postgres: dict[str, Any], django_db_blocker: Any) -> Iter
         with connection.cursor() as cursor:
             cursor.execute(f"TRUNCATE {tables} RESTART IDENTITY CASCADE")
         yield
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts psycopg is asked to send, one for each round trip."""
+    texts: list[str] = []
+    execute = psycopg.Cursor.execute
+
+    def recording(self: Any, query: Any, *arguments: Any, **options: Any) -> Any:
+        texts.append(str(query))
+        return execute(self, query, *arguments, **options)
+
+    monkeypatch.setattr(psycopg.Cursor, "execute", recording)
+    return texts
 
 
 @pytest.fixture(

@@ -37,20 +37,6 @@ def group() -> Iterator[LazySavepoint]:
         yield savepoint
 
 
-@pytest.fixture
-def sent(monkeypatch) -> list[str]:
-    """The texts that are sent, one for each round trip."""
-    texts: list[str] = []
-    execute = psycopg.Cursor.execute
-
-    def recording(self, query, *arguments, **options):
-        texts.append(str(query))
-        return execute(self, query, *arguments, **options)
-
-    monkeypatch.setattr(psycopg.Cursor, "execute", recording)
-    return texts
-
-
 def entries() -> list[str]:
     return sorted(Entry.objects.values_list("job", flat=True))
 

@@ -1,0 +1,229 @@
+"""On PostgreSQL the transaction of a group begins along with its first statement, and its commit
+goes along with its last."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from django.db import ProgrammingError, connection, transaction
+
+from kjo_django.consumer.settlement import in_transaction
+from kjo_django.models import Job, ProcessedEvent
+from kjo_django.models.postgres import BeginAlong, _begin
+from kjo_django.producer.definition import JobDefinition
+from tests.ledger.models import Entry
+from tests.unit.deliveries import Bench, as_job, benched
+
+pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
+
+STATUS = psycopg.pq.TransactionStatus
+
+
+@pytest.fixture
+def bench(settings, monkeypatch, postgres) -> Iterator[Bench]:
+    with benched(settings, monkeypatch) as bench:
+        yield bench
+
+
+def entries() -> list[str]:
+    return sorted(Entry.objects.values_list("job", flat=True))
+
+
+def status() -> int:
+    return connection.connection.info.transaction_status
+
+
+def asked(sql: str) -> object:
+    with connection.cursor() as cursor:
+        cursor.execute(sql)
+        return cursor.fetchone()[0]
+
+
+# --- Beginning ------------------------------------------------------------------------------------
+
+
+def test_the_first_query_carries_the_beginning_along_and_answers_as_if_it_were_alone(sent):
+    # When
+    with in_transaction("default"):
+        connection.ensure_connection()
+        assert status() == STATUS.IDLE
+        answers = asked("SELECT 1"), asked("SELECT 2")
+        inside = status(), connection.connection.autocommit
+    # Then
+    assert sent == ["BEGIN; SELECT 1", "SELECT 2"]
+    assert answers == (1, 2)
+    assert inside == (STATUS.INTRANS, False)
+    assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
+
+
+def test_what_it_carries_is_one_transaction_that_can_be_undone():
+    with pytest.raises(ZeroDivisionError), in_transaction("default"):
+        Entry.objects.create(job="a")
+        Entry.objects.create(job="b")
+        raise ZeroDivisionError
+    assert entries() == []
+
+
+def test_a_first_query_that_is_refused_begins_nothing_and_leaves_the_connection_usable():
+    for sql in ("SELEKT 1", "SELECT 1 FROM no_such_table"):
+        with pytest.raises(ProgrammingError), in_transaction("default"):
+            asked(sql)
+        assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
+    assert asked("SELECT 1") == 1
+
+
+def test_where_nothing_is_asked_nothing_stays_behind():
+    before = list(connection.execute_wrappers)
+    with in_transaction("default"):
+        pass
+    assert connection.execute_wrappers == before
+
+
+def test_within_a_transaction_of_somebody_elses_none_is_begun(sent):
+    with transaction.atomic():
+        asked("SELECT 1")
+        with BeginAlong(connection):
+            asked("SELECT 2")
+        with in_transaction("default"):
+            asked("SELECT 3")
+    assert [text for text in sent if "BEGIN" in text] == []
+
+
+def test_it_begins_as_psycopg_would():
+    connection.ensure_connection()
+    driver = connection.connection
+    levels = [None, *psycopg.IsolationLevel]
+    try:
+        for level, read_only, deferrable in itertools.product(levels, *[[None, True, False]] * 2):
+            driver.isolation_level = level
+            driver.read_only, driver.deferrable = read_only, deferrable
+            assert _begin(driver).encode() == driver._get_tx_start_command()
+    finally:
+        connection.close()
+
+
+def test_the_isolation_asked_for_in_the_settings_is_kept(bench):
+    # Given
+    seen: list[object] = []
+    as_job(
+        lambda: seen.append(asked("SHOW transaction_isolation")), "bench.isolation"
+    ).enqueue_many([{}, {}])
+    options = connection.settings_dict["OPTIONS"]
+    connection.close()
+    connection.settings_dict["OPTIONS"] = {
+        **options,
+        "isolation_level": psycopg.IsolationLevel.REPEATABLE_READ,
+    }
+    try:
+        # When
+        bench.run()
+        # Then
+        assert seen == ["repeatable read"] * 2
+    finally:
+        connection.close()
+        connection.settings_dict["OPTIONS"] = options
+
+
+def test_handlers_find_the_driver_as_within_any_transaction(bench):
+    """Out of autocommit: a cursor of the server's for rows to be locked is none "with hold"."""
+
+    # Given
+    def handler(job: str) -> None:
+        for entry in Entry.objects.select_for_update().iterator():
+            entry.note = job
+            entry.save()
+
+    Entry.objects.create(job="before")
+    as_job(handler, "bench.iterating").enqueue_many([{"job": "a"}, {"job": "b"}])
+    # When
+    bench.run()
+    # Then
+    assert set(Job.objects.values_list("state", flat=True)) == {"completed"}
+    assert Entry.objects.get().note == "b"
+
+
+# --- Ending ---------------------------------------------------------------------------------------
+
+
+def write_and_tell(told: list[str]) -> JobDefinition:
+    def handler(job: str) -> None:
+        Entry.objects.create(job=job)
+        transaction.on_commit(lambda: told.append(job))
+
+    return as_job(handler, "bench.write_and_tell")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_commit_goes_along_with_the_last_statement_of_its_group(
+    bench, sent, monkeypatch, count
+):
+    # Given
+    told: list[str] = []
+    write_and_tell(told).enqueue_many([{"job": str(n)} for n in range(count)])
+    deliveries = bench.poll()
+    sent.clear()
+    left: list[int] = []
+    commit = psycopg.Connection.commit
+
+    def committing(self):
+        left.append(self.info.transaction_status)
+        commit(self)
+
+    monkeypatch.setattr(psycopg.Connection, "commit", committing)
+    # When
+    bench.pipeline._atomic.run(deliveries)
+    # Then: Django has nothing more to commit, and calls who waited for it
+    assert [text for text in sent if "COMMIT" in text] == sent[-1:]
+    assert left == [psycopg.pq.TransactionStatus.IDLE]
+    assert entries() == told == [str(n) for n in range(count)]
+
+
+def test_within_a_transaction_of_somebody_elses_nothing_is_committed(bench):
+    # Given
+    told: list[str] = []
+    write_and_tell(told).enqueue(job="a")
+    deliveries = bench.poll()
+    # When
+    with transaction.atomic():
+        bench.pipeline._atomic.run(deliveries)
+        transaction.set_rollback(True)
+    # Then
+    assert (entries(), told) == ([], [])
+    assert Job.objects.get().state == "queued"
+
+
+@pytest.fixture
+def refusing_commits(postgres) -> Iterator[None]:
+    """A constraint that is looked at when a transaction commits: no two entries have one note."""
+    table, name = "ALTER TABLE ledger_entry", "no_note_twice"
+    with connection.cursor() as cursor:
+        cursor.execute(f"{table} ADD CONSTRAINT {name} UNIQUE (note) DEFERRABLE INITIALLY DEFERRED")
+    try:
+        yield
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(f"{table} DROP CONSTRAINT {name}")
+
+
+def test_a_commit_that_is_refused_fails_the_job_it_is_refused_for(refusing_commits, bench):
+    # Given: of three in a group, the second does what the database refuses at the end
+    told: list[str] = []
+
+    def noting(job: str, note: str) -> None:
+        Entry.objects.create(job=job, note=note)
+        transaction.on_commit(lambda: told.append(job))
+
+    Entry.objects.create(job="before", note="twice")
+    job = as_job(noting, "bench.noting")
+    notes = {"a": "one", "b": "twice", "c": "two"}
+    job.enqueue_many([{"job": name, "note": note} for name, note in notes.items()])
+    # When
+    bench.run()
+    # Then
+    assert (entries(), told) == (["a", "before", "c"], ["a", "c"])
+    rows = Job.objects.order_by("id").values_list("state", "attempts")
+    assert [*rows] == [("completed", 1), ("failing", 1), ("completed", 1)]
+    assert ProcessedEvent.objects.count() == 2
