@@ -14,6 +14,7 @@ from kjo_django.consumer.settlement import in_transaction
 from kjo_django.models import Job, ProcessedEvent
 from kjo_django.models.postgres import BeginAlong, _begin
 from kjo_django.producer.definition import JobDefinition
+from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, benched
 
@@ -143,6 +144,12 @@ def test_handlers_find_the_driver_as_within_any_transaction(bench):
     # Then
     assert set(Job.objects.values_list("state", flat=True)) == {"completed"}
     assert Entry.objects.get().note == "b"
+
+
+def test_an_enqueue_that_takes_more_than_one_statement_begins_along_with_the_first(sent):
+    ledger.write.using(id="one").enqueue(job="a")
+    assert [text.startswith("BEGIN; ") for text in sent] == [True] + [False] * (len(sent) - 1)
+    assert Job.objects.get().unique_id == "one"
 
 
 # --- Ending ---------------------------------------------------------------------------------------
