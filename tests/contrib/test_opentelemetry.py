@@ -375,11 +375,11 @@ def test_a_group_that_was_rolled_back_says_so_and_then_how_it_ended(bench, spans
 
     complete, failed = completion.complete, []
 
-    def refuse_the_group(using, done, token=None):
+    def refuse_the_group(using, done, *arguments, **options):
         if len(done) > 1 and not failed:
             failed.append(True)
             raise OperationalError("deadlock")
-        return complete(using, done, token)
+        return complete(using, done, *arguments, **options)
 
     monkeypatch.setattr(completion, "complete", refuse_the_group)
     for name in "ab":
