@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -12,6 +13,7 @@ from django.db import ProgrammingError, connection, transaction
 
 from kjo_django.consumer.settlement import in_transaction
 from kjo_django.models import Job, ProcessedEvent
+from kjo_django.models import postgres as postgres_models
 from kjo_django.models.postgres import BeginAlong, _begin
 from kjo_django.producer.definition import JobDefinition
 from tests.ledger import jobs as ledger
@@ -104,6 +106,25 @@ def test_it_begins_as_psycopg_would():
             assert _begin(driver).encode() == driver._get_tx_start_command()
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize("attributes", [{}, {"_autocommit": True}], ids=["none", "on"])
+def test_a_driver_that_keeps_autocommit_otherwise_is_left_to_begin_by_itself(
+    monkeypatch, attributes
+):
+    # Given
+    monkeypatch.setattr(postgres_models, "takes_several", lambda cursor: True)
+    pgconn = SimpleNamespace(transaction_status=STATUS.IDLE)
+    driver = SimpleNamespace(pgconn=pgconn, **attributes)
+    cursor = SimpleNamespace(cursor=SimpleNamespace(connection=driver))
+    given: list[str] = []
+    begins = BeginAlong(SimpleNamespace(execute_wrappers=[]))
+    # When
+    with begins:
+        begins(lambda sql, *rest: given.append(sql), "SELECT 1", None, False, {"cursor": cursor})
+    # Then
+    assert given == ["SELECT 1"]
+    assert vars(driver) == {"pgconn": pgconn, **attributes}
 
 
 def test_the_isolation_asked_for_in_the_settings_is_kept(bench):
