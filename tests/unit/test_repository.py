@@ -29,8 +29,6 @@ TOP_LEVEL = {
     "tox.ini",
 }
 VAGUE_NAMES = {"common.py", "helper.py", "helpers.py", "misc.py", "util.py", "utils.py"}
-LONGEST_MODULE = 450
-"""Lines; whatever is longer is two things."""
 MACHINE_PATHS = re.compile(
     rb"(?<![\w.<>-])/(?:work|root|opt|home)/\w|localhost:\d{4}/simple|index-url"
 )
@@ -51,15 +49,6 @@ def files() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def modules() -> list[Path]:
-    """The app's modules."""
-    return [
-        path
-        for path in files()
-        if path.suffix == ".py" and path.parts[len(ROOT.parts)] == "kjo_django"
-    ]
-
-
 def set_up_lines(ending: str) -> list[str]:
     """The README's lines that begin with a fresh environment and end like this."""
     lines = (ROOT / "README.md").read_text().splitlines()
@@ -72,15 +61,6 @@ def test_the_top_level_is_what_it_should_be() -> None:
 
 def test_no_module_has_a_name_that_says_nothing() -> None:
     assert not [str(path) for path in files() if path.name in VAGUE_NAMES]
-
-
-def test_no_module_is_too_long() -> None:
-    long = [
-        str(path.relative_to(ROOT))
-        for path in modules()
-        if len(path.read_text().splitlines()) > LONGEST_MODULE
-    ]
-    assert not long
 
 
 def test_no_file_names_a_place_of_one_machine() -> None:
