@@ -177,18 +177,21 @@ def test_one_record_does_not_wait_for_a_second_poll(transport, topic):
 
 def test_an_outage_fails_every_record_and_says_why(connect, mock, topic):
     transport = connect(**{"delivery.timeout.ms": 1000})
-    publish(transport, topic, b"connects")
+
+    def attempt():
+        return transport.publish([OutgoingRecord(topic, b"value")])[0].error
+
+    # Given a connection, which a new mock may take longer for than one record's timeout
+    eventually(lambda: attempt() is None, 60, "a connection")
 
     with mock.down():
+        # When the client has been refused a new one: until then nobody knows why
+        eventually(lambda: attempt() and transport._publisher._last_error, 60, "a refusal")
         outcomes = transport.publish([OutgoingRecord(topic, value) for value in numbers(0, 3)])
 
     assert all("MSG_TIMED_OUT" in outcome.error for outcome in outcomes)
     assert "Connection refused" in outcomes[0].error or "TRANSPORT" in outcomes[0].error
-    eventually(
-        lambda: transport.publish([OutgoingRecord(topic, b"again")])[0].error is None,
-        20,
-        "recovery",
-    )
+    eventually(lambda: attempt() is None, 60, "recovery")
 
 
 def test_a_fatal_error_replaces_the_producer(transport, topic):
