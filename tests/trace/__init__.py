@@ -1,0 +1,1 @@
+"""How much of the app's own code one job walks through."""
