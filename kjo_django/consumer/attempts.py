@@ -13,7 +13,7 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer import policies
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.work import Delivery, Outcome, Result
-from kjo_django.exceptions import KjoError, StalledError
+from kjo_django.exceptions import KjoError, MessageError, StalledError
 from kjo_django.models import DeadLetterReason
 from kjo_django.models.job import message_id
 
@@ -33,6 +33,9 @@ COLUMNS = (
 )
 """What is read of a job's row before it runs."""
 
+
+NAMED_BY_OTHERS = 0
+"""The generation given to the row of an open job of ours whose id a message of others bears."""
 
 _OPEN = frozenset(state.value for state in states.OPEN)
 
@@ -69,6 +72,8 @@ def judge(
     assert handler is not None
     if not is_fresh and not handler.judges_itself:
         return Outcome(delivery, Result.DUPLICATE, job=row)
+    if row is not None and row["generation"] == NAMED_BY_OTHERS:
+        return _dead(delivery, None, 0, named_like_ours(row), DeadLetterReason.INVALID)
     if row is None:
         if message.job_id is not None and message.service == get_settings().service_name:
             # Its row was here and was deleted by somebody who meant it.
@@ -93,6 +98,13 @@ def judge(
     return Start(attempt, limit)
 
 
+def named_like_ours(row: dict[str, Any]) -> MessageError:
+    """Return why a message of others that bears the id of an open job of ours is not run: its
+    marker would say that the job is done."""
+    text = f"Its id is that of the job {row['id']} of this service, which has not ended"
+    return MessageError("invalid", text)
+
+
 def spent_and_limit(delivery: Delivery, row: dict[str, Any] | None) -> tuple[int, int]:
     """Return how many attempts have an outcome that is recorded, and after how many it ends."""
     if row is not None:
@@ -111,8 +123,7 @@ def why_skip(delivery: Delivery, row: dict[str, Any]) -> str:
     if row["state"] not in _OPEN:
         return str(row["state"])
     if message.job_id is None:
-        # A second copy of a foreign message whose retries are in the hands of its row, or a message
-        # that bears the id of a job of ours: that one is not done because somebody used its name.
+        # A second copy of a foreign message whose retries are in the hands of its row.
         return "has_row"
     if message.generation != row["generation"]:
         return "generation"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,16 @@ from django.db import transaction
 
 from kjo_django.consumer.attempts import Start
 from kjo_django.consumer.context import Abort
+from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.settlement import judge_failure
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import JobCancelledError
+from kjo_django.messages.serializers import one_line
 from kjo_django.transports.base import TopicPartition
+
+logger = logging.getLogger("kjo_django")
 
 _HANDED_BACK = (Abort.SHUTDOWN, Abort.LOST)
 
@@ -72,6 +77,25 @@ class Resting:
 def is_dead(outcome: Outcome) -> bool:
     """Whether it ends as a dead letter."""
     return outcome.result is Result.DEAD
+
+
+_WHY_SKIPPED = {
+    "has_row": "its retries are its row's",
+    "generation": "its job has been requeued since",
+    "attempt": "this attempt has an outcome already",
+    "changed": "its job was changed meanwhile",
+}
+"""Where the reason of an outcome is no word for people, as a job's state is."""
+
+
+def log_skipped(outcomes: Sequence[Outcome]) -> None:
+    """Leave a line in the log for each message that was acknowledged without a run."""
+    for outcome in outcomes:
+        if outcome.result is Result.SKIPPED:
+            delivery, why = outcome.delivery, outcome.reason
+            which = delivery.message.id if delivery.message else delivery.record.position
+            told = f"Skipped {which}: {_WHY_SKIPPED.get(why, why)}"
+            logger.info(one_line(told), extra=facts_of(delivery, outcome.attempt))
 
 
 def is_settled_by_group(outcome: Outcome) -> bool:

@@ -27,7 +27,7 @@ from kjo_django.consumer.flight import Flight
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import Patience
-from kjo_django.consumer.outcomes import Resting, acknowledge, is_dead
+from kjo_django.consumer.outcomes import Resting, acknowledge, is_dead, log_skipped
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.poison import poison_outcome
 from kjo_django.consumer.recording import OUTAGES, REFUSALS, Recorder
@@ -374,6 +374,7 @@ class Pipeline:
             tracing.tracer.settled(settled)
             tracing.tracer.given_back(deferred)
         self._tell_handlers(settled)
+        log_skipped(settled)
         self._on_outcomes(settled)
 
     def _tell_handlers(self, outcomes: Sequence[Outcome]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts
-from kjo_django.consumer.rows import NOT_THEIRS, load_rows, row_id
+from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import MessageError
 from kjo_django.producer.dispatch import jobs_database
@@ -22,10 +22,10 @@ def poison_outcome(delivery: Delivery) -> Outcome:
         using = jobs_database()
         rows = load_rows(using, [delivery], lock=False)
         row = rows.get(row_id(delivery, get_settings().service_name))
-        if row is not None and row["generation"] == NOT_THEIRS:
+        if row is not None and row["generation"] == attempts.NAMED_BY_OTHERS:
             row = None
-        if row is not None and attempts.why_skip(delivery, row):
-            return Outcome(delivery, Result.SKIPPED, job=row)
+        if row is not None and (skipped := attempts.why_skip(delivery, row)):
+            return Outcome(delivery, Result.SKIPPED, job=row, reason=skipped)
     attempt = row["attempts"] if row else 0
     return Outcome(
         delivery, Result.DEAD, attempt=attempt, job=row, error=problem, reason=problem.reason

@@ -14,7 +14,7 @@ from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.conf import get_settings
-from kjo_django.consumer.attempts import COLUMNS
+from kjo_django.consumer.attempts import COLUMNS, NAMED_BY_OTHERS
 from kjo_django.consumer.work import Delivery
 from kjo_django.models import EventKey, Job, ProcessedEvent
 from kjo_django.models.postgres import (
@@ -24,8 +24,6 @@ from kjo_django.models.postgres import (
 )
 from kjo_django.models.processed_event import Marking
 
-NOT_THEIRS = 0
-"""The generation of a row that a message bears the name of and no part in."""
 ID_TEXT = "id_text"
 """Of a row read on PostgreSQL, its id as text: the server writes it in a tenth of Python's time."""
 
@@ -96,17 +94,21 @@ class _Wanted:
 
     def of_foreign(self, using: str) -> dict[str, Any]:
         """Return the rows of foreign messages: those their first failures bore; and the open jobs
-        of ours whose names they bear, as jobs that are not theirs."""
+        of ours whose ids they bear, with the generation ``NAMED_BY_OTHERS``.
+
+        A row with a destination is no such job: it is a record for others, a stream's task say,
+        that names itself, and may be read before the relay has noted that it was sent.
+        """
         foreign = self._foreign
         if not foreign:
             return {}
         wanted = Q(queue=self._queue, unique_id__in=list(foreign))
         if self._named:
-            wanted |= Q(pk__in=list(self._named), state__in=states.OPEN)
+            wanted |= Q(pk__in=list(self._named), state__in=states.OPEN, destination="")
         found: dict[str, Any] = {}
         for row in Job.objects.using(using).filter(wanted).values(*COLUMNS, "queue"):
             if named := self._named.get(str(row["id"])):
-                found.setdefault(named, {**row, "generation": NOT_THEIRS})
+                found.setdefault(named, {**row, "generation": NAMED_BY_OTHERS})
             if row["unique_id"] in foreign and row["queue"] == self._queue:
                 found[foreign[row["unique_id"]]] = row
         return found

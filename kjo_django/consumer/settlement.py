@@ -125,7 +125,7 @@ def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> Non
         job_id, is_current = _record_job(using, outcome, now)
         if not is_current:
             # Cancelled or requeued meanwhile: the row tells, nothing is to be added.
-            outcome.result = Result.SKIPPED
+            outcome.result, outcome.reason = Result.SKIPPED, "changed"
             continue
         if job_id is not None and outcome.result in (Result.RETRIED, Result.DEAD):
             failures.append(_failure(outcome, job_id, now, worker))

@@ -42,7 +42,7 @@ _COUNTERS = {
     "retried_count": ("kjo_jobs_retried_total", "Attempts that failed and are tried again"),
     "failed_count": ("kjo_jobs_failed_total", "Jobs that failed for good"),
     "duplicate_count": ("kjo_jobs_duplicate_total", "Deliveries without effect: done before"),
-    "skipped_count": ("kjo_jobs_skipped_total", "Records that were meant for others"),
+    "skipped_count": ("kjo_jobs_skipped_total", "Records meant for others, or not to be run"),
 }
 _SINCE = "this hour (UTC), all workers together"
 

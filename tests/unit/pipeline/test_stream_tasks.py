@@ -1,0 +1,147 @@
+"""Tasks of a stream whose sender is this service: the outgoing row and the entry it became."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from kjo_django import conf, registry
+from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
+from kjo_django.consumer.stream_template import AbstractStreamConsumer
+from kjo_django.consumer.work import Result
+from kjo_django.models import DeadLetter, Job
+from kjo_django.producer import dispatch
+from kjo_django.producer.stream_template import AbstractStreamProducer
+from tests.declarations import forgetting
+from tests.ledger.jobs import write
+from tests.ledger.models import Entry
+from tests.unit.deliveries import Bench, entries, the_job
+from tests.unit.pipeline.bench import GOOD, both
+
+STREAM = "bench:write:stream"
+
+
+class Producer(AbstractStreamProducer[str]):
+    task_display_name = "writing"
+    stream_key = STREAM
+
+    def build_message(self, payload):
+        return {"job": payload}
+
+    def payload_identifier(self, payload):
+        return payload
+
+    def on_send_failed(self, payload, error):
+        raise AssertionError(error)
+
+
+@pytest.fixture
+def tasks(_configured, monkeypatch):
+    """A worker of a stream; tasks fail as often as ``tasks.failures`` says."""
+    with forgetting(registry._handlers, registry._routes, conf._declared):
+        failures: dict[str, int] = {}
+
+        class Consumer(AbstractStreamConsumer[str]):
+            task_display_name = "writing"
+            stream_key = STREAM
+            group_name = "bench-group"
+
+            def parse_payload(self, fields: dict[str, Any]) -> str | None:
+                return fields.get("job")
+
+            def payload_identifier(self, payload):
+                return payload
+
+            def mark_processing(self, payload):
+                pass
+
+            def process_business(self, payload):
+                if failures.get(payload, 0):
+                    failures[payload] -= 1
+                    raise RuntimeError("not yet")
+                Entry.objects.create(job=payload)
+
+            def mark_completed(self, payload):
+                pass
+
+            def mark_failed(self, payload, error):
+                pass
+
+        bench = Bench(STREAM)
+        bench.failures = failures
+        yield bench
+        bench.close()
+
+
+def taken_unnoted(tasks: Bench, row: Job) -> list[Any]:
+    """What a consumer reads of a relay that has sent the row and not noted that yet."""
+    record = dispatch.record_of(row, get_settings().queue(STREAM))
+    assert get_transport().publish([record])[0].error is None
+    return [tasks.read(one) for one in tasks.subscription.poll(10, 0.0)]
+
+
+@both
+def test_a_task_whose_sending_is_not_noted_yet_runs(tasks):
+    """It passed for an open job of ours whose name somebody used, and was acknowledged unrun."""
+    # Given
+    id = Producer().send_task("a")
+    row = Job.objects.get(pk=id)
+    assert row.state == "pending"
+    # When its consumer is quicker than the relay's note
+    tasks.run(taken_unnoted(tasks, row))
+    # Then
+    assert tasks.results == [Result.COMPLETED]
+    assert entries() == {"a": 1}
+
+
+@both
+def test_a_task_sent_twice_since_the_relay_died_runs_once(tasks):
+    # Given a relay that died between sending and noting
+    id = Producer().send_task("a")
+    tasks.run(taken_unnoted(tasks, Job.objects.get(pk=id)))
+    # When the next one sends it again
+    tasks.run(tasks.poll())
+    # Then
+    assert tasks.results == [Result.COMPLETED, Result.DUPLICATE]
+    assert entries() == {"a": 1}
+    assert the_job().state == "completed"
+    assert tasks.lag() == 0
+
+
+@both
+@pytest.mark.usefixtures("transport")
+def test_a_message_that_bears_the_id_of_an_open_job_of_ours_is_a_dead_letter(bench):
+    """It was skipped and acknowledged: its sender's work was lost without a trace."""
+    # Given
+    job = write.using(delay=timedelta(hours=1)).enqueue(job="ours")
+    # When
+    bench.publish(b'{"job":"theirs"}', **GOOD | {"kjo_id": str(job.job_id)})
+    bench.run()
+    # Then
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.job_id) == ("invalid", None)
+    assert bytes(letter.value) == b'{"job":"theirs"}'
+    assert str(job.job_id) in letter.error
+    assert bench.lag() == (bench.transport.capabilities.transactional and 1)
+    bench.run_until_done()
+    assert entries() == {"ours": 1}
+
+
+@both
+def test_what_is_skipped_is_logged_with_its_reason(bench, caplog):
+    # Given a job that was cancelled after its message was sent
+    job = write.enqueue(job="a")
+    deliveries = bench.poll()
+    Job.objects.filter(pk=job.job_id).update(state="cancelled")
+    # When
+    with caplog.at_level(logging.INFO, "kjo_django"):
+        bench.run(deliveries)
+    # Then
+    assert bench.results == [Result.SKIPPED]
+    (line,) = [one for one in caplog.records if "Skipped" in one.message]
+    assert str(job.job_id) in line.message
+    assert "cancelled" in line.message
