@@ -19,6 +19,7 @@ from kjo_django.models import (
     ProcessedEvent,
     QueueControl,
     Worker,
+    source_of_job,
 )
 from kjo_django.states import JobState
 
@@ -84,7 +85,14 @@ class DeadLetterFactory(factory.django.DjangoModelFactory):
         )
 
     reason = DeadLetterReason.EXHAUSTED
-    source_id = factory.Sequence(lambda n: f"source-{n:057d}")
+    source_id = factory.LazyAttributeSequence(
+        lambda letter, n: (
+            source_of_job(letter.job.pk, letter.job.generation)
+            if letter.job is not None
+            else f"source-{n:057d}"
+        )
+    )
+    job = None
     message_id = factory.Sequence(lambda n: f"message-{n}")
     queue = "default"
     handler = "tests.add"

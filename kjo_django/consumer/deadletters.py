@@ -14,7 +14,7 @@ from kjo_django.consumer.work import Delivery, Outcome
 from kjo_django.exceptions import text_of
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, one_line, storable_text
-from kjo_django.models import DeadLetter
+from kjo_django.models import DeadLetter, source_of_job
 from kjo_django.retries.classification import import_path
 from kjo_django.transports.base import OutgoingRecord, Record
 
@@ -59,11 +59,10 @@ def source_id(delivery: Delivery, job_id: UUID | None, generation: int) -> str:
     records of a topic that was deleted and created again apart.
     """
     if job_id is not None:
-        identity = f"job\0{job_id}\0{generation}"
-    else:
-        record = delivery.record
-        time = record.timestamp.isoformat() if record.timestamp else ""
-        identity = "\0".join([delivery.queue.consumer_group, *map(str, record.position), time])
+        return source_of_job(job_id, generation)
+    record = delivery.record
+    time = record.timestamp.isoformat() if record.timestamp else ""
+    identity = "\0".join([delivery.queue.consumer_group, *map(str, record.position), time])
     return hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()
 
 
@@ -83,7 +82,7 @@ def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> Dead
         handler=storable_text(handler, 100),
         key=record.key,
         value=record.value,
-        headers=names.to_json(record.headers),
+        headers=names.to_json({**record.headers, **_unique_id(outcome)}),
         content_type=storable_text(names.text(record.headers, names.CONTENT_TYPE), 50),
         consumer_group=delivery.queue.consumer_group,
         topic=record.topic,
@@ -98,6 +97,17 @@ def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> Dead
         replay_count=names.number(record.headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
         failed_at=now,
     )
+
+
+def _unique_id(outcome: Outcome) -> dict[str, bytes]:
+    """Return the header that keeps the id a job was enqueued under: only its row knows it, and
+    that may be given to another payload, or pruned, before the dead letter is replayed."""
+    message, row = outcome.delivery.message, outcome.job
+    if message is None or row is None or not row.get("unique_id"):
+        return {}
+    if row["unique_id"] == message.row_name:
+        return {}  # a message nobody enqueued here: its own id
+    return names.encode({names.UNIQUE_ID: row["unique_id"]})
 
 
 def origin_headers(record: Record) -> dict[str, bytes]:
@@ -138,7 +148,13 @@ def record_for_topic(outcome: Outcome) -> OutgoingRecord:
         topic=delivery.queue.dead_letter_topic,
         key=record.key,
         value=record.value,
-        headers={**record.headers, **origin_headers(record), **told, **kept},
+        headers={
+            **record.headers,
+            **_unique_id(outcome),
+            **origin_headers(record),
+            **told,
+            **kept,
+        },
     )
 
 

@@ -69,12 +69,20 @@ def describe(
         delivery.queue.name,
         names.texts(delivery.record.headers) if _is_seen(kind, delivery) else {},
         row["created_at"] if row is not None else message.timestamp,
-        row["unique_id"] if row is not None else None,
+        _unique_id(delivery, row),
         message.generation,
         None,
         delivery.lease,
         delivery.mode is Mode.ATOMIC,
     )
+
+
+def _unique_id(delivery: Delivery, row: dict[str, Any] | None) -> str | None:
+    """Return the id the job was enqueued under; of one that replays the dead letter of another
+    job, that job's."""
+    if told := delivery.record.headers.get(names.UNIQUE_ID):
+        return told.decode("utf-8", "replace")
+    return row["unique_id"] if row is not None else None
 
 
 def _is_seen(kind: type[JobContext], delivery: Delivery) -> bool:

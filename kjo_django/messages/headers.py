@@ -25,6 +25,9 @@ GENERATION = "kjo-generation"
 ATTEMPT = "kjo-attempt"
 CONTENT_TYPE = "content-type"
 REPLAY_COUNT = "kjo-replay-count"
+UNIQUE_ID = "kjo-unique-id"
+"""In dead letters, and in what is replayed of them under an id of its own: the id that the job was
+enqueued under. Its handler is told that one."""
 REPLY_TO = "kjo-reply-to"
 """The channel to call when the job has ended: somebody waits for it."""
 

@@ -1,7 +1,12 @@
 """The state of jobs, one file per model."""
 
 from kjo_django.models.dashboard import Dashboard
-from kjo_django.models.dead_letter import DeadLetter, DeadLetterReason, DeadLetterState
+from kjo_django.models.dead_letter import (
+    DeadLetter,
+    DeadLetterReason,
+    DeadLetterState,
+    source_of_job,
+)
 from kjo_django.models.embedded import Lease, Mark, TransportMessage, TransportSubscription
 from kjo_django.models.job import Job, JobQuerySet, message_id, transition
 from kjo_django.models.job_failure import JobFailure
@@ -32,6 +37,7 @@ __all__ = [
     "atomic_along",
     "jobs_database",
     "message_id",
+    "source_of_job",
     "take_write_lock",
     "transition",
     "writing",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 from django.db import models
 from django.db.models import Q
 from django.utils import timezone
@@ -31,6 +34,15 @@ class DeadLetterReason(models.TextChoices):
     TOO_LARGE = "too_large", _("Over the size limit")
     EXPIRED = "expired", _("Expired")
     MANUAL = "manual", _("By hand")
+
+
+def source_of_job(job_id: Any, generation: int) -> str:
+    """Return the ``source_id`` of the dead letter of one generation of a job.
+
+    A job whose unique id is enqueued again keeps its row and begins a new generation with another
+    payload. By this the letter of the row's present failure is told from those of earlier ones.
+    """
+    return hashlib.sha256(f"job\0{job_id}\0{generation}".encode()).hexdigest()
 
 
 class DeadLetter(models.Model):

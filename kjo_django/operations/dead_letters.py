@@ -1,6 +1,7 @@
 """Replay and discard: what operators do to open dead letters.
 
-A dead letter of a job is replayed by requeueing the job; that of a message nobody enqueued here by
+A dead letter of a job is replayed by requeueing the job; if the job's id has been enqueued again
+since, as a job of its own with what the letter holds; that of a message nobody enqueued here by
 publishing it again, byte for byte. Each letter changes in a transaction of its own, so a run that
 is interrupted is simply run again: it goes on with what is still open.
 """
@@ -24,7 +25,7 @@ from kjo_django import signals
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
-from kjo_django.models import DeadLetter, DeadLetterState
+from kjo_django.models import DeadLetter, DeadLetterState, source_of_job
 from kjo_django.operations import redaction, republishing
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.replayer import Replayer
@@ -221,7 +222,10 @@ def preview(
     """
     rows = select(selection)
     report = ReplayReport("table", is_dry_run=True)
-    columns = ("pk", "reason", "handler", "error_type", "replay_count", "message_id", "job__state")
+    columns = (
+        *("pk", "reason", "handler", "error_type", "replay_count", "message_id", "source_id"),
+        *("job_id", "job__state", "job__generation"),
+    )
     for keys in chunks(rows):
         found = list(rows.filter(pk__in=keys).values(*columns))
         done = republishing.processed({row["message_id"]: row["handler"] for row in found})
@@ -242,6 +246,8 @@ def _foreseen_refusal(row: dict[str, Any], *, is_done: bool) -> str | None:
     if row["replay_count"] >= get_settings().max_replays:
         return REFUSED_LOOP
     if row["job__state"] is not None:
+        if row["source_id"] != source_of_job(row["job_id"], row["job__generation"]):
+            return None  # it runs as a job of its own
         return None if row["job__state"] == JobState.FAILED else f"the job is {row['job__state']}"
     return REFUSED_PROCESSED if is_done else None
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from kjo_django.conf import get_settings
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
-from kjo_django.models import Job
+from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
 from kjo_django.operations import republishing
 from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import JobState
 from kjo_django.transports.base import Record
 
@@ -49,14 +50,28 @@ class DeadRecord:
         )
 
     @property
+    def is_of_present_generation(self) -> bool:
+        """Whether its job has begun no other generation since; another one may have another
+        payload."""
+        generation = republishing.generation_of(self.record.headers)
+        return self.job is not None and self.job.generation == generation
+
+    @property
     def is_jobs_death(self) -> bool:
         """Whether its job still is as this record left it."""
-        generation = names.number(self.record.headers, names.GENERATION, 1)
         return (
-            self.job is not None
+            self.is_of_present_generation
+            and self.job is not None
             and self.job.state == JobState.FAILED
-            and self.job.generation == generation
         )
+
+    def open_letter(self) -> DeadLetter | None:
+        """Return the open dead letter of the same death in the table, if its job was ours."""
+        if self.job is None:
+            return None
+        source = source_of_job(self.job.pk, republishing.generation_of(self.record.headers))
+        rows = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
+        return rows.filter(source_id=source).defer("traceback").first()
 
 
 def message_id_of(record: Record) -> str:

@@ -28,7 +28,7 @@ from kjo_django.consumer.leases import alive_name, lease_name
 from kjo_django.consumer.running import ABORT_TTL, abort_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
-from kjo_django.models import DeadLetter, DeadLetterState, Job, transition
+from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
 from kjo_django.operations.rows import (
     Observer,
     Progress,
@@ -164,8 +164,8 @@ def requeue(
     """Give jobs a new run, due now: a new generation with all its attempts.
 
     For failed and cancelled jobs, for completed ones that must run again, and for open ones that
-    are stuck or not due yet. Their open dead letters are closed as replayed. An ``expires_at`` in
-    the past is lifted: who requeues an expired job wants it to run.
+    are stuck or not due yet. The open dead letters of their present generation are closed as
+    replayed. An ``expires_at`` in the past is lifted: who requeues an expired job wants it to run.
 
     :param jobs: of a queryset that is not sliced, those it still holds once they are locked: what
         somebody else has requeued meanwhile does not run twice. The others count as not found.
@@ -338,8 +338,11 @@ def _requeue_in_queue(using: str, name: str, keys: Sequence[Any], payload: bytes
 
 
 def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[DeadLetter]:
+    """Close the dead letters of the jobs' present generations. That of an earlier one holds another
+    payload, which does not run by this."""
     rows = DeadLetter.objects.using(using).filter(
-        job_id__in=[job.pk for job in jobs], state=DeadLetterState.OPEN
+        source_id__in=[source_of_job(job.pk, job.generation) for job in jobs],
+        state=DeadLetterState.OPEN,
     )
     letters = list(rows.only("pk", "queue", "handler", "job_id", "replay_count"))
     if letters:

@@ -46,8 +46,7 @@ class Retention:
     """How long what is kept, counted from its end."""
 
     completed: timedelta
-    """Completed and cancelled jobs; a living result keeps its job, and so does an open dead letter.
-    """
+    """Completed and cancelled jobs; a living result keeps its job."""
     failed: timedelta
     """Failed jobs without an open dead letter, and closed dead letters."""
     processed_events: timedelta
@@ -121,17 +120,13 @@ class _Pruner:
     # --- What is old enough -----------------------------------------------------------------------
 
     def _finished(self) -> QuerySet[Job]:
-        jobs = self._settled().filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
+        # Their open dead letters are of earlier generations, and hold all that a replay needs.
+        jobs = Job.objects.filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
         return jobs.exclude(result_expires_at__gt=self._now)
 
     def _failed(self) -> QuerySet[Job]:
-        return self._settled().filter(state=JobState.FAILED)
-
-    def _settled(self) -> QuerySet[Job]:
-        """Jobs without an open dead letter. A completed one may have some, of a generation before:
-        without its row nobody would know that a replay runs what is long done."""
         letters = DeadLetter.objects.filter(job=OuterRef("pk"), state=DeadLetterState.OPEN)
-        return Job.objects.filter(~Exists(letters))
+        return Job.objects.filter(~Exists(letters), state=JobState.FAILED)
 
     # --- Deleting ---------------------------------------------------------------------------------
 

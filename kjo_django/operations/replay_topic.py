@@ -24,10 +24,11 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer.work import Result
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
-from kjo_django.models import Job
+from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import jobs, republishing
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
 from kjo_django.operations.dead_records import DeadRecord, matches, origin_of
+from kjo_django.operations.replayer import Replayer
 from kjo_django.operations.reports import (
     REFUSED_LOOP,
     REFUSED_PROCESSED,
@@ -200,7 +201,10 @@ class _TopicReplayer:
         if request.dry_run:
             return False
         self._pace.wait()
-        return self._requeue(dead) if dead.job is not None else self._publish(dead)
+        if dead.is_of_present_generation:
+            return self._requeue(dead)
+        letter = dead.open_letter()
+        return self._publish(dead) if letter is None else self._replay_letter(letter)
 
     def _target_of(self, record: Record) -> str | None:
         """Return where it goes; only to topics of ours, since others wrote the header."""
@@ -213,17 +217,34 @@ class _TopicReplayer:
 
     def _refusal(self, dead: DeadRecord) -> tuple[str, str] | None:
         """Return why a record is not replayed, and what could be done."""
-        if dead.target is None and dead.job is None:
+        is_left_behind = self._is_left_behind(dead)
+        if dead.target is None and not dead.is_of_present_generation and not is_left_behind:
             return "no allowed target", "name it with --target"
         if self._request.force:
             return None
         if dead.replay_count >= self._max_replays:
             return REFUSED_LOOP, f"{dead.replay_count} times; --force replays it"
-        if dead.job is not None and not dead.is_jobs_death:
+        if dead.job is not None and not dead.is_jobs_death and not is_left_behind:
             return "its job has moved on", f"the job is {dead.job.state}"
         if dead.is_processed:
             return REFUSED_PROCESSED, "--force runs it again under a new id"
         return None
+
+    def _is_left_behind(self, dead: DeadRecord) -> bool:
+        """Whether the job's id was enqueued again without anybody having decided about this death:
+        what the record holds has not run since."""
+        return not dead.is_of_present_generation and dead.open_letter() is not None
+
+    def _replay_letter(self, letter: DeadLetter) -> bool:
+        replayed = self._report.replayed
+        Replayer(
+            self._report,
+            force=self._request.force,
+            actor=self._request.actor,
+            on_changed=None,
+            reprocessor=self._reprocessor,
+        ).replay_counted(letter)
+        return self._keeps or self._report.replayed > replayed
 
     def _publish(self, dead: DeadRecord) -> bool:
         assert dead.target is not None
@@ -263,10 +284,13 @@ class _TopicReplayer:
 
     def _requeue(self, dead: DeadRecord) -> bool:
         assert dead.job is not None
-        found = Job.objects.using(jobs_database()).filter(pk=dead.job.pk)
-        if not self._request.force:
+        found = Job.objects.using(jobs_database()).filter(
             # As it was looked at: of two who replay it at once, one does.
-            found = found.filter(state=dead.job.state, generation=dead.job.generation)
+            pk=dead.job.pk,
+            generation=dead.job.generation,
+        )
+        if not self._request.force:
+            found = found.filter(state=dead.job.state)
         outcomes = jobs.requeue(found, actor=self._request.actor)
         if not outcomes.changed_count:
             result = next(iter(outcomes.counts), "moving on")

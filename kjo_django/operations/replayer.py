@@ -14,7 +14,7 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.consumer.work import Result
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
-from kjo_django.models import DeadLetter, DeadLetterState, Job
+from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
 from kjo_django.operations import republishing
 from kjo_django.operations.jobs import (
     Outcomes,
@@ -32,6 +32,7 @@ from kjo_django.operations.reprocessing import NOWHERE, Reprocessor
 from kjo_django.operations.rows import Observer, lock, tell_after_commit
 from kjo_django.operations.telling import tell_of_letters
 from kjo_django.producer import dispatch
+from kjo_django.producer.enqueue import store
 from kjo_django.producer.wakeups import after_commit
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record
@@ -71,6 +72,10 @@ class Replayer:
             self._report.skipped += 1
             return
         self._report.count(letter.reason, letter.handler, letter.error_type)
+        self.replay_counted(letter)
+
+    def replay_counted(self, letter: DeadLetter) -> None:
+        """Replay a letter that the report has counted, or say in the report why not."""
         if letter.replay_count >= self._max_replays and not self._force:
             self._refuse(letter, REFUSED_LOOP, f"{letter.replay_count} times; --force replays it")
         elif letter.job_id is not None:
@@ -86,36 +91,55 @@ class Replayer:
     def _replay_job(self, letter: DeadLetter) -> None:
         assert letter.job_id is not None
         with transaction.atomic(using=self._using):
-            held = lock(self._open, [letter.pk])
-            if not held:
+            if not lock(self._open, [letter.pk]):
                 self._report.skipped += 1
                 return
-            jobs = Job.objects.using(self._using).filter(pk=letter.job_id)
-            failed = jobs.filter(state=JobState.FAILED)
-            outcomes = Outcomes()
-            # The job's row is taken as everybody takes it, never waited for: whoever requeues the
-            # job holds that row and waits for this letter.
-            requeue_chunk(
-                [letter.job_id],
-                outcomes,
-                still=None if self._force else failed,
-                payload=self._value,
-                actor=self._actor,
-            )
-            if not outcomes.changed_count:
-                state = next(iter(outcomes.counts))
-                if state == RequeueResult.NOT_FOUND:
-                    # It was enqueued again meanwhile and has moved on without this letter.
-                    state = str(jobs.values_list("state", flat=True).first())
-                    self._refuse(letter, f"the job is {state}", "--force runs it again")
-                else:
-                    self._refuse(letter, f"the job is {state}")
-                return
+            job = self._rows_of(letter).defer("payload", "result").first()
+            if job is None or letter.source_id == source_of_job(job.pk, job.generation):
+                again = self._requeue(letter, job)
+            else:
+                again = self._store_again(letter, job)
+        if again is not None and self._reprocessor is not None:
+            found = Job.objects.using(self._using).filter(pk=again).first()
+            if found is not None:
+                self._report.ended[self._reprocessor.run_job(found).value] += 1
+
+    def _rows_of(self, letter: DeadLetter) -> QuerySet[Job]:
+        assert letter.job_id is not None
+        return Job.objects.using(self._using).filter(pk=letter.job_id)
+
+    def _requeue(self, letter: DeadLetter, job: Job | None) -> Any:
+        """Requeue the job whose present failure the letter tells of; return its key, or None."""
+        still = self._rows_of(letter)
+        if job is not None:
+            still = still.filter(generation=job.generation)
+        if not self._force:
+            still = still.filter(state=JobState.FAILED)
+        outcomes = Outcomes()
+        # The job's row is taken as everybody takes it, never waited for: whoever requeues the
+        # job holds that row and waits for this letter.
+        requeue_chunk(
+            [letter.job_id], outcomes, still=still, payload=self._value, actor=self._actor
+        )
+        if outcomes.changed_count:
             self._changed(letter)
-        if self._reprocessor is not None:
-            job = Job.objects.using(self._using).filter(pk=letter.job_id).first()
-            if job is not None:
-                self._report.ended[self._reprocessor.run_job(job).value] += 1
+            return letter.job_id
+        state = next(iter(outcomes.counts))
+        if state == RequeueResult.NOT_FOUND:
+            # It was requeued or enqueued again meanwhile.
+            now = self._rows_of(letter).values_list("state", flat=True).first()
+            self._refuse(letter, f"the job is {now}", "--force runs it again")
+        else:
+            self._refuse(letter, f"the job is {state}")
+        return None
+
+    def _store_again(self, letter: DeadLetter, job: Job) -> Any:
+        """Store what the letter holds as a job of its own, and return its key: the letter's job was
+        enqueued again since, with another payload that is not to run, or to be lost, by this."""
+        again = republishing.job_of(letter, job, self._value)
+        store([again])
+        self._close(letter)
+        return again.pk
 
     # --- Of a message nobody enqueued here --------------------------------------------------------
 

@@ -11,7 +11,9 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
-from kjo_django.models import Job, ProcessedEvent
+from kjo_django.messages.serializers import storable_text
+from kjo_django.models import DeadLetter, Job, ProcessedEvent
+from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.transports.base import OutgoingRecord
 
@@ -38,14 +40,49 @@ def replay_headers(
         for name, value in headers.items()
         if not name.startswith(names.DLQ_PREFIX) and name not in _BUDGET
     }
-    if names.JOB_ID in kept and find_job(kept) is None and is_ours(kept):
-        # The row was deleted; a consumer drops a message that claims to have one.
-        kept = {name: value for name, value in kept.items() if name not in _OF_A_JOB}
+    if names.JOB_ID in kept and is_ours(kept):
+        job = find_job(kept)
+        if job is None or job.generation != generation_of(kept):
+            # The row was deleted, or given to another payload; a consumer drops a message that
+            # claims to have one.
+            kept = {name: value for name, value in kept.items() if name not in _OF_A_JOB}
+            new_id = new_id or job is not None
     if new_id and names.ID in kept:
         kept[REPLAY_OF] = kept[names.ID]
         kept[names.ID] = str(uuid7()).encode()
     kept[names.REPLAY_COUNT] = b"%d" % replay_count
     return kept
+
+
+def generation_of(headers: Mapping[str, bytes]) -> int:
+    """Return the generation of the job that a message is of."""
+    return names.number(headers, names.GENERATION, 1)
+
+
+def job_of(letter: DeadLetter, job: Job, value: bytes | None) -> Job:
+    """Return the unsaved row of a job of its own that runs what a letter holds.
+
+    :param job: the letter's, which has begun another generation since.
+    :param value: the payload, if not the letter's.
+    """
+    told = names.from_json(letter.headers)
+    replayed = replay_headers(told, letter.replay_count + 1, new_id=True)
+    kept = {name: data for name, data in replayed.items() if name not in names.OF_A_MESSAGE}
+    kept.pop(ORIGIN_ID, None)
+    key = bytes(letter.key or b"")
+    if key == str(job.pk).encode():
+        key = b""  # a job without a key travels under its id
+    return Job(
+        id=uuid7(),
+        queue=job.queue,
+        handler=letter.handler,
+        key=storable_text(key.decode("utf-8", "replace"), 255),
+        max_attempts=job.max_attempts,
+        payload=bytes(letter.value or b"") if value is None else value,
+        content_type=letter.content_type,
+        headers=names.for_row(kept),
+        result_ttl=job.result_ttl,
+    )
 
 
 def is_ours(headers: Mapping[str, bytes]) -> bool:

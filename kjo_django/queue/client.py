@@ -16,7 +16,7 @@ from kjo_django.conf import declare_queue, declared_queues, get_settings
 from kjo_django.exceptions import JobNotFoundError, JobStateError
 from kjo_django.messages.envelope import MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import JSON, Serializer
-from kjo_django.models import DeadLetter, Job
+from kjo_django.models import DeadLetter, Job, source_of_job
 from kjo_django.operations import jobs as operations
 from kjo_django.operations import results
 from kjo_django.operations.jobs import CancelResult, RequeueResult
@@ -274,7 +274,8 @@ class Queue:
         with transaction.atomic(using=using, savepoint=False):
             answers = store([job], revives_failed=True)
             if answers[0].is_new:
-                letters = DeadLetter.objects.using(using).filter(job_id=answers[0].job_id)
+                failed = source_of_job(answers[0].job_id, job.generation - 1)
+                letters = DeadLetter.objects.using(using).filter(source_id=failed)
                 operations.close_as_replayed(letters, "a new enqueue")
             return answers
 
