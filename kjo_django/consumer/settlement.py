@@ -12,6 +12,7 @@ from typing import Any
 from django.db import transaction
 from django.utils import timezone
 
+from kjo_django import states
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.consumer import policies
@@ -44,7 +45,7 @@ from kjo_django.producer import dispatch
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, RetryPolicy
 from kjo_django.retries.classification import import_path
-from kjo_django.states import JobState
+from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")
 
@@ -215,10 +216,20 @@ def _send_retry(using: str, job: Job) -> None:
 
 
 def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime) -> Job | None:
-    """Return the row of a foreign message's first failure; None where a dead letter says it all."""
+    """Return the row of a foreign message's first failure; None where a dead letter says it all.
+
+    Where a row of this service sent the message, as a stream's producer does, this one takes its
+    place and id: people see one row for one task, and its state is the task's.
+    """
     delivery, message, record = outcome.delivery, outcome.delivery.message, outcome.delivery.record
     assert message is not None
-    if outcome.result is not Result.RETRIED:
+    id = _id_for(using, message, record)
+    was_sent_here = False
+    if str(id) == message.id:
+        rows = Job.objects.using(using).filter(pk=id, destination=record.topic)
+        was_sent_here = bool(rows.delete()[0])
+    is_retry = outcome.result is Result.RETRIED
+    if not is_retry and not was_sent_here:
         return None
     # Its headers travel on with the retry, whoever set them.
     headers = names.for_row(record.headers)
@@ -227,12 +238,13 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
     if queue.retries != queue.name:
         # It goes on in a topic of its own, and its dead letter is to name where it came from.
         headers = {**names.for_row(origin_headers(record)), **headers}
-    id = _id_for(using, message)
     if str(id) != message.id:
         headers[ORIGIN_ID] = message.id
     handler = delivery.handler
     limit = (handler and handler.options.max_attempts) or delivery.queue.max_attempts
     ttl = delivery.queue.result_ttl // timedelta(milliseconds=1)
+    if not is_retry:
+        changes["result_expires_at"] = now + timedelta(milliseconds=ttl)
     # Of a message about an item the item is the key: the retry goes to the item's own partition.
     key = message.lease_id or (delivery.record.key or b"").decode("utf-8", "replace")
     return Job(
@@ -241,7 +253,7 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
         handler=message.type,
         unique_id=message.row_name,
         key=storable_text(key, 255),
-        state=JobState.FAILING,
+        state=states.RESULT_OF[_ACTIONS[outcome.result]],
         max_attempts=limit,
         payload=message.payload,
         content_type=storable_text(message.content_type, 50),
@@ -255,15 +267,16 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
     )
 
 
-def _id_for(using: str, message: Message) -> uuid.UUID:
+def _id_for(using: str, message: Message, record: Record) -> uuid.UUID:
     """Return the message's id for its row, or a fresh one: others name their messages as they like,
-    also by the id of a job that exists."""
+    also by the id of a job that exists. Not counting the row that sent this very message."""
     if not message.unique_id:
         try:
             id = uuid.UUID(message.id)
         except ValueError:
             return uuid7()
-        if not Job.objects.using(using).filter(pk=id).exists():
+        others = Job.objects.using(using).filter(pk=id).exclude(destination=record.topic)
+        if not others.exists():
             return id
     return uuid7()
 

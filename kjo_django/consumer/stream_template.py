@@ -38,8 +38,8 @@ from kjo_django.transports.base import Record
 logger = logging.getLogger("kjo_django.consumer")
 
 T = TypeVar("T")
-BACKOFF = Backoff(timedelta(seconds=1), timedelta(seconds=60), jitter=0.2)
-"""min(1000 · 2^n, 60000) ms, some of it drawn at random (RST-24)."""
+BACKOFF = Backoff(timedelta(seconds=1), timedelta(seconds=60), jitter=0.2, is_minimum=True)
+"""min(1000 · 2^n, 60000) ms, and up to a fifth more, drawn at random."""
 
 
 class AbstractStreamConsumer(abc.ABC, Generic[T]):

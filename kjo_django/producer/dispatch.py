@@ -113,13 +113,13 @@ def mark_sent(
     now = timezone.now()
     for number, job in enumerate(jobs):
         partition, offset = places[number] if places else (None, None)
+        rows = Job.objects.using(using).at(job.pk, job.generation).exclude(destination="")
         if is_waited_for(job):
-            rows = Job.objects.using(using).at(job.pk, job.generation)
             transition("publish", rows, topic=job.destination, queued_at=now)
             continue
         transition(
             "complete",
-            Job.objects.using(using).at(job.pk, job.generation),
+            rows,
             topic=job.destination,
             partition=partition,
             offset=offset,

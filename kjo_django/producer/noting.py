@@ -227,11 +227,16 @@ UPDATE kjo_job SET state = 'completed', topic = kjo_job.destination, partition =
 FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::bigint[])
     AS v (id, generation, partition, position)
 WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
+    AND kjo_job.destination <> ''
 """
 
 
 def note_others(using: str, records: Sequence[tuple[Due, Published]]) -> None:
-    """Note that records for others have been published; they are done with that."""
+    """Note that records for others have been published; they are done with that.
+
+    A row without a destination is none any more: a consumer of this service has read the record
+    before, has failed, and its retries are that row's.
+    """
     waiting = [each for each in records if dispatch.is_waited_for(each[0])]
     done = [each for each in records if not dispatch.is_waited_for(each[0])]
     if connections[using].vendor == "postgresql" and done:

@@ -66,7 +66,11 @@ class AbstractStreamProducer(abc.ABC, Generic[T]):
         most 500 characters."""
 
     def send_task(self, payload: T) -> uuid.UUID | None:
-        """Store the task, to be sent with the caller's transaction; return its id.
+        """Store the task, to be sent with the caller's transaction; return the id of its row.
+
+        The row is ``completed`` once the task has been sent. Where its consumer is of this service
+        and an attempt fails, the same row is the task's job from then on, with its attempts, its
+        retries and its end.
 
         None: it could not be stored, ``on_send_failed`` was called, and the caller's transaction
         can go on.

@@ -249,7 +249,13 @@ def test_an_error_while_the_state_is_written_fails_the_attempt_RST_F7(quick):
 def test_the_delay_grows_to_a_minute_RST_24():
     delays = [BACKOFF.delay(attempt, 0).total_seconds() for attempt in range(1, 9)]
     assert delays == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert all(BACKOFF.delay(n).total_seconds() <= 60 for n in range(1, 100))
+    assert all(60 <= BACKOFF.delay(n).total_seconds() <= 72 for n in range(7, 100))
+
+
+def test_no_delay_is_under_its_minimum_RST_24():
+    """A fifth of it was taken off, where the page says a second, two, four."""
+    drawn = [BACKOFF.delay(attempt, draw) for attempt in (1, 2, 3) for draw in (0, 0.5, 1)]
+    assert [delay.total_seconds() for delay in drawn] == [1, 1.1, 1.2, 2, 2.2, 2.4, 4, 4.4, 4.8]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,14 @@ from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.consumer.stream_template import AbstractStreamConsumer
 from kjo_django.consumer.work import Result
-from kjo_django.models import DeadLetter, Job
+from kjo_django.exceptions import PermanentError
+from kjo_django.models import DeadLetter, Job, JobFailure
+from kjo_django.operations import jobs as operations
 from kjo_django.producer import dispatch
+from kjo_django.producer.due import due_jobs
+from kjo_django.producer.noting import note_others
 from kjo_django.producer.stream_template import AbstractStreamProducer
+from kjo_django.transports.base import Published
 from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
@@ -41,9 +46,9 @@ class Producer(AbstractStreamProducer[str]):
 
 @pytest.fixture
 def tasks(_configured, monkeypatch):
-    """A worker of a stream; tasks fail as often as ``tasks.failures`` says."""
+    """A worker of a stream; tasks fail as often, or with what, ``tasks.failures`` says."""
     with forgetting(registry._handlers, registry._routes, conf._declared):
-        failures: dict[str, int] = {}
+        failures: dict[str, Any] = {}
 
         class Consumer(AbstractStreamConsumer[str]):
             task_display_name = "writing"
@@ -60,7 +65,10 @@ def tasks(_configured, monkeypatch):
                 pass
 
             def process_business(self, payload):
-                if failures.get(payload, 0):
+                left = failures.get(payload, 0)
+                if isinstance(left, Exception):
+                    raise left
+                if left:
                     failures[payload] -= 1
                     raise RuntimeError("not yet")
                 Entry.objects.create(job=payload)
@@ -145,3 +153,67 @@ def test_what_is_skipped_is_logged_with_its_reason(bench, caplog):
     (line,) = [one for one in caplog.records if "Skipped" in one.message]
     assert str(job.job_id) in line.message
     assert "cancelled" in line.message
+
+
+@both
+@pytest.mark.usefixtures("transport")
+def test_a_task_that_fails_is_one_row_by_its_id_whatever_becomes_of_it(tasks):
+    """The sender's row said completed beside the consumer's, which said failed."""
+    # Given
+    id = Producer().send_task("a")
+    tasks.failures["a"] = 99
+    # When its first attempt fails
+    tasks.run()
+    # Then
+    job = the_job()
+    assert (job.pk, job.state, job.attempts) == (id, "failing", 1)
+    # When all have failed
+    tasks.run_until_done()
+    # Then
+    job = the_job()
+    assert (job.pk, job.state, job.attempts) == (id, "failed", 4)
+    assert DeadLetter.objects.get().job_id == id
+    # And when it is replayed, and does not fail
+    tasks.failures["a"] = 0
+    operations.requeue([id])
+    tasks.run_until_done()
+    # Then
+    assert (the_job().pk, the_job().state) == (id, "completed")
+    assert entries() == {"a": 1}
+
+
+@both
+@pytest.mark.usefixtures("transport")
+def test_a_task_that_dies_at_once_is_one_failed_row_that_tells_why(tasks):
+    # Given
+    id = Producer().send_task("a")
+    tasks.failures["a"] = PermanentError("an unsupported format")
+    # When
+    tasks.run()
+    # Then
+    job = the_job()
+    assert (job.pk, job.state, job.attempts) == (id, "failed", 1)
+    assert job.error == "an unsupported format"
+    assert job.result_expires_at is not None
+    letter = DeadLetter.objects.get()
+    assert (letter.job_id, letter.reason) == (id, "fatal")
+    assert JobFailure.objects.get().job_id == id
+
+
+@both
+def test_a_relay_that_notes_late_does_not_complete_a_task_that_has_failed(tasks):
+    """Its retries would never have come."""
+    # Given a task that has been read, and has failed, before the relay notes that it was sent
+    id = Producer().send_task("a")
+    tasks.failures["a"] = 1
+    (due,) = due_jobs(dispatch.jobs_database(), [STREAM], 10)
+    tasks.run(taken_unnoted(tasks, Job.objects.get(pk=id)))
+    assert the_job().state == "failing"
+    # When
+    note_others(dispatch.jobs_database(), [(due, Published())])
+    dispatch.mark_sent(dispatch.jobs_database(), [due])
+    # Then
+    assert the_job().state == "failing"
+    tasks.run_until_done()
+    assert (the_job().pk, the_job().state) == (id, "completed")
+    assert entries() == {"a": 1}
