@@ -11,6 +11,7 @@ from typing import Any
 
 from kjo_django import registry
 from kjo_django.operations import bulk
+from kjo_django.operations.internal import InternalHandler
 
 LONGEST_RUN = timedelta(days=7)
 
@@ -24,7 +25,7 @@ def _register(name: str, function: Callable[..., Any]) -> None:
         result_ttl=LONGEST_RUN,
         max_attempts=20,
     )
-    registry.register(registry.Handler(function, options), is_own=True)
+    registry.register(InternalHandler(function, options), is_own=True)
 
 
 _register(bulk.REPLAY, bulk.replay_dead_letters)

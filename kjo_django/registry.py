@@ -99,6 +99,13 @@ class Handler:
         """Return what runs a message with these headers: itself, where they change nothing."""
         return self
 
+    def refusal(self, message: Message, row: Mapping[str, Any] | None) -> MessageError | None:
+        """Return why a message is never to run, whoever sent it; None for one that may.
+
+        :param row: the columns of its job's row that were read, None where it has no row.
+        """
+        return None
+
     judges_itself: bool = False
     """Whether the handler finds out by itself that a message has taken effect, from the state of
     the item it is about. Its marker then only keeps two transactions from running it at once; an

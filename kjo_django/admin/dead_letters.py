@@ -30,6 +30,7 @@ from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter
 from kjo_django.operations import dead_letters
 from kjo_django.operations.inert import inert
+from kjo_django.operations.internal import UserActor
 
 RAW = ("shown_key", "shown_value", "shown_headers", "shown_traceback")
 
@@ -167,7 +168,7 @@ class DeadLetterAdmin(KjoAdmin):
         def act() -> None:
             report = dead_letters.replay(
                 queryset,
-                actor=request.user.get_username(),
+                actor=UserActor(request.user),
                 on_changed=audited(request, "Replayed."),
             )
             tell_replay(self.teller(request), report)
@@ -187,7 +188,7 @@ class DeadLetterAdmin(KjoAdmin):
             count = dead_letters.discard(
                 queryset,
                 note=note,
-                actor=request.user.get_username(),
+                actor=UserActor(request.user),
                 on_changed=audited(request, f"Discarded: {note}"),
             )
             text = ngettext(

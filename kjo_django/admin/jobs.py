@@ -20,6 +20,7 @@ from kjo_django.admin.telling import audited, tell_outcomes
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import jobs, redaction
 from kjo_django.operations.inert import inert
+from kjo_django.operations.internal import UserActor
 from kjo_django.operations.jobs import CancelResult
 from kjo_django.operations.progress import progress_of
 
@@ -202,7 +203,7 @@ class JobAdmin(KjoAdmin):
         def act() -> None:
             outcomes = jobs.requeue(
                 queryset,
-                actor=request.user.get_username(),
+                actor=UserActor(request.user),
                 on_changed=audited(request, "Requeued."),
             )
             count = outcomes.changed_count
@@ -218,7 +219,7 @@ class JobAdmin(KjoAdmin):
         def act() -> None:
             outcomes = jobs.cancel(
                 queryset,
-                actor=request.user.get_username(),
+                actor=UserActor(request.user),
                 on_changed=audited(request, "Cancelled."),
             )
             count = outcomes.changed_count

@@ -27,6 +27,7 @@ LEFT = {
     "cancelled": _("%d cancelled already."),
     "unchanged": _("%d were not waiting for a later time."),
     "not_found": _("%d no longer there."),
+    "forbidden": _("%d internal, which need the permission of what they do."),
 }
 
 

@@ -20,6 +20,7 @@ from kjo_django.api import problems
 from kjo_django.api.fields import Body, Query
 from kjo_django.api.parsing import StrictJSONParser
 from kjo_django.operations.auditing import audit_of
+from kjo_django.operations.internal import UserActor
 
 logger = logging.getLogger("kjo_django")
 
@@ -108,9 +109,9 @@ class KjoView(APIView):  # type: ignore[misc]
     # --- Changing ---------------------------------------------------------------------------------
 
     @property
-    def actor(self) -> str:
+    def actor(self) -> UserActor:
         """Who asks, for signals, notes and the log."""
-        return str(self.request.user.get_username())
+        return UserActor(self.request.user)
 
     def audit(self, message: str, *, is_new: bool = False) -> Callable[[Sequence[Any]], None]:
         """Return an observer that writes who did it into the log of each object, as the admin does;

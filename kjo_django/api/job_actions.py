@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from django.http import Http404
 from rest_framework import status
-from rest_framework.exceptions import ValidationError
+from rest_framework.exceptions import PermissionDenied, ValidationError
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -138,11 +138,14 @@ def answer_of(outcomes: Outcomes, good: set[Any], id: Any) -> Response:
     """Answer with what a request about one job ended with.
 
     :param good: the results that are no refusal.
+    :raises PermissionDenied: it is an internal job, and the user may not do what it does.
     :raises Conflict: it ended with another one.
     """
     result = outcome_of(outcomes)
     if result in good:
         return told(result, id)
+    if result == RequeueResult.FORBIDDEN:
+        raise PermissionDenied("An internal job takes the permission of what it does as well.")
     raise Conflict(REFUSALS.get(result, f"The job has {result} already; its record stays."))
 
 

@@ -1,4 +1,4 @@
-"""Whether a delivery may run, given its job's row. Pure."""
+"""Whether a delivery may run, given its job's row. Pure, but for what a handler itself refuses."""
 
 from __future__ import annotations
 
@@ -84,6 +84,10 @@ def judge(
             return Outcome(delivery, Result.SKIPPED, job=row, reason=skipped)
         if row["lease_token"] and _is_held_by_another(row, leases, now or timezone.now()):
             return Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
+    refusal = handler.refusal(message, row)
+    if refusal is not None:
+        # Not the end of the job whose name it bears: that one is none the worse for it.
+        return Outcome(delivery, Result.DEAD, error=refusal, reason=refusal.reason)
     attempts, limit = spent_and_limit(delivery, row)
     attempt = attempts + delivery.deliveries
     expires_at = row["expires_at"] if row is not None else None

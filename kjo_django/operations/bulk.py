@@ -8,7 +8,6 @@ after that are not touched. ``kjo_django.jobs`` registers the handlers in every 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
@@ -25,6 +24,7 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters, jobs, rescheduling, search
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.internal import Action, Request, actor_of
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.reports import ReplayReport, checked_rate
 from kjo_django.operations.rows import Observer, Progress, no_progress
@@ -43,38 +43,7 @@ RESTS_FOR = timedelta(minutes=1)
 """After the transport refused several in a row."""
 
 
-class Action(enum.StrEnum):
-    """What is done to many."""
-
-    REPLAY_LETTERS = "replay_letters"
-    DISCARD_LETTERS = "discard_letters"
-    REQUEUE = "requeue"
-    CANCEL = "cancel"
-    RUN_NOW = "run_now"
-    CHANGE_QUEUE = "change_queue"
-    DISCARD = "discard"
-    """Close the dead letters of the jobs that have failed."""
-
-
 _HANDLERS = {Action.REPLAY_LETTERS: REPLAY, Action.DISCARD_LETTERS: DISCARD}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked for, ready for JSON."""
-
-    action: str
-    filter: dict[str, Any] | str
-    asked_at: str
-    actor: str = ""
-    note: str = ""
-    queue: str = ""
-    rate: float | None = None
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        # Here, since a payload may be of anybody who may enqueue.
-        checked_rate(self.rate)
 
 
 def start_bulk(
@@ -93,7 +62,8 @@ def start_bulk(
     that workers consume. Its result is the report, of the last run where it was interrupted.
 
     :param selection: of dead letters for the first two actions, of jobs for the others.
-    :param actor: who asked; kept in the job's payload, and in the notes of letters.
+    :param actor: who asked; kept in the job's payload, and in the notes of letters. Of a
+        ``UserActor`` the permission is checked again when the job runs.
     :param note: why; needed to discard.
     :param queue: where to, for ``change_queue``.
     :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX``.
@@ -114,12 +84,11 @@ def start_bulk(
         action=str(action),
         filter=dump_filter(selection, now),
         asked_at=now.isoformat(),
-        actor=actor[:150],
         note=note.strip()[:500],
         queue=queue,
         rate=rate,
         force=force,
-    )
+    ).asked_by(actor)
     handler = registry.find(_HANDLERS.get(action, CHANGE))
     assert handler is not None, "kjo_django is in INSTALLED_APPS"
     definition = JobDefinition(handler).using(queue=_operations_queue())
@@ -188,13 +157,14 @@ def change_or_start(
 def replay_dead_letters(context: JobContext, **payload: Any) -> dict[str, Any]:
     """Replay what a request asks for; the handler of ``REPLAY``."""
     request = Request(**payload)
+    actor = actor_of(request)
     selection = load_letter_filter(request.filter)
     total = bounded_count(dead_letters.select(selection))
     report = dead_letters.replay(
         selection,
         rate=request.rate,
         force=request.force,
-        actor=request.actor,
+        actor=actor,
         progress=_telling(context, total),
     )
     if report.stopped:
@@ -206,12 +176,13 @@ def replay_dead_letters(context: JobContext, **payload: Any) -> dict[str, Any]:
 def discard_dead_letters(context: JobContext, **payload: Any) -> dict[str, Any]:
     """Discard what a request asks for; the handler of ``DISCARD``."""
     request = Request(**payload)
+    actor = actor_of(request)
     selection = load_letter_filter(request.filter)
     total = bounded_count(dead_letters.select(selection))
     count = dead_letters.discard(
         selection,
         note=request.note,
-        actor=request.actor,
+        actor=actor,
         progress=_telling(context, total, request.rate),
     )
     return {"discarded": count}
@@ -220,6 +191,7 @@ def discard_dead_letters(context: JobContext, **payload: Any) -> dict[str, Any]:
 def change_jobs(context: JobContext, **payload: Any) -> dict[str, Any]:
     """Change the jobs a request asks for; the handler of ``CHANGE``."""
     request = Request(**payload)
+    actor = actor_of(request)
     assert isinstance(request.filter, str)
     # What has ended since was run again by an earlier attempt of this very job, or by others. It is
     # not to change itself either.
@@ -227,9 +199,7 @@ def change_jobs(context: JobContext, **payload: Any) -> dict[str, Any]:
     found = search.find(search.parse(request.filter)).exclude(ended_since)
     found = found.exclude(pk=context.job_id)
     progress = _telling(context, bounded_count(found), request.rate)
-    outcomes = _change(
-        request.action, found, request.actor, request.note, request.queue, None, progress
-    )
+    outcomes = _change(request.action, found, actor, request.note, request.queue, None, progress)
     return {"counts": outcomes.counts, "changed": outcomes.changed_count}
 
 

@@ -28,6 +28,7 @@ from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterState, source_of_job
 from kjo_django.operations import redaction, republishing
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
+from kjo_django.operations.internal import is_internal
 from kjo_django.operations.replayer import Replayer
 from kjo_django.operations.reports import (
     REFUSED_LOOP,
@@ -185,11 +186,15 @@ def edit_and_replay(
     :param value: the payload, or the event's bytes, repaired. Where it says ``[redacted]``, as
         ``redaction.shown_value`` showed it, what the letter has there is kept.
     :raises MessageError: it is not what its content type says.
-    :raises ValueError: it is too large, or nothing was hidden where it says so.
+    :raises ValueError: it is too large, or nothing was hidden where it says so, or it is that of an
+        internal job.
     """
     check_payload_size(value)
-    letter = select(DeadLetterFilter(ids=[id])).first()
+    letter = select(DeadLetterFilter(ids=[id])).select_related("job").first()
     if letter is not None:
+        of_job = letter.job.handler if letter.job is not None else ""
+        if is_internal(letter.handler) or is_internal(of_job):
+            raise ValueError("An internal job cannot be edited: its payload says who may do what")
         value = _with_hidden(letter, value)
         check_payload_size(value)
     report = ReplayReport("table")

@@ -29,6 +29,7 @@ from kjo_django.consumer.running import ABORT_TTL, abort_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
+from kjo_django.operations import internal
 from kjo_django.operations.rows import (
     Observer,
     Progress,
@@ -69,6 +70,8 @@ class RequeueResult(enum.StrEnum):
     REQUEUED = "requeued"
     NOT_FOUND = "not_found"
     PROCESSING = "processing"
+    FORBIDDEN = "forbidden"
+    """It is an internal job, and who asked may not do what it does."""
 
 
 @dataclass(slots=True)
@@ -169,7 +172,8 @@ def requeue(
 
     :param jobs: of a queryset that is not sliced, those it still holds once they are locked: what
         somebody else has requeued meanwhile does not run twice. The others count as not found.
-    :param actor: who asked, for the log and the dead letters' notes.
+    :param actor: who asked, for the log and the dead letters' notes. An internal job runs again in
+        their name; a ``UserActor`` needs the permission of what it does.
     :param on_changed: told of the jobs of each chunk inside its transaction.
     """
     outcomes = Outcomes()
@@ -194,7 +198,8 @@ def requeue_chunk(
     """Requeue up to a chunk of jobs inside the caller's transaction; returns those requeued.
 
     :param still: only those in it, asked once they are locked; the others count as not found.
-    :param payload: what they run with from now on, if not with what they have.
+    :param payload: what they run with from now on, if not with what they have; nobody gives an
+        internal job another one.
     """
     using = dispatch.jobs_database()
     taken = take(keys)
@@ -206,8 +211,14 @@ def requeue_chunk(
     gone_count = len(taken.free) - len(done)
     outcomes.add(RequeueResult.NOT_FOUND, taken.missing_count + gone_count)
     outcomes.add(RequeueResult.PROCESSING, taken.busy_count)
+    forbidden = [job for job in done if not _may_requeue(job, payload, actor)]
+    outcomes.add(RequeueResult.FORBIDDEN, len(forbidden))
+    done = [job for job in done if job not in forbidden]
     if not done:
         return []
+    for job in done:
+        if internal.reassign(job, actor):
+            Job.objects.using(using).filter(pk=job.pk).update(payload=job.payload)
     letters = _close_dead_letters(using, done, actor)
     for name in sorted({job.queue for job in done}):
         _requeue_in_queue(using, name, [job.pk for job in done if job.queue == name], payload)
@@ -217,6 +228,12 @@ def requeue_chunk(
     outcomes.changed_count += len(done)
     tell_after_commit(using, functools.partial(_tell_requeued, done, letters))
     return done
+
+
+def _may_requeue(job: Job, payload: bytes | None, actor: str) -> bool:
+    if payload is not None and internal.is_internal(job.handler):
+        return False
+    return internal.may_run_again(job, actor)
 
 
 def send(using: str, keys: Sequence[Any], queue: QueueConf) -> None:

@@ -15,7 +15,7 @@ from kjo_django.consumer.work import Result
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
-from kjo_django.operations import republishing
+from kjo_django.operations import internal, republishing
 from kjo_django.operations.jobs import (
     Outcomes,
     RequeueResult,
@@ -23,6 +23,7 @@ from kjo_django.operations.jobs import (
     requeue_chunk,
 )
 from kjo_django.operations.reports import (
+    REFUSED_INTERNAL,
     REFUSED_LOOP,
     REFUSED_NO_SOURCE,
     REFUSED_PROCESSED,
@@ -36,6 +37,8 @@ from kjo_django.producer.enqueue import store
 from kjo_django.producer.wakeups import after_commit
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record
+
+NEEDS_PERMISSION = "it needs the permission of what it does"
 
 
 class Replayer:
@@ -125,7 +128,9 @@ class Replayer:
             self._changed(letter)
             return letter.job_id
         state = next(iter(outcomes.counts))
-        if state == RequeueResult.NOT_FOUND:
+        if state == RequeueResult.FORBIDDEN:
+            self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
+        elif state == RequeueResult.NOT_FOUND:
             # It was requeued or enqueued again meanwhile.
             now = self._rows_of(letter).values_list("state", flat=True).first()
             self._refuse(letter, f"the job is {now}", "--force runs it again")
@@ -137,6 +142,10 @@ class Replayer:
         """Store what the letter holds as a job of its own, and return its key: the letter's job was
         enqueued again since, with another payload that is not to run, or to be lost, by this."""
         again = republishing.job_of(letter, job, self._value)
+        if not internal.may_run_again(again, self._actor):
+            self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
+            return None
+        internal.reassign(again, self._actor)
         store([again])
         self._close(letter)
         return again.pk

@@ -15,6 +15,7 @@ SAMPLES = 20
 REFUSED_LOOP = "replayed too often"
 REFUSED_PROCESSED = "already processed"
 REFUSED_NO_SOURCE = "no source topic"
+REFUSED_INTERNAL = "an internal job"
 
 
 RATE_MIN, RATE_MAX = 0.01, 100_000

@@ -19,6 +19,7 @@ from django.utils import timezone
 from kjo_django import registry, signals, states
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.models import Job, transition
+from kjo_django.operations import internal
 from kjo_django.operations.jobs import Outcomes, Selection, send, take
 from kjo_django.operations.rows import (
     Observer,
@@ -44,6 +45,8 @@ class RunNowResult(enum.StrEnum):
     """It was due already: it waits for a worker."""
     NOT_FOUND = "not_found"
     PROCESSING = "processing"
+    FORBIDDEN = "forbidden"
+    """It is an internal job, and who asked may not do what it does."""
 
 
 class MoveResult(enum.StrEnum):
@@ -72,7 +75,8 @@ def run_now(
 
     No attempt is spent and none is given back: what comes is the attempt that was to come.
 
-    :param actor: who asked, for the signal and the log.
+    :param actor: who asked, for the signal and the log. For an internal job a ``UserActor`` needs
+        the permission of what it does; it still runs in the name of who asked for that.
     :param on_changed: told of the jobs of each chunk inside its transaction.
     """
     outcomes = Outcomes()
@@ -122,6 +126,9 @@ def _run_chunk_now(
 ) -> None:
     now = timezone.now()
     open_jobs = _take_open(keys, outcomes)
+    forbidden = [job for job in open_jobs if not internal.may_run_again(job, actor)]
+    outcomes.add(RunNowResult.FORBIDDEN, len(forbidden))
+    open_jobs = [job for job in open_jobs if job not in forbidden]
     later = [job for job in open_jobs if job.available_at > now]
     outcomes.add(RunNowResult.UNCHANGED, len(open_jobs) - len(later))
     if not later:

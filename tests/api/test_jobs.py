@@ -24,6 +24,9 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
+from kjo_django.operations.bulk import start_bulk
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.internal import UserActor
 from kjo_django.testing import run_job
 from tests.api.conftest import Login, errors_of, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, JobFailureFactory
@@ -466,3 +469,24 @@ def test_a_job_that_is_not_there_is_404(operator: APIClient, action: str) -> Non
 def test_the_log_names_a_job_without_obeying_its_name(operator: APIClient) -> None:
     operator.post(url(JobFactory(unique_id="a\u202eb"), "cancel"))
     assert LogEntry.objects.get().object_repr.endswith(" a\\u202eb")
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("action", ["requeue", "run-now"])
+def test_an_internal_job_runs_again_for_who_may_do_what_it_does(
+    action: str, login: Login, superuser: APIClient
+) -> None:
+    # Given what a superuser asked for, and that does not run
+    actor = UserActor(superuser.user)
+    job = start_bulk("discard_letters", DeadLetterFilter(), actor=actor, note="x")
+    later = timezone.now() + timedelta(hours=1)
+    state = "cancelled" if action == "requeue" else "failing"
+    Job.objects.filter(pk=job.pk).update(state=state, available_at=later)
+    # When, then
+    answer = login("view_job", "retry_job").post(url(job, action), {}, format="json")
+    assert "the permission of what it does" in problem_of(answer, 403)["detail"]
+    entitled = login("view_job", "retry_job", "discard_dlq")
+    assert entitled.post(url(job, action), {}, format="json").status_code == 200
+    # And the log names who asked
+    entry = LogEntry.objects.get(object_id=str(job.pk))
+    assert entry.user == entitled.user

@@ -23,6 +23,7 @@ from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations import dead_letters, redaction
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.fingerprints import error_groups
+from kjo_django.operations.internal import is_internal
 from kjo_django.operations.redaction import LONGEST_SHOWN
 from kjo_django.operations.reports import ReplayReport
 from kjo_django.operations.republishing import processed
@@ -188,6 +189,8 @@ def _editable(letter: DeadLetter) -> tuple[str, str]:
     repaired.
     """
     raw = bytes(letter.value or b"")
+    if is_internal(letter.handler):
+        return "", _("An internal job cannot be edited.")
     if len(raw) > LONGEST_SHOWN:
         return "", _("It is too long to be edited here: %d bytes.") % len(raw)
     try:

@@ -33,6 +33,7 @@ from django.utils.translation import gettext as _
 
 from kjo_django.admin.telling import attempted, audited
 from kjo_django.operations.inert import inert
+from kjo_django.operations.internal import UserActor
 
 CACHE_SECONDS = 2.0
 """How long what a screen shows is shared: many who look cost one look a time."""
@@ -71,9 +72,9 @@ class Desk:
         return bool(self.request.user.has_perm(f"kjo_django.{permission}"))
 
     @property
-    def actor(self) -> str:
-        """The operator's name, for the log and the notes."""
-        return self.request.user.get_username()
+    def actor(self) -> UserActor:
+        """The operator, for the log and the notes."""
+        return UserActor(self.request.user)
 
     # --- Answers ----------------------------------------------------------------------------------
 
