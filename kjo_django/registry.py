@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import threading
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from kjo_django.messages.envelope import MAX_TYPE_LENGTH, Message
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.retries import Backoff
 from kjo_django.transports.base import Record
+from kjo_django.values import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Handler:
         self.is_async = inspect.iscoroutinefunction(function)
         self._signature = inspect.signature(function)
         self._names = _plain_names(self._signature, options.takes_context)
+        self._check_key()
 
     def __repr__(self) -> str:
         return f"<Handler {self.options.name}>"
@@ -79,6 +82,31 @@ class Handler:
         if problem is not None:
             raise PermanentError(f"The handler {self.name} does not take this payload: {problem}")
         return (), value
+
+    def _check_key(self) -> None:
+        key, names = self.options.key, self._argument_names()
+        if isinstance(key, str) and names is not None and key not in names:
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {listed(names)}."
+            raise ImproperlyConfigured(
+                f"The job {self.name}: key={key!r} is no argument of the function. {hint}"
+            )
+
+    def _argument_names(self) -> list[str] | None:
+        """Return the names a payload may have, None where any will do."""
+        parameters = list(self._signature.parameters.values())
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return None
+        if self.options.takes_context:
+            parameters = parameters[1:]
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+    def example_of(self, method: str) -> str:
+        """Return how ``method`` is called with the function's arguments, for a message."""
+        names = self._argument_names()
+        told = "name=value, …" if names is None else ", ".join(f"{name}=…" for name in names)
+        return f"{method}({told})"
 
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
         """Return why the handler cannot take this payload as keyword arguments, or None."""
@@ -164,6 +192,9 @@ class BatchHandler(Handler):
                 "invalid", f"The payload must be an object, not {type(value).__name__}"
             )
         return (value,), {}
+
+    def _argument_names(self) -> None:
+        """Any object will do."""
 
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
         """The function's signature tells nothing of a payload: any object will do."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -188,6 +188,45 @@ def read_options(
                 )
             )
     return kind(**values), problems
+
+
+MEANT = {
+    "attempts": "max_attempts",
+    "countdown": "delay",
+    "eta": "run_at",
+    "expires": "expires_at",
+    "job_id": "id",
+    "max_retries": "max_attempts",
+    "max_tries": "max_attempts",
+    "queue_name": "queue",
+    "retries": "max_attempts",
+    "retry": "max_attempts",
+    "run_after": "run_at",
+    "soft_time_limit": "timeout",
+    "time_limit": "timeout",
+    "ttl": "result_ttl",
+    "unique_id": "id",
+}
+"""What people call options elsewhere, and their names here."""
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str], function: str) -> None:
+    """Check the names of a call's options.
+
+    :param function: how its caller wrote it.
+    :raises TypeError: one is not known; says which one was meant, or which there are.
+    """
+    for name in given:
+        if name not in known:
+            meant = MEANT.get(name)
+            close = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {listed(known)}."
+            raise TypeError(f"{function}() has no option {name!r}. {hint}")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names for a message, sorted."""
+    return ", ".join(sorted(names))
 
 
 def unknown_key(given: Mapping[Any, Any], known: Iterable[str], where: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from itertools import repeat
-from typing import Any, TypeVar, overload
+from typing import Any, Never, TypeVar, overload
 
 from asgiref.sync import sync_to_async
 from django.utils import timezone
@@ -30,7 +30,16 @@ from kjo_django.producer.enqueue import (
     store_alike,
 )
 from kjo_django.retries.policy import LONGEST_DELAY
-from kjo_django.values import attempts, duration, lifetime, text, texts, whole
+from kjo_django.values import (
+    attempts,
+    duration,
+    flag,
+    lifetime,
+    refuse_unknown,
+    text,
+    texts,
+    whole,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -61,7 +70,10 @@ class EnqueueOptions:
         if self.delay is not None and not (
             isinstance(self.delay, timedelta) and self.delay <= LONGEST_DELAY
         ):
-            raise ValueError(f"delay must be a timedelta of at most {LONGEST_DELAY.days} days")
+            most = LONGEST_DELAY.days
+            raise ValueError(
+                f"delay must be a timedelta of at most {most} days, not {self.delay!r}"
+            )
         if self.delay is not None and self.run_at is not None:
             raise ValueError("Give delay or run_at, not both")
         for name in ("run_at", "expires_at"):
@@ -115,25 +127,27 @@ class JobDefinition:
 
     def using(self, **options: Any) -> JobDefinition:
         """Return a copy with options for the next enqueues, see ``EnqueueOptions``."""
-        known = {f.name for f in fields(EnqueueOptions)}
-        for name in options:
-            if name not in known:
-                raise TypeError(f"using() has no option {name!r}; it takes {', '.join(known)}")
+        refuse_unknown(options, {f.name for f in fields(EnqueueOptions)}, "using")
         return JobDefinition(self.handler, replace(self.options, **options))
 
-    def enqueue(self, **payload: Any) -> EnqueueResult:
-        """Store a job that will call the function with this payload.
+    def enqueue(self, /, *arguments: Never, **payload: Any) -> EnqueueResult:
+        """Store a job that will call the function with this payload, given by keyword.
 
         Joins the caller's transaction: rolled back with it, never run before it commits.
 
         :raises TypeError: the function does not take these arguments.
         :raises PayloadError: the payload cannot be serialized or is too large. Nothing is written.
         """
+        if arguments:
+            raise TypeError(
+                f"{self.name}.enqueue() takes the arguments by keyword: "
+                f"{self.handler.example_of('enqueue')}, not by place"
+            )
         return store([self.build(payload)])[0]
 
-    async def aenqueue(self, **payload: Any) -> EnqueueResult:
+    async def aenqueue(self, /, *arguments: Never, **payload: Any) -> EnqueueResult:
         """``enqueue`` from asynchronous code."""
-        return await sync_to_async(self.enqueue)(**payload)
+        return await sync_to_async(self.enqueue)(*arguments, **payload)
 
     def enqueue_many(
         self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
@@ -253,6 +267,21 @@ def _queue_name(value: Any) -> str:
     return str(value)
 
 
+def _key(value: Any) -> Any:
+    if not callable(value):
+        try:
+            text(value)
+        except ValueError:
+            raise ValueError("the name of an argument, or a function of the arguments") from None
+    return value
+
+
+def _serializer(value: Any) -> Any:
+    if not all(hasattr(value, name) for name in ("content_type", "dumps", "loads")):
+        raise ValueError("an object with content_type, dumps() and loads()")
+    return value
+
+
 def _lifetime(value: Any) -> timedelta:
     if not isinstance(value, timedelta):
         raise ValueError("a timedelta of at least a millisecond")
@@ -262,12 +291,18 @@ def _lifetime(value: Any) -> timedelta:
 MAX_QUEUE_LENGTH = 100
 _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "queue": _queue_name,
+    "key": _key,
+    "atomic": flag,
+    "database_only": flag,
+    "takes_context": flag,
+    "serializer": _serializer,
     "batch": whole(1),
     "max_attempts": attempts,
     "timeout": duration,
     "result_ttl": _lifetime,
     "redact": texts,
 }
+"""Every option of ``@job`` but its name, and what it must be."""
 
 
 @overload
@@ -312,7 +347,11 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     :param serializer: how its payloads and results become bytes.
     :param redact: fields of its payloads and results that no screen shows, beside those of
         ``KJO["REDACT"]``: those whose name has one of these in it, in any case.
+    :raises TypeError: there is no such option.
+    :raises ValueError: the value of one means nothing.
+    :raises ImproperlyConfigured: the function cannot be called as they ask, or the name is taken.
     """
+    refuse_unknown(options, {"name", *_CHECKS}, "job")
     for option, check in _CHECKS.items():
         if options.get(option) is not None:
             try:
@@ -334,8 +373,8 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
 
 
 def _check_id(id: Any) -> None:
-    if not (isinstance(id, str) and 0 < len(id) <= 255):
-        raise ValueError("id must be text of 1 to 255 characters")
+    if not (isinstance(id, str) and len(id) <= 255 and id.strip()):
+        raise ValueError("id must be text of 1 to 255 characters that are not all blank")
     _check_storable(id, "id")
 
 

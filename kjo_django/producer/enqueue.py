@@ -69,14 +69,16 @@ def milliseconds(value: timedelta | int | None, default: timedelta) -> int:
 
     :param value: a positive timedelta, or a positive whole number of milliseconds.
     """
-    if value is None:
-        value = default
+    given = value = default if value is None else value
     if isinstance(value, timedelta):
         value = math.floor(value / timedelta(milliseconds=1))
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"result_ttl must be a timedelta or whole milliseconds, not {value!r}")
-    if not 0 < value <= MAX_RESULT_TTL:
-        raise ValueError(f"result_ttl must be positive and at most 100 years, not {value!r}")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not 0 < value <= MAX_RESULT_TTL:
+        kind = ValueError if is_whole else TypeError
+        raise kind(
+            "result_ttl must be a positive timedelta or a positive whole number of milliseconds, "
+            f"at most 100 years, not {given!r}"
+        )
     return value
 
 

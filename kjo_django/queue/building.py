@@ -12,7 +12,6 @@ from kjo_django.messages.serializers import Serializer, register_serializer
 from kjo_django.models import Job
 from kjo_django.producer.definition import EnqueueOptions, dumped, new_job
 from kjo_django.producer.enqueue import milliseconds
-from kjo_django.values import attempts
 
 DEFAULT_MAX_ATTEMPTS = 3
 """PJQ-34: "3 retries" are three executions (X-1)."""
@@ -21,7 +20,7 @@ DEFAULT_MAX_ATTEMPTS = 3
 class JobBuilder:
     """Builds the jobs of one queue; what it is given stands where an enqueue says nothing.
 
-    :raises ValueError: a count or a lifetime that means nothing.
+    :raises ValueError: a lifetime that means nothing.
     """
 
     def __init__(
@@ -32,11 +31,6 @@ class JobBuilder:
         result_ttl: timedelta | int | None,
         serializer: Serializer,
     ) -> None:
-        if max_attempts is not None:
-            try:
-                attempts(max_attempts)
-            except ValueError as error:
-                raise ValueError(f"Queue: max_attempts must be {error}") from None
         register_serializer(serializer)
         self._queue = queue
         self._handler = handler

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, overload
+from typing import Any, Never, overload
 
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 
-from kjo_django import registry
+from kjo_django import registry, values
 from kjo_django.conf import declare_queue, declared_queues, get_settings
 from kjo_django.exceptions import JobNotFoundError, JobStateError
 from kjo_django.messages.envelope import MAX_TYPE_LENGTH
@@ -35,7 +35,21 @@ from kjo_django.queue.events import Events, Listener
 from kjo_django.queue.handlers import Hook, QueueHandler, adapt
 from kjo_django.queue.local import LocalWorker
 from kjo_django.states import JobState
-from kjo_django.values import whole
+from kjo_django.values import refuse_unknown, whole
+
+_OPTIONS = frozenset(
+    {
+        *("max_attempts", "max_retries", "result_ttl", "concurrency"),
+        *("serializer", "result_serializer", "worker_id"),
+    }
+)
+_HANDLER_OPTIONS = frozenset({"atomic", "timeout", "after_execution"})
+_ENQUEUE_OPTIONS = frozenset(
+    {
+        *("retry_failed", "max_attempts", "result_ttl", "delay", "run_at", "expires_at", "key"),
+        *("headers", "correlation_id", "serializer"),
+    }
+)
 
 
 class Queue:
@@ -65,7 +79,9 @@ class Queue:
         serializer: Serializer = JSON,
         result_serializer: Serializer | None = None,
         worker_id: str | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(unknown, _OPTIONS, "Queue")
         if max_attempts is not None and max_retries is not None:
             raise ValueError("Give max_attempts or max_retries, not both: they are the same count")
         self.name = name
@@ -74,7 +90,9 @@ class Queue:
             longest = MAX_TYPE_LENGTH - len("queue:")
             raise ValueError(f"Queue: name must be text of 1 to {longest} characters")
         """What its jobs name as their handler."""
-        attempts = max_attempts if max_attempts is not None else max_retries
+        attempts = self._checked("max_attempts", max_attempts, values.attempts)
+        attempts = attempts or self._checked("max_retries", max_retries, values.attempts)
+        concurrency = self._checked("concurrency", concurrency, whole(1))
         self._builder = JobBuilder(name, self.job_type, attempts, result_ttl, serializer)
         self._serializer = serializer
         self._result_serializer = result_serializer
@@ -88,11 +106,20 @@ class Queue:
     def __repr__(self) -> str:
         return f"<queue {self.name}>"
 
+    def _checked(self, option: str, value: Any, check: Callable[[Any], int]) -> int | None:
+        if value is None:
+            return None
+        try:
+            return check(value)
+        except ValueError as error:
+            told = f"{option} must be {error}, not {value!r:.80}"
+            raise ValueError(f"Queue({self.name!r}): {told}") from None
+
     def _declare(self, concurrency: int | None) -> None:
         if concurrency is None and self.name not in get_settings().queues:
             concurrency = 1
         if concurrency is not None and self.name not in declared_queues():
-            declare_queue(self.name, concurrency=whole(1)(concurrency))
+            declare_queue(self.name, concurrency=concurrency)
 
     # --- Handling ---------------------------------------------------------------------------------
 
@@ -103,6 +130,7 @@ class Queue:
         atomic: bool = True,
         timeout: timedelta | None = None,
         after_execution: Hook | None = None,
+        **unknown: Never,
     ) -> None:
         """Run this queue's jobs with ``handler(job)``: sync, async, or ``handler(job, callback)``.
 
@@ -112,6 +140,7 @@ class Queue:
         :param timeout: longest run of an attempt.
         :param after_execution: may change result, error and lifetime before they are stored.
         """
+        refuse_unknown(unknown, _HANDLER_OPTIONS, "Queue.execute")
         function = adapt(handler, after_execution, self._complain)
         options = registry.HandlerOptions(
             name=self.job_type,
@@ -140,6 +169,7 @@ class Queue:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
     def handler(self, function: Any = None, /, **options: Any) -> Any:
         """``execute`` as a decorator; the function stays callable as it was."""
+        refuse_unknown(options, _HANDLER_OPTIONS, "Queue.handler")
 
         def declare(function: Callable[..., Any]) -> Callable[..., Any]:
             self.execute(function, **options)
@@ -202,10 +232,12 @@ class Queue:
             ``delay``, ``run_at``, ``expires_at``, ``key``, ``headers``, ``correlation_id``,
             ``serializer``.
         """
+        refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.enqueue")
         return self._store(self.build(id, payload, **options), retry_failed)
 
     def build(self, id: str, payload: Any, **options: Any) -> Job:
         """Return the unsaved row of a job; everything is validated here, before any write."""
+        refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.build")
         return self._builder.build(id, payload, **options)
 
     def enqueue_and_wait(
@@ -243,6 +275,7 @@ class Queue:
         self, waiter: Waiter, id: str, payload: Any, retry_failed: bool, options: dict[str, Any]
     ) -> tuple[bool, Any]:
         """Return True and the result if it is known, else False and whom to wait for."""
+        refuse_unknown(options, _ENQUEUE_OPTIONS | {"timeout"}, "Queue.enqueue_and_wait")
         job = self._builder.build(id, payload, reply_to=waiter.channel, **options)
         if connections[jobs_database()].in_atomic_block:
             status = results.status_of(self.name, id)

@@ -33,7 +33,7 @@ def test_using_takes_them_too_and_nothing_else(tasks: Any) -> None:
     assert (changed.unique_id, changed.max_attempts) == ("a", None)
     assert tasks.add.unique_id is None
     assert tasks.add.using() == tasks.add
-    with pytest.raises(TypeError, match="it takes atomic, backend"):
+    with pytest.raises(TypeError, match="It takes: atomic, backend"):
         tasks.add.using(colour="red")
 
 

@@ -20,7 +20,7 @@ from kjo_django.contrib.tasks.compat import (
     TaskResult,
     task_backends,
 )
-from kjo_django.values import attempts, duration, lifetime
+from kjo_django.values import attempts, duration, lifetime, refuse_unknown
 
 
 def _flag(value: Any) -> bool:
@@ -100,10 +100,7 @@ class KJOTask(Task):  # type: ignore[type-arg]
 
         :raises TypeError: there is no such option.
         """
-        for name in options:
-            if name not in _USABLE:
-                known = ", ".join(sorted(_USABLE))
-                raise TypeError(f"using() has no option {name!r}; it takes {known}")
+        refuse_unknown(options, _USABLE, "using")
         given = {name: value for name, value in options.items() if value is not None}
         return replace(self, **given)
 

@@ -1,0 +1,191 @@
+"""Options are checked where they are written, in the words of the function that was called."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+
+from kjo_django import Queue, conf, job, registry
+from kjo_django.models import Job
+from kjo_django.retries import Backoff
+from tests.ledger.jobs import write
+from tests.unit.enqueue.stored import writing_nothing
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def queue():
+    yield (queue := Queue("optional"))
+    registry.unregister(queue.job_type)
+    conf._declared.pop(queue.name, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"retries": 3}, "job() has no option 'retries'. Did you mean 'max_attempts'?"),
+        ({"max_retries": 3}, "job() has no option 'max_retries'. Did you mean 'max_attempts'?"),
+        ({"tiemout": 3}, "job() has no option 'tiemout'. Did you mean 'timeout'?"),
+        ({"time_limit": 3}, "job() has no option 'time_limit'. Did you mean 'timeout'?"),
+        ({"backoff": 3}, "job() has no option 'backoff'. It takes: atomic, batch, "),
+        (
+            {"backoff": Backoff(timedelta(1), timedelta(2))},
+            "job() has no option 'backoff'. It takes: ",
+        ),
+        ({"result_serializer": None}, "job() has no option 'result_serializer'. "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_the_decorator_takes_what_it_documents_and_nothing_else(option, says):
+    with pytest.raises(TypeError, match=re.escape(says)):
+        job(**option)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"atomic": "no"}, "job(atomic='no'): atomic must be True or False"),
+        ({"takes_context": 1}, "job(takes_context=1): takes_context must be True or False"),
+        ({"key": 5}, "job(key=5): key must be the name of an argument, or a function"),
+        ({"serializer": "json"}, "job(serializer='json'): serializer must be an object with "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_the_decorators_values_are_checked(option, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        job(**option)
+
+
+def test_a_key_that_the_function_does_not_take_is_refused_at_the_declaration():
+    """Or its jobs would have no order, and nobody would notice."""
+
+    def refund(order, country): ...
+
+    def with_context(context, order): ...
+
+    def anything(**payload): ...
+
+    def batch(items): ...
+
+    says = r"refund: key='ordre' is no argument of the function\. Did you mean 'order'\?"
+    with pytest.raises(ImproperlyConfigured, match=says):
+        job(name="refund", key="ordre")(refund)
+    with pytest.raises(ImproperlyConfigured, match=r"key='nope'.*It takes: country, order\."):
+        job(name="refund", key="nope")(refund)
+    with pytest.raises(ImproperlyConfigured, match="key='context'"):
+        job(name="refund", key="context", takes_context=True)(with_context)
+    # And what cannot be known is not refused
+    for function, options in ((refund, {}), (anything, {}), (batch, {"batch": 10})):
+        job(name="tests.kept", key="order", **options)(function)
+        registry.unregister("tests.kept")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"retries": 3}, "using() has no option 'retries'. Did you mean 'max_attempts'?"),
+        ({"countdown": 3}, "using() has no option 'countdown'. Did you mean 'delay'?"),
+        ({"eta": 3}, "using() has no option 'eta'. Did you mean 'run_at'?"),
+        ({"unique_id": "a"}, "using() has no option 'unique_id'. Did you mean 'id'?"),
+        (
+            {"colour": 3},
+            "using() has no option 'colour'. It takes: delay, expires_at, headers, id, key, "
+            "max_attempts, queue, result_ttl, run_at.",
+        ),
+        ({"delay": 60}, "delay must be a timedelta of at most 3650 days, not 60"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_using_names_itself_and_what_was_meant(option, says):
+    with pytest.raises((TypeError, ValueError), match=re.escape(says)):
+        write.using(**option)
+
+
+@pytest.mark.parametrize("method", ["enqueue", "enqueue_and_wait"])
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"max_retries": 3}, "has no option 'max_retries'. Did you mean 'max_attempts'?"),
+        ({"reply_to": "x"}, "has no option 'reply_to'. "),
+        ({"timeuot": 5}, "has no option 'timeuot'. "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_queues_enqueue_names_itself(queue, method, option, says):
+    with writing_nothing(), pytest.raises(TypeError, match=re.escape(f"Queue.{method}() {says}")):
+        getattr(queue, method)("j1", 1, **option)
+
+
+def test_a_timeout_belongs_to_the_handler_and_not_to_the_enqueue(queue):
+    with writing_nothing(), pytest.raises(TypeError, match=r"Queue\.enqueue\(\) has no option 'ti"):
+        queue.enqueue("j1", 1, timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"retries": 3}, "Queue() has no option 'retries'. Did you mean 'max_attempts'?"),
+        ({"concurrency": 0}, "Queue('q'): concurrency must be a whole number, at least 1, not 0"),
+        ({"max_retries": 0}, "Queue('q'): max_retries must be a whole number from 1 to "),
+        ({"max_attempts": "2"}, "Queue('q'): max_attempts must be a whole number from 1 to "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_queue_names_itself_and_the_option(options, says):
+    with pytest.raises((TypeError, ValueError), match=re.escape(says)):
+        Queue("q", **options)
+    assert "q" not in conf.declared_queues()
+
+
+@pytest.mark.parametrize("declare", ["execute", "handler"])
+def test_a_queues_handler_names_itself(queue, declare):
+    says = re.escape(f"Queue.{declare}() has no option 'time_limit'. Did you mean 'timeout'?")
+    with pytest.raises(TypeError, match=says):
+        if declare == "execute":
+            queue.execute(print, time_limit=5)
+        else:
+            queue.handler(time_limit=5)
+
+
+def test_arguments_of_a_job_are_given_by_keyword():
+    says = r"ledger\.write\.enqueue\(\) takes the arguments by keyword: enqueue\(job=…, note=…\)"
+    with writing_nothing(), pytest.raises(TypeError, match=says):
+        write.enqueue(7, "DE")  # type: ignore[arg-type]
+
+
+def test_a_job_may_have_an_argument_named_self():
+    @job(name="tests.selfish")
+    def selfish(self): ...
+
+    try:
+        selfish.enqueue(self=1)
+    finally:
+        registry.unregister("tests.selfish")
+    assert Job.objects.get().arguments == {"self": 1}
+
+
+@pytest.mark.parametrize("id", ["   ", "\t", "\n"])
+def test_an_id_of_blanks_is_none(queue, id):
+    says = "id must be text of 1 to 255 characters that are not all blank"
+    with writing_nothing():
+        for attempt in (
+            lambda: queue.enqueue(id, 1),
+            lambda: write.using(id=id),
+            lambda: write.enqueue_many([{"job": "a"}], ids=[id]),
+        ):
+            with pytest.raises(ValueError, match=says):
+                attempt()
+
+
+@pytest.mark.parametrize("ttl", ["1h", 1.5, 0, -1, timedelta(0), True, 2**60])
+def test_a_lifetime_says_at_once_all_that_is_wanted(queue, ttl):
+    says = (
+        "result_ttl must be a positive timedelta or a positive whole number of milliseconds, at "
+        "most 100 years, not "
+    )
+    with writing_nothing(), pytest.raises((TypeError, ValueError), match=says):
+        queue.enqueue("a", 1, result_ttl=ttl)
