@@ -13,7 +13,7 @@ from typing import Any
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.conf import declared_queues, get_settings
+from kjo_django.conf import QueueConf, declared_queues, get_settings
 from kjo_django.exceptions import MessageError, PermanentError
 from kjo_django.messages import envelope
 from kjo_django.messages.envelope import MAX_TYPE_LENGTH, Message
@@ -122,6 +122,14 @@ class Handler:
         except TypeError as error:
             return str(error)
         return None
+
+    def max_attempts(self, queue: QueueConf) -> int:
+        """Return how many attempts a message of ``queue`` gets that nobody enqueued here."""
+        return self.options.max_attempts or queue.max_attempts
+
+    def result_ttl(self, queue: QueueConf) -> timedelta:
+        """Return how long the result or error of such a message is kept."""
+        return self.options.result_ttl or queue.result_ttl
 
     def fitted(self, headers: Mapping[str, bytes]) -> Handler:
         """Return what runs a message with these headers: itself, where they change nothing."""

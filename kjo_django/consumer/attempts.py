@@ -116,7 +116,7 @@ def spent_and_limit(delivery: Delivery, row: dict[str, Any] | None) -> tuple[int
     else:
         handler = delivery.handler
         spent = 0
-        own = (handler and handler.options.max_attempts) or delivery.queue.max_attempts
+        own = handler.max_attempts(delivery.queue) if handler else delivery.queue.max_attempts
     return spent, policies.limit_of(delivery.queue.name, own, spent)
 
 

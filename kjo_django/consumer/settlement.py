@@ -222,7 +222,10 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
     place and id: people see one row for one task, and its state is the task's.
     """
     delivery, message, record = outcome.delivery, outcome.delivery.message, outcome.delivery.record
+    handler = delivery.handler
     assert message is not None
+    if handler is None:
+        return None
     id = _id_for(using, message, record)
     was_sent_here = False
     if str(id) == message.id:
@@ -240,9 +243,7 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
         headers = {**names.for_row(origin_headers(record)), **headers}
     if str(id) != message.id:
         headers[ORIGIN_ID] = message.id
-    handler = delivery.handler
-    limit = (handler and handler.options.max_attempts) or delivery.queue.max_attempts
-    ttl = delivery.queue.result_ttl // timedelta(milliseconds=1)
+    ttl = handler.result_ttl(queue) // timedelta(milliseconds=1)
     if not is_retry:
         changes["result_expires_at"] = now + timedelta(milliseconds=ttl)
     # Of a message about an item the item is the key: the retry goes to the item's own partition.
@@ -254,7 +255,7 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
         unique_id=message.row_name,
         key=storable_text(key, 255),
         state=states.RESULT_OF[_ACTIONS[outcome.result]],
-        max_attempts=limit,
+        max_attempts=handler.max_attempts(queue),
         payload=message.payload,
         content_type=storable_text(message.content_type, 50),
         headers=headers or None,

@@ -17,6 +17,12 @@ DEFAULT_MAX_ATTEMPTS = 3
 """PJQ-34: "3 retries" are three executions (X-1)."""
 
 
+def attempts_in(queue: str, own: int | None) -> int:
+    """Return how many attempts a queue's jobs get: its own number, the settings' or 3."""
+    declared = get_settings().queues.get(queue, {}).get("max_attempts")
+    return own or declared or DEFAULT_MAX_ATTEMPTS
+
+
 class JobBuilder:
     """Builds the jobs of one queue; what it is given stands where an enqueue says nothing.
 
@@ -34,8 +40,8 @@ class JobBuilder:
         register_serializer(serializer)
         self._queue = queue
         self._handler = handler
-        self._max_attempts = max_attempts
-        self._result_ttl = None if result_ttl is None else milliseconds(result_ttl, timedelta(1))
+        self.max_attempts = max_attempts
+        self.result_ttl = None if result_ttl is None else milliseconds(result_ttl, timedelta(1))
         self._serializer = serializer
 
     def build(
@@ -73,7 +79,7 @@ class JobBuilder:
         if serializer is not None:
             register_serializer(serializer)
         chosen = serializer or self._serializer
-        lasts = result_ttl if result_ttl is not None else self._result_ttl
+        lasts = result_ttl if result_ttl is not None else self.result_ttl
         return new_job(
             options,
             queue=queue,
@@ -81,10 +87,6 @@ class JobBuilder:
             payload=dumped(payload, chosen),
             serializer=chosen,
             key=key or "",
-            max_attempts=max_attempts or self._attempts(),
+            max_attempts=max_attempts or attempts_in(self._queue, self.max_attempts),
             result_ttl=milliseconds(lasts, queue.result_ttl),
         )
-
-    def _attempts(self) -> int:
-        declared = get_settings().queues.get(self._queue, {}).get("max_attempts")
-        return self._max_attempts or declared or DEFAULT_MAX_ATTEMPTS

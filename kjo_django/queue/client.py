@@ -142,9 +142,12 @@ class Queue:
         """
         refuse_unknown(unknown, _HANDLER_OPTIONS, "Queue.execute")
         function = adapt(handler, after_execution, self._complain)
+        lasts = self._builder.result_ttl
         options = registry.HandlerOptions(
             name=self.job_type,
             queue=self.name,
+            max_attempts=self._builder.max_attempts,
+            result_ttl=timedelta(milliseconds=lasts) if lasts is not None else None,
             timeout=timeout,
             atomic=atomic,
             takes_context=True,

@@ -12,8 +12,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from kjo_django import registry
+from kjo_django.conf import QueueConf
 from kjo_django.consumer.context import JobContext
 from kjo_django.producer.enqueue import milliseconds
+from kjo_django.queue.building import attempts_in
 
 logger = logging.getLogger("kjo_django")
 
@@ -101,6 +103,10 @@ class QueueHandler(registry.Handler):
     def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Hand the value over as it is."""
         return (value,), {}
+
+    def max_attempts(self, queue: QueueConf) -> int:
+        """Return what an enqueue in this queue would give."""
+        return attempts_in(queue.name, self.options.max_attempts)
 
 
 def adapt(

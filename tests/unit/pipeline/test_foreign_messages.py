@@ -7,16 +7,17 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from kjo_django import publish_event
+from kjo_django import Queue, conf, publish_event, registry
 from kjo_django.backends import get_coordination
 from kjo_django.consumer.work import Result
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.operations import jobs as operations
+from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
-from tests.unit.deliveries import as_job, entries, the_job
+from tests.unit.deliveries import Bench, as_job, entries, the_job
 from tests.unit.pipeline.bench import GOOD, both, settled
 
 
@@ -261,3 +262,46 @@ def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
     bench.run_until_done()
     assert (the_job().state, ran) == ("completed", ["a", "a"])
     assert the_job().finished_at is not None
+
+
+@both
+@pytest.mark.usefixtures("transport")
+def test_a_queues_options_hold_for_messages_nobody_enqueued_here(_configured):
+    """They got five attempts, and results the settings' lifetime."""
+    # Given
+    with forgetting(registry._handlers, conf._declared):
+        queue = Queue("foreign-ones", max_attempts=2, result_ttl=timedelta(seconds=4))
+
+        @queue.handler
+        def fail(job):
+            runs.append((job.attempts, job.max_attempts))
+            raise RuntimeError("always")
+
+        runs: list[tuple[int, int]] = []
+        bench = Bench("foreign-ones")
+        # When
+        bench.publish(b'{"job":"a"}', kjo_id="foreign-1", kjo_type=queue.job_type)
+        bench.run_until_done()
+        bench.close()
+    # Then
+    assert runs == [(1, 2), (2, 2)]
+    assert (the_job().max_attempts, the_job().result_ttl) == (2, 4000)
+    assert the_job().result_expires_at - the_job().finished_at == timedelta(seconds=4)
+
+
+@both
+def test_a_queue_without_options_gives_others_messages_what_it_gives_its_own(_configured):
+    with forgetting(registry._handlers, conf._declared):
+        queue = Queue("foreign-ones")
+        runs: list[int] = []
+
+        @queue.handler
+        def fail(job):
+            runs.append(job.max_attempts)
+            raise RuntimeError("always")
+
+        bench = Bench("foreign-ones")
+        bench.publish(b'{"job":"a"}', kjo_id="foreign-1", kjo_type=queue.job_type)
+        bench.run_until_done()
+        bench.close()
+    assert runs == [3, 3, 3]
