@@ -154,7 +154,10 @@ class Settings:
         duration, timedelta(milliseconds=50), "Run time up to which fast jobs share a transaction."
     )
     max_outstanding: int = option(
-        whole(1), 5000, "Records a worker holds at most, waiting and running."
+        whole(1),
+        5000,
+        "Records a worker holds at most, waiting and running. A queue holds no more than it leaves "
+        "free for the others.",
     )
     async_concurrency: int = option(
         whole(1),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kjo_django.consumer.later import Later
 from kjo_django.consumer.shards import Costs, Group, Place, Shard
 from kjo_django.consumer.work import Delivery, Mode
-from kjo_django.transports.base import Subscription, TopicPartition
+from kjo_django.transports.base import Subscription, TopicKey, TopicPartition
 
 CONCURRENT_GROUP = 1000
 """Most coroutines a lane starts at once."""
@@ -73,6 +73,7 @@ class Lanes:
         self._peak = 0
         self._waiting_count = 0
         self._running_count = 0
+        self._held: dict[Subscription, dict[TopicPartition, int]] = {}
         self._is_stopped = False
 
     # --- Filling ----------------------------------------------------------------------------------
@@ -87,6 +88,8 @@ class Lanes:
     def _add(self, delivery: Delivery, now: float) -> bool:
         """Add one; return whether there is a key more to be taken now."""
         self._waiting_count += 1
+        held, place = self._held.setdefault(delivery.subscription, {}), delivery.place
+        held[place] = held.get(place, 0) + 1
         key = delivery.shard
         delivery.waiting_since = now
         shard = self._shards.get(key)
@@ -253,9 +256,11 @@ class Lanes:
             self._running_count -= len(group.deliveries)
             back = set(deferred)
             held: dict[object, list[Delivery]] = {}
-            for delivery in group.deliveries if back else ():
+            for delivery in group.deliveries:
                 if delivery in back:
                     held.setdefault(delivery.shard, []).append(delivery)
+                else:
+                    self._forget(delivery)
             for shard in group.shards:
                 self._return(shard, held.get(shard.key, ()), delay)
             # Its own lane comes next and takes; another one is needed for what that leaves.
@@ -276,7 +281,11 @@ class Lanes:
         for delivery in deliveries:
             shard = self._aloft.pop(delivery)
             self._flying[shard.queue] -= 1
-            self._return(shard, [delivery] if delivery in deferred else (), delay)
+            if delivery in deferred:
+                self._return(shard, [delivery], delay)
+            else:
+                self._forget(delivery)
+                self._return(shard, (), delay)
         self._changed.notify_all()
         self._ended.notify_all()
 
@@ -290,6 +299,15 @@ class Lanes:
             self._make_ready(shard)
         else:
             self._shards.pop(shard.key, None)
+
+    def _forget(self, delivery: Delivery) -> None:
+        """Count a delivery no more: it has ended here."""
+        held, place = self._held[delivery.subscription], delivery.place
+        held[place] -= 1
+        if not held[place]:
+            del held[place]
+            if not held:
+                del self._held[delivery.subscription]
 
     # --- Control ----------------------------------------------------------------------------------
 
@@ -311,6 +329,8 @@ class Lanes:
                     dropped += leaving
                     shard.waiting = [d for d in shard.waiting if not leaves(d)]
             self._waiting_count -= len(dropped)
+            for delivery in dropped:
+                self._forget(delivery)
         return dropped
 
     def wait_for(self, partitions: Iterable[TopicPartition] | None, timeout: float) -> bool:
@@ -376,6 +396,22 @@ class Lanes:
         with self._changed:
             paused = (s for s in self._shards.values() if s.queue in self._paused)
             return self.outstanding - sum(len(shard.waiting) for shard in paused)
+
+    def held_of(self, subscription: Subscription) -> dict[TopicPartition, int]:
+        """Return how many of a subscription's deliveries wait and run, by partition."""
+        with self._changed:
+            return dict(self._held.get(subscription, {}))
+
+    def keys_waiting(self, subscription: Subscription, count: int) -> set[TopicKey]:
+        """Return the keys of which at least so many of a subscription's deliveries wait."""
+        with self._changed:
+            return {
+                (first.record.topic, first.record.key)
+                for shard in self._shards.values()
+                if len(shard.waiting) >= count
+                and (first := shard.waiting[0]).subscription is subscription
+                and first.record.key is not None
+            }
 
     @property
     def waiting(self) -> int:

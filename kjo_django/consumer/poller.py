@@ -15,10 +15,17 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.consumer.deadletters import error_text
+from kjo_django.consumer.flow_control import FlowControl
 from kjo_django.consumer.lanes import Lanes
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import MessageError
-from kjo_django.transports.base import Record, Subscription, TopicPartition, Transport
+from kjo_django.transports.base import (
+    Record,
+    Subscription,
+    TopicKey,
+    TopicPartition,
+    Transport,
+)
 
 logger = logging.getLogger("kjo_django")
 
@@ -26,6 +33,8 @@ POLL_TIMEOUT = 0.5
 """Seconds one poll waits at most; the subscription is woken before."""
 FULL_WAIT = 0.05
 """Seconds between looks while the lanes are full."""
+FULL_POLL_TIMEOUT = 0.1
+"""Seconds one poll waits at most while a partition is full."""
 REVOKE_WAIT = 5.0
 """Seconds a rebalance waits for running groups; well below every session timeout."""
 FIRST_RESTART, LAST_RESTART = 1.0, 30.0
@@ -37,7 +46,8 @@ class Poller:
     """Feeds the lanes from one consumer group's topics.
 
     :param queues: the queues whose topics it reads.
-    :param max_outstanding: records it lets wait and run at most.
+    :param max_outstanding: records its worker lets wait and run at most.
+    :param is_alone: whether its worker reads one topic only, which may have all that room.
     :param on_error: told of outages, and with None of their end.
     :param on_skipped: told of each record that was meant for others.
     """
@@ -50,6 +60,7 @@ class Poller:
         lanes: Lanes,
         *,
         max_outstanding: int,
+        is_alone: bool = True,
         on_error: Callable[[str | None], None] = lambda error: None,
         on_skipped: Callable[[QueueConf], None] = lambda queue: None,
     ) -> None:
@@ -57,6 +68,7 @@ class Poller:
         self.group = group
         self._lanes = lanes
         self._max_outstanding = max_outstanding
+        self._flow = FlowControl(max_outstanding, is_alone=is_alone)
         self._on_error = on_error
         self._on_skipped = on_skipped
         self._queue_of = {queue.topic: queue for queue in reversed(queues)}
@@ -67,7 +79,9 @@ class Poller:
         self._is_closed = threading.Event()
         self.is_quiet = False
         self._wanted_pauses: frozenset[str] = frozenset()
-        self._paused_topics: frozenset[str] = frozenset()
+        self._paused: set[TopicPartition] = set()
+        self._skipped_keys: set[TopicKey] = set()
+        self._is_full = False
         self._resume_at: dict[TopicPartition, float] = {}
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"kjo-poll-{group}", daemon=True)
@@ -163,25 +177,29 @@ class Poller:
             on_assigned=self._on_assigned,
         )
         self._subscription = subscription
-        self._paused_topics = frozenset()
+        self._paused, self._skipped_keys = set(), set()
         try:
             while not self._is_closed.is_set():
-                self._apply_pauses(subscription)
                 self._poll_once(subscription)
         finally:
-            self._lanes.discard(subscription.assignment(), subscription)
-            subscription.close()
+            try:
+                self._lanes.discard(subscription.assignment(), subscription)
+            finally:
+                # Left open, it would stay a member that reads nothing.
+                subscription.close()
 
     def _poll_once(self, subscription: Subscription) -> None:
-        room = self._max_outstanding - self._lanes.occupied
+        max_records = self._prepare(subscription)
         if self.is_quiet and subscription.hands_back and self._lanes.waiting:
             waiting = self._lanes.discard(subscription.assignment(), subscription)
             subscription.hand_back([delivery.record for delivery in waiting])
-        if self._is_draining.is_set() or self.is_quiet or room <= 0:
+        if self._is_draining.is_set() or self.is_quiet or max_records <= 0:
             subscription.poll(0, 0.0)
             self._is_closed.wait(FULL_WAIT)
             return
-        records = subscription.poll(room, POLL_TIMEOUT)
+        # One that is full may have room again before another one brings anything.
+        timeout = FULL_POLL_TIMEOUT if self._is_full else POLL_TIMEOUT
+        records = subscription.poll(max_records, timeout)
         self._on_error(subscription.last_error)
         if records:
             self.polled_count += len(records)
@@ -226,27 +244,46 @@ class Poller:
 
     # --- Pauses -----------------------------------------------------------------------------------
 
-    def _apply_pauses(self, subscription: Subscription) -> None:
-        wanted = frozenset(
-            queue.topic for queue in self._queues.values() if queue.name in self._wanted_pauses
+    def _prepare(self, subscription: Subscription) -> int:
+        """Pause what is not to be read now, and resume the rest; return how many records the next
+        poll may bring."""
+        assigned = subscription.assignment()
+        unwanted = self._unwanted(assigned)
+        plan = self._flow.plan(
+            [each for each in assigned if each not in unwanted],
+            self._lanes.held_of(subscription),
+            self._max_outstanding - self._lanes.occupied,
+            subscription.uncommitted(),
+            self._paused,
         )
+        self._is_full = bool(plan.full)
+        if plan.max_records or not plan.full:
+            self._pause(subscription, {*unwanted, *plan.full})
+            self._skip_keys(subscription)
+        # Else nothing is read anyway, and a log's client would throw away what it has fetched.
+        return plan.max_records
+
+    def _unwanted(self, assigned: Sequence[TopicPartition]) -> set[TopicPartition]:
+        """Return the partitions that operators or an outage have paused."""
+        wanted = {q.topic for q in self._queues.values() if q.name in self._wanted_pauses}
         now = time.monotonic()
         with self._lock:
-            resting = {tp for tp, due in self._resume_at.items() if due > now}
-            rested = set(self._resume_at) - resting
-            for partition in rested:
-                del self._resume_at[partition]
-        assigned = subscription.assignment()
-        to_pause = [tp for tp in assigned if tp.topic in wanted or tp in resting]
-        if to_pause:
-            subscription.pause(to_pause)
-        # The subscription remembers a pause across rebalances: a partition whose rest ended while
-        # somebody else had it must not come back paused for ever.
-        to_resume = [
-            tp
-            for tp in {*assigned, *rested}
-            if (tp in rested or tp.topic in self._paused_topics) and tp not in to_pause
-        ]
-        if to_resume:
-            subscription.resume(to_resume)
-        self._paused_topics = wanted
+            self._resume_at = {tp: due for tp, due in self._resume_at.items() if due > now}
+            return {tp for tp in assigned if tp.topic in wanted or tp in self._resume_at}
+
+    def _pause(self, subscription: Subscription, wanted: set[TopicPartition]) -> None:
+        if to_pause := wanted - self._paused:
+            subscription.pause(sorted(to_pause))
+        # Of those somebody else has now, too: the subscription remembers a pause across rebalances,
+        # and a partition must not come back paused for ever.
+        if to_resume := self._paused - wanted:
+            subscription.resume(sorted(to_resume))
+        self._paused = wanted
+
+    def _skip_keys(self, subscription: Subscription) -> None:
+        """Leave keys alone of which much waits here, where the transport can read past them."""
+        waits = self._lanes.outstanding >= self._flow.chunk
+        keys = self._lanes.keys_waiting(subscription, self._flow.chunk) if waits else set()
+        if keys != self._skipped_keys:
+            subscription.skip_keys(keys)
+            self._skipped_keys = keys

@@ -8,7 +8,7 @@ implementation here passes.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, NamedTuple
@@ -23,6 +23,10 @@ class TopicPartition(NamedTuple):
 
     topic: str
     partition: int
+
+
+TopicKey = tuple[str, bytes]
+"""A topic and a key of its records."""
 
 
 class GroupOffsets(NamedTuple):
@@ -175,6 +179,11 @@ class Subscription(abc.ABC):
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
         """Undo ``pause``; nothing was lost meanwhile."""
 
+    def skip_keys(self, keys: Collection[TopicKey]) -> None:
+        """Hand out no more records of these keys, and those of all other keys again; a skipped
+        key's records keep their order. Default: nothing, as for a log, which is read in order."""
+        return
+
     @abc.abstractmethod
     def assignment(self) -> list[TopicPartition]:
         """Return the partitions handed to this consumer now."""
@@ -189,6 +198,12 @@ class Subscription(abc.ABC):
     def flush(self) -> None:
         """Make acknowledgements durable now, waiting for it. Default: nothing is buffered."""
         return
+
+    def uncommitted(self) -> Mapping[TopicPartition, int]:
+        """Return how many records a crash would deliver again, by partition, settled ones included:
+        on a log, all that were handed out from the oldest unsettled one on. Default: none are, as
+        where each record is acknowledged by itself."""
+        return {}
 
     def wake(self) -> None:
         """Make a waiting ``poll`` return soon; thread-safe. Default: nothing waits long."""

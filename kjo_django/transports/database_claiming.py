@@ -9,19 +9,26 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime, timedelta
 
 from django.db import connections
+from django.db.models import QuerySet
 from django.utils import timezone
 
-from kjo_django.models import TransportSubscription, atomic_along, take_write_lock
-from kjo_django.transports.base import Record, TopicPartition
+from kjo_django.models import (
+    TransportMessage,
+    TransportSubscription,
+    atomic_along,
+    take_write_lock,
+)
+from kjo_django.transports.base import Record, TopicKey, TopicPartition
 from kjo_django.transports.database_rows import (
     COLUMNS,
     commit_lazily,
     due_rows,
     group_rows,
+    hash_of,
     take_unleased,
     to_record,
     unleased,
@@ -78,6 +85,7 @@ class Claimer:
         self._lease = lease
         self._pace = pace
         self._paused: set[TopicPartition] = set()
+        self._skipped: dict[str, set[int]] = {}
         self._turn = 0
         self._more = True
         """Whether something may be due: then it is claimed without being looked for first."""
@@ -90,6 +98,14 @@ class Claimer:
         """Claim from these topics again."""
         self._paused.difference_update(partitions)
         self._more = True
+
+    def skip_keys(self, keys: Collection[TopicKey]) -> None:
+        """Leave these keys alone, and no others."""
+        skipped: dict[str, set[int]] = {}
+        for topic, key in keys:
+            skipped.setdefault(topic, set()).add(hash_of(key))
+        self._more = self._more or skipped != self._skipped
+        self._skipped = skipped
 
     def claim(self, limit: int) -> list[Record]:
         """Lease up to so many rows; empty where nothing is due, or others claim all of it just now.
@@ -127,11 +143,7 @@ class Claimer:
         )
         if waiting.exists():
             # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
-            topics = [
-                topic
-                for topic in topics
-                if due_rows(self._alias, topic, self._group, self._token, now).exists()
-            ]
+            topics = [topic for topic in topics if self._due_rows(topic, now).exists()]
         else:
             topics = []
         # Walking past a backlog of delayed or busy rows takes time: no more than a tenth of it.
@@ -167,13 +179,18 @@ class Claimer:
         while waiting and len(chosen) < limit:
             topic = waiting.pop(0)
             share = math.ceil((limit - len(chosen)) / (len(waiting) + 1))
-            due = due_rows(self._alias, topic, self._group, self._token, now)
-            rows = list(due.filter(id__gt=last[topic]).values_list(*COLUMNS)[:share])
+            rows = list(
+                self._due_rows(topic, now).filter(id__gt=last[topic]).values_list(*COLUMNS)[:share]
+            )
             chosen.extend(rows)
             if len(rows) == share:
                 last[topic] = rows[-1][0]
                 waiting.append(topic)
         return chosen
+
+    def _due_rows(self, topic: str, now: datetime) -> QuerySet[TransportMessage]:
+        skipped = self._skipped.get(topic, ())
+        return due_rows(self._alias, topic, self._group, self._token, now, skipped)
 
     def _take(self, ids: list[int], now: datetime) -> None:
         """Lease the rows, all or none.

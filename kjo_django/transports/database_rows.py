@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -35,8 +35,11 @@ def key_hash(key: bytes | None) -> int | None:
 
     Two keys of one hash are merely treated as one key: they keep a common order.
     """
-    if key is None:
-        return None
+    return None if key is None else hash_of(key)
+
+
+def hash_of(key: bytes) -> int:
+    """Return what rows with this key are compared by."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True)
 
 
@@ -75,9 +78,16 @@ def group_rows(alias: str, group: str) -> QuerySet[TransportMessage]:
 
 
 def due_rows(
-    alias: str, topic: str, group: str, token: str, now: datetime
+    alias: str,
+    topic: str,
+    group: str,
+    token: str,
+    now: datetime,
+    skipped: Collection[int] = (),
 ) -> QuerySet[TransportMessage]:
     """Rows ``token`` may claim now, in order.
+
+    :param skipped: hashes of keys it wants nothing of.
 
     A key in flight at another consumer is left alone entirely, so a key is at one consumer at a
     time; rows of that key wait, rows of others pass. The busy keys are an uncorrelated subquery on
@@ -96,12 +106,13 @@ def due_rows(
         .exclude(lease_token=token)
         .values("key_hash")
     )
-    return (
+    due = (
         rows.filter(unleased(now), available_at__lte=now)
         .exclude(lease_token=token)
         .exclude(key_hash__in=busy)
         .order_by("id")
     )
+    return due.exclude(key_hash__in=skipped) if skipped else due
 
 
 def held_rows(alias: str, token: str) -> QuerySet[TransportMessage]:

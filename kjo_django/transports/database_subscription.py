@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 
 from django.db import connections, transaction
@@ -23,6 +23,7 @@ from kjo_django.transports.base import (
     Record,
     RevokedCallback,
     Subscription,
+    TopicKey,
     TopicPartition,
 )
 from kjo_django.transports.database_changes import Changes
@@ -297,6 +298,10 @@ class DatabaseSubscription(Subscription):
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
         """Claim from these topics again, at the next poll."""
         self._claimer.resume(partitions)
+
+    def skip_keys(self, keys: Collection[TopicKey]) -> None:
+        """Claim no row of these keys; what is held of them stays held."""
+        self._claimer.skip_keys(keys)
 
     def assignment(self) -> list[TopicPartition]:
         """Return all topics: a group shares rows, not partitions."""

@@ -208,6 +208,9 @@ class MemorySubscription(Subscription):
     def assignment(self) -> list[TopicPartition]:
         return self._watermark.assigned()
 
+    def uncommitted(self) -> dict[TopicPartition, int]:
+        return self._watermark.uncommitted()
+
     def wake(self) -> None:
         with self._log.changed:
             self._woken = True

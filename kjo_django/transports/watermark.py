@@ -18,7 +18,15 @@ from kjo_django.transports.base import Record, TopicPartition
 class Assignment:
     """One partition under one epoch. Its fields belong to the `Watermark` that made it."""
 
-    __slots__ = ("alive", "epoch", "in_order", "next_offset", "partition", "unsettled")
+    __slots__ = (
+        "alive",
+        "delivered_count",
+        "epoch",
+        "in_order",
+        "next_offset",
+        "partition",
+        "unsettled",
+    )
 
     def __init__(self, partition: TopicPartition, epoch: int) -> None:
         self.partition = partition
@@ -26,15 +34,18 @@ class Assignment:
         self.alive = True
         self.next_offset: int | None = None
         self.in_order = True
-        # A dict for its order: offsets enter ascending, so the first key is the lowest.
-        self.unsettled: dict[int, None] = {}
+        self.delivered_count = 0
+        # A dict for its order: offsets enter ascending, so the first key is the lowest. Each has
+        # the number of records handed out before it.
+        self.unsettled: dict[int, int] = {}
 
     def track(self, offsets: Sequence[int]) -> None:
         """Note offsets handed out, in the order of the log."""
         if self.next_offset is not None and offsets[0] < self.next_offset:
             # Handed out again after a seek: the first key need no longer be the lowest.
             self.in_order = False
-        self.unsettled.update(dict.fromkeys(offsets))
+        self.unsettled.update(zip(offsets, count(self.delivered_count), strict=False))
+        self.delivered_count += len(offsets)
         last = offsets[-1] + 1
         if self.next_offset is None or last > self.next_offset:
             self.next_offset = last
@@ -45,6 +56,12 @@ class Assignment:
             self.in_order = True
             return self.next_offset
         return next(iter(self.unsettled)) if self.in_order else min(self.unsettled)
+
+    def uncommitted(self) -> int:
+        """Return how many were handed out from the lowest unsettled one on."""
+        if not self.unsettled:
+            return 0
+        return self.delivered_count - next(iter(self.unsettled.values()))
 
 
 class Watermark:
@@ -126,6 +143,11 @@ class Watermark:
                 return sum(len(each.unsettled) for each in self._assignments.values())
             assignment = self._assignments.get(partition)
             return len(assignment.unsettled) if assignment else 0
+
+    def uncommitted(self) -> dict[TopicPartition, int]:
+        """Return how many records of each partition would be handed out again after a crash."""
+        with self._lock:
+            return {where: each.uncommitted() for where, each in self._assignments.items()}
 
     def _retire(self, partition: TopicPartition) -> None:
         assignment = self._assignments.pop(partition, None)

@@ -160,6 +160,7 @@ class Worker:
         groups: dict[tuple[str, str], list[QueueConf]] = {}
         for queue in self.queues:
             groups.setdefault((queue.transport, queue.consumer_group), []).append(queue)
+        topics = {(queue.transport, queue.consumer_group, queue.topic) for queue in self.queues}
         return [
             Poller(
                 get_transport(alias),
@@ -167,6 +168,7 @@ class Worker:
                 queues,
                 self.lanes,
                 max_outstanding=conf.max_outstanding,
+                is_alone=len(topics) == 1,
                 # With its transport: as one source, two would replace each other's word for ever.
                 on_error=functools.partial(self._outages.note, f"{group} ({alias})"),
                 on_skipped=self.statistics.skip,

@@ -16,6 +16,7 @@ from kjo_django.consumer.poller import Poller
 from kjo_django.operations import topic_options
 from kjo_django.transports.base import TopicPartition
 from kjo_django.transports.kafka.options import KafkaOptions
+from tests.unit.deliveries import Silent
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = KafkaOptions("default", {"bootstrap.servers": "nowhere:1"})
@@ -60,7 +61,7 @@ def test_the_production_profile_of_the_documentation():
     assert options.config["retention.ms"] == "604800000"
 
 
-class Subscription:
+class Subscription(Silent):
     """Notes pauses the way a transport does: for good, until resumed."""
 
     def __init__(self) -> None:
@@ -83,14 +84,14 @@ def test_a_pause_that_ends_while_somebody_else_has_the_partition():
     subscription, partition = Subscription(), TopicPartition("emails", 3)
     subscription.assigned = [partition]
     poller.pause_for(partition, 0.05)
-    poller._apply_pauses(subscription)
+    poller._prepare(subscription)
     assert subscription.paused == {partition}
     # Revoked; the pause ends; assigned again
     subscription.assigned = []
     time.sleep(0.06)
-    poller._apply_pauses(subscription)
+    poller._prepare(subscription)
     subscription.assigned = [partition]
-    poller._apply_pauses(subscription)
+    poller._prepare(subscription)
     assert subscription.paused == set()
 
 

@@ -93,8 +93,10 @@ def take(lanes: Watched) -> bytes:
     """Take the next delivery; a thread may have to poll it first."""
     group = lanes.take(timeout=WAIT)
     assert group is not None, "nothing came"
+    delivery = group.deliveries[0]
+    delivery.subscription.acknowledge([delivery.record])
     lanes.done(group)
-    return group.deliveries[0].record.value
+    return delivery.record.value
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -192,6 +194,7 @@ def test_full_lanes_stop_the_fetching_and_not_the_membership(make, lanes):
     # Then
     assert poller.polled_count == 2
     assert len(poller.partitions) == 2
+    poller._subscription.acknowledge([group.deliveries[0].record])
     lanes.done(group)
     eventually(lambda: poller.polled_count == 3)
 

@@ -173,3 +173,19 @@ def test_threads_settle_while_others_deliver():
 
     assert seen == sorted(seen)
     assert watermark.positions() == {PARTITION: 2000}
+
+
+@given(deliveries())
+def test_a_crash_repeats_what_was_handed_out_from_the_lowest_unsettled_offset_on(case):
+    polls, settled = case
+    watermark = Watermark()
+    assignment = watermark.assign(PARTITION)
+    for offsets in polls:
+        watermark.deliver(assignment, offsets)
+    delivered = [offset for offsets in polls for offset in offsets]
+
+    settle(watermark, assignment, *settled)
+
+    position = watermark.positions()[PARTITION]
+    repeated = [offset for offset in delivered if offset >= position]
+    assert watermark.uncommitted() == {PARTITION: len(repeated)}

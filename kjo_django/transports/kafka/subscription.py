@@ -121,6 +121,9 @@ class KafkaSubscription(Subscription):
     def assignment(self) -> list[TopicPartition]:
         return self._watermark.assigned()
 
+    def uncommitted(self) -> dict[TopicPartition, int]:
+        return self._watermark.uncommitted()
+
     def wake(self) -> None:
         self._woken = True
 

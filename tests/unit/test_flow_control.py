@@ -1,0 +1,258 @@
+"""How many records a worker fetches of each queue, partition and key: one backlog starves nobody.
+
+The workers run in this process, their slow handlers wait for an event.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+
+import pytest
+from django.db import connection
+
+from kjo_django import registry
+from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
+from kjo_django.consumer.flow_control import FetchPlan, FlowControl
+from kjo_django.messages import headers as names
+from kjo_django.operations import topics
+from kjo_django.transports.base import OutgoingRecord, TopicPartition
+from kjo_django.worker import Worker
+from tests.unit.deliveries import KJO, as_job
+
+WAIT = 60
+SOON = 3.0
+"""Seconds; a second is promised, and this machine may be slow."""
+BACKLOG = 5_000
+TRANSPORTS = {
+    "memory": "memory.MemoryTransport",
+    "database": "database.DatabaseTransport",
+    "kafka": "kafka.KafkaTransport",
+    "redis_streams": "redis_streams.RedisStreamsTransport",
+}
+
+
+@pytest.fixture(
+    params=[
+        "memory",
+        "database",
+        pytest.param("kafka", marks=pytest.mark.kafka),
+        pytest.param("redis_streams", marks=pytest.mark.redis),
+    ]
+)
+def transport(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _declarations(monkeypatch):
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+
+
+@pytest.fixture
+def configure(request, settings, sqlite_file):
+    """Use a transport with two queues, whose topics have two partitions where there are any."""
+
+    def configure(transport: str, **options: object) -> None:
+        suffix = uuid.uuid4().hex[:8]
+        own: dict[str, object] = {}
+        if transport == "kafka":
+            servers = request.getfixturevalue("kafka_server").bootstrap_servers
+            own = {"bootstrap.servers": servers}
+        elif transport == "redis_streams":
+            url = request.getfixturevalue("redis_server").url
+            cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
+            settings.CACHES = {"default": cache}
+            own = {"KEY_PREFIX": f"{suffix}:"}
+        elif transport == "memory":
+            own = {"partitions": 2}
+        backend = f"kjo_django.transports.{TRANSPORTS[transport]}"
+        settings.KJO = {
+            **KJO,
+            "TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": own}},
+            "QUEUES": {
+                "slow": {"topic": f"slow-{suffix}", "consumer_group": suffix, "concurrency": 1},
+                "quick": {"topic": f"quick-{suffix}", "consumer_group": suffix},
+            },
+            "TOPIC_OPTIONS": {"partitions": 2, "replication_factor": 1},
+            "POLL_INTERVAL": 0.2,
+            "CONCURRENCY": 2,
+            "SHUTDOWN_GRACE": 5,
+            **options,
+        }
+        topics.create(["slow", "quick"])
+
+    return configure
+
+
+class Working:
+    """A worker in a thread of its own, whose jobs of the queue ``slow`` last until ``release``."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.has_begun = threading.Condition()
+        self.release = threading.Event()
+
+        def work(name: str, waits: bool = False) -> None:
+            with self.has_begun:
+                self.begun.append(name)
+                self.has_begun.notify_all()
+            if waits:
+                self.release.wait(WAIT)
+
+        def also_work(name: str, waits: bool = False) -> None:
+            work(name, waits)
+
+        as_job(work, "work.slow", queue="slow", atomic=False)
+        as_job(also_work, "work.quick", queue="quick", atomic=False)
+        self.worker = Worker(["slow", "quick"], relay=False)
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        finally:
+            connection.close()
+
+    def __enter__(self) -> Working:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.worker.stop()
+        self.release.set()
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive(), "the worker does not end"
+
+    def begins(self, name: str, timeout: float) -> bool:
+        """Whether a job begins within so many seconds."""
+        with self.has_begun:
+            return self.has_begun.wait_for(lambda: name in self.begun, timeout)
+
+    def fills(self) -> None:
+        """Wait until it fetches no more."""
+        assert self.begins("first", WAIT), "nothing begins"
+        last, since, end = -1, time.monotonic(), time.monotonic() + WAIT
+        while time.monotonic() < since + 1.0:
+            assert time.monotonic() < end, "it fetches without an end"
+            if (held := self.worker.lanes.outstanding) != last:
+                last, since = held, time.monotonic()
+            time.sleep(0.02)
+
+
+def publish(queue: str, *values: str, key: bytes | None = None) -> None:
+    """Put messages of others on a queue's topic."""
+    topic = get_settings().queue(queue).topic
+    records = [
+        OutgoingRecord(
+            topic,
+            value.encode(),
+            key,
+            {names.ID: uuid.uuid4().hex.encode(), names.TYPE: f"work.{queue}".encode()},
+        )
+        for value in values
+    ]
+    assert all(answer.error is None for answer in get_transport().publish(records))
+
+
+FIRST = '{"name": "first", "waits": true}'
+MORE = '{"name": "more", "waits": true}'
+OTHER = '{"name": "other"}'
+
+
+def test_a_job_of_an_idle_queue_begins_at_once_beside_a_backlog_of_slow_ones(configure, transport):
+    # Given
+    configure(transport)
+    publish("slow", FIRST, *[MORE] * BACKLOG)
+    with Working() as working:
+        working.fills()
+        # When
+        publish("quick", OTHER)
+        # Then
+        assert working.begins("other", SOON)
+        assert working.begun.count("more") == 0
+
+
+def two_keys_apart() -> tuple[bytes, bytes]:
+    """Two keys of different partitions of the topic."""
+    topic = get_settings().queue("slow").topic
+    found: dict[int | None, bytes] = {}
+    for number in range(100):
+        key = b"key %d" % number
+        answers = get_transport().publish([OutgoingRecord(topic, b"{}", key)])
+        found.setdefault(answers[0].partition, key)
+        if len(found) == 2:
+            break
+    one, other = found.values()
+    return one, other
+
+
+@pytest.mark.parametrize(
+    "transport", ["memory", "database", pytest.param("kafka", marks=pytest.mark.kafka)]
+)
+def test_a_hot_key_leaves_room_for_others(configure, transport):
+    """On a log, for those of other partitions: what lies behind it in its own is not seen."""
+    # Given
+    configure(transport, MAX_OUTSTANDING=160)
+    hot, other = (b"hot", b"other") if transport == "database" else two_keys_apart()
+    publish("quick", FIRST, key=hot)
+    publish("quick", *[MORE] * 600, key=hot)
+    with Working() as working:
+        working.fills()
+        # When
+        publish("quick", OTHER, key=other)
+        # Then
+        assert working.begins("other", SOON)
+        assert working.begun.count("more") == 0
+
+
+# --- The limits -----------------------------------------------------------------------------------
+
+A0, A1, B0 = TopicPartition("a", 0), TopicPartition("a", 1), TopicPartition("b", 0)
+
+
+def plan(control: FlowControl, held: dict, *, free: int, uncommitted=(), paused=()) -> FetchPlan:
+    return control.plan([A0, A1, B0], held, free, dict(uncommitted), paused)
+
+
+def test_the_only_topic_may_have_all_the_room():
+    control = FlowControl(800, is_alone=True)
+    assert control.plan([A0], {A0: 700}, 100, {}, ()) == (100, frozenset())
+    assert control.plan([A0], {A0: 800}, 0, {}, ()) == (0, {A0})
+
+
+def test_a_topic_holds_no_more_than_it_leaves_free():
+    control = FlowControl(800, is_alone=False)
+    assert plan(control, {A0: 199, A1: 199}, free=402).full == set()
+    assert plan(control, {A0: 199, A1: 199}, free=398) == (100, {A0, A1})
+
+
+def test_a_full_topic_is_read_again_when_it_holds_much_less():
+    control = FlowControl(800, is_alone=False)
+    paused = {A0, A1}
+    assert plan(control, {A0: 80, A1: 81}, free=639, paused=paused).full == {A0, A1}
+    assert plan(control, {A0: 79, A1: 79}, free=642, paused=paused).full == set()
+
+
+def test_one_partition_leaves_half_of_its_topics_room_to_the_others():
+    control = FlowControl(800, is_alone=False)
+    assert plan(control, {A0: 200}, free=600) == (100, {A0})
+
+
+def test_a_poll_fetches_an_eighth_of_the_room_at_most():
+    assert plan(FlowControl(800, is_alone=False), {}, free=800).max_records == 100
+    assert plan(FlowControl(2, is_alone=False), {}, free=2).max_records == 1
+
+
+def test_however_little_room_there_is_a_topic_that_holds_nothing_is_read():
+    assert plan(FlowControl(4, is_alone=False), {A0: 4}, free=0) == (1, {A0, A1})
+
+
+def test_a_log_is_read_no_further_than_a_crash_may_repeat():
+    control = FlowControl(800, is_alone=False)
+    assert plan(control, {A0: 1}, free=799, uncommitted={A0: 700}).full == set()
+    assert plan(control, {A0: 1}, free=799, uncommitted={A0: 701}).full == {A0}
+    assert plan(control, {A0: 1}, free=799, uncommitted={A0: 401}, paused={A0}).full == {A0}
+    assert plan(control, {A0: 1}, free=799, uncommitted={A0: 400}, paused={A0}).full == set()
