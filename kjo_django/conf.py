@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -360,6 +360,21 @@ def get_settings() -> Settings:
     if faults:
         raise ImproperlyConfigured(str(faults[0]))
     return loaded
+
+
+def settings_as_read() -> Settings:
+    """Return the settings with everything that is wrong at its default.
+
+    For what is declared while modules are imported: raising there would end every command with a
+    traceback, ``check`` too, which names all faults. Whatever runs asks ``get_settings``.
+    """
+    loaded, _ = _load()
+    right = {
+        name: given
+        for name, given in loaded.queues.items()
+        if not convert(QueueOptions, given, "")[1]
+    }
+    return loaded if right == loaded.queues else replace(loaded, queues=right)
 
 
 def default_worker_name() -> str:

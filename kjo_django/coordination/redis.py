@@ -45,6 +45,7 @@ from kjo_django.probing import answer_within
 
 _DELIVERIES_KEPT = timedelta(days=1)
 _SCAN_COUNT = 1000
+ESCAPING = "A password's special characters are written as %2F (/), %3F (?), %23 (#) and %40 (@)."
 
 # A script works out the keys of the delivery counts: to send them would double what is written,
 # and they share their leases' slots. Few commands too: each costs as much as a row elsewhere.
@@ -117,8 +118,7 @@ class RedisCoordination(Coordination):
         self._prefix: str = self.options.get("KEY_PREFIX", "")
         self._url: str | None = self.options.get("URL")
         self._own_client: Any = None
-        if self._url is None:
-            self._client()  # connects to nothing, and refuses a cache that is none of django-redis
+        self._client()  # connects to nothing, and refuses what can never be connected to
 
     # --- Leases -----------------------------------------------------------------------------------
 
@@ -244,6 +244,11 @@ class RedisCoordination(Coordination):
                 f"KJO['COORDINATION']['OPTIONS']['CACHE'] is {self.cache_alias!r}, but "
                 f"{self._setting} is not a cache of django-redis (django_redis.cache.RedisCache)."
             ) from error
+        except ValueError:
+            # Without what it says: part of a password, where that has a / or ? not written %2F, %3F.
+            raise ImproperlyConfigured(
+                f"The LOCATION of {self._setting} is no URL of a Redis. {ESCAPING}"
+            ) from None
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -279,11 +284,11 @@ class RedisCoordination(Coordination):
 def _pool_of(url: str) -> ConnectionPool:
     try:
         return ConnectionPool.from_url(url, socket_connect_timeout=5, socket_timeout=5)
-    except ValueError as error:
-        # Without the URL, which may hold a password.
+    except ValueError:
+        # Without the URL, which may hold a password, or what is wrong with it, which may too.
         raise ImproperlyConfigured(
-            "KJO['COORDINATION']['OPTIONS']['URL'] is no redis:// or rediss:// URL."
-        ) from error
+            f"KJO['COORDINATION']['OPTIONS']['URL'] is no redis:// or rediss:// URL. {ESCAPING}"
+        ) from None
 
 
 @cache

@@ -228,7 +228,7 @@ def event_route(topic: str, group: str | None = None, **queue_options: Any) -> E
     The topic's queue is named after it, or is the one the settings declare for it; that of its
     retries has ``-retry`` appended. Another group than the service's own has its name appended.
     """
-    own_group = service_group()
+    own_group = service_group(conf.settings_as_read().service_name)
     wanted = group or own_group
     present = _routes.get((topic, wanted))
     if present is not None:
@@ -238,7 +238,7 @@ def event_route(topic: str, group: str | None = None, **queue_options: Any) -> E
         name = f"{topic}@{group}"
     retry = f"{name}-retry"
     # What the settings say of the topic's queue holds for its retries too.
-    given = {**queue_options, **get_settings().queues.get(name, {})}
+    given = {**queue_options, **conf.settings_as_read().queues.get(name, {})}
     if given.get("consume") is False:
         raise ImproperlyConfigured(
             f"KJO['QUEUES'][{name!r}] says 'consume': False, and an event_handler of this service "
@@ -268,7 +268,7 @@ def retry_topic(topic: str, group: str) -> str:
 
 def _declared_for(topic: str) -> str | None:
     """Return the queue the settings declare for a topic, by its name or its ``topic``."""
-    queues = get_settings().queues
+    queues = conf.settings_as_read().queues
     return next((name for name in queues if (queues[name].get("topic") or name) == topic), None)
 
 

@@ -293,7 +293,7 @@ def _declare(
     own = f"{topic}-redelivery-{id}"
     if config is None:
         conf.declare_queue(topic, **options)
-        attempts = get_settings().queue(topic).max_attempts
+        attempts = conf.settings_as_read().queue(topic).max_attempts
         config = DlqConfig(f"{topic}-dlq", redelivery_topic=own, max_redeliveries=attempts - 1)
     if config.servers is not None:
         raise ImproperlyConfigured(f"{id}: in the pipeline KDLQ uses a transport, not servers")

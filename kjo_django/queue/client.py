@@ -12,7 +12,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 
 from kjo_django import registry, values
-from kjo_django.conf import declare_queue, declared_queues, get_settings
+from kjo_django.conf import declare_queue, declared_queues, settings_as_read
 from kjo_django.exceptions import JobNotFoundError, JobStateError
 from kjo_django.messages.envelope import MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import JSON, Serializer
@@ -116,7 +116,7 @@ class Queue:
             raise ValueError(f"Queue({self.name!r}): {told}") from None
 
     def _declare(self, concurrency: int | None) -> None:
-        if concurrency is None and self.name not in get_settings().queues:
+        if concurrency is None and self.name not in settings_as_read().queues:
             concurrency = 1
         if concurrency is not None and self.name not in declared_queues():
             declare_queue(self.name, concurrency=concurrency)

@@ -77,6 +77,12 @@ class RedisStreamsTransport(Transport):
                 f"{self._where('CACHE')} names {self._cache!r}, which is no django-redis cache: "
                 f"{error}"
             ) from error
+        except ValueError:
+            # Without what it says: part of a password, where that has a / or ? not written %2F, %3F.
+            raise ImproperlyConfigured(
+                f"The LOCATION of CACHES[{self._cache!r}] is no URL of a Redis. A password's special "
+                "characters are written as %2F (/), %3F (?), %23 (#) and %40 (@)."
+            ) from None
 
     def stream(self, topic: str) -> str:
         """Return the key of a topic's stream."""

@@ -12,6 +12,7 @@ from django.db import connections
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.checks import check_servers, check_settings
+from kjo_django.operations.health import health
 
 MEMORY = {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}
 
@@ -112,6 +113,12 @@ def test_the_checks_are_registered_under_their_tag(settings):
             None,
         ),
         ({"COORDINATION": {"BACKEND": "no.such"}}, "E005", "COORDINATION", None),
+        (
+            {"COORDINATION": {"BACKEND": REDIS, "OPTIONS": {"URL": "http://host"}}},
+            "E005",
+            "is no redis:// or rediss:// URL",
+            "kjo-django[redis]",
+        ),
         (
             {"COORDINATION": {"BACKEND": REDIS, "OPTIONS": {"CACHES": "other"}}},
             "E005",
@@ -339,16 +346,45 @@ def test_moments_without_a_time_zone_are_an_error(settings, monkeypatch):
 def test_for_deployment_what_a_client_refuses_is_a_warning_too(settings):
     """Only librdkafka knows its keys; a traceback would hide what else there is to say."""
     options = {"bootstrap.servers": "127.0.0.1:1", "sasl.mechanismm": "PLAIN"}
-    url = {"BACKEND": REDIS, "OPTIONS": {"URL": "http://host"}}
-    settings.KJO = {
-        "TRANSPORTS": {"default": {"BACKEND": KAFKA, "OPTIONS": options}},
-        "COORDINATION": url,
-    }
+    settings.KJO = {"TRANSPORTS": {"default": {"BACKEND": KAFKA, "OPTIONS": options}}}
     found = {message.id: message.msg for message in check_servers()}
     assert "sasl.mechanismm" in found["kjo.W008"]
-    assert "is no redis:// or rediss:// URL" in found["kjo.W009"]
 
 
 def test_servers_are_not_asked_with_wrong_settings(settings):
     settings.KJO = {"QUEUESS": {}}
     assert check_servers() == []
+
+
+@pytest.mark.parametrize("url", ["redis://:S3cr3tPw/x@host", "redis://:S3cr3tPw?x@host:1/0"])
+@pytest.mark.parametrize(
+    ("kjo", "id", "named"),
+    [
+        ({"COORDINATION": {"BACKEND": REDIS}}, "E005", "LOCATION of CACHES['default']"),
+        ({"COORDINATION": {"BACKEND": REDIS, "OPTIONS": {}}}, "E005", "['OPTIONS']['URL']"),
+        (
+            {"TRANSPORTS": {"default": {"BACKEND": STREAMS}}},
+            "E004",
+            "LOCATION of CACHES['default']",
+        ),
+    ],
+    ids=["coordination", "coordination by URL", "transport"],
+)
+def test_a_password_that_breaks_its_url_is_not_told(settings, kjo, id, named, url):
+    """A slip that is made often: the check ended in a ValueError with the password in it."""
+    # Given
+    if "URL" in named:
+        kjo = {"COORDINATION": {"BACKEND": REDIS, "OPTIONS": {"URL": url}}}
+    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
+    settings.CACHES = {**settings.CACHES, "default": cache}
+    # When
+    ((told_id, message, _),) = found(settings, kjo)
+    # Then
+    assert told_id == id
+    assert named in message
+    assert "%2F" in message
+    assert "S3cr3t" not in message
+    # And neither by what asks for health
+    answers = [check for check in health(timeout=5) if check.name in ("coordination", "transports")]
+    assert "S3cr3t" not in str(answers)
+    assert named in str(answers)
