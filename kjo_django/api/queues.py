@@ -21,7 +21,6 @@ from kjo_django.models import QueueControl
 from kjo_django.operations import queues, status
 from kjo_django.operations.counting import seconds_since
 from kjo_django.producer.dispatch import jobs_database
-from kjo_django.states import JobState
 
 TAG = "queues"
 NAME = OpenApiParameter(
@@ -66,7 +65,8 @@ class Queue(Shape):
     is_paused = serializers.BooleanField()
     changed_by = serializers.CharField(allow_blank=True)
     states = serializers.DictField(
-        child=serializers.IntegerField(), help_text="Jobs by state, each up to 100,000."
+        child=serializers.IntegerField(),
+        help_text="Jobs by state, each up to 100,000.",
     )
     oldest_waiting_seconds = serializers.FloatField(allow_null=True)
     open_dead_letters = serializers.IntegerField()
@@ -198,13 +198,13 @@ def find(name: str) -> dict[str, Any]:
 def counted(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
     """Add to each queue what waits in it; also return whether a count is a lower bound."""
     now = timezone.now()
-    counts, is_capped = status.count_by_state()
+    counts, is_capped = status.count_by_state(now)
     letters, letters_capped = status.open_dead_letters()
     waiting = status.oldest_waiting(now)
     told = [
         row
         | {
-            "states": {state: counts.get((row["queue"], state), 0) for state in JobState.values},
+            "states": {state: counts.get((row["queue"], state), 0) for state in status.COUNTED},
             "oldest_waiting_seconds": seconds_since(waiting.get(row["queue"]), now),
             "open_dead_letters": letters.get(row["queue"], 0),
         }

@@ -181,6 +181,12 @@ class Job(models.Model):
         return self.status_with(leased=False)
 
 
+def is_scheduled(now: datetime) -> Q:
+    """Return the condition for rows that people are shown as scheduled: due later, and no retry."""
+    states = Q(state=JobState.PENDING) | Q(state=JobState.QUEUED, attempts=0)
+    return Q(available_at__gt=now) & states
+
+
 def log_facts(job: Any) -> dict[str, Any]:
     """The same of a job, or of a row that is none."""
     return {"job_id": str(job.pk), "handler": job.handler, "queue": job.queue}

@@ -86,12 +86,15 @@ def many_grouped_counts(
     """Return what ``grouped_counts`` would for each of them, in one query.
 
     :param rows: by name; all of one model and database.
+    :param by: names of fields and annotations.
     """
     one = next(iter(rows.values()))
     connection = connections[one.db]
 
     def column(name: str) -> str:
-        return connection.ops.quote_name(one.model._meta.get_field(name).column)
+        is_annotated = name in one.query.annotations
+        column = name if is_annotated else one.model._meta.get_field(name).column
+        return connection.ops.quote_name(column)
 
     wanted = (*by, oldest) if oldest else tuple(by)
     least = f", MIN({column(oldest)})" if oldest else ""

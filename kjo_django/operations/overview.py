@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -10,26 +12,36 @@ from django.utils import timezone
 
 from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
 from kjo_django.operations import metrics, status
-from kjo_django.operations.counting import bounded_counts, seconds_since
+from kjo_django.operations.counting import bounded_counts, many_grouped_counts, seconds_since
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import JobState, JobStatus
 
-SHOWN = (JobState.PENDING, JobState.QUEUED, JobState.FAILING, JobState.FAILED, JobState.CANCELLED)
+WAITING = (JobState.PENDING, JobState.QUEUED)
+"""Stored states of which some are shown as scheduled."""
+OTHERS = (JobState.FAILING, JobState.FAILED, JobState.CANCELLED)
+SHOWN = (*WAITING, JobStatus.SCHEDULED, *OTHERS)
 """Of the completed no index knows how many there are; the minute buckets tell how many come."""
 
 
 def state_counts() -> dict[str, int]:
-    """Return how many jobs there are in each state an index knows, up to 100,000, in one query."""
-    return bounded_counts(_by_state(timezone.now()))
+    """Return how many jobs people are shown in each state an index knows, up to 100,000 rows of
+    each stored one."""
+    return _shown(bounded_counts(_others()), timezone.now())
 
 
-def _by_state(now: datetime) -> dict[str, QuerySet[Any]]:
+def _others() -> dict[str, QuerySet[Any]]:
     jobs = Job.objects.using(jobs_database())
-    later = jobs.filter(state=JobState.PENDING, available_at__gt=now)
-    return {
-        **{str(state): jobs.filter(state=state).order_by("pk") for state in SHOWN},
-        str(JobStatus.SCHEDULED): later.order_by("available_at"),
-    }
+    return {str(state): jobs.filter(state=state).order_by("pk") for state in OTHERS}
+
+
+def _shown(others: Mapping[str, int], now: datetime) -> dict[str, int]:
+    jobs = status.with_shown_state(Job.objects.using(jobs_database()).all(), now)
+    rows = {str(state): jobs.filter(state=state).order_by("pk") for state in WAITING}
+    counts = Counter(others)
+    for groups, _ in many_grouped_counts(rows, ("shown_state",)).values():
+        for (state,), (count, _) in groups.items():
+            counts[state] += count
+    return {str(state): counts[state] for state in SHOWN}
 
 
 def overview() -> dict[str, Any]:
@@ -39,9 +51,9 @@ def overview() -> dict[str, Any]:
     unpublished = status.backlog(now)
     letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
     counts = bounded_counts(
-        {**_by_state(now), "letters": letters.order_by("pk"), "backlog": unpublished.jobs}
+        {**_others(), "letters": letters.order_by("pk"), "backlog": unpublished.jobs}
     )
-    letters_count, backlog_count = counts.pop("letters"), counts.pop("backlog")
+    letters_count, backlog_count = counts["letters"], counts["backlog"]
     oldest = oldest_backlog = _first(status.waiting_jobs(now))
     if backlog_count and not unpublished.is_all_that_waits:
         oldest_backlog = _first(unpublished.jobs)
@@ -49,7 +61,7 @@ def overview() -> dict[str, Any]:
     totals = metrics.totals(timedelta(hours=1))
     living = _living(now)
     return {
-        "states": counts,
+        "states": _shown(counts, now),
         "open_dead_letters": letters_count,
         "backlog": backlog_count,
         "oldest_backlog_seconds": seconds_since(oldest_backlog, now) if backlog_count else None,

@@ -28,6 +28,7 @@ from kjo_django.conf import get_settings
 from kjo_django.exceptions import CoordinationError
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import Job
+from kjo_django.models.job import is_scheduled
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.job_filter import JobFilter, parse
 from kjo_django.operations.jobs import live_leases
@@ -166,7 +167,7 @@ class _Look:
             # The index begins with the queue; there are few, so all of them are named.
             queues = [given.queue] if given.queue else [*registry.queue_names()]
             rows = rows.filter(queue__in=queues, unique_id=given.unique_id)
-        later = Q(available_at__gt=self._now)
+        later = is_scheduled(self._now)
         state = given.state
         if state is None:
             return [(None, rows, Q())]
@@ -175,13 +176,11 @@ class _Look:
         if state == JobStatus.SCHEDULED:
             return [
                 (JobState.PENDING, rows.filter(state=JobState.PENDING), later),
-                (JobState.QUEUED, rows.filter(state=JobState.QUEUED), later & Q(attempts=0)),
+                (JobState.QUEUED, rows.filter(state=JobState.QUEUED), later),
             ]
         more = Q()
-        if state == JobStatus.PENDING:
+        if state in (JobStatus.PENDING, JobStatus.QUEUED):
             more = ~later
-        elif state == JobStatus.QUEUED:
-            more = ~(later & Q(attempts=0))
         elif state == JobStatus.COMPLETED:
             return [(None, rows, Q(state=state))]
         return [(state, rows.filter(state=state), more)]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from django.db.models import QuerySet
+from django.db.models import Case, F, QuerySet, Value, When
 from django.utils import timezone
 
 from kjo_django.backends import get_transport
 from kjo_django.conf import Settings, get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
+from kjo_django.models.job import is_scheduled
 from kjo_django.operations import queues as queue_operations
 from kjo_django.operations.assignments import assignments, rebalanced_at
 from kjo_django.operations.counting import (
@@ -26,7 +28,7 @@ from kjo_django.operations.counting import (
 from kjo_django.operations.rates import add_rates
 from kjo_django.probing import answer_within
 from kjo_django.producer.dispatch import is_transactional, jobs_database
-from kjo_django.states import AWAITING_PUBLISH, JobState
+from kjo_django.states import AWAITING_PUBLISH, JobState, JobStatus
 from kjo_django.transports.base import GroupOffsets, TopicPartition
 
 PATIENCE = 5.0
@@ -76,32 +78,43 @@ def queue_rows(
     if queues is not None:
         wanted = set(queues)
         rows = [row for row in rows if row["queue"] in wanted]
-    counts, is_capped = count_by_state(limit)
+    counts, is_capped = count_by_state(now, limit)
     waiting = oldest_waiting(now)
     letters, letters_capped = open_dead_letters(limit)
     for row in rows:
         name = row["queue"]
-        row["states"] = {state: counts.get((name, state), 0) for state in JobState.values}
+        row["states"] = {state: counts.get((name, state), 0) for state in COUNTED}
         row["oldest_waiting_seconds"] = seconds_since(waiting.get(name), now)
         row["open_dead_letters"] = letters.get(name, 0)
     add_lags(rows)
     return rows, is_capped or letters_capped
 
 
-def count_by_state(limit: int = COUNT_LIMIT) -> tuple[dict[tuple[str, str], int], bool]:
-    """Return ``{(queue, state): count}`` and whether any count is a lower bound."""
-    jobs = Job.objects.using(jobs_database())
+COUNTED = tuple(state for state in JobStatus.values if state != JobStatus.PROCESSING)
+"""The states people are shown, but for that which only leases tell."""
+
+
+def count_by_state(
+    now: datetime, limit: int = COUNT_LIMIT
+) -> tuple[dict[tuple[str, str], int], bool]:
+    """Return ``{(queue, state): count}`` for the states of ``COUNTED``, and whether any count is a
+    lower bound."""
+    jobs = with_shown_state(Job.objects.using(jobs_database()).all(), now)
     rows = {state: jobs.filter(state=state).order_by("pk") for state in JobState.values}
     # No index knows the completed ones; the newest rows tell what matters.
     rows[JobState.COMPLETED] = jobs.order_by("-pk")
-    found = many_grouped_counts(rows, ("queue", "state"), limit=limit)
-    counts = {
-        (queue, state): count
-        for name, (groups, _) in found.items()
-        for (queue, state), (count, _) in groups.items()
-        if state == name
-    }
+    found = many_grouped_counts(rows, ("queue", "state", "shown_state"), limit=limit)
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, (groups, _) in found.items():
+        for (queue, state, shown), (count, _) in groups.items():
+            counts[queue, shown] += count if state == name else 0
     return counts, any(is_capped for _, is_capped in found.values())
+
+
+def with_shown_state(jobs: QuerySet[Job], now: datetime) -> QuerySet[Job]:
+    """Add ``shown_state``: the stored state, or scheduled."""
+    scheduled = When(is_scheduled(now), then=Value(str(JobStatus.SCHEDULED)))
+    return jobs.annotate(shown_state=Case(scheduled, default=F("state")))
 
 
 class Due(NamedTuple):

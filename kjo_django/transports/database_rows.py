@@ -12,6 +12,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, router
 from django.db.models import Count, Q, QuerySet, Value
 from django.db.models.functions import Coalesce
+from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.messages.headers import from_json
@@ -122,9 +123,10 @@ def held_rows(alias: str, token: str) -> QuerySet[TransportMessage]:
 
 
 def count_lag(alias: str, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
-    """Count a group's rows by topic, with those it would adopt by subscribing."""
+    """Count a group's due rows by topic, with those it would adopt by subscribing. Those of delayed
+    jobs and retries are not behind before their time."""
     rows = TransportMessage.objects.using(alias).filter(
-        topic__in=topics, consumer_group__in=(group, "")
+        topic__in=topics, consumer_group__in=(group, ""), available_at__lte=timezone.now()
     )
     counts = dict(rows.values_list("topic").annotate(count=Count("id")).order_by())
     return {TopicPartition(topic, 0): counts.get(topic, 0) for topic in topics}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from django.utils import timezone
+
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf
@@ -18,7 +20,8 @@ def waiting_records(queues: Iterable[QueueConf]) -> Iterator[int]:
         if not transport.capabilities.transactional:
             yield sum(transport.lag([queue.topic], queue.consumer_group).values())
         elif registry.route_of(queue.name) is not registry.JOBS:
-            # Here each open job has its record in the table; the others are what nobody enqueued.
+            # Here each due job has its record in the table; the others are what nobody enqueued.
             records = sum(transport.lag([queue.topic], queue.consumer_group).values())
-            jobs = Job.objects.using(jobs_database()).open().filter(queue=queue.name)
+            jobs = Job.objects.using(jobs_database()).open()
+            jobs = jobs.filter(queue=queue.name, available_at__lte=timezone.now())
             yield max(0, records - jobs.count()) if records else 0

@@ -198,8 +198,7 @@ def test_the_overview_tells_what_goes_on(everybody):
     MetricBucketFactory(completed_count=40, failed_count=4, worker_id=worker.pk)
     page = everybody.get(url("overview")).content.decode()
     tiles = dict(re.findall(r"<dt>(?:<a[^>]*>)?([^<]+)(?:</a>)?</dt><dd>([^<]*)</dd>", page))
-    assert tiles["Pending"] == "4"
-    assert tiles["Scheduled"] == "1"
+    assert (tiles["Pending"], tiles["Scheduled"]) == ("3", "1")
     assert tiles["Queued"] == "1"
     assert tiles["In flight"] == "7"
     assert tiles["Dead letters"] == "2"

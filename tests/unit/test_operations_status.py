@@ -13,11 +13,12 @@ from django.utils import timezone
 from kjo_django.backends import get_transport
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job
-from kjo_django.operations import counting, status
-from kjo_django.operations.overview import overview
+from kjo_django.operations import counting, search, status
+from kjo_django.operations.overview import overview, state_counts
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
+from tests.ledger.jobs import write
 
 pytestmark = pytest.mark.django_db
 
@@ -47,6 +48,7 @@ def test_jobs_are_counted_by_queue_and_state():
     # When, then
     assert queue("emails")["states"] == {
         "pending": 2,
+        "scheduled": 0,
         "queued": 1,
         "failing": 0,
         "completed": 3,
@@ -54,6 +56,49 @@ def test_jobs_are_counted_by_queue_and_state():
         "cancelled": 0,
     }
     assert queue("images")["states"]["failed"] == 1
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "memory",
+        "sqlite",
+        pytest.param("postgres", marks=[pytest.mark.postgres]),
+    ],
+)
+def test_a_delayed_job_is_scheduled_in_every_count_and_every_list(engine, settings, request):
+    """On the database transport its row is stored as queued at once."""
+    # Given
+    if engine == "postgres":
+        request.getfixturevalue("postgres")
+    if engine != "memory":
+        settings.KJO = {"QUEUES": {"ledger": {}}}
+    else:
+        settings.KJO = {**settings.KJO, "QUEUES": {"ledger": {}}}
+    write.using(delay=timedelta(hours=2)).enqueue(job="later")
+    write.enqueue(job="now")
+    retried = write.enqueue(job="retried").job_id
+    Job.objects.filter(pk=retried).update(
+        state="queued", attempts=1, available_at=timezone.now() + timedelta(hours=1)
+    )
+    stored = "pending" if engine == "memory" else "queued"
+    expected = {"pending": 0, "queued": 1, "scheduled": 1}
+    expected[stored] += 1
+    # When, then
+    found = queue("ledger")
+    counts = {
+        "kjo_status": found["states"],
+        "overview": overview()["states"],
+        "tabs": state_counts(),
+        "search": {state: count for state, (count, _) in search.counts().items()},
+        "lists": {
+            state: len(search.page(search.parse(f"state:{state}")).rows) for state in expected
+        },
+    }
+    told = {where: {state: each[state] for state in expected} for where, each in counts.items()}
+    assert told == dict.fromkeys(counts, expected)
+    if engine != "memory":
+        assert found["lag"] == 2  # what no worker could be given yet is not behind
 
 
 def test_counts_look_at_no_more_rows_than_the_limit_and_say_so(monkeypatch):

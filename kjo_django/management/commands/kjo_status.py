@@ -7,8 +7,7 @@ from typing import Any
 
 from kjo_django.management.commands._shared import KjoCommand, check_queues
 from kjo_django.operations.queues import overview
-from kjo_django.operations.status import status
-from kjo_django.states import JobState
+from kjo_django.operations.status import COUNTED, status
 
 
 class Command(KjoCommand):
@@ -29,9 +28,7 @@ class Command(KjoCommand):
 
     def show(self, answer: Any) -> None:
         """Print one line for each queue and worker."""
-        self.table(
-            [("queue", *JobState.values, "dead", "lag", "oldest", ""), *self._queues(answer)]
-        )
+        self.table([("queue", *COUNTED, "dead", "lag", "oldest", ""), *self._queues(answer)])
         if answer["is_capped"]:
             self.stdout.write(f"Counts of {answer['count_limit']:,} and more are lower bounds.")
         relay = answer["relay"]
@@ -59,7 +56,7 @@ class Command(KjoCommand):
         return [
             (
                 row["queue"],
-                *(f"{row['states'][state]:,}" for state in JobState.values),
+                *(f"{row['states'][state]:,}" for state in COUNTED),
                 f"{row['open_dead_letters']:,}",
                 "?" if row["lag"] is None else f"{row['lag']:,}",
                 _age(row["oldest_waiting_seconds"]),
