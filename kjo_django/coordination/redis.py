@@ -245,7 +245,7 @@ class RedisCoordination(Coordination):
                 f"{self._setting} is not a cache of django-redis (django_redis.cache.RedisCache)."
             ) from error
         except ValueError:
-            # Without what it says: part of a password, where that has a / or ? not written %2F, %3F.
+            # Without what it says: part of a password, where that has a / or ? not escaped.
             raise ImproperlyConfigured(
                 f"The LOCATION of {self._setting} is no URL of a Redis. {ESCAPING}"
             ) from None

@@ -78,10 +78,10 @@ class RedisStreamsTransport(Transport):
                 f"{error}"
             ) from error
         except ValueError:
-            # Without what it says: part of a password, where that has a / or ? not written %2F, %3F.
+            # Without what it says: part of a password, where that has a / or ? not escaped.
             raise ImproperlyConfigured(
-                f"The LOCATION of CACHES[{self._cache!r}] is no URL of a Redis. A password's special "
-                "characters are written as %2F (/), %3F (?), %23 (#) and %40 (@)."
+                f"The LOCATION of CACHES[{self._cache!r}] is no URL of a Redis. A password's "
+                "special characters are written as %2F (/), %3F (?), %23 (#) and %40 (@)."
             ) from None
 
     def stream(self, topic: str) -> str:
