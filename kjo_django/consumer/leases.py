@@ -246,6 +246,11 @@ class LeaseBook:
             self._rows |= free
             return free
 
+    def held_rows(self) -> list[UUID]:
+        """Return the jobs whose row leases are renewed."""
+        with self._lock:
+            return list(self._rows)
+
     def let_rows_go(self, ids: Iterable[UUID]) -> None:
         """Stop renewing."""
         with self._lock:

@@ -118,11 +118,16 @@ class Poller:
         self._is_draining.set()
         self.wake()
 
-    def close(self, timeout: float) -> None:
-        """Leave the group: acknowledgements are flushed, the rest is handed back."""
+    def leave(self) -> None:
+        """Begin to leave the group: acknowledgements are flushed, the rest is handed back. What
+        runs is not waited for; the thread ends when it has left."""
         self._is_draining.set()
         self._is_closed.set()
         self.wake()
+
+    def close(self, timeout: float) -> None:
+        """Leave the group, waiting so many seconds until that is done."""
+        self.leave()
         self.thread.join(timeout)
 
     def set_quiet(self, is_quiet: bool) -> None:
@@ -236,7 +241,9 @@ class Poller:
         self.rebalanced_at = timezone.now()
         if self._subscription is not None:
             self._lanes.discard(partitions, self._subscription)
-        if not lost and not self._lanes.wait_for(partitions, REVOKE_WAIT):
+        if lost or self._is_closed.is_set():
+            return  # a worker that stops has waited for all it is going to wait for
+        if not self._lanes.wait_for(partitions, REVOKE_WAIT):
             logger.warning("A rebalance did not wait for long jobs of %s", partitions)
 
     def _on_assigned(self, partitions: Sequence[TopicPartition]) -> None:

@@ -111,6 +111,8 @@ class AbstractConsumer(abc.ABC):
                 f"{type(self).__name__} needs {missing or 'to be defined with register=True'}."
             )
         self._worker: Any = None
+        self._changing = threading.Lock()
+        self._is_consuming = False
         self._ended = threading.Event()
         self._concurrency: int | None = None
 
@@ -175,30 +177,37 @@ class AbstractConsumer(abc.ABC):
         worker.ensure_topics()
         if self._concurrency is not None:
             worker.set_concurrency(queue, self._concurrency)
-        self._ended.clear()
         self._worker = worker
 
     def start_consuming(self) -> int:
         """Work in this thread until ``disconnect``, or a signal where this is the main thread;
         return the exit code.
 
-        :raises RuntimeError: ``connect`` was not called.
+        :raises RuntimeError: ``connect`` was not called, or ``disconnect`` was called since.
         """
-        if self._worker is None:
-            raise RuntimeError(f"{type(self).__name__} is not connected: call connect() first")
+        with self._changing:
+            worker = self._worker
+            if worker is None:
+                raise RuntimeError(f"{type(self).__name__} is not connected: call connect() first")
+            self._is_consuming = True
+            self._ended.clear()
         try:
-            code: int = self._worker.run()
+            code: int = worker.run()
             return code
         finally:
-            self._worker = None
-            self._ended.set()
+            with self._changing:
+                self._worker = None
+                self._is_consuming = False
+                self._ended.set()
 
     def disconnect(self, timeout: float | None = None) -> bool:
         """Let what runs end, hand the rest back, leave the group; False if ``timeout`` seconds were
         not enough. Call it from another thread than the one that works."""
-        if self._worker is None:
-            return True
-        self._worker.stop()
+        with self._changing:
+            if not self._is_consuming:
+                self._worker = None  # nothing has begun that would have to end
+                return True
+            self._worker.stop()
         return self._ended.wait(timeout)
 
     def set_max_concurrency(self, count: int) -> None:

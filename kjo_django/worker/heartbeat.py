@@ -12,6 +12,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
+from kjo_django.consumer import row_leases
 from kjo_django.consumer.connections import drop_broken_connections
 from kjo_django.exceptions import KjoError
 from kjo_django.models import Worker as WorkerRow
@@ -55,17 +56,24 @@ class Heartbeat:
         threading.Thread(target=self._make_topics, name="kjo-topics", daemon=True).start()
 
     def stop(self) -> None:
-        """Write the last metrics, say goodbye."""
+        """Give back leases of jobs that still run, write the last metrics, say goodbye."""
+        self._worker.controls.close()
         self._stopping.set()
         self._thread.join(5.0)
+        leases = self._worker.leases
+        try:
+            # What is handed back is not to say that it is processed.
+            row_leases.give_back(jobs_database(), leases.held_rows(), leases.token)
+        except OUTAGES as error:
+            logger.error("Leases of jobs that still run are left to expire: %s", error)
+            drop_broken_connections()
+        leases.say_goodbye()
         try:
             self._worker.statistics.flush()
             self._write(WorkerRow.State.STOPPED)
         except Exception as error:
             is_outage = isinstance(error, OUTAGES)
             logger.error("The worker could not say goodbye: %s", error, exc_info=not is_outage)
-        self._worker.leases.say_goodbye()
-        self._worker.controls.close()
 
     def _run(self) -> None:
         conf = get_settings()

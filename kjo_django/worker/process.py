@@ -63,6 +63,12 @@ from kjo_django.worker.telling import tell, tell_waiters
 
 logger = logging.getLogger("kjo_django")
 
+ABORT_WAIT = 1.0
+"""Seconds jobs have to end after the grace period, when their abort flag is set."""
+LEAVE_WAIT = 10.0
+"""Seconds the pollers have to leave their groups."""
+HASTY_WAIT = 3.0
+"""The same, and for the last words, when jobs still run: what takes longer is left to leases."""
 TICK = 0.2
 """Seconds between looks of the main thread at signals and ``until``."""
 
@@ -325,19 +331,34 @@ class Worker:
         if not is_drained:
             logger.warning("Jobs still ran after %g s; they are handed back", grace)
             self._watch.abort_all()
-            is_drained = self.lanes.wait_for(None, 1.0)
+            is_drained = self.lanes.wait_for(None, ABORT_WAIT)
+        deadline = time.monotonic() + (LEAVE_WAIT if is_drained else HASTY_WAIT)
         for poller in self.pollers:
-            poller.close(timeout=10.0)
+            poller.leave()
+        for poller in self.pollers:
+            poller.thread.join(max(0.0, deadline - time.monotonic()))
         deadline = time.monotonic() + 5.0
         for thread in (*self._lane_threads, *self._threads):
             thread.join(max(0.0, deadline - time.monotonic()) if is_drained else 0.05)
         self._pipeline.close(5.0 if is_drained else 0.05)
         self._watch.stop()
-        self._heartbeat.stop()
+        if is_drained:
+            self._heartbeat.stop()
+        else:
+            # On SQLite a handler that still runs may keep everybody from writing.
+            farewell = threading.Thread(target=self._stop_heartbeat, name="kjo-end", daemon=True)
+            farewell.start()
+            farewell.join(HASTY_WAIT)
         signals.send(signals.worker_stopped, sender=self.name, worker_id=str(self.id))
         if is_drained and self._owns_process:
             close_backends()
         return is_drained
+
+    def _stop_heartbeat(self) -> None:
+        try:
+            self._heartbeat.stop()
+        finally:
+            connections.close_all()
 
     # --- What lanes and pollers tell --------------------------------------------------------------
 

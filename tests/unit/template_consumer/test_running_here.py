@@ -58,3 +58,13 @@ def test_a_concurrency_below_one_is_refused(count):
     made = consumer()
     with pytest.raises(ValueError, match="above 0"):
         made().set_max_concurrency(count)
+
+
+def test_disconnect_of_what_never_consumed_returns_at_once(quick):
+    """An error between the two, or a probe that only connects."""
+    consuming = consumer()()
+    consuming.connect()
+    assert consuming.disconnect(timeout=5)
+    assert consuming.get_status() == {"is_connected": False}
+    with pytest.raises(RuntimeError, match="connect"):
+        consuming.start_consuming()
