@@ -12,7 +12,7 @@ from pathlib import Path
 import confluent_kafka
 
 PRODUCER = 0
-OFFSET_COMMIT = 8
+PRODUCE, OFFSET_COMMIT = 0, 8
 END, TOPIC, VALUE, HEADERS = 0, 1, 4, 10
 
 
@@ -41,7 +41,11 @@ class MockKafka:
         try:
             yield
         finally:
-            self._lib.rd_kafka_mock_broker_set_up(self._cluster, 1)
+            self.come_back()
+
+    def come_back(self) -> None:
+        """Accept connections again."""
+        self._lib.rd_kafka_mock_broker_set_up(self._cluster, 1)
 
     def refuse(self, request: int, *codes: int) -> None:
         """Answer the next requests of a kind with these error codes."""

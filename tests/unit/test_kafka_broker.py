@@ -132,6 +132,27 @@ def test_a_record_over_the_topics_limit_is_refused_alone(transport, name):
     assert [outcome.error for outcome in outcomes] == [None] * len(values)
 
 
+@pytest.mark.parametrize("limit", [200_000, 500_000])
+def test_a_key_keeps_its_order_though_the_topic_takes_smaller_batches_than_we_send(
+    transport, name, limit
+):
+    # Given a topic whose limit is below the client's batch of a megabyte
+    transport.ensure_topics([TopicSpec(name, config={"max.message.bytes": limit})])
+    # When a backlog of one key goes out, and again by a client that knows the topic
+    for batch in range(2):
+        publish(
+            transport,
+            name,
+            *[b"%d" % (260 * batch + number) + b" " * 5000 for number in range(260)],
+            key=b"k",
+        )
+    # Then
+    subscription = transport.subscribe([name], name)
+    found = [int(record.value) for record in read(subscription, 520)]
+    subscription.close()
+    assert found == list(range(520))
+
+
 def test_a_topic_created_late_is_found_soon(transport, name):
     subscription = transport.subscribe([name], name)
 

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from zoneinfo import ZoneInfo
 
@@ -19,9 +20,9 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
-from kjo_django.transports.kafka import KafkaTransport, fetching, reading, records
+from kjo_django.transports.kafka import KafkaTransport, fetching, ordered, reading, records
 from kjo_django.transports.timestamps import moment
-from tests.mock_kafka import OFFSET_COMMIT, MockKafka
+from tests.mock_kafka import OFFSET_COMMIT, PRODUCE, MockKafka
 
 # The mock learns of a member that left when its session ends.
 QUICK = {"session.timeout.ms": 1000, "heartbeat.interval.ms": 100}
@@ -144,7 +145,7 @@ def test_a_record_too_large_is_its_own_error(transport, topic):
     before, large, after = transport.publish(records)
 
     assert before.error is after.error is None
-    assert "MSG_SIZE_TOO_LARGE" in large.error
+    assert large.error == "MSG_SIZE_TOO_LARGE: larger than the client's own message.max.bytes"
     assert large.is_final
     assert large.offset is None
 
@@ -164,6 +165,109 @@ def test_a_full_queue_is_waited_for(connect, topic):
     transport = connect(**{"queue.buffering.max.messages": 10, "linger.ms": 1})
 
     publish(transport, topic, *numbers(0, 300))
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_refused_batch_is_not_overtaken_by_later_records_of_its_key(
+    connect, mock, topic, subscribe, is_connected
+):
+    # Given many records of one key, in batches of ten
+    transport = connect(**{"batch.size": 3000})
+    if is_connected:
+        publish(transport, topic, b"so that the topic is known")
+    records = [OutgoingRecord(topic, b"%03d" % n + b"." * 200, b"k") for n in range(60)]
+    # When the broker refuses the first two batches as too large
+    mock.refuse(PRODUCE, KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.MSG_SIZE_TOO_LARGE)
+    outcomes = transport.publish(records)
+    # Then one that was refused alone is gone for good, and all others are in their order
+    taken = [n for n, outcome in enumerate(outcomes) if outcome.error is None]
+    assert all(outcome.error is None or outcome.is_final for outcome in outcomes)
+    assert len(taken) >= 58
+    found = values(read(subscribe(transport), len(taken) + is_connected))[is_connected:]
+    assert [int(value[:3]) for value in found] == taken
+
+
+def test_behind_a_record_that_may_be_taken_later_its_key_is_held_back(
+    connect, mock, topic, subscribe
+):
+    # Given
+    transport = connect(**{"batch.size": 3000})
+    publish(transport, topic, b"so that the topic is known")
+    sent = [OutgoingRecord(topic, b"." * 200, b"k") for n in range(60)]
+    # When the broker refuses a batch, for now
+    mock.refuse(PRODUCE, KafkaError.TOPIC_EXCEPTION)
+    outcomes = transport.publish(sent)
+    # Then nothing behind it was sent
+    assert None not in [outcome.error for outcome in outcomes]
+    assert not any(outcome.is_final for outcome in outcomes)
+    assert "held back behind an earlier record of its key" in outcomes[59].error
+    assert "TOPIC_EXCEPTION" in outcomes[59].error
+    # And another time all are taken, in their order
+    publish(transport, topic, *numbers(0, 60))
+    assert values(read(subscribe(transport), 61))[1:] == numbers(0, 60)
+
+
+def test_a_record_that_times_out_is_not_overtaken_by_a_later_one_of_its_key(connect, mock, topic):
+    # Given room in the client for one record, so that the second begins to wait later
+    transport = connect(
+        **{
+            "delivery.timeout.ms": 2000,
+            "queue.buffering.max.messages": 1,
+            "reconnect.backoff.max.ms": 100,
+        }
+    )
+    publish(transport, topic, b"connects")
+    # When the broker is back just after the first has timed out
+    with mock.down():
+        back = threading.Timer(2.1, mock.come_back)
+        back.start()
+        first, second = transport.publish([OutgoingRecord(topic, b"1", b"k")] * 2)
+        back.join()
+    # Then
+    assert "MSG_TIMED_OUT" in first.error
+    assert second.error is not None
+    # And both are taken once the broker is there
+    eventually(
+        lambda: (
+            {each.error for each in transport.publish([OutgoingRecord(topic, b"1", b"k")])}
+            == {None}
+        ),
+        20,
+        "recovery",
+    )
+
+
+def test_records_that_are_refused_together_are_not_refused_for_good(
+    connect, mock, topic, monkeypatch
+):
+    """Each was to be tried alone, and time was up before: what is refused for good is given up."""
+    # Given
+    transport = connect(**{"delivery.timeout.ms": 1000})
+    publish(transport, topic, b"so that the topic is known")
+    send_in_halves = ordered.OrderedSend._send_in_halves
+
+    def lose_the_broker(*arguments):
+        with mock.down():
+            send_in_halves(*arguments)
+
+    monkeypatch.setattr(ordered.OrderedSend, "_send_in_halves", lose_the_broker)
+    # When
+    mock.refuse(PRODUCE, KafkaError.MSG_SIZE_TOO_LARGE)
+    outcomes = transport.publish([OutgoingRecord(topic, value, b"k") for value in numbers(0, 8)])
+    # Then
+    assert None not in [outcome.error for outcome in outcomes]
+    assert not any(outcome.is_final for outcome in outcomes)
+
+
+def test_calls_at_once_have_a_producer_each(transport, topic):
+    with ThreadPoolExecutor(8) as pool:
+        calls = [
+            pool.submit(publish, transport, topic, *numbers(20 * n, 20 * n + 20)) for n in range(24)
+        ]
+    for call in calls:
+        call.result()
+    made = [slot for slot in transport._publisher._producers if slot._client is not None]
+    assert 1 <= len(made) <= 4
 
 
 def test_one_record_does_not_wait_for_a_second_poll(transport, topic):
@@ -196,7 +300,7 @@ def test_an_outage_fails_every_record_and_says_why(connect, mock, topic):
 
 def test_a_fatal_error_replaces_the_producer(transport, topic):
     publish(transport, topic, b"1")
-    slot = transport._publisher._producer
+    slot = transport._publisher._producers[0]
     first = slot.get()
     fatal = KafkaError(KafkaError._FATAL, "broken for good", fatal=True)
 
@@ -207,7 +311,7 @@ def test_a_fatal_error_replaces_the_producer(transport, topic):
         def poll(self, _):
             return 0
 
-    slot._client = Broken()
+    slot._client = first._replace(producer=Broken())
     (outcome,) = transport.publish([OutgoingRecord(topic, b"2")])
 
     assert "broken for good" in outcome.error
@@ -481,7 +585,7 @@ def test_a_batch_the_client_failed_to_return_is_read_again(transport, topic, sub
         return messages
 
     spy = Spy(open_one, consume=consume)
-    records += read(open_one, 95, max_records=40)
+    records += read(open_one, 100 - len(records), max_records=40)
 
     assert values(records) == numbers(0, 100)
 
@@ -560,7 +664,7 @@ def test_a_partition_silent_after_a_resume_is_read_again(transport, topic, subsc
     open_one.poll(0, 0.05)
     spy.methods.clear()
 
-    records += read(open_one, 5)
+    records += read(open_one, 10 - len(records))
 
     assert values(records) == numbers(0, 10)
 

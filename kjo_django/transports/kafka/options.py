@@ -24,7 +24,6 @@ PRODUCER_DEFAULTS: dict[str, Any] = {
     "acks": "all",
     # The partitioner of Java clients: the same key lands in the same partition from both.
     "partitioner": "murmur2_random",
-    "linger.ms": 5,
     "delivery.timeout.ms": 30_000,
     # A topic that does not exist is reported after this long, not after the delivery timeout.
     "topic.metadata.propagation.max.ms": 10_000,
