@@ -34,6 +34,7 @@ from kjo_django.consumer.outcomes import (
     Resting,
     acknowledge,
     is_settled_by_group,
+    noting_doubt,
     outcome_of,
     release_leases,
 )
@@ -99,6 +100,9 @@ class AtomicRunner:
             # its commit, and would do so for ever if that did not count as an attempt.
             if outcome is None or not answers(jobs_database()):
                 raise
+            if outcome is delivery.ending and _is_committed(delivery):
+                outcome.is_confirmed = True
+                return [outcome]
             outcome.error, outcome.value = outcome.error or error, None
             settlement.judge_failure(outcome, outcome.max_attempts)
             return [outcome]
@@ -146,7 +150,12 @@ class AtomicRunner:
         watching = _NOTHING if known is None else savepoint.group()
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
-        with settlement.in_transaction(using), leaving_no_blocks(connection), watching:
+        with (
+            noting_doubt() as in_doubt,
+            settlement.in_transaction(using),
+            leaving_no_blocks(connection),
+            watching,
+        ):
             fresh, rows = mark_and_load(using, list(keys.values()), deliveries)
             for step in in_steps(deliveries, keys):
                 started: list[Started] = []
@@ -183,6 +192,7 @@ class AtomicRunner:
             acknowledge(settled, in_transaction=True)
             release_leases(self._leases, using, settled)
             _make_callbacks_robust(connection)
+            in_doubt += completed
             completion.complete(using, completed, is_last=True)
         return outcomes
 
@@ -256,6 +266,15 @@ class AtomicRunner:
             outcome_of(delivery, one, start, row)
             for (delivery, start, row), one in zip(started, ran, strict=True)
         ]
+
+
+def _is_committed(delivery: Delivery) -> bool:
+    """Return whether the COMMIT that was not answered has taken effect."""
+    handler = delivery.handler
+    if handler is None or handler.judges_itself:
+        return False  # its marker may be of an earlier message
+    key = delivery.event_key(get_settings().service_name)
+    return key in ProcessedEvent.objects.using(jobs_database()).known([key])
 
 
 def _is_database_only(delivery: Delivery) -> bool:

@@ -151,8 +151,9 @@ class ItemHandler(Handler):
         if message is None:
             return
         if outcome.result is Result.COMPLETED:
-            if message.id in self._completed_before:
-                self._completed_before.discard(message.id)
+            was_before = message.id in self._completed_before
+            self._completed_before.discard(message.id)
+            if was_before and not outcome.is_confirmed:
                 outcome.result, outcome.reason = Result.SKIPPED, SKIPPED_COMPLETED
             else:
                 _call(self.consumer.on_success, message.lease_id)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from django.db import transaction
@@ -101,6 +102,19 @@ def log_skipped(outcomes: Sequence[Outcome]) -> None:
 def is_settled_by_group(outcome: Outcome) -> bool:
     """Whether the group's own transaction makes it durable."""
     return outcome.result in (Result.COMPLETED, Result.DUPLICATE, Result.SKIPPED)
+
+
+@contextmanager
+def noting_doubt() -> Iterator[list[Outcome]]:
+    """Yield a list for the completions that are about to be committed: should that raise, the
+    deliveries keep them, since nobody knows whether the COMMIT took effect."""
+    completed: list[Outcome] = []
+    try:
+        yield completed
+    except Exception:
+        for outcome in completed:
+            outcome.delivery.ending = outcome
+        raise
 
 
 def release_leases(leases: LeaseBook, using: str, outcomes: Sequence[Outcome]) -> None:

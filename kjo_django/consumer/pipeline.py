@@ -26,15 +26,14 @@ from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.flight import Flight
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.outages import Patience
+from kjo_django.consumer.outages import OUTAGES, REFUSALS, Next, OutageRetry, Patience
 from kjo_django.consumer.outcomes import Resting, acknowledge, is_dead, log_skipped
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.poison import poison_outcome
-from kjo_django.consumer.recording import OUTAGES, REFUSALS, Recorder
+from kjo_django.consumer.recording import Recorder
 from kjo_django.consumer.suspects import SECOND, rounds_of
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
-from kjo_django.consumer.unburied import Unburied
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.producer.dispatch import jobs_database
@@ -44,6 +43,17 @@ logger = logging.getLogger("kjo_django")
 HELD_ELSEWHERE_DELAY = 1.0
 """Seconds until a delivery somebody else holds is looked at again."""
 _NOT_DONE = (Result.RETRIED, Result.DEAD, Result.CANCELLED)
+
+
+def _is_in_hand(ending: Outcome) -> bool:
+    """Return whether all that is left to do is to settle it; of a completion whose COMMIT was not
+    answered, the database has to be asked first."""
+    return ending.result is not Result.COMPLETED or ending.is_announced
+
+
+def _unsettled(deliveries: Sequence[Delivery], flying: set[Delivery] | None) -> list[Delivery]:
+    """Return those that are neither settled nor in flight."""
+    return [d for d in deliveries if not d.is_settled and not (flying and d in flying)]
 
 
 class KeyOrder:
@@ -74,8 +84,8 @@ class KeyOrder:
 
 
 class Pipeline:
-    """Runs groups. Called by every lane's thread; keeps no state between groups but deaths whose
-    dead letters were refused.
+    """Runs groups. Called by every lane's thread; keeps no state between groups but what is on
+    their deliveries.
 
     :param on_outcomes: told of every group's outcomes once they are durable.
     :param stopping: set when the worker stops. Without it ``run_once`` raises all outages; with it,
@@ -102,7 +112,6 @@ class Pipeline:
         self._on_outcomes = on_outcomes
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
-        self._unburied = Unburied()
         self._alone = Gate()
         self._atomic = AtomicRunner(leases, watch, on_measure)
         self._plain = PlainRunner(leases, watch, on_measure, is_workers=self._is_workers)
@@ -142,17 +151,15 @@ class Pipeline:
             except OUTAGES as error:
                 is_refused = isinstance(error, DatabaseError) and answers(jobs_database())
                 drop_broken_connections()
-                if flying:
-                    left = [delivery for delivery in left if delivery not in flying]
+                left = _unsettled(left, flying)
                 # What a database that is there refuses again and again must not keep a lane.
                 gives_up = is_refused and patience.count >= REFUSALS
                 if gives_up or not patience.goes_on("The group cannot be settled", error):
-                    self._give_back(left)
-                    return left
+                    return self._defer(left, ())
             except Exception:
                 # A bug. Leases that are held are renewed, and would be so for ever should the
                 # records come up elsewhere.
-                self._give_back([d for d in left if not flying or d not in flying])
+                self._defer(_unsettled(left, flying), ())
                 raise
 
     def run_once(
@@ -162,8 +169,8 @@ class Pipeline:
         freshen_connections(is_own=self._is_workers)
         if not deliveries:
             return []
-        if self._unburied.holds_any(deliveries):
-            return self._bury(deliveries, mode, flying)
+        if any(d.ending is not None and _is_in_hand(d.ending) for d in deliveries):
+            return self._settle_in_hand(deliveries, mode, flying)
         if mode is Mode.POISON:
             return self._settle([poison_outcome(d) for d in deliveries])
         names = [delivery.lease for delivery in deliveries]
@@ -179,21 +186,27 @@ class Pipeline:
             self._leases.release([delivery.lease for delivery in deferred])
         return deferred
 
-    def _bury(
+    def _settle_in_hand(
         self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None
     ) -> list[Delivery]:
-        """Publish again the dead letters their topics have refused, and run what is not dead."""
-        outcomes = self._unburied.take(deliveries)
-        dead = {outcome.delivery for outcome in outcomes}
-        try:
-            deferred = self._settle(outcomes)
-        except BaseException:
-            self._unburied.keep(outcomes)
-            raise
+        """Settle those whose outcome is in hand, and run the others."""
+        deferred: list[Delivery] = []
+        failed: list[Outcome] = []
+        for delivery in deliveries:
+            ending = delivery.ending
+            if ending is None or not _is_in_hand(ending):
+                continue
+            if ending.is_announced:
+                delivery.ending = None
+                deferred += self._finish([ending], ())
+            else:
+                failed.append(ending)
+        if failed:
+            deferred += self._record_failures(failed, ())
         order = KeyOrder()
         for delivery in deferred:
             order.put_off(delivery)
-        others = [delivery for delivery in deliveries if delivery not in dead]
+        others = [d for d in deliveries if not d.is_settled and d not in deferred]
         deferred += [delivery for delivery in others if order.waits(delivery)]
         return deferred + self.run_once([d for d in others if not order.waits(d)], mode, flying)
 
@@ -293,12 +306,14 @@ class Pipeline:
             return self._settle(self._plain.run_at_once(deliveries))
         if len(deliveries) > 1:
             try:
-                return self._settle(self._atomic.run(deliveries))
+                outcomes = self._atomic.run(deliveries)
             except DatabaseError as error:
                 logger.warning(
                     "A group of %d failed and runs again one by one: %s", len(deliveries), error
                 )
                 freshen_connections(is_own=self._is_workers)
+            else:
+                return self._settle(outcomes)
         deferred: list[Delivery] = []
         resting = Resting()
         refused: DatabaseError | None = None
@@ -323,59 +338,119 @@ class Pipeline:
     # --- Afterwards -------------------------------------------------------------------------------
 
     def _settle(self, outcomes: list[Outcome], keep: Collection[str] = ()) -> list[Delivery]:
-        """Write failures, then acknowledge, release and tell; returns what is deferred.
+        """Acknowledge and announce what its group's transaction has committed, then record, and
+        acknowledge and announce, the failures; returns what is deferred.
+
+        What is raised while failures are recorded takes nothing from what was committed before:
+        only the recording is made again, with the outcomes in hand.
 
         :param keep: names of leases that are not released.
         """
-        failed = [o for o in outcomes if o.result is not Result.COMPLETED]
-        if failed:
-            known = [o for o in failed if o.result is Result.DUPLICATE and attempts.is_left_open(o)]
-            if known:
-                completion.close_known(jobs_database(), known)
-            failed = [o for o in failed if o.result in _NOT_DONE]
-        stuck: set[int] = set()
-        if failed:
-            if tracing.tracer is not None:
-                tracing.tracer.failing(failed)
-            refused = settlement.publish_dead(o for o in failed if is_dead(o))
-            if refused:
-                self._unburied.keep(refused)
-            stuck = {id(o) for o in refused}
-            using = jobs_database()
-            durable = [outcome for outcome in failed if id(outcome) not in stuck]
-            with settlement.in_transaction(using):
-                settlement.record_failures(using, durable, self._worker)
-                acknowledge(durable, in_transaction=True)
-        settled, deferred = outcomes, list[Delivery]()
-        if stuck or any(outcome.result is Result.DEFERRED for outcome in outcomes):
-            waits = {id(o) for o in outcomes if o.result is Result.DEFERRED} | stuck
-            settled = [o for o in outcomes if id(o) not in waits]
-            deferred = [o.delivery for o in outcomes if id(o) in waits]
-        acknowledge(settled, in_transaction=False)
-        names = [
-            o.delivery.lease
-            for o in outcomes
-            if o.delivery.message is not None and "is_released" not in o.notes
-        ]
-        names = [name for name in names if name not in keep] if keep else names
-        if failed:
+        done: list[Outcome] = []
+        to_record: list[Outcome] = []
+        waiting: list[Delivery] = []
+        for outcome in outcomes:
+            if outcome.delivery.ending is not None:
+                outcome = _confirmed(outcome)
+            if outcome.result is Result.COMPLETED:
+                done.append(outcome)
+            elif outcome.result is Result.DEFERRED:
+                waiting.append(outcome.delivery)
+            elif outcome.result in _NOT_DONE or _is_left_open(outcome):
+                to_record.append(outcome)
+            else:
+                done.append(outcome)
+        deferred = self._finish(done, keep) if done else []
+        if waiting:
+            deferred += self._defer(waiting, keep)
+        if to_record:
+            deferred += self._record_failures(to_record, keep)
+        return deferred
+
+    def _record_failures(self, outcomes: list[Outcome], keep: Collection[str]) -> list[Delivery]:
+        """Make failures durable, then acknowledge and announce them; returns what is deferred: with
+        its outcome in hand, which is recorded should it come up here again."""
+        retry = OutageRetry(self._stopping if self._is_workers else None)
+        if tracing.tracer is not None:
+            tracing.tracer.failing([o for o in outcomes if o.result in _NOT_DONE])
+        while True:
+            try:
+                refused = self._write_failures(outcomes)
+            except Exception as error:
+                for outcome in outcomes:
+                    outcome.delivery.ending = outcome
+                following = retry.after(error, "Failures cannot be recorded", len(outcomes))
+                if following is Next.SPLIT:
+                    return [d for one in outcomes for d in self._record_failures([one], keep)]
+                if following is not Next.AGAIN:
+                    return self._defer([outcome.delivery for outcome in outcomes], keep)
+            else:
+                break
+        for outcome in outcomes:
+            outcome.delivery.ending = None
+        for outcome in refused:
+            outcome.delivery.ending = outcome
+        deferred = self._defer([o.delivery for o in refused], keep) if refused else []
+        recorded = [o for o in outcomes if o.delivery.ending is None]
+        return deferred + (self._finish(recorded, keep, is_failed=True) if recorded else [])
+
+    def _write_failures(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Publish the dead letters, then commit everything about those outcomes; returns those
+        whose dead letter was refused by its topic, of which nothing is written."""
+        refused = settlement.publish_dead(o for o in outcomes if is_dead(o))
+        stuck = {id(outcome) for outcome in refused}
+        durable = [outcome for outcome in outcomes if id(outcome) not in stuck]
+        using = jobs_database()
+        with settlement.in_transaction(using):
+            completion.close_known(using, [o for o in durable if o.result is Result.DUPLICATE])
+            failed = [o for o in durable if o.result in _NOT_DONE]
+            settlement.record_failures(using, failed, self._worker)
+            acknowledge(durable, in_transaction=True)
+        return refused
+
+    def _finish(
+        self, outcomes: list[Outcome], keep: Collection[str], *, is_failed: bool = False
+    ) -> list[Delivery]:
+        """Acknowledge, announce and release what is durable. Nothing that is raised here undoes
+        that; returns what could not be acknowledged, which is to be done when it comes up again."""
+        deferred: list[Delivery] = []
+        try:
+            acknowledge(outcomes, in_transaction=False)
+        except Exception:
+            logger.exception("%d records could not be acknowledged, trying again", len(outcomes))
+            for outcome in outcomes:
+                outcome.delivery.ending = outcome
+                deferred.append(outcome.delivery)
+        else:
+            for outcome in outcomes:
+                outcome.delivery.is_settled = True
+        names = _leases_of(outcomes, keep)
+        if is_failed:
             # Before anybody hears of it, since a retry may come to another worker at once.
             self._leases.release(names)
-            self._tell(settled, deferred)
+            self._announce(outcomes)
         else:
             try:
-                self._tell(settled, deferred)
+                self._announce(outcomes)
             finally:
                 self._leases.release(names)
         return deferred
 
-    def _tell(self, settled: Sequence[Outcome], deferred: Sequence[Delivery]) -> None:
+    def _announce(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell hooks, signals, waiters and statistics, once for each outcome."""
+        fresh = [outcome for outcome in outcomes if not outcome.is_announced]
+        for outcome in fresh:
+            outcome.is_announced = True
+        if not fresh:
+            return
         if tracing.tracer is not None:
-            tracing.tracer.settled(settled)
-            tracing.tracer.given_back(deferred)
-        self._tell_handlers(settled)
-        log_skipped(settled)
-        self._on_outcomes(settled)
+            tracing.tracer.settled(fresh)
+        self._tell_handlers(fresh)
+        log_skipped(fresh)
+        try:
+            self._on_outcomes(fresh)
+        except Exception:
+            logger.exception("%d outcomes could not be announced", len(fresh))
 
     def _tell_handlers(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -388,8 +463,37 @@ class Pipeline:
                     facts = facts_of(outcome.delivery, outcome.attempt)
                     logger.exception("The hook of %s failed", handler.name, extra=facts)
 
-    def _give_back(self, deliveries: Sequence[Delivery]) -> None:
-        """Release what an outage kept from settling; the attempt is not spent."""
-        self._leases.release([d.lease for d in deliveries if d.message is not None])
+    def _defer(self, deliveries: list[Delivery], keep: Collection[str]) -> list[Delivery]:
+        """Release what comes up again, and return it."""
+        names = [d.lease for d in deliveries if d.message is not None]
+        self._leases.release([name for name in names if name not in keep])
         if tracing.tracer is not None:
             tracing.tracer.given_back(deliveries)
+        return deliveries
+
+
+def _leases_of(outcomes: Sequence[Outcome], keep: Collection[str]) -> list[str]:
+    names = [
+        o.delivery.lease
+        for o in outcomes
+        if o.delivery.message is not None and "is_released" not in o.notes
+    ]
+    return [name for name in names if name not in keep] if keep else names
+
+
+def _is_left_open(outcome: Outcome) -> bool:
+    return outcome.result is Result.DUPLICATE and attempts.is_left_open(outcome)
+
+
+def _confirmed(outcome: Outcome) -> Outcome:
+    """Return what a delivery ended with, given how it was judged after a COMMIT that was not
+    answered: its completion, where that had taken effect."""
+    delivery, before = outcome.delivery, outcome.delivery.ending
+    delivery.ending = None
+    if before is None or before.result is not Result.COMPLETED or before.is_announced:
+        return outcome
+    if outcome.result is Result.DUPLICATE:
+        before.is_confirmed = True
+        return before
+    outcome.is_confirmed = outcome.result is Result.COMPLETED
+    return outcome

@@ -23,7 +23,7 @@ from kjo_django.consumer.connections import (
 )
 from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
 from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.outcomes import acknowledge, outcome_of
+from kjo_django.consumer.outcomes import acknowledge, noting_doubt, outcome_of
 from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Outcome, Result
@@ -176,7 +176,7 @@ class PlainRunner:
         done = [outcome for outcome in outcomes if outcome.result is Result.COMPLETED]
         if not done:
             return outcomes
-        with settlement.in_transaction(using):
+        with noting_doubt() as in_doubt, settlement.in_transaction(using):
             keys = {id(o): o.delivery.event_key(service) for o in done}
             fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
             winners = [o for o in done if keys[id(o)] in fresh or _judges_itself(o)]
@@ -191,6 +191,7 @@ class PlainRunner:
             lost = [key for key in lost if key in fresh]
             ProcessedEvent.objects.using(using).unmark(lost)
             acknowledge(done, in_transaction=True)
+            in_doubt += [outcome for outcome in done if outcome.result is Result.COMPLETED]
         return outcomes
 
 

@@ -21,10 +21,10 @@ from kjo_django.consumer.batches import Started, in_steps
 from kjo_django.consumer.connections import answers, drop_broken_connections
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.outages import Patience
+from kjo_django.consumer.outages import OUTAGES, REFUSALS, Patience
 from kjo_django.consumer.outcomes import Resting, outcome_of
 from kjo_django.consumer.plain import PlainRunner
-from kjo_django.consumer.recording import OUTAGES, REFUSALS, Recorder
+from kjo_django.consumer.recording import Recorder
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.models import EventKey
 from kjo_django.producer.dispatch import jobs_database

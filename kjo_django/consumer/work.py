@@ -41,7 +41,9 @@ class Delivery:
         "_lease",
         "batch",
         "deliveries",
+        "ending",
         "handler",
+        "is_settled",
         "kind",
         "message",
         "mode",
@@ -71,6 +73,12 @@ class Delivery:
         self.handler = handler
         self.problem = problem
         self.deliveries = deliveries
+        self.ending: Outcome | None = None
+        """What it ended with, in hand until that is known to be durable: a failure that could not
+        be recorded yet, a dead letter its topic refused, an outcome that could not be acknowledged,
+        or a completion whose COMMIT was not answered."""
+        self.is_settled = False
+        """Whether its outcome is durable, acknowledged and announced: it is not to run again."""
         self.waiting_since = 0.0
         """When it came to the lanes (monotonic)."""
         self.trace: Any = None
@@ -159,4 +167,8 @@ class Outcome:
     seconds: float = 0.0
     max_attempts: int = 0
     """Of its job, when the attempt began; 0 when none did."""
+    is_announced: bool = False
+    """Whether hooks, signals and statistics have been told of it."""
+    is_confirmed: bool = False
+    """Whether it is a completion whose COMMIT was not answered, and which was found committed."""
     notes: dict[str, Any] = field(default_factory=dict)

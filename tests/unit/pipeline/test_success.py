@@ -147,7 +147,7 @@ def test_outcomes_are_told_once_they_are_durable(bench, monkeypatch):
     # When
     bench.run()
     # Then
-    assert seen == [(False, 0, ["completed", "failed"])]
+    assert seen == [(False, 1, ["completed", "queued"]), (False, 0, ["completed", "failed"])]
 
 
 @both

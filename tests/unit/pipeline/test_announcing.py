@@ -1,0 +1,200 @@
+"""What a group has committed is announced once, whatever happens to the rest of the group."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+from django.db import OperationalError
+
+from kjo_django import signals
+from kjo_django.backends import get_coordination
+from kjo_django.consumer import settlement
+from kjo_django.consumer.work import Result
+from kjo_django.models import Job, JobFailure
+from tests.unit.deliveries import as_job, states
+from tests.unit.pipeline.bench import both, settled
+
+KINDS = {
+    "a transaction": {},
+    "a transaction without savepoints": {"database_only": True},
+    "outside a transaction": {"atomic": False},
+    "a batch": {"batch": 10},
+}
+
+
+@pytest.fixture
+def announced(bench, monkeypatch):
+    """The results of job_completed and job_retried, as a worker sends them."""
+    from kjo_django.worker.telling import tell
+
+    seen = []
+
+    def completed(sender, result, **facts):
+        seen.append(("completed", result))
+
+    def retried(sender, **facts):
+        seen.append(("retried", None))
+
+    signals.job_completed.connect(completed, weak=False, dispatch_uid="announcing")
+    signals.job_retried.connect(retried, weak=False, dispatch_uid="announcing")
+    monkeypatch.setattr(
+        bench.pipeline,
+        "_on_outcomes",
+        lambda outcomes: (bench.outcomes.extend(outcomes), tell(outcomes)),
+    )
+    yield seen
+    signals.job_completed.disconnect(dispatch_uid="announcing")
+    signals.job_retried.disconnect(dispatch_uid="announcing")
+
+
+def a_group_whose_second_fails(options, calls):
+    """Three jobs, of which the second raises; each call is noted."""
+
+    def one(number):
+        calls.append(number)
+        if number == 1:
+            raise RuntimeError("it broke")
+        return number
+
+    def several(items):
+        for item in items:
+            calls.append(item.payload["number"])
+            if item.payload["number"] == 1:
+                item.fail(RuntimeError("it broke"))
+        return [item.payload["number"] for item in items]
+
+    job = as_job(several if options.get("batch") else one, "bench.second_fails", **options)
+    job.enqueue_many([{"number": number} for number in range(3)])
+
+
+def all_but_the_retry_settled(bench, transport):
+    """Whether nothing is left but the retry, which the database transport publishes at once."""
+    is_free = not list(get_coordination().names("CONS:"))
+    return is_free and bench.lag() == (1 if transport == "database" else 0)
+
+
+def once_away(monkeypatch, name="record_failures"):
+    """The database is away for one call."""
+    original, left = getattr(settlement, name), [OperationalError("gone")]
+
+    def away(*arguments, **named):
+        if left:
+            raise left.pop()
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(settlement, name, away)
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_outage_while_a_failure_is_recorded_costs_no_completion_its_signal(
+    bench, transport, announced, monkeypatch, kind
+):
+    # Given
+    calls = []
+    a_group_whose_second_fails(KINDS[kind], calls)
+    once_away(monkeypatch)
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    # When
+    deferred = bench.run()
+    # Then
+    assert deferred == []
+    assert sorted(announced, key=str) == [("completed", 0), ("completed", 2), ("retried", None)]
+    assert states() == ["completed", "failing", "completed"]
+    assert sorted(map(str, bench.results)) == sorted(
+        map(str, [Result.COMPLETED, Result.COMPLETED, Result.RETRIED])
+    )
+    # And nothing ran because of it again
+    assert max(calls.count(number) for number in range(3)) <= (2 if "without" in kind else 1)
+    assert JobFailure.objects.count() == 1
+    assert all_but_the_retry_settled(bench, transport)
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_stops_in_the_outage_hands_back_the_failure_alone(
+    bench, transport, announced, monkeypatch, kind
+):
+    # Given
+    calls = []
+    a_group_whose_second_fails(KINDS[kind], calls)
+    deliveries = bench.poll()
+    once_away(monkeypatch)
+    # When: it stops waiting at once
+    deferred = bench.run(deliveries)
+    # Then
+    assert deferred == [deliveries[1]]
+    assert announced == [("completed", 0), ("completed", 2)]
+    # And the failure is recorded as it was, should the record come up here again
+    ran = len(calls)
+    bench.run(deferred)
+    assert (len(calls), JobFailure.objects.count()) == (ran, 1)
+    assert announced[2:] == [("retried", None)]
+    assert all_but_the_retry_settled(bench, transport)
+
+
+@both
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"atomic": False}], ids=str)
+def test_a_commit_without_an_answer_is_announced_like_any_other(
+    bench, announced, monkeypatch, count, options
+):
+    """The connection broke after the server had committed."""
+    # Given
+    original, left = settlement.in_transaction, [OperationalError("server closed the connection")]
+
+    @contextmanager
+    def without_an_answer(using):
+        with original(using):
+            yield
+        # Not the transaction that takes row leases: its effect is not a job's.
+        if left and Job.objects.filter(state="completed").exists():
+            raise left.pop()
+
+    ran = []
+    job = as_job(lambda number: ran.append(number) or number, "bench.note", **options)
+    job.enqueue_many([{"number": number} for number in range(count)])
+    monkeypatch.setattr(settlement, "in_transaction", without_an_answer)
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    # When
+    bench.run()
+    # Then
+    assert left == []
+    assert ran == list(range(count))
+    assert announced == [("completed", number) for number in range(count)]
+    assert settled(bench)
+
+
+def test_a_listener_that_raises_keeps_no_record_from_its_acknowledgement(bench, monkeypatch):
+    def broken(outcomes):
+        raise LookupError("a bug of ours")
+
+    monkeypatch.setattr(bench.pipeline, "_on_outcomes", broken)
+    as_job(lambda: None, "bench.pass").enqueue_many([{}] * 2)
+    assert bench.run() == []
+    assert states() == ["completed"] * 2
+    assert settled(bench)
+
+
+def test_an_acknowledgement_that_raises_is_made_again_and_nothing_announced_twice(
+    bench, announced, monkeypatch
+):
+    # Given
+    as_job(lambda: 7, "bench.seven").enqueue()
+    deliveries = bench.poll()
+
+    def away(records):
+        raise OSError("away")
+
+    # When
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.subscription, "acknowledge", away)
+        deferred = bench.run(deliveries)
+    # Then
+    assert deferred == deliveries
+    assert announced == [("completed", 7)]
+    # And
+    assert bench.run(deferred) == []
+    assert announced == [("completed", 7)]
+    assert settled(bench)
