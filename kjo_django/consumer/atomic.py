@@ -28,11 +28,13 @@ from kjo_django.consumer.connections import (
     refusal_of,
 )
 from kjo_django.consumer.deadletters import error_text
-from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
+from kjo_django.consumer.execution import ENDINGS, Ran, call, is_interrupt, make_context
 from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.outages import OUTAGES
 from kjo_django.consumer.outcomes import (
     Resting,
     acknowledge,
+    failure_of,
     is_settled_by_group,
     noting_doubt,
     outcome_of,
@@ -88,11 +90,14 @@ class AtomicRunner:
         self._on_measure = on_measure
 
     def run_one(self, delivery: Delivery) -> list[Outcome]:
-        """Run a delivery in its own transaction; what its commit raises is its own failure."""
+        """Run a delivery in its own transaction; what its commit raises is its own failure, and so
+        is any error of ours."""
         attempted: list[Outcome] = []
         try:
             return self.run([delivery], attempted)
-        except DatabaseError as error:
+        except OUTAGES as error:
+            if not isinstance(error, DatabaseError):
+                raise
             outcome = error.outcome if isinstance(error, ConnectionLost) else None
             if outcome is None and attempted and attempted[0].result is Result.COMPLETED:
                 outcome = attempted[0]
@@ -106,6 +111,9 @@ class AtomicRunner:
             outcome.error, outcome.value = outcome.error or error, None
             settlement.judge_failure(outcome, outcome.max_attempts)
             return [outcome]
+        except Exception as error:
+            logger.exception("An attempt of %s could not be judged; it counts", delivery.kind)
+            return [failure_of(delivery, error)]
 
     def run(
         self, deliveries: list[Delivery], attempted: list[Outcome] | None = None
@@ -215,9 +223,9 @@ class AtomicRunner:
                 ran.value = call(delivery, context, self._watch)
                 if connection.closed_in_transaction or len(connection.atomic_blocks) > blocks:
                     raise refusal_of(connection, blocks)
-        except KeyboardInterrupt:
-            raise
         except ENDINGS as error:
+            if is_interrupt(error):
+                raise
             ran.error, ran.abort_reason = _as_told(error, connection, blocks), context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
         self._on_measure(delivery.kind, ran.seconds)
@@ -246,9 +254,9 @@ class AtomicRunner:
                     endings = batch.call(self._watch)
                     if connection.closed_in_transaction or len(connection.atomic_blocks) > blocks:
                         raise refusal_of(connection, blocks)
-            except KeyboardInterrupt:
-                raise
             except ENDINGS as error:
+                if is_interrupt(error):
+                    raise
                 if known is None:
                     raise _Spoiled(batch.aborted(error), {}) from error
                 if is_broken(connection):
@@ -336,9 +344,9 @@ def _isolated(function: Callable[[], Any]) -> Callable[[], None]:
     def call() -> None:
         try:
             function()
-        except KeyboardInterrupt:
-            raise
-        except ENDINGS:
+        except ENDINGS as error:
+            if is_interrupt(error):
+                raise
             # Also what would end the process: the callbacks of others in the group come after it.
             logger.exception("An on_commit callback failed: %r", function)
 

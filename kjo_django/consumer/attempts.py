@@ -96,7 +96,8 @@ def judge(
         return _dead(delivery, row, attempts, error, DeadLetterReason.EXPIRED)
     if attempt > limit:
         error = StalledError(
-            f"Its worker died or froze during attempt {limit} of {limit}; it was not tried again"
+            f"Its worker died or froze during attempt {limit} of {limit}, or could not record how "
+            "that ended; it was not tried again"
         )
         return _dead(delivery, row, limit, error, DeadLetterReason.STALLED)
     return Start(attempt, limit)

@@ -26,6 +26,7 @@ from kjo_django.consumer.execution import (
     acall,
     contained,
     describe,
+    is_interrupt,
     make_context,
     time_limit,
     with_limit,
@@ -35,7 +36,7 @@ from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import JobCancelledError, PermanentError, text_of
 from kjo_django.messages.carried import INHERITED
-from kjo_django.messages.serializers import serializer_for
+from kjo_django.messages.serializers import load_value
 
 logger = logging.getLogger("kjo_django")
 
@@ -96,7 +97,7 @@ class Batch:
             message = delivery.message
             assert message is not None
             try:
-                payload = serializer_for(message.content_type).loads(message.payload)
+                payload = load_value(message.payload, message.content_type)
                 ((item.payload,), _) = handler.arguments(payload)
             except Exception as error:
                 self._ended[delivery] = Ran(timezone.now(), 0.0, error=error)
@@ -253,11 +254,11 @@ def run_batch(
     """
     try:
         return attempt(batch)
-    except KeyboardInterrupt:
-        raise
     except passing:
         raise
     except ENDINGS as error:
+        if is_interrupt(error):
+            raise
         return [
             part if isinstance(part, Ran) else run_batch(part, attempt, passing)[0]
             for part in batch.after(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -19,11 +20,20 @@ from kjo_django.consumer.work import Delivery, Mode
 from kjo_django.exceptions import JobTimeoutError, PayloadError, PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.carried import inheritable
-from kjo_django.messages.serializers import dump_result, serializer_for
+from kjo_django.messages.serializers import dump_result, load_value, serializer_for
 
 ENDINGS = BaseException
 """What ends an attempt: ``sys.exit()``, a cancelled task or a panic of a library in Rust must not
-end the lane with it. Outside event loops a Ctrl-C goes first: a command may run this itself."""
+end the lane with it. All but ``is_interrupt``."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether this may be somebody's Ctrl-C, which is to end the command that runs the
+    handler. Python raises it in the main thread; in any other the handler raised it itself."""
+    return (
+        isinstance(error, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+    )
 
 
 @dataclass(slots=True)
@@ -101,7 +111,7 @@ def arguments_of(delivery: Delivery, context: JobContext) -> tuple[tuple[Any, ..
     message, handler = delivery.message, delivery.handler
     assert message is not None
     assert handler is not None
-    value = serializer_for(message.content_type).loads(message.payload)
+    value = load_value(message.payload, message.content_type)
     positional, named = handler.arguments(value)
     if handler.options.takes_context:
         positional = (context, *positional)

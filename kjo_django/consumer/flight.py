@@ -237,7 +237,8 @@ class Flight:
         except Exception:
             # Nothing was acknowledged: they run again, and so it is seen.
             logger.exception("%d coroutines could not be settled", len(deliveries))
-            self._leases.release([delivery.lease for delivery in deliveries])
+            names = [delivery.lease for delivery in deliveries]
+            self._leases.release(names, count_delivery=True)
         finally:
             self._plain.let_go(started)
             self._on_landed(deliveries, set(deferred))

@@ -188,14 +188,17 @@ class LeaseBook:
         self._silence.answered()
         return is_dead
 
-    def release(self, names: list[str]) -> None:
-        """Give the leases back; the outcomes are durable, or nothing was begun."""
+    def release(self, names: list[str], *, count_delivery: bool = False) -> None:
+        """Give the leases back; the outcomes are durable, or nothing was begun.
+
+        :param count_delivery: the attempt was begun and has no outcome: it counts as spent.
+        """
         if names and self._silence.lasts():
             self._owe(names)
             return
         self._forget(names)
         if names:
-            self._give_back(names)
+            self._give_back(names, count_delivery=count_delivery)
 
     def can_release_within(self, using: str) -> bool:
         """Return whether leases can be given back with a transaction of ``using``."""
@@ -207,10 +210,10 @@ class LeaseBook:
         self._give_back(names)
         transaction.on_commit(lambda: self._forget(names), using=using)
 
-    def _give_back(self, names: list[str]) -> None:
+    def _give_back(self, names: list[str], *, count_delivery: bool = False) -> None:
         began = time.monotonic()
         try:
-            get_coordination().release(names, self.token)
+            get_coordination().release(names, self.token, count_delivery=count_delivery)
         except CoordinationError as error:
             self._silence.failed(began)
             self._complain("Leases not released yet, or they expire by themselves", error)

@@ -8,16 +8,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from django.db import transaction
+from django.utils import timezone
 
-from kjo_django.consumer.attempts import Start
+from kjo_django.conf import get_settings
+from kjo_django.consumer.attempts import Start, spent_and_limit
 from kjo_django.consumer.context import Abort
 from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.settlement import judge_failure
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import JobCancelledError
 from kjo_django.messages.serializers import one_line
+from kjo_django.producer.dispatch import jobs_database
 from kjo_django.transports.base import TopicPartition
 
 logger = logging.getLogger("kjo_django")
@@ -49,6 +53,25 @@ def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] |
         outcome.result, outcome.reason = Result.DEFERRED, "interrupted"
     else:
         judge_failure(outcome, start.max_attempts)
+    return outcome
+
+
+def failure_of(delivery: Delivery, error: BaseException) -> Outcome:
+    """Return the failed attempt of a delivery that met an error outside its handler."""
+    row = load_rows(jobs_database(), [delivery], lock=False).get(
+        row_id(delivery, get_settings().service_name)
+    )
+    spent, limit = spent_and_limit(delivery, row)
+    outcome = Outcome(
+        delivery,
+        Result.RETRIED,
+        attempt=spent + delivery.deliveries,
+        job=row,
+        error=error,
+        started_at=timezone.now(),
+        max_attempts=limit,
+    )
+    judge_failure(outcome, limit)
     return outcome
 
 

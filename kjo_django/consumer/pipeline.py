@@ -23,6 +23,7 @@ from kjo_django.consumer.connections import (
     freshen_connections,
 )
 from kjo_django.consumer.current import facts_of
+from kjo_django.consumer.execution import ENDINGS, is_interrupt
 from kjo_django.consumer.flight import Flight
 from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
@@ -158,9 +159,12 @@ class Pipeline:
                     return self._defer(left, ())
             except Exception:
                 # A bug. Leases that are held are renewed, and would be so for ever should the
-                # records come up elsewhere.
-                self._defer(_unsettled(left, flying), ())
-                raise
+                # records come up elsewhere. It counts as an attempt, or it would go on for ever.
+                left = self._defer(_unsettled(left, flying), (), count_delivery=True)
+                if not self._is_workers:
+                    raise
+                logger.exception("A group of %d failed", len(left))
+                return left
 
     def run_once(
         self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None = None
@@ -307,9 +311,14 @@ class Pipeline:
         if len(deliveries) > 1:
             try:
                 outcomes = self._atomic.run(deliveries)
-            except DatabaseError as error:
+            except Exception as error:
+                if isinstance(error, OUTAGES) and not isinstance(error, DatabaseError):
+                    raise
                 logger.warning(
-                    "A group of %d failed and runs again one by one: %s", len(deliveries), error
+                    "A group of %d failed and runs again one by one: %s",
+                    len(deliveries),
+                    error,
+                    exc_info=not isinstance(error, DatabaseError),
                 )
                 freshen_connections(is_own=self._is_workers)
             else:
@@ -382,8 +391,16 @@ class Pipeline:
                 following = retry.after(error, "Failures cannot be recorded", len(outcomes))
                 if following is Next.SPLIT:
                     return [d for one in outcomes for d in self._record_failures([one], keep)]
+                if following is Next.REFUSED:
+                    # It runs again, so that the attempt counts and there is an end to it.
+                    for outcome in outcomes:
+                        outcome.delivery.ending = None
                 if following is not Next.AGAIN:
-                    return self._defer([outcome.delivery for outcome in outcomes], keep)
+                    return self._defer(
+                        [outcome.delivery for outcome in outcomes],
+                        keep,
+                        count_delivery=following is Next.REFUSED,
+                    )
             else:
                 break
         for outcome in outcomes:
@@ -449,7 +466,9 @@ class Pipeline:
         log_skipped(fresh)
         try:
             self._on_outcomes(fresh)
-        except Exception:
+        except ENDINGS as error:
+            if is_interrupt(error):
+                raise
             logger.exception("%d outcomes could not be announced", len(fresh))
 
     def _tell_handlers(self, outcomes: Sequence[Outcome]) -> None:
@@ -458,15 +477,23 @@ class Pipeline:
             if handler is not None and handler.observes:
                 try:
                     handler.on_settled(outcome)
-                except Exception:
+                except ENDINGS as error:
+                    if is_interrupt(error):
+                        raise
                     # The state is committed; a hook cannot take it back (KJO-F12).
                     facts = facts_of(outcome.delivery, outcome.attempt)
                     logger.exception("The hook of %s failed", handler.name, extra=facts)
 
-    def _defer(self, deliveries: list[Delivery], keep: Collection[str]) -> list[Delivery]:
-        """Release what comes up again, and return it."""
+    def _defer(
+        self, deliveries: list[Delivery], keep: Collection[str], *, count_delivery: bool = False
+    ) -> list[Delivery]:
+        """Release what comes up again, and return it.
+
+        :param count_delivery: their attempts count, though they have no outcome.
+        """
         names = [d.lease for d in deliveries if d.message is not None]
-        self._leases.release([name for name in names if name not in keep])
+        names = [name for name in names if name not in keep]
+        self._leases.release(names, count_delivery=count_delivery)
         if tracing.tracer is not None:
             tracing.tracer.given_back(deliveries)
         return deliveries

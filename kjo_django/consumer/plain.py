@@ -21,7 +21,7 @@ from kjo_django.consumer.connections import (
     open_blocks,
     undone_with_others,
 )
-from kjo_django.consumer.execution import ENDINGS, Ran, call, make_context
+from kjo_django.consumer.execution import ENDINGS, Ran, call, is_interrupt, make_context
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outcomes import acknowledge, noting_doubt, outcome_of
 from kjo_django.consumer.rows import load_rows, row_id
@@ -137,9 +137,9 @@ class PlainRunner:
         ran, clock = Ran(timezone.now(), 0.0), time.perf_counter()
         try:
             ran.value = call(delivery, context, self._watch)
-        except KeyboardInterrupt:
-            raise
         except ENDINGS as error:
+            if is_interrupt(error):
+                raise
             ran.error, ran.abort_reason = error, context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
         self._on_measure(delivery.kind, ran.seconds)

@@ -78,7 +78,10 @@ class Recorder:
                 elif following is not Next.AGAIN:
                     deferred = [delivery for delivery, _, _ in started]
                     names = [delivery.lease for delivery in deferred]
-                    self._leases.release([name for name in names if name not in keep])
+                    self._leases.release(
+                        [name for name in names if name not in keep],
+                        count_delivery=following is Next.REFUSED,
+                    )
                     return deferred + (self._settle([*ended], keep) if ended else [])
             else:
                 return self._settle([*ended, *outcomes], keep)

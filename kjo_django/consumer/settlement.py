@@ -26,6 +26,7 @@ from kjo_django.consumer.deadletters import (
     record_for_topic,
     traceback_text,
 )
+from kjo_django.consumer.execution import ENDINGS, is_interrupt
 from kjo_django.consumer.work import Outcome, Result
 from kjo_django.exceptions import MessageError, PublishError
 from kjo_django.ids import uuid7
@@ -43,7 +44,7 @@ from kjo_django.models import (
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer import dispatch
 from kjo_django.registry import Handler
-from kjo_django.retries import Backoff, RetryPolicy
+from kjo_django.retries import Backoff, Decision, RetryPolicy
 from kjo_django.retries.classification import import_path
 from kjo_django.transports.base import Record
 
@@ -68,9 +69,15 @@ def judge_failure(outcome: Outcome, max_attempts: int) -> None:
     error = outcome.error
     assert error is not None
     queue = outcome.delivery.queue.name
-    # Asked again: an operator may have changed it since the attempt began.
-    limit = policies.limit_of(queue, max_attempts, outcome.attempt - 1)
-    decision = policy(outcome.delivery.handler, queue).decide(error, outcome.attempt, limit)
+    try:
+        # Asked again: an operator may have changed it since the attempt began.
+        limit = policies.limit_of(queue, max_attempts, outcome.attempt - 1)
+        decision = policy(outcome.delivery.handler, queue).decide(error, outcome.attempt, limit)
+    except Exception:
+        # A back-off of somebody's own, or an error that raises when it is looked at. Were the
+        # attempt not counted, the job would run for ever.
+        logger.exception("An error could not be judged, it is retried", extra=_facts(outcome))
+        decision = _undisturbed(outcome.attempt, max_attempts)
     if decision.pause is not None:
         outcome.pause_seconds = decision.pause.total_seconds()
     if decision.retry:
@@ -81,6 +88,15 @@ def judge_failure(outcome: Outcome, max_attempts: int) -> None:
         outcome.reason = decision.reason
         if isinstance(error, MessageError) and error.reason in DeadLetterReason.values:
             outcome.reason = error.reason
+
+
+def _undisturbed(attempt: int, max_attempts: int) -> Decision:
+    """Decide by the number of attempts and the settings alone."""
+    if attempt >= max_attempts:
+        return Decision(False, timedelta(0), None, "exhausted")
+    conf = get_settings()
+    backoff = Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter)
+    return Decision(True, backoff.delay(attempt), None, "retry")
 
 
 def publish_dead(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -153,7 +169,9 @@ def _tell_handler(using: str, outcome: Outcome) -> None:
     try:
         with transaction.atomic(using=using):
             handler.on_failure(outcome)
-    except Exception:
+    except ENDINGS as error:
+        if is_interrupt(error):
+            raise
         logger.exception("The failure hook of %s failed", handler.name, extra=_facts(outcome))
 
 

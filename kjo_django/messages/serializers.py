@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from django.core.serializers.json import DjangoJSONEncoder
 
-from kjo_django.exceptions import MessageError, PayloadError
+from kjo_django.exceptions import MessageError, PayloadError, text_of
 
 MAX_ERROR_LENGTH = 500
 """Characters of an error text kept (RST-27); the traceback is kept elsewhere."""
@@ -131,30 +131,57 @@ def serializer_for(content_type: str) -> Serializer:
         ) from None
 
 
+def load_value(data: bytes, content_type: str) -> Any:
+    """Deserialize a payload with the serializer of its content type.
+
+    :raises MessageError: (reason ``deserialization``) it cannot be, whatever the serializer raised.
+    """
+    serializer = serializer_for(content_type)
+    try:
+        return serializer.loads(data)
+    except MessageError:
+        raise
+    except Exception as error:
+        why = f"Not valid {content_type[:80]}: {type(error).__name__}: {text_of(error)}"
+        raise MessageError("deserialization", why) from error
+
+
 # --- Results are wrapped, so that None is a result and no result is not None (PJQ-F16) ------------
 
 
 _FOREIGN = b"\0"
-"""Begins a result whose serializer is not its payload's: the content type and a line feed follow.
-Neither JSON nor MessagePack can begin a wrapped result with it."""
+"""Begins a result that is not wrapped, as its serializer wrote it: the content type and a line feed
+follow. Neither JSON nor MessagePack can begin a wrapped result with it."""
+_WRAPPING = frozenset({JSON.content_type, *_OPTIONAL})
+"""Content types that take the mapping a result is wrapped in; one of somebody's own may take
+nothing but text."""
 
 
 def dump_result(value: Any, serializer: Serializer = JSON, own: Serializer | None = None) -> bytes:
-    """Wrap and serialize what a handler returned.
+    """Serialize what a handler returned.
 
     :param serializer: of its payload, which is what the stored row names.
     :param own: of the results, where it is another one.
+    :raises PayloadError: the serializer cannot write it, whatever it raised.
     """
-    if own is None or own.content_type == serializer.content_type:
-        return serializer.dumps({"v": value})
-    return b"".join([_FOREIGN, own.content_type.encode(), b"\n", own.dumps(value)])
+    own = own or serializer
+    try:
+        if own.content_type == serializer.content_type and own.content_type in _WRAPPING:
+            return serializer.dumps({"v": value})
+        return b"".join([_FOREIGN, own.content_type.encode(), b"\n", own.dumps(value)])
+    except PayloadError:
+        raise
+    except Exception as error:
+        raise PayloadError(
+            f"{own.content_type}: {type(error).__name__}: {text_of(error)}"
+        ) from error
 
 
 def load_result(data: bytes, serializer: Serializer = JSON) -> Any:
     """Undo ``dump_result``, given the payload's serializer."""
     if data.startswith(_FOREIGN):
         content_type, _, body = data[1:].partition(b"\n")
-        return serializer_for(content_type.decode("ascii", "replace")).loads(body)
+        return load_value(body, content_type.decode("ascii", "replace"))
     return serializer.loads(data)["v"]
 
 
@@ -201,7 +228,7 @@ def storable_json(value: Any, levels: int = DEEPEST_STORED) -> Any:
 def loads_for_display(data: bytes, content_type: str) -> Any:
     """Decode for people; bytes that cannot be decoded are shown as text that says so."""
     try:
-        return serializer_for(content_type).loads(data)
+        return load_value(data, content_type)
     except MessageError as error:
         return f"<{len(data)} bytes: {error}>"
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import MessageError
-from kjo_django.messages.serializers import JSON, load_result, serializer_for
+from kjo_django.messages.serializers import JSON, load_result, load_value, serializer_for
 from kjo_django.models import DeadLetter, Job
 
 REDACTED = "[redacted]"
@@ -64,7 +64,7 @@ def shown_payload(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
     serializer = job.content_type
     return _shown(
         bytes(job.payload),
-        lambda data: serializer_for(serializer).loads(data),
+        lambda data: load_value(data, serializer),
         job.handler,
         longest,
     )
