@@ -68,10 +68,9 @@ def a_group_whose_second_fails(options, calls):
     job.enqueue_many([{"number": number} for number in range(3)])
 
 
-def all_but_the_retry_settled(bench, transport):
-    """Whether nothing is left but the retry, which the database transport publishes at once."""
-    is_free = not list(get_coordination().names("CONS:"))
-    return is_free and bench.lag() == (1 if transport == "database" else 0)
+def is_all_settled(bench):
+    """Whether nothing is left that is due, and nobody holds a lease."""
+    return not list(get_coordination().names("CONS:")) and bench.lag() == 0
 
 
 def once_away(monkeypatch, name="record_failures"):
@@ -108,7 +107,7 @@ def test_an_outage_while_a_failure_is_recorded_costs_no_completion_its_signal(
     # And nothing ran because of it again
     assert max(calls.count(number) for number in range(3)) <= (2 if "without" in kind else 1)
     assert JobFailure.objects.count() == 1
-    assert all_but_the_retry_settled(bench, transport)
+    assert is_all_settled(bench)
 
 
 @both
@@ -131,7 +130,7 @@ def test_a_worker_that_stops_in_the_outage_hands_back_the_failure_alone(
     bench.run(deferred)
     assert (len(calls), JobFailure.objects.count()) == (ran, 1)
     assert announced[2:] == [("retried", None)]
-    assert all_but_the_retry_settled(bench, transport)
+    assert is_all_settled(bench)
 
 
 @both
