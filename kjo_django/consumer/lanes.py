@@ -243,7 +243,7 @@ class Lanes:
         """Free the lane and the keys of a group.
 
         :param deferred: deliveries to run again, after ``delay`` seconds and before anything that
-            came later with their keys.
+            came later with their keys; those that are another consumer's by now are forgotten.
         :param flying: deliveries that are in flight: their keys are freed by ``land``.
         """
         with self._changed:
@@ -254,7 +254,7 @@ class Lanes:
                 self._free_landed([d for d in group.deliveries if d not in flying], deferred, delay)
                 return
             self._running_count -= len(group.deliveries)
-            back = set(deferred)
+            back = {each for each in deferred if each.subscription.holds(each.record)}
             held: dict[object, list[Delivery]] = {}
             for delivery in group.deliveries:
                 if delivery in back:
@@ -281,7 +281,7 @@ class Lanes:
         for delivery in deliveries:
             shard = self._aloft.pop(delivery)
             self._flying[shard.queue] -= 1
-            if delivery in deferred:
+            if delivery in deferred and delivery.subscription.holds(delivery.record):
                 self._return(shard, [delivery], delay)
             else:
                 self._forget(delivery)

@@ -239,12 +239,15 @@ class Poller:
     def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
         """Called within poll: forget what waits, let what runs end, bounded and lock-free."""
         self.rebalanced_at = timezone.now()
-        if self._subscription is not None:
-            self._lanes.discard(partitions, self._subscription)
+        if self._subscription is None:
+            return
+        self._lanes.discard(partitions, self._subscription)
         if lost or self._is_closed.is_set():
             return  # a worker that stops has waited for all it is going to wait for
         if not self._lanes.wait_for(partitions, REVOKE_WAIT):
             logger.warning("A rebalance did not wait for long jobs of %s", partitions)
+        # Of those that have ended meanwhile, some may have been put off.
+        self._lanes.discard(partitions, self._subscription)
 
     def _on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
         self.rebalanced_at = timezone.now()

@@ -170,6 +170,11 @@ class Subscription(abc.ABC):
         by the owner's thread. Default: they stay this consumer's."""
         return
 
+    def holds(self, record: Record) -> bool:
+        """Return whether a record that was handed out is still this consumer's, so that it may be
+        run again here; thread-safe. Default: it is."""
+        return True
+
     @abc.abstractmethod
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Hand out nothing more of these partitions until resumed; survives rebalances for as long

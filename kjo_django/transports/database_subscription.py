@@ -291,6 +291,12 @@ class DatabaseSubscription(Subscription):
             self._may_have_strays = True
         self._forget(ids)
 
+    def holds(self, record: Record) -> bool:
+        """Whether the row is this consumer's by all it knows."""
+        with self._lock:
+            is_held = record.offset in self._held
+        return is_held and record.token == self._token and not self._closed
+
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Leave these topics alone; rows already handed out stay this consumer's."""
         self._claimer.pause(partitions)

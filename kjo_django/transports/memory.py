@@ -196,6 +196,9 @@ class MemorySubscription(Subscription):
                 if self._group.owners.get(partition) is self:
                     self._group.committed[partition] = position
 
+    def holds(self, record: Record) -> bool:
+        return self._watermark.holds(record)
+
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         with self._log.changed:
             self._paused.update(partitions)

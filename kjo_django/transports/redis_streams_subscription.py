@@ -285,6 +285,13 @@ class RedisStreamsSubscription(Subscription):
         except RedisError as error:
             self.last_error = f"Redis: {error}"
 
+    def holds(self, record: Record) -> bool:
+        """Whether the entry is this consumer's by all it knows."""
+        name, id = record.token[0], record.token[1]
+        with self._lock:
+            held = self._held.get(self._streams.get(record.topic, ""), {})
+            return not self._is_closed and name == self._name and id in held
+
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Read nothing of these streams; what is held stays held."""
         self._paused.update(partitions)

@@ -119,6 +119,11 @@ class Watermark:
                 if assignment.alive and assignment.epoch == record.epoch:
                     assignment.unsettled.pop(record.offset, None)
 
+    def holds(self, record: Record) -> bool:
+        """Return whether the record's partition is assigned as it was when it was handed out."""
+        assignment = record.token
+        return bool(assignment.alive and assignment.epoch == record.epoch)
+
     def positions(
         self, partitions: Iterable[TopicPartition] | None = None
     ) -> dict[TopicPartition, int]:

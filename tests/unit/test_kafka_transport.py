@@ -836,3 +836,21 @@ def test_a_timestamp_can_be_shown_in_every_time_zone(milliseconds, zone):
     found = moment(milliseconds)
 
     assert found is None or found.astimezone(ZoneInfo(zone))
+
+
+def test_a_revocation_ends_the_epoch_whatever_the_commit_raises(
+    transport, topic, subscribe, monkeypatch
+):
+    publish(transport, topic, b"1")
+    open_one = subscribe(transport)
+    (record,) = read(open_one, 1)
+
+    def fail(*arguments):
+        raise RuntimeError("not from the client")
+
+    monkeypatch.setattr(open_one._committer, "now", fail)
+    with pytest.raises(RuntimeError):
+        open_one._rebalancing.on_revoke(open_one._consumer, [KafkaPartition(topic, 0)])
+
+    assert not open_one.holds(record)
+    monkeypatch.undo()

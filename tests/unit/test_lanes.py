@@ -547,3 +547,25 @@ def test_threads_hand_out_everything_once_one_of_a_key_at_a_time_and_in_order():
             assert found == sorted(found)
     assert sorted(itertools.chain(*seen.values())) == offsets(deliveries)
     assert lanes.outstanding == 0
+
+
+class Elsewhere(Silent):
+    """Its partitions have gone to another consumer."""
+
+    def holds(self, record: Record) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("mode", [Mode.ATOMIC, Mode.CONCURRENT])
+def test_what_is_deferred_after_its_partition_has_gone_does_not_run_again_here(mode):
+    # Given
+    lanes = lanes_of(2)
+    gone = delivery("a", handler=handler(mode=mode), subscription=Elsewhere())
+    lanes.put([gone])
+    group = take(lanes)
+    # When
+    lanes.done(group, group.deliveries, 0.0)
+    # Then
+    assert lanes.take(timeout=0) is None
+    assert lanes.outstanding == 0
+    assert lanes.held_of(gone.subscription) == {}

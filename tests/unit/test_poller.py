@@ -431,3 +431,31 @@ def test_a_rebalance_of_one_group_leaves_what_another_reads_of_the_same_topic(ma
     finally:
         other.close()
     assert sorted(left) == ["images", "images", "mails"]
+
+
+def test_a_subscription_that_fails_is_closed_whatever_else_fails(make, monkeypatch):
+    # Given: one that can be asked for nothing any more
+    closed, failed = threading.Event(), []
+    subscribe = get_transport().subscribe
+    broken = iter([True])
+
+    def failing(*arguments, **options):
+        subscription = subscribe(*arguments, **options)
+        if next(broken, False):
+
+            def fail() -> list:
+                raise RuntimeError("no assignment for you")
+
+            failed.append(subscription)
+            monkeypatch.setattr(subscription, "assignment", fail)
+            close = subscription.close
+            monkeypatch.setattr(subscription, "close", lambda: (close(), closed.set()))
+        return subscription
+
+    monkeypatch.setattr(get_transport(), "subscribe", failing)
+    # When
+    poller = make()
+    poller.start()
+    # Then
+    assert closed.wait(WAIT)
+    eventually(lambda: poller._subscription not in failed and len(poller.partitions) == 2)

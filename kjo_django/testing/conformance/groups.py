@@ -46,6 +46,18 @@ class Groups(Suite):
 
         assert values(self.read(second, 2)) == [b"1", b"2"]
 
+    def test_records_are_held_until_the_subscription_ends(
+        self, transport: Transport, topic: str, group: str
+    ) -> None:
+        self.publish_values(transport, topic, b"1", b"2")
+        subscription = self.subscribe(transport, topic, group)
+        records = self.read(subscription, 2)
+        assert [subscription.holds(record) for record in records] == [True, True]
+
+        subscription.close()
+
+        assert [subscription.holds(record) for record in records] == [False, False]
+
     def test_subscriptions_of_a_group_share_without_overlap(
         self, transport: Transport, group: str
     ) -> None:

@@ -63,12 +63,14 @@ class Rebalancing:
             self._tell_revoked(readers, lost=False)
         finally:
             revoked = [reader.partition for reader in readers]
-            self._committer.now(consumer, self._watermark.positions(revoked))
-            # The client remembers a pause beyond the assignment; we remember it ourselves.
-            paused = [reader.at_position() for reader in readers if reader.client_paused]
-            self.retire(readers)
-            if paused:
-                consumer.resume(paused)
+            try:
+                self._committer.now(consumer, self._watermark.positions(revoked))
+            finally:
+                # The client remembers a pause beyond the assignment; we remember it ourselves.
+                paused = [reader.at_position() for reader in readers if reader.client_paused]
+                self.retire(readers)
+                if paused:
+                    consumer.resume(paused)
 
     def on_lost(self, _: Consumer, partitions: Sequence[KafkaPartition]) -> None:
         """End the epochs and commit nothing."""

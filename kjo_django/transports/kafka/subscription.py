@@ -112,6 +112,9 @@ class KafkaSubscription(Subscription):
         """Settle ``records`` in memory; ``poll`` commits the watermark they move."""
         self._watermark.settle(records)
 
+    def holds(self, record: Record) -> bool:
+        return self._watermark.holds(record)
+
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         self._reading.pause(partitions)
 
