@@ -3,6 +3,7 @@
 KjoError
 ├── JobQueueError                 has a stable ``code`` and ``to_dict()``
 │   ├── JobTimeoutError           TIMEOUT         (also a builtin TimeoutError)
+│   │   └── HandlerTimeout        raised inside a handler that exceeds its timeout
 │   ├── MaxRetriesError           MAX_RETRIES
 │   ├── JobFailedError            JOB_FAILED
 │   ├── JobNotFoundError          JOB_NOT_FOUND
@@ -46,25 +47,82 @@ class JobQueueError(KjoError):
 
     code: ClassVar[str] = "JOB_QUEUE_ERROR"
 
+    facts: ClassVar[tuple[str, ...]] = ()
+    """Attributes that ``to_dict`` tells where they are known."""
+
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready description: ``code``, ``type`` and ``message``."""
-        return {"code": self.code, "type": type(self).__name__, "message": str(self)}
+        """Return a JSON-ready description: ``code``, ``type`` and ``message``, and what else the
+        class knows."""
+        told = {"code": self.code, "type": type(self).__name__, "message": str(self)}
+        known = {name: getattr(self, name, None) for name in self.facts}
+        return told | {name: value for name, value in known.items() if value is not None}
 
 
 class JobTimeoutError(JobQueueError, TimeoutError):
-    """A handler exceeded its timeout, or a waiter its patience; the job may still complete."""
+    """A handler exceeded its timeout, or a waiter its patience; the job may still complete.
+
+    :param job_id: as the caller knows the job: its unique id where it has one.
+    :param timeout: seconds.
+    :param attempts: those with a recorded outcome; of a handler, the one that was interrupted.
+    """
 
     code = "TIMEOUT"
+    facts = ("job_id", "timeout", "attempts")
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        job_id: str | None = None,
+        timeout: float | None = None,
+        attempts: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+        self.timeout = timeout
+        self.attempts = attempts
+
+
+class HandlerTimeout(JobTimeoutError):
+    """Raised inside a handler that exceeds its timeout; by itself it takes no arguments, since it
+    is raised from outside."""
+
+    def __init__(self, message: str = "The handler exceeded its timeout", **facts: Any) -> None:
+        super().__init__(message, **facts)
 
 
 class JobFailedError(JobQueueError):
-    """The awaited job failed for good; ``original_error`` is its recorded error text."""
+    """The awaited job failed for good.
+
+    :param original_error: the text of its last error.
+    :param job_id: as the caller knows the job: its unique id where it has one.
+    :param attempts: those that were made.
+    :param error_type: import path of the error's class.
+    :param error_code: the error's ``code``, if it had one.
+    :param error_details: what its ``to_dict()`` returned, or its ``details``.
+    """
 
     code = "JOB_FAILED"
+    facts = ("job_id", "attempts", "original_error", "error_type", "error_code", "error_details")
 
-    def __init__(self, message: str, original_error: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        original_error: str | None = None,
+        *,
+        job_id: str | None = None,
+        attempts: int | None = None,
+        error_type: str | None = None,
+        error_code: str | None = None,
+        error_details: Any = None,
+    ) -> None:
         super().__init__(message)
         self.original_error = original_error
+        self.job_id = job_id
+        self.attempts = attempts
+        self.error_type = error_type
+        self.error_code = error_code
+        self.error_details = error_details
 
 
 class MaxRetriesError(JobQueueError):

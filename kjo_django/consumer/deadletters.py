@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import traceback as tracebacks
 from datetime import datetime
+from typing import Any
 from uuid import UUID
 
 from django.utils import timezone
@@ -13,12 +14,15 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer.work import Delivery, Outcome
 from kjo_django.exceptions import text_of
 from kjo_django.messages import headers as names
-from kjo_django.messages.serializers import MAX_ERROR_LENGTH, one_line, storable_text
+from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, one_line, storable_text
 from kjo_django.models import DeadLetter, source_of_job
 from kjo_django.retries.classification import import_path
 from kjo_django.transports.base import OutgoingRecord, Record
 
 MAX_TRACEBACK_LENGTH = 20_000
+MAX_CODE_LENGTH = 100
+MAX_DETAILS = 10_000
+"""Bytes of JSON; larger details of an error are not kept."""
 MAX_HEADER_MESSAGE = 1_000
 MAX_HEADER_STACKTRACE = 4_000
 
@@ -28,6 +32,33 @@ def error_text(error: BaseException | None, limit: int = MAX_ERROR_LENGTH) -> st
     if error is None:
         return ""
     return storable_text(text_of(error), limit)
+
+
+def error_facts(error: BaseException | None) -> tuple[str, Any]:
+    """Return an error's own code and details, as far as a row can hold them: its ``code``, and what
+    its ``to_dict()`` returns, or else its ``details``."""
+    try:
+        described = getattr(error, "to_dict", None)
+        told = described() if callable(described) else getattr(error, "details", None)
+        details = _storable_json(told)
+    except Exception:
+        details = None
+    try:
+        code = getattr(error, "code", None)
+        if code is None and isinstance(details, dict):
+            code = details.get("code")
+        is_code = isinstance(code, (str, int)) and not isinstance(code, bool)
+        return (storable_text(str(code), MAX_CODE_LENGTH) if is_code else ""), details
+    except Exception:
+        return "", details
+
+
+def _storable_json(value: Any) -> Any:
+    """Return a value as JSON gives it back; None where a row cannot hold it."""
+    data = JSON.dumps(value)
+    is_storable = len(data) <= MAX_DETAILS and storable_text(text := data.decode()) == text
+    # Escaped in JSON, but no text of PostgreSQL.
+    return JSON.loads(data) if is_storable and "\\u0000" not in text else None
 
 
 def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:

@@ -15,9 +15,9 @@ from django.utils import timezone
 
 from kjo_django.consumer.context import Abort, Abortable, JobContext
 from kjo_django.consumer.current import Running
-from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
+from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Mode
-from kjo_django.exceptions import JobTimeoutError, PayloadError, PermanentError
+from kjo_django.exceptions import HandlerTimeout, JobTimeoutError, PayloadError, PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.carried import inheritable
 from kjo_django.messages.serializers import dump_result, load_value, serializer_for
@@ -195,7 +195,8 @@ async def with_limit(
         if not scope.expired() or isinstance(error, JobTimeoutError):
             raise
         context.abort(Abort.TIMEOUT)
-        raise HandlerTimeout(f"The handler exceeded its timeout of {seconds:g} s") from None
+        told = f"The handler exceeded its timeout of {seconds:g} s"
+        raise HandlerTimeout(told, timeout=seconds) from None
 
 
 async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> Ran:

@@ -20,6 +20,7 @@ from kjo_django.consumer.completion import publication
 from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.deadletters import (
     dead_letter_of,
+    error_facts,
     error_text,
     origin_headers,
     reason_of,
@@ -303,6 +304,7 @@ def _id_for(using: str, message: Message, record: Record) -> uuid.UUID:
 def _failure(outcome: Outcome, job_id: Any, now: datetime, worker: str) -> JobFailure:
     error = outcome.error
     message = outcome.delivery.message
+    code, details = error_facts(error)
     return JobFailure(
         job_id=job_id,
         generation=message.generation if message else 1,
@@ -310,6 +312,8 @@ def _failure(outcome: Outcome, job_id: Any, now: datetime, worker: str) -> JobFa
         worker=worker[:255],
         error_type=storable_text(import_path(type(error)), 255) if error else "",
         error=error_text(error),
+        code=code,
+        details=details,
         traceback=traceback_text(error),
         started_at=outcome.started_at,
         failed_at=now,

@@ -1,6 +1,6 @@
 """Ending handlers that run too long.
 
-Python cannot stop a thread. Past its time a handler's abort flag is set and ``JobTimeoutError`` is
+Python cannot stop a thread. Past its time a handler's abort flag is set and ``HandlerTimeout`` is
 raised inside it at its next bytecode; a call into C (a long sleep, a socket without a timeout) is
 only interrupted when it returns. Until then it keeps its lane, and its lease is renewed: give such
 calls a timeout of their own.
@@ -15,14 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from kjo_django.consumer.context import Abort, Abortable
 from kjo_django.consumer.running import RunningJobs
-from kjo_django.exceptions import JobTimeoutError
-
-
-class HandlerTimeout(JobTimeoutError):
-    """Raised inside a handler; takes no arguments, since it is raised from outside."""
-
-    def __init__(self, message: str = "The handler exceeded its timeout") -> None:
-        super().__init__(message)
+from kjo_django.exceptions import HandlerTimeout
 
 
 def _exceeded(seconds: float) -> str:
@@ -50,8 +43,9 @@ class _Limit:
         self._watch.end(self)
         if isinstance(error, HandlerTimeout):
             error.args = (_exceeded(self._seconds),)
+            error.timeout = self._seconds
         elif kind is None and self.is_fired:
-            raise HandlerTimeout(_exceeded(self._seconds))
+            raise HandlerTimeout(_exceeded(self._seconds), timeout=self._seconds)
 
 
 _UNLIMITED = nullcontext()

@@ -22,6 +22,20 @@ class JobFailure(models.Model):
     worker = models.CharField(_("worker"), max_length=255, blank=True, default="")
     error_type = models.CharField(_("error type"), max_length=255)
     error = models.CharField(_("error"), max_length=MAX_ERROR_LENGTH)
+    code = models.CharField(
+        _("error code"),
+        max_length=100,
+        blank=True,
+        default="",
+        db_default="",  # a worker of the release before does not name the column
+        help_text=_("The error's own."),
+    )
+    details = models.JSONField(
+        _("error details"),
+        null=True,
+        blank=True,
+        help_text=_("What the error's to_dict() returned, or its details."),
+    )
     traceback = models.TextField(_("traceback"), blank=True, default="")
     started_at = models.DateTimeField(_("started at"), null=True, blank=True)
     failed_at = models.DateTimeField(_("failed at"), default=timezone.now)

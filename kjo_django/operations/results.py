@@ -13,9 +13,10 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.conf import get_settings
 from kjo_django.consumer.leases import lease_name
+from kjo_django.exceptions import JobFailedError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
-from kjo_django.models import Job, JobQuerySet
+from kjo_django.models import Job, JobFailure, JobQuerySet
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import Progress, progress_of
 from kjo_django.producer.dispatch import jobs_database
@@ -40,6 +41,10 @@ NO_RESULT: Final = NoResult.NO_RESULT
 returned None has a result, which is None (PJQ-06, PJQ-F16)."""
 
 
+EXPIRED = "expired"
+"""The state of a job whose result or error is no longer kept."""
+
+
 class UpdateTtlResult(enum.StrEnum):
     """What changing a result's lifetime ended with (O-02)."""
 
@@ -56,7 +61,8 @@ class MessageStatus:
 
     id: str
     state: str
-    """queued, processing, failing, completed, failed or cancelled."""
+    """queued, processing, failing, completed, failed, cancelled, or expired: it had completed or
+    failed, and its result or error is no longer kept."""
     created_at: datetime
     attempts: int
     """Attempts whose outcome is recorded."""
@@ -67,7 +73,14 @@ class MessageStatus:
     result: Any = NO_RESULT
     """Of a completed one, while it lives."""
     error: str | None = None
-    """Of a failing or failed one; of the latter while it lives."""
+    """Text of the latest error, of a failing or failed one; of the latter while it lives."""
+    error_type: str | None = None
+    """Import path of that error's class."""
+    error_code: str | None = None
+    """That error's ``code``, if it has one."""
+    error_details: Any = None
+    """What that error's ``to_dict()`` returned, or its ``details``; None where JSON cannot hold
+    them in 10,000 bytes."""
     progress: Progress | None = None
     job_id: str = ""
 
@@ -87,6 +100,12 @@ class MessageStatus:
             known["result"] = self.result
         if self.error is not None:
             known["error"] = self.error
+        if self.error_type is not None:
+            known["errorType"] = self.error_type
+        if self.error_code is not None:
+            known["errorCode"] = self.error_code
+        if self.error_details is not None:
+            known["errorDetails"] = self.error_details
         if self.progress is not None:
             known["progress"] = {"percent": self.progress.percent, "text": self.progress.text}
         return known
@@ -118,16 +137,21 @@ def status_of(queue: str, unique_id: str) -> MessageStatus | None:
         return None
     is_open = job.state in states.OPEN
     is_kept = _is_kept(job)
+    error = (job.error or None) if is_open or is_kept else None
+    failure = last_failure(job) if error is not None else None
     return MessageStatus(
         id=unique_id,
-        state=states.to_queue(_status(job)),
+        state=EXPIRED if is_expired(job) else states.to_queue(_status(job)),
         created_at=job.created_at,
         attempts=job.attempts,
         max_attempts=job.max_attempts,
         result_ttl=job.result_ttl,
         correlation_id=(job.headers or {}).get(names.CORRELATION_ID),
         result=result_of(job) if job.state == JobState.COMPLETED and is_kept else NO_RESULT,
-        error=(job.error or None) if is_open or is_kept else None,
+        error=error,
+        error_type=(failure and failure.error_type) or None,
+        error_code=(failure and failure.code) or None,
+        error_details=failure and failure.details,
         progress=progress_of([job.pk]).get(str(job.pk)) if is_open else None,
         job_id=str(job.pk),
     )
@@ -140,7 +164,9 @@ def states_of(queue: str, unique_ids: Collection[str]) -> dict[str, str | None]:
     names = {row.pk: lease_name(conf, row.message_id) for row in rows if row.state in states.OPEN}
     leased = live_leases(list(names.values()))
     found = {
-        row.unique_id: states.to_queue(row.status_with(leased=names.get(row.pk) in leased))
+        row.unique_id: EXPIRED
+        if is_expired(row)
+        else states.to_queue(row.status_with(leased=names.get(row.pk) in leased))
         for row in rows
     }
     return {id: found.get(id) for id in unique_ids}
@@ -152,6 +178,36 @@ def _status(job: Job) -> JobStatus:
         return JobStatus(job.state)
     name = lease_name(get_settings().queue(job.queue), job.message_id)
     return job.status_with(leased=name in live_leases([name]))
+
+
+def is_expired(job: Job) -> bool:
+    """Whether the job has completed or failed and its result or error is no longer kept: its id is
+    free, and its row is history."""
+    has_ended = job.state in (JobState.COMPLETED, JobState.FAILED)
+    return has_ended and job.result_expires_at is not None and not _is_kept(job)
+
+
+def last_failure(job: Job) -> JobFailure | None:
+    """Return the latest failed attempt of the job's present generation."""
+    rows = JobFailure.objects.using(jobs_database()).defer("traceback")
+    return rows.filter(job=job.pk, generation=job.generation).order_by("-attempt", "-pk").first()
+
+
+def failure_of(id: str, job: Job) -> JobFailedError:
+    """Return what is raised to those who wait for a failed job.
+
+    :param id: as they know it.
+    """
+    failure = last_failure(job)
+    return JobFailedError(
+        f"Job {id!r} failed: {job.error}",
+        original_error=job.error,
+        job_id=id,
+        attempts=job.attempts,
+        error_type=(failure and failure.error_type) or None,
+        error_code=(failure and failure.code) or None,
+        error_details=failure and failure.details,
+    )
 
 
 def _is_kept(job: Job) -> bool:

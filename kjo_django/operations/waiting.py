@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -24,13 +24,13 @@ from kjo_django.backends import get_coordination
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import (
     JobCancelledError,
-    JobFailedError,
     JobNotFoundError,
     JobTimeoutError,
     UncommittedJobError,
 )
 from kjo_django.models import Job
 from kjo_django.operations.replies import Reply, listen_for_reply
+from kjo_django.operations.results import failure_of
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.enqueue import result_of
 from kjo_django.states import JobState
@@ -51,6 +51,8 @@ class Awaited:
     """Of the enqueue waited for; None for whichever run the row holds when it is first read."""
     is_called: bool = False
     """Whether the job carries our channel; else its end is found by polling."""
+    attempts: int = 0
+    """Those with a recorded outcome, when its row was last read."""
 
 
 def seconds_of(timeout: Any) -> float:
@@ -156,7 +158,10 @@ class Waiter:
 
     def _too_late(self, awaited: Awaited) -> JobTimeoutError:
         return JobTimeoutError(
-            f"Job {awaited.name!r} did not end within {self._timeout:g} s; it may still complete"
+            f"Job {awaited.name!r} did not end within {self._timeout:g} s; it may still complete",
+            job_id=awaited.name,
+            timeout=self._timeout,
+            attempts=awaited.attempts,
         )
 
 
@@ -173,7 +178,7 @@ class _Pauses:
         return pause
 
 
-_READ = ("state", "created_at", "content_type", "result", "error")
+_READ = ("state", "created_at", "content_type", "result", "error", "attempts", "generation")
 
 
 def _look(awaited: Awaited) -> tuple[bool, Any, Awaited]:
@@ -181,19 +186,15 @@ def _look(awaited: Awaited) -> tuple[bool, Any, Awaited]:
     job = Job.objects.using(jobs_database()).filter(pk=awaited.job_id).only(*_READ).first()
     if job is None:
         raise JobNotFoundError(f"Job {awaited.name!r} was deleted while it was waited for")
+    awaited = replace(awaited, attempts=job.attempts)
     if awaited.created_at is None:
-        awaited = Awaited(awaited.job_id, awaited.name, job.created_at, awaited.is_called)
+        awaited = replace(awaited, created_at=job.created_at)
     elif job.created_at != awaited.created_at:
         raise JobCancelledError(f"Job {awaited.name!r} was ended and enqueued anew meanwhile")
     if job.state == JobState.COMPLETED:
         return True, result_of(job), awaited
     if job.state == JobState.FAILED:
-        raise failure_of(awaited.name, job.error)
+        raise failure_of(awaited.name, job)
     if job.state == JobState.CANCELLED:
         raise JobCancelledError(f"Job {awaited.name!r} was cancelled")
     return False, None, awaited
-
-
-def failure_of(name: str, error: str) -> JobFailedError:
-    """Return what a waiter for a failed job gets."""
-    return JobFailedError(f"Job {name!r} failed: {error}", original_error=error)

@@ -11,7 +11,7 @@ from typing import Any, Never, overload
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 
-from kjo_django import registry, values
+from kjo_django import registry, states, values
 from kjo_django.conf import declare_queue, declared_queues, settings_as_read
 from kjo_django.exceptions import JobNotFoundError, JobStateError
 from kjo_django.messages.envelope import MAX_TYPE_LENGTH
@@ -25,7 +25,6 @@ from kjo_django.operations.waiting import (
     DEFAULT_TIMEOUT,
     Awaited,
     Waiter,
-    failure_of,
     refuse_in_transaction,
 )
 from kjo_django.producer.dispatch import jobs_database
@@ -268,10 +267,22 @@ class Queue:
             return awaited if is_known else waiter.wait(awaited)
 
     def wait(self, id: str, *, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """Return the result of a job enqueued before, found by polling; raises as
-        ``enqueue_and_wait``, and ``JobNotFoundError`` for an unknown id."""
+        """Return the result of a job enqueued before, found by polling.
+
+        :param timeout: seconds.
+        :raises JobNotFoundError: no job has this id, or its result or error has expired.
+        :raises JobTimeoutError: the time is over; the job may still complete.
+        :raises JobFailedError: it failed for good.
+        :raises JobCancelledError: it was cancelled, or enqueued anew meanwhile.
+        :raises UncommittedJobError: called inside a transaction, and it has not ended.
+        """
         with Waiter(timeout) as waiter:
             job = self._find(id)
+            if results.is_expired(job):
+                told = f"The result of job {id!r} has expired"
+                raise JobNotFoundError(told)
+            if job.state in states.OPEN:
+                refuse_in_transaction(id)
             return waiter.wait(Awaited(job.pk, id, job.created_at))
 
     def _enqueue_for(
@@ -291,8 +302,7 @@ class Queue:
             is_called = waiter.channel is not None
             return False, Awaited(answer.job_id, id, job.created_at, is_called)
         if answer.existing_state == "failed":
-            failed = Job.objects.using(jobs_database()).only("error").get(pk=answer.job_id)
-            raise failure_of(id, failed.error)
+            raise results.failure_of(id, self._find(id))
         return False, Awaited(answer.job_id, id)
 
     def _store(self, job: Job, retry_failed: bool) -> EnqueueResult:

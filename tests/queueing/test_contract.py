@@ -24,7 +24,7 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.queue import NO_RESULT, CancelResult, RequeueResult, UpdateTtlResult
 from tests.queueing.conftest import Recorder, wait_until
 
-STRANGE_IDS = ["host:8080:7", "../../etc/passwd", "völlig egal ✓", "a" * 255, " ", "%s{}"]
+STRANGE_IDS = ["host:8080:7", "../../etc/passwd", "völlig egal ✓", "a" * 255, " a ", "%s{}"]
 
 
 def state_of(queue: Queue, id: str) -> str | None:

@@ -12,7 +12,7 @@ from django.db import DatabaseError, connection, transaction
 from django.db.transaction import TransactionManagementError
 
 from kjo_django.consumer.savepoint import LazySavepoint
-from kjo_django.consumer.timeouts import HandlerTimeout
+from kjo_django.exceptions import HandlerTimeout
 from kjo_django.models import Job, ProcessedEvent
 from kjo_django.models.postgres import text_array
 from tests.ledger import jobs as ledger

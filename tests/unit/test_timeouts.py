@@ -10,9 +10,9 @@ import pytest
 
 from kjo_django.consumer.context import JobContext
 from kjo_django.consumer.execution import with_limit
-from kjo_django.consumer.timeouts import HandlerTimeout, TimeoutWatch
+from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.coordination.listeners import LocalListener
-from kjo_django.exceptions import JobCancelledError, JobTimeoutError
+from kjo_django.exceptions import HandlerTimeout, JobCancelledError, JobTimeoutError
 
 SOON, NEVER = 0.05, 3600.0
 

@@ -9,8 +9,8 @@ from django.db import DatabaseError, IntegrityError, connection, connections, tr
 
 from kjo_django import registry
 from kjo_django.consumer.connections import freshen_connections
-from kjo_django.consumer.timeouts import HandlerTimeout
 from kjo_django.consumer.work import Result
+from kjo_django.exceptions import HandlerTimeout
 from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.testing import drain

@@ -390,7 +390,7 @@ def test_a_handler_that_takes_too_long_has_failed(bench):
     ).enqueue(job="a")
     bench.run()
     letter = DeadLetter.objects.get()
-    assert letter.error_type == "kjo_django.consumer.timeouts.HandlerTimeout"
+    assert letter.error_type == "kjo_django.exceptions.HandlerTimeout"
     assert letter.error == "The handler exceeded its timeout of 0.05 s"
 
 
