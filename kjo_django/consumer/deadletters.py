@@ -15,7 +15,7 @@ from kjo_django.consumer.work import Delivery, Outcome
 from kjo_django.exceptions import text_of
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, one_line, storable_text
-from kjo_django.models import DeadLetter, source_of_job
+from kjo_django.models import DeadLetter, fingerprint_of, source_of_job
 from kjo_django.retries.classification import import_path
 from kjo_django.transports.base import OutgoingRecord, Record
 
@@ -79,8 +79,7 @@ def fingerprint(handler: str, error: BaseException | None) -> str:
         return ""
     frames = tracebacks.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].name}" if frames else getattr(error, "reason", "")
-    identity = f"{handler}\0{import_path(type(error))}\0{place}"
-    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return fingerprint_of(handler, import_path(type(error)), place)
 
 
 def source_id(delivery: Delivery, job_id: UUID | None, generation: int) -> str:

@@ -5,6 +5,7 @@ from kjo_django.models.dead_letter import (
     DeadLetter,
     DeadLetterReason,
     DeadLetterState,
+    fingerprint_of,
     source_of_job,
 )
 from kjo_django.models.embedded import Lease, Mark, TransportMessage, TransportSubscription
@@ -35,6 +36,7 @@ __all__ = [
     "TransportSubscription",
     "Worker",
     "atomic_along",
+    "fingerprint_of",
     "jobs_database",
     "message_id",
     "source_of_job",

@@ -45,6 +45,15 @@ def source_of_job(job_id: Any, generation: int) -> str:
     return hashlib.sha256(f"job\0{job_id}\0{generation}".encode()).hexdigest()
 
 
+def fingerprint_of(handler: str, error_type: str, place: str) -> str:
+    """Return what dead letters of one kind have in common: the same error in the same place of the
+    same handler.
+
+    :param error_type: import path of the exception.
+    """
+    return hashlib.sha256(f"{handler}\0{error_type}\0{place}".encode()).hexdigest()[:16]
+
+
 class DeadLetter(models.Model):
     """A message as it was, why it failed, and what became of it."""
 

@@ -19,19 +19,20 @@ from datetime import timedelta
 from django.db import DatabaseError, InterfaceError, connections
 from django.utils import timezone
 
-from kjo_django import registry, states
+from kjo_django import registry
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.coordination.base import Listener
 from kjo_django.coordination.silence import Silence
-from kjo_django.exceptions import CoordinationError, KjoError, PublishError
+from kjo_django.exceptions import CoordinationError, KjoError, PublishError, text_of
 from kjo_django.ids import uuid7
-from kjo_django.models import Job
-from kjo_django.producer import dispatch
+from kjo_django.models import DeadLetterReason
+from kjo_django.producer import dispatch, unpublishable
 from kjo_django.producer.due import Due, due_jobs, next_due
 from kjo_django.producer.noting import MOST_PUT_OFF, Notes, Sent
 from kjo_django.producer.rests import Rests
 from kjo_django.producer.sends import publish
+from kjo_django.producer.unpublishable import Unpublishable
 from kjo_django.producer.wakeups import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.transports.base import OutgoingRecord, Published
 
@@ -46,8 +47,6 @@ SOON = 0.02
 what falls due later: every look for what is due finds it, so much late at most."""
 STANDBY = 0.25
 """Seconds between looks at rows that are due and another relay's, in case that one died."""
-REFUSED_DELAY = timedelta(seconds=30)
-"""Until a row whose record is refused for what it is, is tried again."""
 
 OUTAGES = (PublishError, CoordinationError, DatabaseError, InterfaceError)
 
@@ -139,11 +138,14 @@ class Relay:
     ) -> None:
         queue = get_settings().queue(queue_name)
         transport = get_transport(queue.transport)
-        made = [_record_or_refusal(job, queue) for job in jobs]
+        made = [_record_or_error(job, queue) for job in jobs]
         records = [one for one in made if isinstance(one, OutgoingRecord)]
         answered = iter(publish(transport, records) if records else ())
-        answers = [one if isinstance(one, Published) else next(answered) for one in made]
+        answers = [
+            next(answered) if isinstance(one, OutgoingRecord) else _refusal_of(one) for one in made
+        ]
         self._record(using, queue.topic, jobs, answers, puts_off, has_more)
+        unpublishable.fail(using, queue, _refused_for_good(jobs, made, answers))
         self._rest_or_not(queue_name, jobs, answers)
 
     def _rest_or_not(self, queue: str, jobs: Sequence[Due], answers: Sequence[Published]) -> None:
@@ -191,8 +193,7 @@ class Relay:
         accepted = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is None]
         sent = [(j, a) for j, a in accepted if not j.destination]
         records = [(j, a) for j, a in accepted if j.destination]
-        refused = [(j, a) for j, a in zip(jobs, answers, strict=True) if a.error is not None]
-        now = timezone.now()
+        refused = [answer for answer in answers if answer.error is not None]
         notes: list[Sent] = []
         later: list[Sent] = []
         for job, answer in sent:
@@ -212,16 +213,7 @@ class Relay:
         if records:
             self._notes.note_others(using, records)
         self.published_count += len(accepted)
-        for job, answer in refused:
-            if answer.is_final:
-                refusal = "The message of job %s was refused: %s"
-                logger.error(refusal, job.pk, answer.error, extra=job.log_facts)
-                Job.objects.using(using).at(job.pk, job.generation).filter(
-                    attempts=job.attempts, state__in=states.AWAITING_PUBLISH
-                ).update(
-                    available_at=now + REFUSED_DELAY, error=f"Not published: {answer.error}"[:500]
-                )
-        self._on_error(refused[0][1].error if refused else None)
+        self._on_error(refused[0].error if refused else None)
 
     # --- The loop ---------------------------------------------------------------------------------
 
@@ -351,13 +343,34 @@ class Relay:
         connections.close_all()
 
 
-def _record_or_refusal(job: Due, queue: QueueConf) -> OutgoingRecord | Published:
+def _record_or_error(job: Due, queue: QueueConf) -> OutgoingRecord | Exception:
     """One row nobody can send must not hold up the others of its batch for ever."""
     try:
         return dispatch.record_of(job, queue)
     except Exception as error:
         logger.exception("The message of job %s cannot be made", job.pk, extra=job.log_facts)
-        return Published(error=f"{type(error).__name__}: {error}", is_final=True)
+        return error
+
+
+def _refusal_of(error: Exception) -> Published:
+    return Published(error=f"{type(error).__name__}: {text_of(error)}", is_final=True)
+
+
+def _refused_for_good(
+    jobs: Sequence[Due],
+    made: Sequence[OutgoingRecord | Exception],
+    answers: Sequence[Published],
+) -> list[Unpublishable]:
+    refused = []
+    for job, one, answer in zip(jobs, made, answers, strict=True):
+        if not answer.is_final:
+            continue
+        reason = DeadLetterReason.TOO_LARGE if answer.is_too_large else DeadLetterReason.FATAL
+        if isinstance(one, OutgoingRecord):
+            refused.append(Unpublishable(job, one, PublishError(answer.error), reason))
+        else:
+            refused.append(Unpublishable(job, None, one, reason))
+    return refused
 
 
 def _drop_broken(using: str) -> None:

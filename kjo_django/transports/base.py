@@ -79,6 +79,8 @@ class Published:
     """None when the transport has durably accepted the record."""
     is_final: bool = False
     """Whether the same record would be refused again, however often it is tried."""
+    is_too_large: bool = False
+    """Whether its size is why it is refused for good."""
     is_topics: bool = False
     """Whether its topic is what takes nothing, being missing or not ours to write: records for
     others need not wait."""

@@ -6,12 +6,24 @@ import time
 import uuid
 
 import pytest
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
 
 from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import status, topics
+from kjo_django.operations.dead_letters import replay
 from kjo_django.operations.replay_topic import TopicReplay, replay_topic
-from kjo_django.transports.base import OutgoingRecord
+from kjo_django.producer.relay import Relay
+from kjo_django.testing.conformance import eventually
+from kjo_django.transports.base import OutgoingRecord, TopicSpec
+from tests.ledger.jobs import write
 
 pytestmark = [pytest.mark.kafka, pytest.mark.django_db(transaction=True)]
 
@@ -77,3 +89,40 @@ def test_a_topic_is_replayed_once_in_several_runs_and_dry_runs_move_nothing(topi
     assert read_all(topic, 40) == [b"value-%02d" % n for n in range(40)]
     # And the queue's own group has it all before it
     assert status.status(["events"])["queues"][0]["lag"] == 40
+
+
+def test_a_job_over_its_topics_limit_is_a_dead_letter_until_the_limit_is_raised(
+    topic, kafka_server
+):
+    # Given a topic that takes less than the job needs
+    get_transport().ensure_topics([TopicSpec(topic, config={"max.message.bytes": 20_000})])
+    jobs = [write.using(queue="events").enqueue(job="small") for _ in range(5)]
+    jobs.insert(2, write.using(queue="events").enqueue(job="large", note="x" * 200_000))
+    relay = Relay()
+    # When
+    relay.publish_due()
+    # Then the large one alone has failed, for everybody to see
+    states = {job.pk: job.state for job in Job.objects.all()}
+    assert sorted(states.values()) == ["failed", *["queued"] * 5]
+    letter = DeadLetter.objects.get()
+    assert (states[letter.job_id], letter.reason) == ("failed", "too_large")
+    assert "MSG_SIZE_TOO_LARGE" in letter.error
+    assert relay.publish_due() == 0
+    # When the limit is raised and the letter replayed
+    raised = ConfigEntry(
+        "max.message.bytes", "1000000", incremental_operation=AlterConfigOpType.SET
+    )
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[raised])
+    admin = AdminClient({"bootstrap.servers": kafka_server.bootstrap_servers})
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(30)
+    assert replay(DeadLetter.objects.all()).replayed == 1
+
+    def is_taken():
+        replay(DeadLetter.objects.all())  # the broker may take a moment to know its new limit
+        relay.publish_due()
+        return Job.objects.get(pk=letter.job_id).state == "queued"
+
+    # Then
+    eventually(is_taken, 20, "the large one is taken")
+    assert len(read_all(topic, 6)) == 6

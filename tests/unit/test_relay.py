@@ -12,19 +12,22 @@ from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from kjo_django import signals
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.coordination.listeners import LocalListener
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
-from kjo_django.models import Job, transition
+from kjo_django.models import DeadLetter, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
+from kjo_django.operations.dead_letters import replay
 from kjo_django.operations.jobs import requeue
-from kjo_django.producer import dispatch, noting
+from kjo_django.producer import dispatch, noting, unpublishable
 from kjo_django.producer import relay as relays
 from kjo_django.producer.dispatch import record_of
 from kjo_django.producer.due import due_jobs, next_due
 from kjo_django.producer.noting import MOST_PUT_OFF
+from kjo_django.producer.outgoing import store_record
 from kjo_django.producer.relay import Relay, lease_of
 from kjo_django.producer.wakeups import RELAY_CHANNEL, wake
 from kjo_django.testing.conformance import eventually
@@ -468,38 +471,126 @@ def test_a_refusal_says_nothing_of_a_job_that_has_moved_on(relay, monkeypatch):
     assert (job.state, job.available_at, job.error) == ("failing", due, "its own")
 
 
-def test_a_refused_record_is_delayed_and_not_lost(relay, monkeypatch):
-    # Given
-    write.enqueue_many([{"job": "good"}, {"job": "bad"}])
+@pytest.fixture
+def refuse_bad(monkeypatch, _memory):
+    """The transport takes nothing with "bad" in it, for its size; until it is undone."""
     transport = get_transport()
     accept = transport.publish
 
-    def refuse_bad(records):
+    def refuse(records):
         return [
-            Published(error="too large", is_final=True)
+            Published(error="too large", is_final=True, is_too_large=True)
             if b"bad" in record.value
             else accept([record])[0]
             for record in records
         ]
 
-    monkeypatch.setattr(transport, "publish", refuse_bad)
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "publish", refuse)
+        yield patch
+
+
+def test_a_record_refused_for_good_is_a_dead_letter_and_replayed_when_it_may_be_taken(
+    relay, refuse_bad
+):
+    # Given
+    write.enqueue_many([{"job": "good"}, {"job": "bad"}])
     told = []
     relay = Relay(on_error=told.append)
+    failed, dead = [], []
+
+    def note_failed(**facts):
+        failed.append(facts)
+
+    def note_dead(**facts):
+        dead.append(facts)
+
+    signals.job_failed.connect(note_failed)
+    signals.message_dead_lettered.connect(note_dead)
+    # When
+    relay.publish_due()
+    # Then it has failed, and everything that counts failures sees it
+    good, bad = jobs()
+    assert (good.state, bad.state) == ("queued", "failed")
+    assert (bad.error, bad.attempts) == ("Not published: too large", 0)
+    assert bad.finished_at is not None
+    assert bad.result_expires_at > bad.finished_at
+    (failure,) = JobFailure.objects.filter(job=bad)
+    assert (failure.attempt, failure.error) == (1, bad.error)
+    letter = DeadLetter.objects.get()
+    assert (letter.state, letter.reason, letter.job_id) == ("open", "too_large", bad.pk)
+    assert (letter.queue, letter.topic, letter.handler) == ("ledger", "ledger", write.name)
+    assert bytes(letter.value) == bad.payload
+    assert letter.message_id == bad.message_id
+    assert told == ["too large"]
+    assert [(each["job_id"], each["reason"]) for each in failed] == [(str(bad.pk), "too_large")]
+    assert [each["dead_letter_id"] for each in dead] == [str(letter.pk)]
+    # And it is not tried again by itself
+    assert relay.publish_due() == 0
+    # When the limit has been raised and it is replayed
+    refuse_bad.undo()
+    assert replay(DeadLetter.objects.all()).replayed == 1
+    relay.publish_due()
+    # Then
+    assert [job.state for job in jobs()] == ["queued", "queued"]
+    assert published()[-1] == bad.payload
+    assert DeadLetter.objects.get().state == "replayed"
+
+
+def test_a_record_for_others_that_is_refused_for_good_is_a_dead_letter_too(relay, refuse_bad):
+    # Given
+    row = store_record("elsewhere", value=b"bad", key=b"k", headers={"a": b"1"}, kind="an.event")
     # When
     relay.publish_due()
     # Then
-    good, bad = jobs()
-    assert (good.state, bad.state) == ("queued", "pending")
-    assert bad.error == "Not published: too large"
-    wait = bad.available_at - timezone.now()
-    assert timedelta(seconds=20) < wait <= relays.REFUSED_DELAY
-    assert told == ["too large"]
-    # And once it is accepted
-    monkeypatch.undo()
-    make_everything_due()
+    (job,) = jobs()
+    assert (job.state, job.error) == ("failed", "Not published: too large")
+    letter = DeadLetter.objects.get()
+    assert (letter.job_id, letter.topic, letter.handler) == (row.pk, "elsewhere", "an.event")
+    assert (bytes(letter.key), bytes(letter.value)) == (b"k", b"bad")
+    assert names.from_json(letter.headers) == {"a": b"1"}
+    # And it goes out when it is replayed once more is taken
+    refuse_bad.undo()
+    assert replay(DeadLetter.objects.all()).replayed == 1
     relay.publish_due()
-    assert jobs()[1].state == "queued"
-    assert told == ["too large", None]
+    assert jobs()[0].state == "completed"
+    assert published("elsewhere") == [b"bad"]
+
+
+def test_who_waits_for_a_job_that_is_refused_is_told(relay, refuse_bad, monkeypatch):
+    called = []
+    monkeypatch.setattr(unpublishable, "call_waiters", called.extend)
+    write.using(headers={names.REPLY_TO: "kjo:reply:1"}).enqueue(job="bad")
+    relay.publish_due()
+    assert called == ["kjo:reply:1"]
+
+
+def test_a_refused_job_that_runs_just_now_is_left_to_its_run(postgres, settings, monkeypatch):
+    # Given a job whose row is locked, as by another copy of its message
+    settings.KJO = KINDS
+    answer = Published(error="too large", is_final=True, is_too_large=True)
+    monkeypatch.setattr(get_transport(), "publish", lambda records: [answer])
+    write.enqueue(job="bad")
+    locked, done = threading.Event(), threading.Event()
+
+    def run():
+        with transaction.atomic():
+            Job.objects.select_for_update().get()
+            locked.set()
+            done.wait(20)
+        connection.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert locked.wait(20)
+        # When, then: the relay waits for nobody
+        assert Relay().publish_due() == 1
+        assert jobs()[0].state == "pending"
+    finally:
+        done.set()
+        thread.join(20)
+    assert DeadLetter.objects.count() == 0
 
 
 def test_a_crash_between_publish_and_record_publishes_again_and_the_job_runs_once(relay):
@@ -843,8 +934,12 @@ def test_one_job_nobody_can_send_does_not_hold_up_the_others(alone, monkeypatch)
     alone.publish_due()
     # Then
     bad, good = jobs()
-    assert (bad.state, good.state) == ("pending", "queued")
+    assert (bad.state, good.state) == ("failed", "queued")
     assert bad.error.startswith("Not published: ")
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.job_id) == ("fatal", bad.pk)
+    assert bytes(letter.value) == bad.payload
+    assert "Traceback" in letter.traceback
 
 
 def test_relays_of_different_queues_do_not_wait_for_one_another(arrived):

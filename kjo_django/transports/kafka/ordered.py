@@ -145,7 +145,7 @@ class OrderedSend:
         """
         for index in suspects:
             # Of a record that was not alone, this says nothing.
-            self.outcomes[index].is_final = False
+            self.outcomes[index].is_final = self.outcomes[index].is_too_large = False
         middle = len(suspects) // 2
         for half in (suspects[:middle], suspects[middle:]):
             self._send(half)
@@ -316,4 +316,5 @@ def refuse(outcome: Published, error: KafkaError | None, text: str) -> None:
     """Note why a record was not taken."""
     outcome.error = text
     outcome.is_final = error is not None and error.code() in FINAL
+    outcome.is_too_large = error is not None and error.code() == TOO_LARGE
     outcome.is_topics = error is not None and error.code() in OF_THE_TOPIC
