@@ -25,6 +25,7 @@ from kjo_django.consumer.deadletters import (
     origin_headers,
     reason_of,
     record_for_topic,
+    source_id,
     traceback_text,
 )
 from kjo_django.consumer.execution import ENDINGS, is_interrupt
@@ -102,7 +103,8 @@ def _undisturbed(attempt: int, max_attempts: int) -> Decision:
 
 def publish_dead(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Send the dead to their dead-letter topics and wait for the reports; first of the two steps of
-    dead-lettering, so that a crash between them repeats a record, never loses one (KII-F3).
+    dead-lettering, so that a crash between them repeats a record, never loses one (KII-F3). What
+    has its row already was delivered again after a crash: it is not published again.
 
     Transports without replay keep nothing to read there: the row alone is their dead letter.
 
@@ -114,7 +116,9 @@ def publish_dead(outcomes: Iterable[Outcome]) -> list[Outcome]:
         transport = get_transport(outcome.delivery.queue.transport)
         if transport.capabilities.replay and not outcome.notes.get("is_published"):
             by_transport.setdefault(outcome.delivery.queue.transport, []).append(outcome)
+    _note_published([outcome for dead in by_transport.values() for outcome in dead])
     for alias, dead in by_transport.items():
+        dead = [outcome for outcome in dead if not outcome.notes.get("is_published")]
         try:
             answers = get_transport(alias).publish([record_for_topic(outcome) for outcome in dead])
         except PublishError as error:
@@ -132,6 +136,20 @@ def publish_dead(outcomes: Iterable[Outcome]) -> list[Outcome]:
                 logger.error(why, answer.error, extra=_facts(outcome))
                 refused.append(outcome)
     return refused
+
+
+def _note_published(dead: Sequence[Outcome]) -> None:
+    """Note which of the dead have a dead letter's row: that is written after its record."""
+    sources = {_source_of(outcome): outcome for outcome in dead}
+    letters = DeadLetter.objects.using(dispatch.jobs_database()).filter(source_id__in=sources)
+    for source in letters.values_list("source_id", flat=True) if sources else ():
+        sources[source].notes["is_published"] = True
+
+
+def _source_of(outcome: Outcome) -> str:
+    message, job = outcome.delivery.message, outcome.job
+    job_id = None if job is None else job["id"]
+    return source_id(outcome.delivery, job_id, message.generation if message else 1)
 
 
 def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> None:
