@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import CHANGE, DELETION
 from django.contrib.admin.utils import flatten_fieldsets
-from django.core.exceptions import PermissionDenied
+from django.core.exceptions import BadRequest, PermissionDenied, ValidationError
 from django.core.paginator import Paginator
 from django.db.models import QuerySet
 from django.http import (
@@ -79,6 +80,25 @@ class KjoAdmin(BaseModelAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Leave the large columns where they are."""
         return super().get_queryset(request).defer(*self.never_listed)
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
+        """Find a row; nothing has a key that a database may not be asked for."""
+        if "\0" in object_id:
+            return None
+        return super().get_object(request, object_id, from_field)
+
+    def response_action(
+        self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Refuse keys that no box of the list has: Django asks the database for them (500)."""
+        for key in request.POST.getlist(ACTION_CHECKBOX_NAME):
+            try:
+                is_key = "\0" not in key and bool(self.opts.pk.clean(key, None))
+            except ValidationError:
+                is_key = False
+            if not is_key:
+                raise BadRequest("What was selected is no row of this list")
+        return super().response_action(request, queryset, *args, **kwargs)
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
         """Spell out in the rows' own texts what would turn the text round them about."""

@@ -30,7 +30,11 @@ class ChoiceFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Restrict the list."""
         value = self.value()
-        return queryset if value is None else queryset.filter(**{str(self.parameter_name): value})
+        if value is None:
+            return queryset
+        if "\0" in value:
+            return queryset.none()  # PostgreSQL refuses to be asked for it
+        return queryset.filter(**{str(self.parameter_name): value})
 
 
 class WindowedFilter(ChoiceFilter):

@@ -41,11 +41,33 @@ class QueueControlAdmin(KjoAdmin):
     actions = ("pause", "resume")
     buttons = (Button("pause", _("Pause"), "pause"), Button("resume", _("Resume"), "pause"))
 
+    # A queue nobody has touched has no row: looking shows it without one, a POST makes it.
+
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        """List queues nobody has touched yet too."""
-        if self.has_view_permission(request):
+        """Let actions find queues nobody has touched yet."""
+        if request.method == "POST" and self.has_view_permission(request):
             queues.ensure_rows()
         return super().changelist_view(request, extra_context)
+
+    def get_changelist_instance(self, request: HttpRequest) -> Any:
+        """List queues nobody has touched yet too."""
+        changes = super().get_changelist_instance(request)
+        if not changes.multi_page:
+            known = {control.queue for control in changes.result_list}
+            missing = [row for row in queues.untouched() if row.queue not in known]
+            rows = sorted([*changes.result_list, *missing], key=lambda row: row.queue)
+            changes.result_list = rows
+            changes.result_count = changes.full_result_count = len(rows)
+        return changes
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
+        """Find queues nobody has touched yet too."""
+        if request.method == "POST":
+            queues.ensure_rows()
+        found = super().get_object(request, object_id, from_field)
+        if found is None:
+            found = next((row for row in queues.untouched() if row.queue == object_id), None)
+        return found
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """The concurrency may be changed by those with the model's permission."""

@@ -145,7 +145,7 @@ class WaitView(KjoView):
         job = find(id)
         if job.state in states.OPEN and seconds:
             try:
-                with Waiter(seconds) as waiter:
+                with Waiter(seconds, releases=True) as waiter:
                     waiter.wait(Awaited(job.pk, str(job.pk)))
             except KjoError:
                 pass  # however it ended, or did not: the row below tells

@@ -80,13 +80,20 @@ def paused_queues() -> set[str]:
     return set(rows.values_list("queue", flat=True))
 
 
-def ensure_rows() -> None:
-    """Make a row for every known queue that has none; it says what no row says: as configured."""
-    using = jobs_database()
-    rows = QueueControl.objects.using(using)
+def untouched() -> list[QueueControl]:
+    """Return an unsaved row for every known queue that has none; it says what no row says: as
+    configured."""
+    rows = QueueControl.objects.using(jobs_database())
     missing = set(registry.queue_names()) - set(rows.values_list("queue", flat=True))
+    return [QueueControl(queue=name) for name in sorted(missing)]
+
+
+def ensure_rows() -> None:
+    """Store these rows."""
+    missing = untouched()
     if missing:
-        rows.bulk_create([QueueControl(queue=name) for name in missing], ignore_conflicts=True)
+        rows = QueueControl.objects.using(jobs_database())
+        rows.bulk_create(missing, ignore_conflicts=True)
 
 
 def overview() -> list[dict[str, Any]]:

@@ -38,6 +38,8 @@ from kjo_django.states import JobState
 FIRST_POLL = 0.02
 POLL_GROWTH = 1.5
 DEFAULT_TIMEOUT = 30.0
+RELEASED_FROM = 0.2
+"""Seconds of sleep that are worth a new connection afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,17 @@ def refuse_in_transaction(name: str) -> None:
 
 class Waiter:
     """One who waits: subscribe, enqueue with ``channel``, then ``wait``. A context manager, so the
-    subscription ends however the wait ends (PJQ-62)."""
+    subscription ends however the wait ends (PJQ-62).
 
-    def __init__(self, timeout: float) -> None:
+    :param timeout: seconds.
+    :param releases: close this thread's database connections for the longer sleeps: where many
+        wait at once, they have threads and no sessions. Those in a transaction stay open.
+    """
+
+    def __init__(self, timeout: float, *, releases: bool = False) -> None:
         self._deadline = time.monotonic() + seconds_of(timeout)
         self._timeout = timeout
+        self._releases = releases
         self._reply: Reply | None = None
         self._called = threading.Event()
         self._heard: Callable[[], None] = self._called.set
@@ -122,7 +130,10 @@ class Waiter:
             remaining = self._deadline - time.monotonic()
             if remaining <= 0:
                 raise self._too_late(awaited)
-            self._called.wait(min(remaining, pauses.next()))
+            pause = min(remaining, pauses.next())
+            if self._releases and pause >= RELEASED_FROM:
+                _release_connections()
+            self._called.wait(pause)
 
     async def await_(self, awaited: Awaited) -> Any:
         """``wait`` without holding a thread."""
@@ -163,6 +174,12 @@ class Waiter:
             timeout=self._timeout,
             attempts=awaited.attempts,
         )
+
+
+def _release_connections() -> None:
+    for connection in connections.all(initialized_only=True):
+        if not connection.in_atomic_block:
+            connection.close()
 
 
 class _Pauses:

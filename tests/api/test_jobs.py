@@ -343,6 +343,59 @@ def test_a_wait_holds_no_transaction(
     assert not any(looked)
 
 
+@pytest.mark.postgres
+def test_those_who_wait_have_no_database_session(
+    postgres: None, login: Login, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each long poll held one: a few dozen took all that a server gives."""
+    # Given
+    looked: set[int] = set()
+    usual = operations_waiting_look()
+
+    def look(awaited: Any) -> Any:
+        looked.add(threading.get_ident())
+        return usual(awaited)
+
+    monkeypatch.setattr("kjo_django.operations.waiting._look", look)
+    job, count = JobFactory(), 6
+    clients = [login("view_job") for _ in range(count)]
+    answers: list[int] = []
+
+    def wait(client: APIClient) -> None:
+        try:
+            answers.append(client.get(url(job, "wait"), {"timeout": 30}).status_code)
+        finally:
+            connections.close_all()
+
+    threads = [threading.Thread(target=wait, args=[client]) for client in clients]
+    # When
+    for thread in threads:
+        thread.start()
+    # Then one session is left, which listens for all of them, and those that look just now
+    deadline = time.monotonic() + 20
+    try:
+        while (found := sessions()) > 3 or len(looked) < count:
+            assert time.monotonic() < deadline, f"{found} sessions"
+            time.sleep(0.05)
+        assert not answers
+    finally:
+        operations.cancel([job])
+        for thread in threads:
+            thread.join()
+    # And all of them learn of its end
+    assert answers == [200] * count
+
+
+def sessions() -> int:
+    """How many sessions of others the test's database has."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        return int(cursor.fetchone()[0])
+
+
 def operations_waiting_look() -> Any:
     from kjo_django.operations import waiting
 

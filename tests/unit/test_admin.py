@@ -573,9 +573,12 @@ def test_every_known_queue_is_listed_and_can_be_paused(staff):
     # Given nobody has touched a queue
     client = staff("view_queuecontrol", "pause_queue")
     found = client.get(list_url("queuecontrol")).context["cl"].result_list
-    assert {control.queue for control in found} == set(registry.queue_names())
+    assert [control.queue for control in found] == registry.queue_names()
+    # And looking has left it so
+    emails = next(control for control in found if control.queue == "emails")
+    assert client.get(page_url(emails)).status_code == 200
+    assert not QueueControl.objects.exists()
     # When
-    emails = QueueControl.objects.get(queue="emails")
     assert act(client, "queuecontrol", "pause", emails) == ["1 queue was paused."]
     # Then
     emails.refresh_from_db()
@@ -586,6 +589,17 @@ def test_every_known_queue_is_listed_and_can_be_paused(staff):
     client.post(button_url(emails, "pause"))
     emails.refresh_from_db()
     assert emails.is_paused
+
+
+def test_a_queue_nobody_has_touched_is_paused_and_limited_on_its_page(staff):
+    client = staff("view_queuecontrol", "pause_queue", "change_queuecontrol")
+    emails, other = QueueControl(queue="emails"), QueueControl(queue="default")
+    client.post(button_url(emails, "pause"))
+    client.post(page_url(other), {"concurrency": "3"})
+    assert QueueControl.objects.get(queue="emails").is_paused
+    assert QueueControl.objects.get(queue="default").concurrency == 3
+    # And one that nobody knows is none
+    assert client.get(page_url(QueueControl(queue="nobody's"))).status_code == 302
 
 
 def test_pausing_needs_its_permission(staff):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from django.contrib.auth import get_user_model
@@ -45,7 +47,7 @@ def get(query: str = "", by=None, timeout: float = 20, **options):
     """By default with time enough for a machine that is busy elsewhere."""
     request = RequestFactory().get(f"/kjo/health/{query}")
     request.user = by or AnonymousUser()
-    return HealthView.as_view(timeout=timeout, **options)(request)
+    return HealthView.as_view(timeout=timeout, **{"cache_seconds": 0, **options})(request)
 
 
 def test_the_thresholds_are_the_seeds() -> None:
@@ -104,3 +106,53 @@ def test_it_answers_within_its_timeout(monkeypatch) -> None:
     response = get(by=user("view_job"), timeout=0.6)
     assert time.monotonic() - begin < 1.5
     assert response.status_code == 503
+
+
+def test_those_who_ask_at_once_and_again_share_one_run(monkeypatch) -> None:
+    """Everybody may ask: twenty at once made eleven probes each."""
+    # Given a check that takes its time
+    runs, is_asked, goes_on = [], threading.Event(), threading.Event()
+
+    def probe(self, timeout):
+        runs.append(1)
+        is_asked.set()
+        assert goes_on.wait(20)
+        return "well"
+
+    monkeypatch.setattr(MemoryTransport, "probe", probe)
+    answers: list[Any] = []
+    timeout = 19.5  # of no other test, so nobody has asked with it before
+
+    def ask() -> None:
+        answers.append(get(timeout=timeout, cache_seconds=60).status_code)
+
+    askers = [threading.Thread(target=ask) for _ in range(5)]
+    # When
+    for asker in askers:
+        asker.start()
+    assert is_asked.wait(20)
+    goes_on.set()
+    for asker in askers:
+        asker.join()
+    answers.append(get(timeout=timeout, cache_seconds=60).status_code)
+    # Then
+    assert answers == [200] * 6
+    assert len(runs) == 1
+    # And who may see details sees what is so now
+    get(by=user("view_job"), timeout=timeout, cache_seconds=60)
+    assert len(runs) == 2
+
+
+def test_an_answer_is_given_again_for_seconds_only(monkeypatch) -> None:
+    # Given
+    timeout = 19.75
+    assert get(timeout=timeout, cache_seconds=60).status_code == 200
+    # When the transport goes away
+    monkeypatch.setattr(MemoryTransport, "probe", _away)
+    # Then
+    assert get(timeout=timeout, cache_seconds=60).status_code == 200
+    assert get(timeout=timeout, cache_seconds=0).status_code == 503
+
+
+def _away(self, timeout):
+    raise PublishError("away")

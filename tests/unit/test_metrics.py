@@ -436,6 +436,18 @@ def test_a_database_that_is_away_is_a_503(monkeypatch):
     assert b"10.0.0.1" not in response.content
 
 
+@pytest.mark.parametrize("token", ["", 5])
+def test_a_token_that_is_none_lets_nobody_in_and_says_what_is_wrong(settings, token):
+    """It answered 500."""
+    settings.KJO = {"METRICS_TOKEN": token}
+    assert get().status_code == 401
+    assert get(authorization=f"Bearer {token}").status_code == 401
+    # And who is let in by their permission is told where to look
+    answer = get(by=somebody("view_job"))
+    assert answer.status_code == 503
+    assert b"see manage.py check" in answer.content
+
+
 def test_the_token_is_never_shown(settings):
     assert TOKEN not in repr(conf.get_settings())
     settings.KJO = {"METRICS_TOKEN": 12345678}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError
 from django.http import HttpRequest, HttpResponse
 from django.utils.crypto import constant_time_compare
 from django.views import View
 
-from kjo_django.conf import get_settings
+from kjo_django.conf import settings_as_read
 from kjo_django.contrib.health.views import may_see
 from kjo_django.contrib.prometheus.collecting import collect
 from kjo_django.contrib.prometheus.exposition import CONTENT_TYPE, render
@@ -34,14 +35,19 @@ class MetricsView(View):
             try:
                 response = HttpResponse(render(collect(self.timeout)), content_type=CONTENT_TYPE)
             except DatabaseError:
-                text = "The database does not answer.\n"
-                response = HttpResponse(text, content_type="text/plain", status=503)
+                response = _unavailable("The database does not answer.\n")
+            except ImproperlyConfigured:
+                response = _unavailable("The KJO setting is wrong; see manage.py check.\n")
         response["Cache-Control"] = "no-store"
         return response
 
 
+def _unavailable(text: str) -> HttpResponse:
+    return HttpResponse(text, content_type="text/plain", status=503)
+
+
 def _has_token(request: HttpRequest) -> bool:
-    wanted = get_settings().metrics_token
+    wanted = settings_as_read().metrics_token  # one that is wrong lets nobody in
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     return (
         wanted is not None
