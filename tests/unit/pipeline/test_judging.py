@@ -68,7 +68,7 @@ async def interrupted_coroutine(*arguments):
         (interrupted_coroutine, {}),
         (interrupted_coroutine, {"atomic": False}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_handler_that_raises_keyboard_interrupt_spends_its_attempts(bench, function, options):
     # Given one beside jobs of others
