@@ -35,6 +35,7 @@ class Lanes:
     :param budget: seconds of expected run time up to which deliveries share a group.
     :param limit_of: groups of a queue that may run at once.
     :param flights_of: coroutines of a queue that may be in flight at once.
+    :param most: deliveries that are run to their end in all; None for any number.
     """
 
     def __init__(
@@ -45,11 +46,14 @@ class Lanes:
         budget: float,
         limit_of: Callable[[str], int] = lambda queue: 1_000_000,
         flights_of: Callable[[str], int] = lambda queue: 1_000_000,
+        most: int | None = None,
     ) -> None:
         self._size = group_size
         self._budget = budget
         self._limit_of = limit_of
         self._flights_of = flights_of
+        self._left = float("inf") if most is None else most
+        """Deliveries that may still be started."""
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
         """Told of what lanes may take."""
@@ -144,6 +148,8 @@ class Lanes:
 
     def _next_place(self) -> Place | None:
         """Return the queue whose turn it is among those that may start a group."""
+        if self._left <= 0:
+            return None
         for _ in range(len(self._turn)):
             place = self._turn[0]
             self._turn.rotate(-1)
@@ -175,6 +181,7 @@ class Lanes:
         elif first.batch is not None:
             # One call for what is there is worth more than a lane for each share of it.
             size = max(size, first.batch)
+        size = int(min(size, self._left))
         share = max(share, first.batch or 1)
         budget = self._budget
         while ready and len(group.deliveries) < size and len(group.shards) < share:
@@ -220,6 +227,7 @@ class Lanes:
 
     def _start(self, group: Group) -> None:
         count = len(group.deliveries)
+        self._left -= count
         self._waiting_count -= count
         self._running_count += count
         self._running[group.queue] = self._running.get(group.queue, 0) + 1
@@ -254,6 +262,7 @@ class Lanes:
                 self._free_landed([d for d in group.deliveries if d not in flying], deferred, delay)
                 return
             self._running_count -= len(group.deliveries)
+            self._left += len(deferred)
             back = {each for each in deferred if each.subscription.holds(each.record)}
             held: dict[object, list[Delivery]] = {}
             for delivery in group.deliveries:
@@ -278,6 +287,7 @@ class Lanes:
         self, deliveries: Sequence[Delivery], deferred: Collection[Delivery], delay: float
     ) -> None:
         self._running_count -= len(deliveries)
+        self._left += sum(delivery in deferred for delivery in deliveries)
         for delivery in deliveries:
             shard = self._aloft.pop(delivery)
             self._flying[shard.queue] -= 1

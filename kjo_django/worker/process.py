@@ -80,7 +80,7 @@ class Worker:
     :param concurrency: lanes, threads that run handlers; the setting if not given.
     :param relay: also relay committed jobs of these queues.
     :param install_signal_handlers: stop on SIGTERM, SIGINT and SIGUSR2 (main thread only).
-    :param max_messages: stop once so many have been settled; what has begun is finished.
+    :param max_messages: stop once so many have been settled; no more than that are begun.
     :param owns_process: close the process' transports and coordination at the end, and let the
         garbage collector look less often meanwhile; False where others use the process too.
     :param on_error: told of outages: what met one, and which.
@@ -132,6 +132,7 @@ class Worker:
             budget=conf.group_budget.total_seconds(),
             limit_of=self.controls.limit_of,
             flights_of=self.controls.flights_of,
+            most=max_messages,
         )
         alive_ttl = 3 * conf.heartbeat_interval
         self.leases = LeaseBook(self.id.hex, conf.processing_ttl, alive_ttl)

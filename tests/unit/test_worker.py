@@ -24,7 +24,15 @@ from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.assignments import Assignment, assignments, rebalanced_at
 from kjo_django.worker import Worker
-from tests.ledger.jobs import always_fails, give, write, write_async, write_keyed, write_outside
+from tests.ledger.jobs import (
+    always_fails,
+    give,
+    write,
+    write_async,
+    write_keyed,
+    write_outside,
+    write_together,
+)
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job
 
@@ -172,11 +180,22 @@ def test_what_is_due_later_does_not_keep_it_from_being_drained():
     assert not worker.is_drained()
 
 
-def test_it_ends_after_so_many_messages():
-    write.enqueue_many({"job": str(n)} for n in range(5))
-    worker = Worker(["ledger"], max_messages=1, concurrency=1)
+@pytest.mark.parametrize("kind", ["atomic", "outside", "batch", "coroutine"])
+def test_it_ends_after_exactly_so_many_messages(kind):
+    """Two ran five: a group of five had begun."""
+
+    async def fly(job: str) -> None:
+        await Entry.objects.acreate(job=job)
+
+    kinds = {"atomic": write, "outside": write_outside, "batch": write_together}
+    job = kinds.get(kind) or as_job(fly, atomic=False)
+    job.enqueue_many({"job": str(n)} for n in range(9))
+    worker = Worker(["ledger"], max_messages=2)
     assert worker.run() == 0
-    assert Entry.objects.count() >= 1
+    assert Entry.objects.count() == 2
+    worker = Worker(["ledger"], max_messages=3, concurrency=1)
+    assert worker.run() == 0
+    assert Entry.objects.count() == 5
 
 
 def test_other_queues_are_left_alone():

@@ -35,7 +35,7 @@ class Command(BaseCommand):
         add(
             "--max-messages",
             type=positive,
-            help="Exit once so many have been settled; what has begun by then is finished.",
+            help="Exit once so many have been settled; no more than that are begun.",
         )
         add("--drain", action="store_true", help="Exit when nothing is left that is due.")
         add("--no-relay", action="store_true", help="Leave publishing to kjo_produce.")
