@@ -17,7 +17,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from asgiref.sync import async_to_sync, sync_to_async
@@ -38,14 +37,6 @@ logger = logging.getLogger("kjo_django")
 
 LANDING_GROUP = 1000
 """Most endings that are settled in one transaction."""
-
-
-class _Sortie:
-    """What took off together: the last to land gives back what was taken for all."""
-
-    def __init__(self, count: int, held: AbstractContextManager[Any]) -> None:
-        self.left = count
-        self.held = held
 
 
 class Flight:
@@ -72,8 +63,8 @@ class Flight:
         self._recorder = recorder
         self._on_landed = on_landed
         self._on_thread = on_thread
-        self._boarding: deque[tuple[list[Started], _Sortie]] = deque()
-        self._landed: deque[tuple[list[Started], list[Ran], _Sortie]] = deque()
+        self._boarding: deque[list[Started]] = deque()
+        self._landed: deque[tuple[list[Started], list[Ran]]] = deque()
         self._has_landed = threading.Event()
         self._is_closed = False
         self._lock = threading.Lock()
@@ -85,17 +76,13 @@ class Flight:
         self._connections: list[BaseDatabaseWrapper] = []
         self._undone: list[Exception] = []
 
-    def take_off(self, started: Sequence[Started], held: AbstractContextManager[Any]) -> None:
-        """Start coroutines whose rows are claimed; returns at once.
-
-        :param held: left when the last of them has landed.
-        """
+    def take_off(self, started: Sequence[Started]) -> None:
+        """Start coroutines whose rows are claimed; returns at once."""
         with self._lock:
             if not self._threads:
                 self._start_threads()
         self._is_up.wait()
-        sortie = _Sortie(len(started), held)
-        self._boarding.extend((step, sortie) for step in concurrent_steps(started))
+        self._boarding.extend(concurrent_steps(started))
         self._call()
 
     def close(self, timeout: float) -> None:
@@ -148,7 +135,7 @@ class Flight:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         self._wake.set()
         self._is_up.set()
-        tasks: dict[asyncio.Task[None], tuple[list[Started], _Sortie] | None] = {}
+        tasks: dict[asyncio.Task[None], list[Started] | None] = {}
 
         def ended(task: asyncio.Task[None]) -> None:
             boarded = tasks.pop(task)
@@ -156,7 +143,7 @@ class Flight:
                 # With the loop itself, before it had begun: the next loop's.
                 self._boarding.append(boarded)
 
-        def spawn(coroutine: Any, boarded: tuple[list[Started], _Sortie] | None = None) -> None:
+        def spawn(coroutine: Any, boarded: list[Started] | None = None) -> None:
             task = asyncio.create_task(coroutine)
             tasks[task] = boarded
             task.add_done_callback(ended)
@@ -170,11 +157,11 @@ class Flight:
             spawn(sync_to_async(self._freshen)())
             while self._boarding:
                 boarded = self._boarding.popleft()
-                spawn(self._run(*boarded), boarded)
+                spawn(self._run(boarded), boarded)
         for task in tasks:
             task.cancel()
 
-    async def _run(self, step: list[Started], sortie: _Sortie) -> None:
+    async def _run(self, step: list[Started]) -> None:
         undone = len(self._undone)
         try:
             ran = await call_step(step, self._watch)
@@ -190,7 +177,7 @@ class Flight:
             if self._is_closed:
                 raise
             ran = [Ran(timezone.now(), 0.0, error=error) for _ in step]
-        self._landed.append((step, ran, sortie))
+        self._landed.append((step, ran))
         if not self._has_landed.is_set():
             self._has_landed.set()
 
@@ -224,12 +211,10 @@ class Flight:
     def _land_group(self) -> None:
         started: list[Started] = []
         ran: list[Ran] = []
-        sorties: list[tuple[_Sortie, int]] = []
         while self._landed and len(started) < LANDING_GROUP:
-            step, endings, sortie = self._landed.popleft()
+            step, endings = self._landed.popleft()
             started += step
             ran += endings
-            sorties.append((sortie, len(step)))
         deliveries = [delivery for delivery, _, _ in started]
         deferred: list[Delivery] = deliveries
         try:
@@ -242,7 +227,3 @@ class Flight:
         finally:
             self._plain.let_go(started)
             self._on_landed(deliveries, set(deferred))
-            for sortie, count in sorties:
-                sortie.left -= count
-                if not sortie.left:
-                    sortie.held.__exit__(None, None, None)

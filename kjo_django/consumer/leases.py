@@ -188,17 +188,20 @@ class LeaseBook:
         self._silence.answered()
         return is_dead
 
-    def release(self, names: list[str], *, count_delivery: bool = False) -> None:
+    def release(
+        self, names: list[str], *, count_delivery: bool = False, undo_claim: bool = False
+    ) -> None:
         """Give the leases back; the outcomes are durable, or nothing was begun.
 
         :param count_delivery: the attempt was begun and has no outcome: it counts as spent.
+        :param undo_claim: nothing was begun, and what a dead worker began stays counted.
         """
         if names and self._silence.lasts():
             self._owe(names)
             return
         self._forget(names)
         if names:
-            self._give_back(names, count_delivery=count_delivery)
+            self._give_back(names, count_delivery=count_delivery, undo_claim=undo_claim)
 
     def can_release_within(self, using: str) -> bool:
         """Return whether leases can be given back with a transaction of ``using``."""
@@ -210,10 +213,14 @@ class LeaseBook:
         self._give_back(names)
         transaction.on_commit(lambda: self._forget(names), using=using)
 
-    def _give_back(self, names: list[str], *, count_delivery: bool = False) -> None:
+    def _give_back(
+        self, names: list[str], *, count_delivery: bool = False, undo_claim: bool = False
+    ) -> None:
         began = time.monotonic()
         try:
-            get_coordination().release(names, self.token, count_delivery=count_delivery)
+            get_coordination().release(
+                names, self.token, count_delivery=count_delivery, undo_claim=undo_claim
+            )
         except CoordinationError as error:
             self._silence.failed(began)
             self._complain("Leases not released yet, or they expire by themselves", error)

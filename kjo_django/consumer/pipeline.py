@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 
 from django.db import DatabaseError
 
 from kjo_django import tracing
+from kjo_django.conf import get_settings
 from kjo_django.consumer import attempts, completion, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import (
@@ -25,14 +27,12 @@ from kjo_django.consumer.connections import (
 from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.execution import ENDINGS, is_interrupt
 from kjo_django.consumer.flight import Flight
-from kjo_django.consumer.gate import Gate
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import OUTAGES, REFUSALS, Next, OutageRetry, Patience
 from kjo_django.consumer.outcomes import Resting, acknowledge, is_dead, log_skipped
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.poison import poison_outcome
 from kjo_django.consumer.recording import Recorder
-from kjo_django.consumer.suspects import SECOND, rounds_of
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
@@ -113,7 +113,8 @@ class Pipeline:
         self._on_outcomes = on_outcomes
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
-        self._alone = Gate()
+        self._one_by_one = threading.Lock()
+        """Held by the lane that runs what was being run when a worker died."""
         self._atomic = AtomicRunner(leases, watch, on_measure)
         self._plain = PlainRunner(leases, watch, on_measure, is_workers=self._is_workers)
         recorder = Recorder(self._plain, leases, self._settle, stopping)
@@ -221,7 +222,7 @@ class Pipeline:
         mode: Mode,
         flying: set[Delivery] | None,
     ) -> list[Delivery]:
-        """Run what is ours, then what a crash has left behind, apart from all others."""
+        """Run what is ours, then, one by one, what was being run when a worker died."""
         names = [delivery.lease for delivery in deliveries]
         abandoned = self._leases.abandoned(
             {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
@@ -229,15 +230,14 @@ class Pipeline:
         mine: list[Delivery] = []
         apart: list[Delivery] = []
         deferred: list[Delivery] = []
-        suspects: dict[Delivery, int] = {}
+        suspects: set[Delivery] = set()
         order = KeyOrder()
         for delivery, claim in zip(deliveries, claims, strict=True):
             delivery.deliveries = max(1, claim.deliveries)
             if order.waits(delivery):
                 deferred.append(delivery)
             elif delivery.lease in abandoned or (claim.acquired and claim.deliveries > 1):
-                # Those another's token is still on are counted when they are begun.
-                suspects[delivery] = claim.deliveries + (not claim.acquired)
+                suspects.add(delivery)
                 apart.append(order.apart(delivery))
             elif not claim.acquired:
                 waits = "Already processing %s, it waits here"
@@ -248,60 +248,67 @@ class Pipeline:
             else:
                 mine.append(delivery)
         if mine:
-            deferred += self._run_claimed(mine, mode, flying)
-        for together in rounds_of(apart, suspects) if apart else ():
-            ready = [delivery for delivery in together if not order.waits(delivery)]
-            deferred += [delivery for delivery in together if delivery not in ready]
-            if ready and ready[0] in suspects:
-                # Being run when a worker died. Apart, they take nobody else with them this time.
-                with self._alone.exclusive(timeout=60.0):
-                    deferred += map(order.put_off, self._run_suspects(ready, mode))
-            elif ready:
-                with self._alone.shared():
-                    deferred += map(order.put_off, self._run_together(ready, mode))
+            deferred += map(order.put_off, self._run_claimed(mine, mode, flying))
+        if apart:
+            left = self._run_one_by_one(apart, suspects, order, mode)
+            # Claimed and not begun. What dead workers began stays counted.
+            again = [d.lease for d in left if d in suspects and d.deliveries > 1]
+            self._leases.release(again, undo_claim=True)
+            deferred += left
         return deferred
+
+    def _run_one_by_one(
+        self,
+        deliveries: Sequence[Delivery],
+        suspects: Collection[Delivery],
+        order: KeyOrder,
+        mode: Mode,
+    ) -> list[Delivery]:
+        """Run what was being run when a worker died, and what comes after it in its key's order:
+        each alone in its group, and one at a time in this worker, on one lane. All other lanes go
+        on. Returns what is deferred.
+
+        One of these may have killed the worker. It takes no other of them with it, so each death
+        costs an innocent one an attempt only the first time they meet.
+        """
+        if not self._one_by_one.acquire(blocking=False):
+            return list(deliveries)
+        try:
+            deferred: list[Delivery] = []
+            until = time.monotonic() + get_settings().group_budget.total_seconds()
+            for number, delivery in enumerate(deliveries):
+                if number and (time.monotonic() >= until or self._stopping.is_set()):
+                    # What else this lane has taken is not to wait for all of them.
+                    return deferred + list(deliveries[number:])
+                if order.waits(delivery):
+                    deferred.append(delivery)
+                elif delivery in suspects and not self._takes_over(delivery):
+                    deferred.append(order.put_off(delivery))
+                else:
+                    deferred += map(order.put_off, self._run_together([delivery], mode))
+            return deferred
+        finally:
+            self._one_by_one.release()
+
+    def _takes_over(self, delivery: Delivery) -> bool:
+        """Begin what a dead worker had begun, which counts as a delivery; False: somebody else
+        has."""
+        ttl = delivery.queue.processing_ttl
+        (claim,) = self._leases.take_over([delivery.lease], ttl)
+        delivery.deliveries = max(1, claim.deliveries)
+        return claim.acquired
 
     def _run_claimed(
         self, deliveries: list[Delivery], mode: Mode, flying: set[Delivery] | None
     ) -> list[Delivery]:
         """Run what nobody else holds and no crash has left behind; returns those deferred."""
         if mode is Mode.CONCURRENT and self._flight is not None and flying is not None:
-            return self._take_off(self._flight, deliveries, flying)
-        with self._alone.shared():
-            return self._run_together(deliveries, mode)
-
-    def _take_off(
-        self, flight: Flight, deliveries: list[Delivery], flying: set[Delivery]
-    ) -> list[Delivery]:
-        """Claim coroutines and let them fly; those that may not are settled here."""
-        # Beside a suspect nobody flies, and until all have landed no suspect runs.
-        share = self._alone.shared()
-        share.__enter__()
-        try:
             started, ended = self._plain.claim(deliveries)
-        except BaseException:
-            share.__exit__()
-            raise
-        if started:
-            flying.update(delivery for delivery, _, _ in started)
-            flight.take_off(started, share)
-        else:
-            share.__exit__()
-        return self._settle(ended) if ended else []
-
-    def _run_suspects(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
-        names = [delivery.lease for delivery in deliveries]
-        claims = self._leases.take_over(names, deliveries[0].queue.processing_ttl)
-        deferred: list[Delivery] = []
-        mine: list[Delivery] = []
-        for delivery, claim in zip(deliveries, claims, strict=True):
-            delivery.deliveries = max(1, claim.deliveries)
-            (mine if claim.acquired else deferred).append(delivery)
-        # Who has begun one more meanwhile, elsewhere, does not share what comes now.
-        first = [delivery for delivery in mine if delivery.deliveries <= SECOND]
-        for together in (first, *([d] for d in mine if d.deliveries > SECOND)):
-            deferred += self._run_together(together, mode) if together else []
-        return deferred
+            if started:
+                flying.update(delivery for delivery, _, _ in started)
+                self._flight.take_off(started)
+            return self._settle(ended) if ended else []
+        return self._run_together(deliveries, mode)
 
     def _run_together(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
         if mode is Mode.PLAIN:

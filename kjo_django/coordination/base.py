@@ -95,11 +95,19 @@ class Coordination(abc.ABC):
         """Extend the leases still held by ``token``; False where it holds it no more (KJO-F11)."""
 
     @abc.abstractmethod
-    def release(self, names: Sequence[str], token: str, *, count_delivery: bool = False) -> None:
+    def release(
+        self,
+        names: Sequence[str],
+        token: str,
+        *,
+        count_delivery: bool = False,
+        undo_claim: bool = False,
+    ) -> None:
         """Give up the leases held by ``token`` (compare-and-delete, KJO-F10).
 
         The delivery counts of the names released are forgotten: the outcome is durable. With
-        ``count_delivery=True`` they stay as they are, so the attempt stays spent.
+        ``count_delivery=True`` they stay as they are, so the attempt stays spent. With
+        ``undo_claim=True`` they are what they were before the claim: nothing was begun.
         """
 
     @abc.abstractmethod

@@ -156,15 +156,26 @@ class DatabaseCoordination(Coordination):
             return set(names)
         return set(live.values_list("name", flat=True)) if extended else set()
 
-    def release(self, names: Sequence[str], token: str, *, count_delivery: bool = False) -> None:
+    def release(
+        self,
+        names: Sequence[str],
+        token: str,
+        *,
+        count_delivery: bool = False,
+        undo_claim: bool = False,
+    ) -> None:
         """Give up in one statement what ``token`` still holds (KJO-F10)."""
         with self._reached():
             for batch in _batches([_stored(name) for name in names]):
-                self._again(partial(self._release, batch, token, count_delivery))
+                self._again(partial(self._release, batch, token, count_delivery, undo_claim))
 
-    def _release(self, names: list[str], token: str, count_delivery: bool) -> None:
+    def _release(
+        self, names: list[str], token: str, count_delivery: bool, undo_claim: bool
+    ) -> None:
         held = self._leases(names).filter(token=token)
-        if count_delivery:
+        if undo_claim:
+            held.update(token="", expires_at=timezone.now(), deliveries=F("deliveries") - 1)
+        elif count_delivery:
             held.update(token="", expires_at=timezone.now())
         elif self._is_sqlite:
             sqlite_leases.release(self.database, names, token)

@@ -90,15 +90,16 @@ end
 return answers
 """
 
-# KEYS: the leases. ARGV: length of the prefix, token, "1" to keep the counts.
+# KEYS: the leases. ARGV: length of the prefix, token, "1" to keep the counts, "2" to take one off.
 _RELEASE = """
 local prefix = string.sub(KEYS[1], 1, ARGV[1]) .. 'DELIVERIES:'
 for _, lease in ipairs(KEYS) do
     if redis.call('GET', lease) == ARGV[2] then
-        if ARGV[3] == '1' then
+        local deliveries = prefix .. string.sub(lease, ARGV[1] + 1)
+        if ARGV[3] == '1' or (ARGV[3] == '2' and redis.call('DECR', deliveries) > 0) then
             redis.call('DEL', lease)
         else
-            redis.call('DEL', lease, prefix .. string.sub(lease, ARGV[1] + 1))
+            redis.call('DEL', lease, deliveries)
         end
     end
 end
@@ -143,10 +144,17 @@ class RedisCoordination(Coordination):
             bool(extended) for extended in self._run(_RENEW, self._keys(names), token, _ms(ttl))
         ]
 
-    def release(self, names: Sequence[str], token: str, *, count_delivery: bool = False) -> None:
+    def release(
+        self,
+        names: Sequence[str],
+        token: str,
+        *,
+        count_delivery: bool = False,
+        undo_claim: bool = False,
+    ) -> None:
         """Compare and delete with one script call (KJO-F10)."""
         if names:
-            keeps = "1" if count_delivery else "0"
+            keeps = "2" if undo_claim else "1" if count_delivery else "0"
             self._run(_RELEASE, self._keys(names), len(self._prefix.encode()), token, keeps)
 
     def holders(self, names: Sequence[str]) -> dict[str, str]:

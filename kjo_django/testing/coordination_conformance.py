@@ -198,6 +198,21 @@ class CoordinationConformance:
             coordination.release([name], "me", count_delivery=True)
             assert coordination.holders([name]) == {}
 
+    def test_releasing_may_undo_the_claim(self, coordination: Coordination, name: str) -> None:
+        """What was claimed and not begun is counted as before."""
+        coordination.claim([name], "dead", MINUTE)
+        coordination.release([name], "dead", count_delivery=True)
+        for _ in range(3):
+            assert coordination.claim([name], "me", MINUTE) == [Claim(True, 2)]
+            coordination.release([name], "me", undo_claim=True)
+            assert coordination.holders([name]) == {}
+        coordination.release([name], "me", undo_claim=True)  # nobody's: nothing to undo
+        assert coordination.claim([name], "me", MINUTE) == [Claim(True, 2)]
+        first = f"{name}:first"
+        for _ in range(2):
+            assert coordination.claim([first], "me", MINUTE) == [Claim(True, 1)]
+            coordination.release([first], "me", undo_claim=True)
+
     def test_names_are_found_by_their_literal_beginning(
         self, coordination: Coordination, name: str
     ) -> None:

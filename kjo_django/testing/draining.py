@@ -233,7 +233,9 @@ class _NoLeases(LeaseBook):
     def claim(self, names: list[str], ttl: timedelta | None = None) -> list[Claim]:
         return [Claim(True, 1)] * len(names)
 
-    def release(self, names: list[str], *, count_delivery: bool = False) -> None:
+    def release(
+        self, names: list[str], *, count_delivery: bool = False, undo_claim: bool = False
+    ) -> None:
         return
 
     def is_vanished(self, token: str) -> bool:

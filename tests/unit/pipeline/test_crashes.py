@@ -46,19 +46,22 @@ def test_a_crash_counts_as_an_attempt(bench):
 
 def test_a_suspect_runs_alone_and_apart_from_its_group(bench):
     # Given
-    together = []
+    ran, groups, run = [], [], bench.pipeline._run_together
 
-    def look(job):
-        together.append((job, bench.pipeline._alone._waiting))
+    def note(deliveries, mode):
+        groups.append(len(deliveries))
+        return run(deliveries, mode)
 
-    job = as_job(look)
+    bench.pipeline._run_together = note
+    job = as_job(lambda job: ran.append(job), "bench.note")
     job.enqueue_many([{"job": "innocent"}, {"job": "suspect"}, {"job": "innocent too"}])
     deliveries = bench.poll()
     crashed_while_running(bench, [deliveries[1]])
     # When
     bench.run(deliveries)
     # Then
-    assert together == [("innocent", 0), ("innocent too", 0), ("suspect", 1)]
+    assert ran == ["innocent", "innocent too", "suspect"]
+    assert groups == [2, 1]
 
 
 def test_a_job_that_killed_all_its_workers_ends_as_stalled(bench):
