@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 
 from django.db import DatabaseError, InterfaceError, connections
 from django.utils import timezone
@@ -23,13 +22,12 @@ from kjo_django import registry
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.coordination.base import Listener
-from kjo_django.coordination.silence import Silence
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError, text_of
-from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetterReason
 from kjo_django.producer import dispatch, unpublishable
 from kjo_django.producer.due import Due, due_jobs, next_due
 from kjo_django.producer.noting import MOST_PUT_OFF, Notes, Sent
+from kjo_django.producer.relay_leases import LEASE_TTL, RelayLeases
 from kjo_django.producer.rests import Rests
 from kjo_django.producer.sends import publish
 from kjo_django.producer.unpublishable import Unpublishable
@@ -38,7 +36,6 @@ from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
 
-LEASE_TTL = timedelta(seconds=10)
 NOTED_AFTER = 0.015
 """Seconds after a few rows before it is noted where they went: their consumers come first, and by
 then most of their jobs have ended and need no note."""
@@ -49,11 +46,6 @@ STANDBY = 0.25
 """Seconds between looks at rows that are due and another relay's, in case that one died."""
 
 OUTAGES = (PublishError, CoordinationError, DatabaseError, InterfaceError)
-
-
-def lease_of(queue: str) -> str:
-    """Return the lease a relay holds while it publishes a queue's jobs."""
-    return f"RELAY:{queue}"
 
 
 class Relay:
@@ -81,13 +73,10 @@ class Relay:
         self.queues = [n for n in names if not dispatch.is_transactional(conf.queue(n))]
         self._on_error = on_error
         self._is_quick = is_quick
-        self._token = uuid7().hex
+        self._leases = RelayLeases()
         self._stopping = threading.Event()
         self._listener: Listener | None = None
         self._listen_at = 0.0
-        self._held: frozenset[str] = frozenset()
-        self._sure_until = 0.0
-        self._silence = Silence()
         self._rests = Rests()
         self._resting_topics = Rests()
         self._notes = Notes()
@@ -215,28 +204,64 @@ class Relay:
         self.published_count += len(accepted)
         self._on_error(refused[0].error if refused else None)
 
+    # --- Once -------------------------------------------------------------------------------------
+
+    def publish_all(self) -> list[str]:
+        """Publish everything that is due, under the leases of its queues, and give them back.
+
+        What another relay holds is that one's to publish. It is waited for as long as the lease of
+        one that died lives.
+
+        :returns: queues of which something is due that another relay did not publish meanwhile.
+        """
+        using = dispatch.jobs_database()
+        give_up_at = time.monotonic() + LEASE_TTL.total_seconds() + STANDBY
+        try:
+            with self._leases.renewed():
+                while True:
+                    mine = self._take_queues()
+                    with self._leases.busy():
+                        while mine and self.publish_due(mine, goes_on=True):
+                            mine = self._take_queues()
+                    left = self._due_queues(using, set(self._awake()) - set(mine))
+                    if not left or time.monotonic() >= give_up_at:
+                        return left
+                    self._stopping.wait(STANDBY)
+        finally:
+            self._notes.note_late(using)
+            self._leases.release(self.queues)
+
+    def _due_queues(self, using: str, queues: Collection[str]) -> list[str]:
+        resting, now = self._resting_topics.names(), timezone.now()
+        times = {queue: next_due(using, [queue], self._notes.missing, resting) for queue in queues}
+        return sorted(queue for queue, time in times.items() if time is not None and time <= now)
+
     # --- The loop ---------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Publish until ``stop``; outages are waited out."""
-        delay, is_called = 1.0, False
         self._listen()
         try:
-            while not self._stopping.is_set():
-                try:
-                    is_called = self._turn(is_called)
-                    delay = 1.0
-                except Exception as error:
-                    # Whatever it is: a relay that dies of it leaves every later job unpublished.
-                    is_outage = isinstance(error, OUTAGES)
-                    message = "The relay cannot work, trying again in %.0f s: %s"
-                    logger.error(message, delay, error, exc_info=not is_outage)
-                    self._on_error(str(error))
-                    _drop_broken(dispatch.jobs_database())
-                    self._stopping.wait(delay)
-                    delay, is_called = min(delay * 2, 30.0), False
+            with self._leases.renewed():
+                self._run()
         finally:
             self._close()
+
+    def _run(self) -> None:
+        delay, is_called = 1.0, False
+        while not self._stopping.is_set():
+            try:
+                is_called = self._turn(is_called)
+                delay = 1.0
+            except Exception as error:
+                # Whatever it is: a relay that dies of it leaves every later job unpublished.
+                is_outage = isinstance(error, OUTAGES)
+                message = "The relay cannot work, trying again in %.0f s: %s"
+                logger.error(message, delay, error, exc_info=not is_outage)
+                self._on_error(str(error))
+                _drop_broken(dispatch.jobs_database())
+                self._stopping.wait(delay)
+                delay, is_called = min(delay * 2, 30.0), False
 
     def _turn(self, is_called: bool) -> bool:
         """Publish a batch of what is due, or learn when something will be; then wait for a call.
@@ -259,9 +284,10 @@ class Relay:
             if until_due > 0:
                 return self._hears(min(until_due, longest))
         mine = self._take_queues()
-        count = self.publish_due(mine, may_put_off=is_called, goes_on=True) if mine else 0
-        if self._notes.is_due:
-            self._notes.note_late(using)
+        with self._leases.busy():
+            count = self.publish_due(mine, may_put_off=is_called, goes_on=True) if mine else 0
+            if self._notes.is_due:
+                self._notes.note_late(using)
         if count >= get_settings().relay_batch_size:
             return True
         if count:
@@ -292,35 +318,7 @@ class Relay:
         self._listen_at = time.monotonic() + LISTEN_AGAIN
 
     def _take_queues(self) -> list[str]:
-        """Take or renew the leases; return the queues it may publish now. Without coordination
-        every relay works.
-
-        A lease for each queue: relays that look after different queues must not wait for one
-        another. One it has just taken is not asked for again for a third of its life.
-        """
-        awake = self._awake()
-        if time.monotonic() < self._sure_until and self._held.issuperset(awake):
-            return awake
-        names = {lease_of(queue): queue for queue in awake}
-        self._held = frozenset()
-        if self._silence.lasts():
-            return awake
-        began = time.monotonic()
-        try:
-            coordination = get_coordination()
-            claims = coordination.claim(list(names), self._token, LEASE_TTL)
-            held = [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
-            if held:
-                coordination.renew(held, self._token, LEASE_TTL)
-        except CoordinationError as error:
-            self._silence.failed(began)
-            logger.warning("Relaying without a lease: %s", error)
-            return awake
-        self._silence.answered()
-        mine = [names[name] for name in held]
-        self._held = frozenset(mine)
-        self._sure_until = time.monotonic() + LEASE_TTL.total_seconds() / 3
-        return mine
+        return self._leases.take(self._awake())
 
     def stop(self) -> None:
         """Make ``run`` return after the batch at hand; thread-safe."""
@@ -337,9 +335,9 @@ class Relay:
         try:
             if self._listener is not None:
                 self._listener.close()
-            get_coordination().release([lease_of(queue) for queue in self.queues], self._token)
         except KjoError as error:
-            logger.warning("The relay's leases expire by themselves: %s", error)
+            logger.warning("The relay's listener could not be closed: %s", error)
+        self._leases.release(self.queues)
         connections.close_all()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from django.core.management import call_command
 from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
@@ -22,13 +25,14 @@ from kjo_django.models import DeadLetter, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations.dead_letters import replay
 from kjo_django.operations.jobs import requeue
-from kjo_django.producer import dispatch, noting, unpublishable
+from kjo_django.producer import dispatch, noting, relay_leases, unpublishable
 from kjo_django.producer import relay as relays
 from kjo_django.producer.dispatch import record_of
 from kjo_django.producer.due import due_jobs, next_due
 from kjo_django.producer.noting import MOST_PUT_OFF
 from kjo_django.producer.outgoing import store_record
-from kjo_django.producer.relay import Relay, lease_of
+from kjo_django.producer.relay import Relay
+from kjo_django.producer.relay_leases import lease_of
 from kjo_django.producer.wakeups import RELAY_CHANNEL, wake
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -751,7 +755,7 @@ def test_called_it_publishes_without_asking_anything_before(arrived, monkeypatch
     note(get_coordination(), "claim", "asked for leases")
     note(get_transport(), "publish", "published")
     note(LocalListener, "wait", "called")
-    monkeypatch.setattr(relays, "LEASE_TTL", timedelta(minutes=5))
+    monkeypatch.setattr(relay_leases, "LEASE_TTL", timedelta(minutes=5))
     write.enqueue(job="first")
     with Running():
         assert arrived.wait(10)
@@ -809,6 +813,100 @@ def test_on_standby_it_does_nothing_until_the_lease_is_free(arrived):
         # And once the other has died
         get_coordination().release([lease_of("ledger")], "the other")
         assert arrived.wait(10)
+
+
+def test_while_it_publishes_no_other_relay_takes_over(alone, monkeypatch):
+    """A slow broker was sent everything by each worker in turn."""
+    # Given a broker that takes its time
+    lifetime = timedelta(seconds=1)
+    monkeypatch.setattr(relay_leases, "LEASE_TTL", lifetime)
+    transport, begun, may_end = get_transport(), threading.Event(), threading.Event()
+    publish = transport.publish
+
+    def publish_slowly(records):
+        begun.set()
+        may_end.wait(60)
+        return publish(records)
+
+    monkeypatch.setattr(transport, "publish", publish_slowly)
+    write.enqueue(job="a")
+    with Running():
+        assert begun.wait(20)
+        (token,) = get_coordination().holders([lease_of("ledger")]).values()
+        # When a lease has ended three times over
+        ended = time.monotonic() + 3 * lifetime.total_seconds()
+        # Then it has been the same relay's all the time
+        while time.monotonic() < ended:
+            assert get_coordination().holders([lease_of("ledger")]) == {lease_of("ledger"): token}
+            time.sleep(0.05)
+        may_end.set()
+        assert eventually(lambda: jobs()[0].state == "queued")
+
+
+def test_a_relay_that_hangs_loses_its_leases(alone, monkeypatch):
+    monkeypatch.setattr(relay_leases, "LEASE_TTL", timedelta(seconds=0.5))
+    monkeypatch.setattr(relay_leases, "LONGEST_BATCH", timedelta(seconds=0.1))
+    may_end = threading.Event()
+    monkeypatch.setattr(get_transport(), "publish", lambda records: may_end.wait(60) and [])
+    write.enqueue(job="a")
+    with Running():
+        assert eventually(lambda: get_coordination().holders([lease_of("ledger")]))
+        assert eventually(lambda: not get_coordination().holders([lease_of("ledger")]))
+        may_end.set()
+
+
+def produce_once() -> str:
+    try:
+        out = io.StringIO()
+        call_command("kjo_produce", "--once", stdout=out, stderr=out)
+        return out.getvalue()
+    finally:
+        connection.close()
+
+
+def test_two_that_publish_once_at_the_same_time_publish_each_record_once(relay, monkeypatch):
+    """Who reads records for others may not know a second copy for one."""
+    # Given records for others, and a broker that lets the first one wait until the second has come
+    for number in range(20):
+        store_record("elsewhere", value=b"%d" % number, key=b"k", headers={}, kind="an.event")
+    transport, begun, may_end = get_transport(), threading.Event(), threading.Event()
+    publish = transport.publish
+
+    def publish_slowly(records):
+        begun.set()
+        may_end.wait(5)
+        return publish(records)
+
+    monkeypatch.setattr(transport, "publish", publish_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        # When
+        first = pool.submit(produce_once)
+        assert begun.wait(20)
+        second = pool.submit(produce_once)
+        time.sleep(0.5)
+        may_end.set()
+        told = [first.result(60), second.result(60)]
+    # Then
+    assert published("elsewhere") == [b"%d" % number for number in range(20)]
+    assert told == ["Published 20.\n", "Published 0.\n"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_another_relay_has_is_passed_over_and_named(monkeypatch):
+    # Given another relay that is alive and publishes nothing
+    monkeypatch.setattr(relay_leases, "LEASE_TTL", timedelta(seconds=0.2))
+    monkeypatch.setattr(relays, "LEASE_TTL", timedelta(seconds=0.2))
+    get_coordination().claim([lease_of("ledger")], "the other", timedelta(minutes=5))
+    write.enqueue(job="a")
+    write.using(queue="other").enqueue(job="b")
+    # When, then
+    told = produce_once()
+    assert told == "Published 1.\nAnother relay publishes, and was left: ledger.\n"
+    assert {job.queue: job.state for job in jobs()} == {"ledger": "pending", "other": "queued"}
+    # And what it holds itself, it gives back
+    assert list(get_coordination().holders([lease_of("ledger"), lease_of("other")]).values()) == [
+        "the other"
+    ]
 
 
 def test_without_coordination_every_relay_works(arrived, monkeypatch):

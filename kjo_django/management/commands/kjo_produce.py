@@ -102,9 +102,10 @@ class Command(BaseCommand):
             self.stdout.write("Nothing to relay: these queues publish with the job's transaction.")
             return
         if once:
-            while relay.publish_due(goes_on=True):
-                pass
+            left = relay.publish_all()
             self.stdout.write(f"Published {relay.published_count}.")
+            if left:
+                self.stdout.write(f"Another relay publishes, and was left: {', '.join(left)}.")
             if errors:
                 raise CommandError(f"Not all of it was taken: {errors['last']}")
             return
