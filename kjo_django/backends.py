@@ -47,6 +47,10 @@ def transport_class(alias: str, conf: Settings | None = None) -> type[Transport]
     return found
 
 
+_REQUIRED = {"capabilities"}
+"""Attributes of a class that its users ask for without making an instance."""
+
+
 def _import(declared: Any, where: str, kind: type[Any]) -> Any:
     path = declared.get("BACKEND") if isinstance(declared, dict) else None
     if not isinstance(path, str):
@@ -61,6 +65,13 @@ def _import(declared: Any, where: str, kind: type[Any]) -> Any:
         raise ImproperlyConfigured(f"{where}['BACKEND'] cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ImproperlyConfigured(f"{where}['BACKEND'] is no {kind.__name__}: {path}")
+    missing = set(getattr(found, "__abstractmethods__", ()))
+    missing |= {name for name in kind.__annotations__ if not hasattr(found, name)} & _REQUIRED
+    if missing:
+        told = ", ".join(sorted(missing))
+        raise ImproperlyConfigured(
+            f"{where}['BACKEND'] is no whole {kind.__name__}: {path} lacks {told}."
+        )
     return found
 
 

@@ -204,7 +204,10 @@ def _warn_memory_database(settings: Settings) -> Messages:
     alias = settings.database or "default"
     database = django_settings.DATABASES.get(alias, {})
     name = str(database.get("NAME", ""))
-    if "sqlite3" in database.get("ENGINE", "") and (name == ":memory:" or "mode=memory" in name):
+    is_in_memory = name == ":memory:" or "mode=memory" in name
+    # Django's own, of a test run, where nobody starts a worker.
+    is_of_tests = name.startswith("file:memorydb_")
+    if "sqlite3" in database.get("ENGINE", "") and is_in_memory and not is_of_tests:
         yield checks.Warning(
             f"The database {alias!r} lives in the memory of one process: jobs stored here are "
             "invisible to workers.",

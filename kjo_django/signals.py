@@ -38,12 +38,9 @@ worker_asked           worker_id, wish, actor
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from django.dispatch import Signal
-
-logger = logging.getLogger("kjo_django")
 
 job_enqueued = Signal()
 job_completed = Signal()
@@ -75,9 +72,6 @@ worker_asked = Signal()
 
 
 def send(signal: Signal, sender: str, **kwargs: Any) -> None:
-    """Send to every receiver; what one raises is logged and goes no further."""
-    if not signal.receivers:
-        return
-    for receiver, outcome in signal.send_robust(sender=sender, **kwargs):
-        if isinstance(outcome, Exception):
-            logger.error("A signal receiver failed: %r", receiver, exc_info=outcome)
+    """Send to every receiver; what one raises is logged by Django and goes no further."""
+    if signal.receivers:
+        signal.send_robust(sender=sender, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, ClassVar
 
 from django.db import transaction
@@ -70,6 +71,7 @@ class Queue(Shape):
     )
     oldest_waiting_seconds = serializers.FloatField(allow_null=True)
     open_dead_letters = serializers.IntegerField()
+    oldest_dead_letter_seconds = serializers.FloatField(allow_null=True)
 
 
 class Queues(Shape):
@@ -206,11 +208,18 @@ def counted(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         | {
             "states": {state: counts.get((row["queue"], state), 0) for state in status.COUNTED},
             "oldest_waiting_seconds": seconds_since(waiting.get(row["queue"]), now),
-            "open_dead_letters": letters.get(row["queue"], 0),
+            **_letters(letters.get(row["queue"]), now),
         }
         for row in rows
     ]
     return told, is_capped or letters_capped
+
+
+def _letters(found: status.OpenLetters | None, now: datetime) -> dict[str, Any]:
+    return {
+        "open_dead_letters": found.letters if found else 0,
+        "oldest_dead_letter_seconds": seconds_since(found and found.oldest, now),
+    }
 
 
 def change(view: KjoView, name: str, *, is_paused: bool) -> Response:

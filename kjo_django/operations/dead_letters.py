@@ -203,6 +203,19 @@ def edit_and_replay(
     return report
 
 
+def not_open(ids: Collection[UUID | str]) -> tuple[list[str], dict[str, str]]:
+    """Return those of the ids that no dead letter has, and the states of those that are closed.
+
+    :raises ValueError: one is no id.
+    """
+    wanted = {_id(each): str(each) for each in ids}
+    rows = DeadLetter.objects.using(dispatch.jobs_database()).filter(pk__in=wanted)
+    states = dict(rows.values_list("pk", "state"))
+    unknown = [given for id, given in wanted.items() if id not in states]
+    closed = {str(id): state for id, state in states.items() if state != DeadLetterState.OPEN}
+    return unknown, closed
+
+
 def count(selection: Selection) -> tuple[int, bool]:
     """Return how many there are among the newest 100,000 open dead letters, and whether there may
     be more beyond them."""

@@ -37,6 +37,7 @@ SETTINGS, DATABASE, COORDINATION, TRANSPORTS = "settings", "database", "coordina
 TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
 FAILURES, PROGRESS, SCALING = "failures", "progress", "scaling"
 
+ASK_AGAIN = "It may be well all the same: ask again with more time."
 LEAST_EXECUTIONS = 10
 """Below this many in the window a failure rate says nothing."""
 
@@ -77,6 +78,8 @@ class _Probe:
     """Gets the thresholds and the seconds left; what it raises is the detail of a failure."""
     fix: str
     needs: tuple[str, ...] = field(default=(SETTINGS,))
+    asks_servers: bool = False
+    """Whether silence tells what is wrong: a server that does not answer is out of reach."""
 
 
 def health(timeout: float = 5.0, thresholds: Thresholds | None = None) -> list[Check]:
@@ -133,13 +136,14 @@ def _answer(probe: _Probe, thresholds: Thresholds, seconds: float) -> Check:
             connections.close_all()
 
     if seconds <= 0:
-        return Check(probe.name, False, "not checked: the time was up", "Raise --timeout.")
+        return Check(probe.name, None, "not checked: the time was up")
     thread = threading.Thread(target=ask, name=f"kjo-health-{probe.name}", daemon=True)
     thread.start()
     thread.join(seconds)
     if answers:
         return answers[0]
-    return Check(probe.name, False, f"no answer within {seconds:.1f} s", probe.fix)
+    detail = f"timed out: no answer within {seconds:.1f} s"
+    return Check(probe.name, False, detail, probe.fix if probe.asks_servers else ASK_AGAIN)
 
 
 # --- The probes, in the order of their dependencies ---------------------------------------------
@@ -306,9 +310,20 @@ def _recent(window: timedelta) -> tuple[int, int]:
 _STORED = (SETTINGS, DATABASE)
 PROBES = (
     _Probe(SETTINGS, _settings, "Correct the KJO setting; see manage.py check.", ()),
-    _Probe(DATABASE, _database, "Start the database, or correct DATABASES.", (SETTINGS,)),
-    _Probe(COORDINATION, _coordination, "Start it, or correct KJO['COORDINATION']."),
-    _Probe(TRANSPORTS, _transports, "Start it, or correct KJO['TRANSPORTS']."),
+    _Probe(
+        DATABASE,
+        _database,
+        "Start the database, or correct DATABASES.",
+        (SETTINGS,),
+        asks_servers=True,
+    ),
+    _Probe(
+        COORDINATION,
+        _coordination,
+        "Start it, or correct KJO['COORDINATION'].",
+        asks_servers=True,
+    ),
+    _Probe(TRANSPORTS, _transports, "Start it, or correct KJO['TRANSPORTS'].", asks_servers=True),
     _Probe(TOPICS, _topics, "Run manage.py kjo_topics create.", (SETTINGS, TRANSPORTS)),
     _Probe(
         RELAY, _relay, "Start manage.py kjo_produce, or kjo_consume without --no-relay.", _STORED

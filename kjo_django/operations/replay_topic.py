@@ -111,6 +111,8 @@ class _TopicReplayer:
         self._allowed = _allowed_targets(request)
         self._retry_topics = _retry_topics(request)
         self._max_replays = get_settings().max_replays
+        self._ids: set[str] = set()
+        """Of the records that matched."""
 
     def run(self) -> ReplayReport:
         """Read to the end as it was at the start."""
@@ -132,6 +134,9 @@ class _TopicReplayer:
             self._read(subscription, _Bounds(backlog, done_before, is_log=self._keeps))
         finally:
             subscription.close()
+        if not self._is_stopped:
+            wanted = map(str, request.selection.ids or ())
+            self._report.unknown_ids = [id for id in wanted if id not in self._ids]
         return self._report
 
     def _read(self, subscription: Subscription, bounds: _Bounds) -> None:
@@ -188,6 +193,7 @@ class _TopicReplayer:
             report.skipped += 1
             return self._keeps and not request.dry_run
         dead = DeadRecord.of(record, self._target_of(record))
+        self._ids.add(dead.id)
         report.count(
             names.text(record.headers, names.DLQ_REASON),
             dead.handler,

@@ -59,6 +59,8 @@ class ReplayReport:
     samples: list[dict[str, str]] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
     """Of those run here and now: how, by result."""
+    unknown_ids: list[str] = field(default_factory=list)
+    """From a topic read to its end: the ids asked for that no record has."""
     stopped: str = ""
     """Why the run ended early, if it did."""
 
@@ -76,6 +78,11 @@ class ReplayReport:
         """Count one that is refused."""
         self.refused[reason] += 1
         self._sample(id, "refused", f"{reason}: {detail}" if detail else reason)
+
+    def skip(self, id: str, why: str) -> None:
+        """Count one that nothing is to be done with."""
+        self.skipped += 1
+        self._sample(id, "skipped", why)
 
     def fail(self, id: str, error: object) -> None:
         """Count one the transport did not take."""

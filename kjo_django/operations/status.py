@@ -85,7 +85,9 @@ def queue_rows(
         name = row["queue"]
         row["states"] = {state: counts.get((name, state), 0) for state in COUNTED}
         row["oldest_waiting_seconds"] = seconds_since(waiting.get(name), now)
-        row["open_dead_letters"] = letters.get(name, 0)
+        known = letters.get(name)
+        row["open_dead_letters"] = known.letters if known else 0
+        row["oldest_dead_letter_seconds"] = seconds_since(known and known.oldest, now)
     add_lags(rows)
     return rows, is_capped or letters_capped
 
@@ -146,11 +148,21 @@ def oldest_waiting(now: datetime) -> dict[str, datetime]:
     return {queue: each.oldest for queue, each in due(now).items()}
 
 
-def open_dead_letters(limit: int = COUNT_LIMIT) -> tuple[dict[str, int], bool]:
-    """Return the number of open dead letters by queue, and whether it is a lower bound."""
+class OpenLetters(NamedTuple):
+    """The open dead letters of a queue."""
+
+    letters: int
+    oldest: datetime | None
+    """When the oldest one failed."""
+
+
+def open_dead_letters(limit: int = COUNT_LIMIT) -> tuple[dict[str, OpenLetters], bool]:
+    """Return the open dead letters by queue, and whether counts are lower bounds."""
     rows = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
-    groups, is_capped = grouped_counts(rows.order_by("pk"), ("queue",), limit=limit)
-    return {queue: count for (queue,), (count, _) in groups.items()}, is_capped
+    groups, is_capped = grouped_counts(
+        rows.order_by("pk"), ("queue",), oldest="failed_at", limit=limit
+    )
+    return {queue: OpenLetters(*found) for (queue,), found in groups.items()}, is_capped
 
 
 class Backlog(NamedTuple):

@@ -24,7 +24,8 @@ class _Writes(Protocol):
 def status_of(worker: Worker) -> dict[str, Any]:
     """Return what the report shows, as numbers."""
     statistics, lanes = worker.statistics, worker.lanes
-    processed, failed = statistics.processed, statistics.failed
+    processed = statistics.processed
+    failures = statistics.failed + statistics.retried
     minutes = max(statistics.uptime / 60, 1e-9)
     return {
         "worker": worker.name,
@@ -37,8 +38,11 @@ def status_of(worker: Worker) -> dict[str, Any]:
         "oldest_waiting_ms": round(lanes.oldest_wait * 1000),
         "processed": processed,
         "per_minute": round(processed / minutes, 2),
-        "success_percent": round(100 * (processed - failed) / processed, 1) if processed else 100.0,
-        "failed": failed,
+        # Of attempts: one that failed is a failure, though another follows.
+        "success_percent": (
+            round(100 * (processed - failures) / processed, 1) if processed else 100.0
+        ),
+        "failed": statistics.failed,
         "retried": statistics.retried,
         "uptime_seconds": round(statistics.uptime, 3),
         "started_at": statistics.started_at.isoformat(),
@@ -67,7 +71,7 @@ def render(worker: Worker) -> str:
         f"({s['capacity_percent']:.2f}% capacity)",
         f"  Queue Length:      {s['queue_length']:,} (waiting for slot)",
         f"  Total Processed:   {s['processed']:,} ({s['per_minute']:.2f}/min average)",
-        f"  Success Rate:      {s['success_percent']:.1f}% ({s['failed']:,} failures)",
+        f"  Success Rate:      {s['success_percent']:.1f}% ({_failures(s)})",
         f"  Uptime:            {hours:02}:{rest // 60:02}:{rest % 60:02} (started {started})",
         f"  Active Partitions: {_partitions(s['partitions'])}",
     ]
@@ -77,6 +81,12 @@ def render(worker: Worker) -> str:
     if s["memory_bytes"]:
         lines.append(f"  Memory Usage:      {_memory(s['memory_bytes'], s['memory_limit_bytes'])}")
     return "\n".join(lines)
+
+
+def _failures(s: dict[str, Any]) -> str:
+    count = s["failed"] + s["retried"]
+    told = f", {s['failed']:,} for good" if s["retried"] else ""
+    return f"{count:,} failures{told}"
 
 
 def _partitions(names: list[str]) -> str:

@@ -13,6 +13,8 @@ from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.checks import check_servers, check_settings
 from kjo_django.operations.health import health
+from kjo_django.transports.base import Transport
+from kjo_django.transports.database import DatabaseTransport
 
 MEMORY = {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}
 
@@ -227,6 +229,32 @@ def test_what_is_right_raises_no_warning(settings, kjo):
 def test_a_database_in_memory_is_a_warning(settings, database):
     database["NAME"] = ":memory:"
     assert [id for id, *_ in found(settings, {}, CheckWarning)] == ["W004"]
+
+
+def test_a_test_runs_own_database_in_memory_is_no_warning(settings, database):
+    """Where SQLite's is kept during ``manage.py test``, which checks the settings after that."""
+    database["NAME"] = "file:memorydb_default?mode=memory&cache=shared"
+    settings.KJO = {}
+    assert check_settings() == []
+
+
+class HalfATransport(Transport):
+    capabilities = DatabaseTransport.capabilities
+
+
+class TransportWithoutCapabilities(Transport):
+    pass
+
+
+@pytest.mark.parametrize("kind", [HalfATransport, TransportWithoutCapabilities])
+def test_a_transport_that_lacks_a_method_is_named(settings, kind):
+    """And ends no check in a traceback."""
+    backend = f"{__name__}.{kind.__name__}"
+    messages = found(settings, {"TRANSPORTS": {"default": {"BACKEND": backend}}})
+    assert {id for id, *_ in messages} == {"E004"}
+    assert f"is no whole Transport: {backend} lacks " in messages[0][1]
+    assert "subscribe" in messages[0][1]
+    assert ("capabilities" in messages[0][1]) is (kind is TransportWithoutCapabilities)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,29 @@ def test_replay_takes_ids_a_limit_and_a_dry_run():
     assert "2 dead letters would be looked at" in run("kjo_replay_dlq", "--dry-run")
 
 
+def test_replay_refuses_an_id_that_no_dead_letter_has():
+    """A script that mistypes one must not be told that all is well."""
+    letter, closed = DeadLetterFactory(of_job=True), DeadLetterFactory(discarded=True)
+    unknown = "01a1f88a-4ee1-78fa-96b9-334916d6347a"
+    with pytest.raises(CommandError, match=f"No dead letter has the id {unknown}") as raised:
+        run("kjo_replay_dlq", "--id", str(letter.pk), "--id", unknown)
+    assert raised.value.returncode == 2
+    letter.refresh_from_db()
+    assert letter.state == "open"
+    # And one that is closed already is skipped, so that an interrupted run can be run again
+    answer = run_json("kjo_replay_dlq", "--id", str(letter.pk), "--id", str(closed.pk))
+    assert (answer["replayed"], answer["skipped"]) == (1, 1)
+    assert answer["samples"][0]["detail"] == "it is discarded already"
+
+
+def test_replay_from_a_topic_names_an_id_that_no_record_has(memory):
+    memory.publish([OutgoingRecord("email-queue-dlq", b"{}", headers={names.ID: b"m-1"})])
+    source = ("kjo_replay_dlq", "--source", "topic", "--topic", "email-queue-dlq")
+    with pytest.raises(CommandError, match="No record of email-queue-dlq has the id m-2") as raised:
+        run(*source, "--id", "m-1", "--id", "m-2")
+    assert raised.value.returncode == 2
+
+
 def test_replay_shows_refusals_and_exits_with_zero():
     DeadLetterFactory(of_job=True, replay_count=5)
     text = run("kjo_replay_dlq")
@@ -287,7 +310,35 @@ def test_prune_takes_overrides_and_a_dry_run():
     assert not Job.objects.exists()
 
 
+def test_options_of_call_command_may_be_texts():
+    """Django parses no keyword of ``call_command``."""
+    call_command("kjo_prune", completed="1s", dry_run=True, stdout=io.StringIO())
+    with pytest.raises(CommandError, match="no duration") as raised:
+        call_command("kjo_prune", completed="soon")
+    assert raised.value.returncode == 2
+    with pytest.raises(CommandError, match="limit"):
+        call_command("kjo_replay_dlq", limit="none")
+
+
 # --- Shared -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        ("kjo_health", ["Seconds to answer in. (default: 5.0)", "(default: 100)", "(default: 5m)"]),
+        ("kjo_consume", ["KJO['CONCURRENCY']", "(default: 1)", "KJO['STATUS_REPORT_INTERVAL']"]),
+        ("kjo_produce", ["(default: 100)", "(default: new)"]),
+        ("kjo_prune", ["KJO['RETENTION_COMPLETED']"]),
+        ("kjo_replay_dlq", ["(default: table)", "(default: republish)"]),
+    ],
+)
+def test_help_tells_defaults_and_units(command, lines, capsys):
+    with pytest.raises(SystemExit):
+        call_command(command, "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert [line for line in lines if line not in text] == []
+    assert "How long due work may wait, such as 90s, 5m or 2h" in text or command != "kjo_health"
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,9 @@ def test_the_queues_the_relay_and_the_workers_as_they_are(monkeypatch):
     now = collecting.timezone.now()
     JobFactory(queue="emails", available_at=now - timedelta(seconds=90))
     JobFactory(queue="emails", queued=True, available_at=now - timedelta(seconds=120))
-    DeadLetterFactory.create_batch(2, queue="emails")
+    DeadLetterFactory(queue="emails", failed_at=now - timedelta(hours=1))
+    DeadLetterFactory(queue="emails", failed_at=now - timedelta(minutes=1))
+    DeadLetterFactory(queue="emails", failed_at=now - timedelta(days=9), discarded=True)
     QueueControlFactory(queue="paused", is_paused=True)
     alive = {"heartbeat_at": now, "in_flight_count": 2, "rss_bytes": 1000, "concurrency": 4}
     WorkerFactory.create_batch(2, **alive)
@@ -219,6 +221,8 @@ def test_the_queues_the_relay_and_the_workers_as_they_are(monkeypatch):
     assert value(families, "kjo_outbox_oldest_seconds") == 90
     assert value(families, "kjo_oldest_waiting_seconds", queue="emails") == 120
     assert value(families, "kjo_dead_letters_open", queue="emails") == 2
+    assert value(families, "kjo_dead_letters_oldest_seconds", queue="emails") == 3600
+    assert value(families, "kjo_dead_letters_oldest_seconds", queue="paused") == 0
     assert value(families, "kjo_queue_paused", queue="paused") == 1
     assert value(families, "kjo_queue_paused", queue="emails") == 0
     assert value(families, "kjo_workers_alive") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -54,6 +55,31 @@ def test_all_is_well_with_a_worker_and_nothing_waiting(worker):
     assert is_healthy(checks), [found for found in checks if not found.ok]
     assert [found.name for found in checks] == [probe.name for probe in PROBES]
     assert all(found.fix == "" and found.detail for found in checks)
+
+
+def test_a_check_that_times_out_says_so_and_advises_nothing_else(monkeypatch, worker):
+    """It has not found that workers are missing; to start one is no advice."""
+    # Given
+    answered = threading.Event()
+
+    def hang(thresholds, timeout):
+        answered.wait(60)
+        return True, "", ""
+
+    slow = [replace(probe, ask=hang) if probe.name == "progress" else probe for probe in PROBES]
+    monkeypatch.setattr(module, "PROBES", slow)
+    # When
+    try:
+        found = {each.name: each for each in health(timeout=3)}
+    finally:
+        answered.set()
+    # Then
+    progress, scaling = found["progress"], found["scaling"]
+    assert (progress.ok, progress.detail.startswith("timed out: no answer within")) == (False, True)
+    assert progress.fix == "It may be well all the same: ask again with more time."
+    assert (scaling.ok, scaling.fix) == (None, "")
+    assert scaling.detail == "not checked: the time was up"
+    assert not is_healthy(found.values())
 
 
 def test_wrong_settings_are_named_and_nothing_else_is_asked(settings):

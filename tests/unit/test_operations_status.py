@@ -216,7 +216,8 @@ def test_the_backlog_leaves_out_the_queues_that_need_no_relay(settings):
 def test_pauses_dead_letters_and_workers_are_shown_and_it_is_json():
     # Given
     QueueControlFactory(queue="emails", is_paused=True, changed_by="ann")
-    DeadLetterFactory.create_batch(2, queue="emails")
+    DeadLetterFactory(queue="emails", failed_at=timezone.now() - timedelta(hours=2))
+    DeadLetterFactory(queue="emails")
     DeadLetterFactory(queue="emails", discarded=True)
     WorkerFactory(name="gone", stale=True)
     WorkerFactory(name="here")
@@ -226,6 +227,7 @@ def test_pauses_dead_letters_and_workers_are_shown_and_it_is_json():
     # Then
     row = next(row for row in found["queues"] if row["queue"] == "emails")
     assert (row["is_paused"], row["changed_by"], row["open_dead_letters"]) == (True, "ann", 2)
+    assert 7200 <= row["oldest_dead_letter_seconds"] < 7300
     assert [(w["name"], w["is_alive"]) for w in found["workers"]] == [
         ("here", True),
         ("gone", False),

@@ -48,6 +48,20 @@ def test_the_numbers_are_those_of_its_statistics_and_lanes(worker):
     assert status["last_error"] == "it broke"
 
 
+def test_failed_attempts_count_as_failures_though_another_follows(worker):
+    """Or the report says 100 % above the last error."""
+    error = ValueError("nothing was sold")
+    retried = Outcome(delivery("a"), Result.RETRIED, error=error, started_at=timezone.now())
+    settle(worker, completed=1)
+    worker.statistics.add([retried, retried])
+    status = status_of(worker)
+    assert (status["processed"], status["failed"], status["retried"]) == (3, 0, 2)
+    assert status["success_percent"] == 33.3
+    text = render(worker)
+    assert "Success Rate:      33.3% (2 failures, 0 for good)" in text
+    assert 'Last Error:        "nothing was sold"' in text
+
+
 def test_the_report_is_readable(worker):
     settle(worker, completed=1999, failed=1)
     text = render(worker)

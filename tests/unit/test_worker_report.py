@@ -26,6 +26,7 @@ def worker(**changes):
         "waiting": 5,
         "processed": 1247,
         "failed": 23,
+        "retried": 4,
         "uptime": 1800.0,
         "partitions": [TopicPartition("email-queue", n) for n in (3, 1, 0, 2)],
         "last_error": "SMTP timeout",
@@ -46,7 +47,7 @@ def worker(**changes):
         statistics=SimpleNamespace(
             processed=facts["processed"],
             failed=facts["failed"],
-            retried=4,
+            retried=facts["retried"],
             uptime=facts["uptime"],
             started_at=timezone.localtime().replace(hour=10, minute=45),
         ),
@@ -73,7 +74,7 @@ def line(text, name):
         "Active Tasks: 2/3 (66.67% capacity)",  # KJO-78
         "Queue Length: 5 (waiting for slot)",  # KJO-79
         "Total Processed: 1,247 (41.57/min average)",  # KJO-80
-        "Success Rate: 98.2% (23 failures)",  # KJO-81
+        "Success Rate: 97.8% (27 failures, 23 for good)",  # KJO-81
         "Uptime: 00:30:00 (started 10:45 AM)",  # KJO-82
         "Active Partitions: [0, 1, 2, 3]",  # KJO-83
         'Last Error: "SMTP timeout" (2 minutes ago)',  # KJO-84
@@ -90,14 +91,14 @@ def test_the_same_as_numbers():
     status = status_of(worker())
     assert json.loads(json.dumps(status)) == status
     assert (status["active"], status["concurrency"], status["capacity_percent"]) == (2, 3, 66.67)
-    assert (status["per_minute"], status["success_percent"]) == (41.57, 98.2)
+    assert (status["per_minute"], status["success_percent"]) == (41.57, 97.8)
     assert (status["memory_bytes"], status["memory_limit_bytes"]) == (124 * MB, 512 * MB)
     assert (status["peak"], status["oldest_waiting_ms"]) == (3, 1500)
 
 
 def test_nothing_processed_divides_nothing_by_zero():
     """KJO-81."""
-    text = render(worker(processed=0, failed=0, uptime=0.0))
+    text = render(worker(processed=0, failed=0, retried=0, uptime=0.0))
     assert line(text, "Success Rate") == "Success Rate: 100.0% (0 failures)"
 
 

@@ -20,7 +20,7 @@ from kjo_django.ids import uuid7_floor
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState, Job, MetricBucket
 from kjo_django.models.metric_bucket import BOUNDS
 from kjo_django.operations import status
-from kjo_django.operations.counting import COUNT_LIMIT, grouped_counts
+from kjo_django.operations.counting import COUNT_LIMIT, grouped_counts, seconds_since
 from kjo_django.operations.health import lag_by_partition
 from kjo_django.operations.queues import overview
 from kjo_django.operations.rows import streamed
@@ -176,6 +176,9 @@ def _queues(now: datetime, queues: Sequence[dict[str, Any]]) -> Iterable[Family]
     letters, _ = status.open_dead_letters()
     since = Family("kjo_oldest_waiting_seconds", "gauge", "Since when the oldest due job waits.")
     dead = Family("kjo_dead_letters_open", "gauge", f"Open dead letters, at most {COUNT_LIMIT}.")
+    dead_since = Family(
+        "kjo_dead_letters_oldest_seconds", "gauge", "Age of the oldest open dead letter."
+    )
     due = Family(
         "kjo_jobs_due", "gauge", "Due jobs that are not done, the running ones among them."
     )
@@ -185,10 +188,12 @@ def _queues(now: datetime, queues: Sequence[dict[str, Any]]) -> Iterable[Family]
         age = (now - found.oldest).total_seconds() if found is not None else 0.0
         since.add(max(0.0, age), queue=queue)
         due.add(found.jobs if found is not None else 0, queue=queue)
-        dead.add(letters.get(queue, 0), queue=queue)
+        dying = letters.get(queue)
+        dead.add(dying.letters if dying else 0, queue=queue)
+        dead_since.add(seconds_since(dying and dying.oldest, now) or 0.0, queue=queue)
     for row in queues:
         paused.add(int(row["is_paused"]), queue=row["queue"])
-    return since, due, dead, paused
+    return since, due, dead, dead_since, paused
 
 
 def _deaths(now: datetime, names: Sequence[str]) -> Iterable[Family]:

@@ -7,13 +7,18 @@ import json
 import re
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import (
+    BaseCommand,
+    CommandError,
+    CommandParser,
+    DjangoHelpFormatter,
+)
 from django.db import DatabaseError, InterfaceError
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
@@ -117,7 +122,52 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
-class KjoCommand(BaseCommand):
+class _HelpFormatter(DjangoHelpFormatter):
+    """Tells the default of each option that has one."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        text = action.help
+        is_told = action.default not in (None, False, SUPPRESS, []) and "--version" not in (
+            action.option_strings
+        )
+        if not text or not is_told:
+            return text
+        default = action.default
+        told = _spelled(default) if isinstance(default, timedelta) else "%(default)s"
+        return f"{text} (default: {told})"
+
+
+def _spelled(value: timedelta) -> str:
+    """Write a duration as ``duration`` reads it."""
+    count = int(value.total_seconds())
+    sizes = (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60))
+    whole = (f"{count // size}{unit}" for unit, size in sizes if count % size == 0)
+    return next(whole, f"{count}s")
+
+
+class ParsedCommand(BaseCommand):
+    """A command whose help tells defaults, and whose options may be given to ``call_command`` as
+    keywords that are text, which Django does not parse."""
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """Return the parser of the command line."""
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        return super().create_parser(prog_name, subcommand, **kwargs)
+
+    def execute(self, *args: Any, **options: Any) -> str | None:
+        """Parse what is text still, then run."""
+        name = type(self).__module__.rpartition(".")[2]
+        for action in self.create_parser("manage.py", name)._actions:
+            given = options.get(action.dest)
+            if isinstance(given, str) and callable(action.type):
+                try:
+                    options[action.dest] = action.type(given)
+                except (ArgumentTypeError, TypeError, ValueError) as error:
+                    raise CommandError(f"{action.dest}: {error}", returncode=2) from error
+        return super().execute(*args, **options)
+
+
+class KjoCommand(ParsedCommand):
     """A command that delegates: ``run`` answers, ``show`` prints it, ``--json`` prints it raw.
 
     Exit codes: 0 done, 1 something is not well or was refused by a server, 2 wrong usage.

@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.utils import autoreload
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.management.commands._shared import check_queues, positive, seconds
+from kjo_django.management.commands._shared import ParsedCommand, check_queues, positive, seconds
 from kjo_django.operations.health import missing_tables
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import supervise
 
+CONCURRENCY = "Threads that run handlers; KJO['CONCURRENCY'] if not given."
+REPORTS = "Seconds between status reports, 0 for none; KJO['STATUS_REPORT_INTERVAL'] if not given."
 
-class Command(BaseCommand):
+
+class Command(ParsedCommand):
     """Run jobs until stopped."""
 
     help = "Consume queues: run their jobs, and relay committed ones, until stopped."
@@ -30,7 +33,7 @@ class Command(BaseCommand):
         """Declare the options."""
         add = parser.add_argument
         add("queues", nargs="*", help="Queues to consume; all if none is named.")
-        add("--concurrency", type=positive, help="Threads that run handlers.")
+        add("--concurrency", type=positive, help=CONCURRENCY)
         add("--processes", type=positive, default=1, help="Worker processes, supervised.")
         add(
             "--max-messages",
@@ -39,7 +42,7 @@ class Command(BaseCommand):
         )
         add("--drain", action="store_true", help="Exit when nothing is left that is due.")
         add("--no-relay", action="store_true", help="Leave publishing to kjo_produce.")
-        add("--status-interval", type=_interval, help="Seconds between status reports; 0 for none.")
+        add("--status-interval", type=_interval, help=REPORTS)
         add("--reload", action="store_true", help="Restart when code changes (development).")
         add("--heartbeat-file", help="Touched while alive, for liveness probes.")
         add("--json", action="store_true", help="Status reports as JSON lines.")

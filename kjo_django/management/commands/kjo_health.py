@@ -8,6 +8,9 @@ from typing import Any
 from kjo_django.management.commands._shared import KjoCommand, duration, seconds, share
 from kjo_django.operations.health import Thresholds, health, is_healthy
 
+RATE = "Share of the finished jobs that may have failed, 0 to 1."
+WAIT = "How long due work may wait, such as 90s, 5m or 2h; a bare number counts seconds."
+
 
 class Command(KjoCommand):
     """Check settings, database, coordination, transports, topics, relay, workers and lag."""
@@ -20,8 +23,13 @@ class Command(KjoCommand):
         usual, add = Thresholds(), parser.add_argument
         add("--timeout", type=seconds, default=5.0, help="Seconds to answer in.")
         add("--max-lag", type=int, default=usual.lag, help="Messages a queue may be behind.")
-        add("--max-failure-rate", type=share, default=usual.failure_rate, help="Share, 0 to 1.")
-        add("--max-idle", type=duration, default=usual.idle, help="How long due work may wait.")
+        add(
+            "--max-failure-rate",
+            type=share,
+            default=usual.failure_rate,
+            help=RATE,
+        )
+        add("--max-idle", type=duration, default=usual.idle, help=WAIT)
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Check."""

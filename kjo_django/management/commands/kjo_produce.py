@@ -9,13 +9,13 @@ import threading
 from typing import Any
 
 from django.core.exceptions import FieldError, ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError
 from django.utils.module_loading import import_string
 
 from kjo_django import registry
 from kjo_django.exceptions import KjoError
-from kjo_django.management.commands._shared import check_queues, positive, seconds
+from kjo_django.management.commands._shared import ParsedCommand, check_queues, positive, seconds
 from kjo_django.producer.dispatch import OUTGOING
 from kjo_django.producer.relay import Relay
 from kjo_django.producer.schedule import produce_every
@@ -24,7 +24,7 @@ from kjo_django.producer.template import AbstractProducer, ProduceResult
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
-class Command(BaseCommand):
+class Command(ParsedCommand):
     """Publish committed jobs until stopped, or run a template producer.
 
     Exit codes of a producer's run: 0 all sent, 1 something was not sent, 2 wrong usage.
@@ -46,8 +46,8 @@ class Command(BaseCommand):
             default=[],
             help="""Which items: '{"state": 1}', or state=1 priority=high.""",
         )
-        add("--limit", type=positive, default=100, help="Most items of one run (100).")
-        add("--type", default="new", help="The messages' type (new).")
+        add("--limit", type=positive, default=100, help="Most items of one run.")
+        add("--type", default="new", help="The messages' type.")
         add("--interval", type=seconds, help="Seconds from run to run; once if not given.")
         add("--json", action="store_true", help="One JSON object for each run.")
 

@@ -29,14 +29,14 @@ class Command(KjoCommand):
         """Declare filters, source and limits."""
         super().add_arguments(parser)
         add = parser.add_argument
-        add("--source", choices=("table", "topic"), default="table")
+        add("--source", choices=("table", "topic"), default="table", help="Where they are read.")
         add("--queue", help="Only dead letters of this queue and its retries.")
         add("--type", dest="handler", help="Only those of this handler.")
         add("--reason", help="Only those that died for this reason, such as exhausted.")
         add("--error", help="Only those whose error contains this text.")
         add("--fingerprint", help="Only those of this group of equal errors (table).")
         add("--since", type=instant, help="Died at or after: 2026-01-31T12:00, or 2h ago as 2h.")
-        add("--until", type=instant, help="Died before.")
+        add("--until", type=instant, help="Died before; given like --since.")
         add("--id", dest="ids", action="append", help="This dead letter (table) or message id.")
         add("--topic", help="With --source topic: the dead-letter topic to read.")
         add("--transport", default="default", help="With --source topic: its transport's alias.")
@@ -61,13 +61,24 @@ class Command(KjoCommand):
         chosen = DeadLetterFilter(ids=options["ids"], handler=options["handler"], **named)
         progress = self.progress("Looked at")
         if options["source"] == "table":
+            unknown, closed = dead_letters.not_open(options["ids"] or ())
+            if unknown:
+                raise ValueError(f"No dead letter has the id {', '.join(unknown)}")
             report = dead_letters.replay(
                 chosen, actor="kjo_replay_dlq", progress=progress, **shared
             )
+            for id, state in closed.items():
+                report.skip(id, f"it is {state} already")
         else:
             places = {name: options[name] for name in ("topic", "transport", "target", "group")}
             request = TopicReplay(**places, selection=chosen, actor="kjo_replay_dlq", **shared)
             report = replay_topic(request, progress=progress)
+            if report.unknown_ids:
+                raise ValueError(
+                    f"No record of {options['topic']} has the id {', '.join(report.unknown_ids)}, "
+                    f"of those that {request.group_name} has not passed; "
+                    f"{report.replayed:,} others were replayed"
+                )
         return report.as_dict(), report.is_ok
 
     def _check_usage(self, options: dict[str, Any]) -> None:

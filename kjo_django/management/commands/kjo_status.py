@@ -28,7 +28,8 @@ class Command(KjoCommand):
 
     def show(self, answer: Any) -> None:
         """Print one line for each queue and worker."""
-        self.table([("queue", *COUNTED, "dead", "lag", "oldest", ""), *self._queues(answer)])
+        heading = ("queue", *COUNTED, "dead", "oldest dead", "lag", "oldest", "")
+        self.table([heading, *self._queues(answer)])
         if answer["is_capped"]:
             self.stdout.write(f"Counts of {answer['count_limit']:,} and more are lower bounds.")
         relay = answer["relay"]
@@ -58,6 +59,7 @@ class Command(KjoCommand):
                 row["queue"],
                 *(f"{row['states'][state]:,}" for state in COUNTED),
                 f"{row['open_dead_letters']:,}",
+                _age(row["oldest_dead_letter_seconds"]),
                 "?" if row["lag"] is None else f"{row['lag']:,}",
                 _age(row["oldest_waiting_seconds"]),
                 "paused" if row["is_paused"] else row["lag_error"] or "",

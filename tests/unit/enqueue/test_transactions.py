@@ -136,4 +136,5 @@ def test_a_receiver_that_raises_changes_nothing(caplog):
         signals.job_enqueued.disconnect(receiver)
     # Then
     assert answer.is_new
+    assert caplog.text.count("Traceback") == 1  # Django logs it, and we do not once more
     assert "receiver broke" in caplog.text
