@@ -12,6 +12,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
 from kjo_django.exceptions import MessageError
+from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter
 from kjo_django.operations import redaction
@@ -80,11 +81,11 @@ def show_message(letter: DeadLetter) -> SafeString:
 def show_headers(headers: dict[str, bytes]) -> SafeString:
     """Return the headers of a message, one per line, without those that are secret."""
     lines = []
-    for name, value in sorted(headers.items()):
+    for name, value in sorted(names.listed(headers), key=lambda header: header[0]):
         try:
-            shown = redaction.REDACTED if redaction.is_redacted(name) else value.decode()
+            shown = redaction.REDACTED if redaction.is_redacted(name) else (value or b"").decode()
         except UnicodeDecodeError:
-            shown = f"0x{value.hex()}"
+            shown = f"0x{(value or b'').hex()}"
         lines.append(f"{inert(name)}: {inert(shown)}".replace("\n", "\\n"))
     return show_text("\n".join(lines))
 

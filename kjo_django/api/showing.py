@@ -37,7 +37,9 @@ def shown_event(data: Any, event_type: str) -> Any:
 
 def shown_headers(headers: Any) -> dict[str, str]:
     """Return the headers of a message, stored in base64, as text."""
-    found = {name: shown_text(value) for name, value in sorted(names.from_json(headers).items())}
+    read = names.from_json(headers)
+    read.pop(names.HEADER_LIST, None)
+    found = {name: shown_text(value) for name, value in sorted(read.items())}
     return {shown_text(name): str(value) for name, value in redaction.redacted(found).items()}
 
 

@@ -23,6 +23,7 @@ MAX_TRACEBACK_LENGTH = 20_000
 MAX_CODE_LENGTH = 100
 MAX_DETAILS = 10_000
 """Bytes of JSON; larger details of an error are not kept."""
+MAX_TOPIC = 249
 MAX_HEADER_MESSAGE = 1_000
 MAX_HEADER_STACKTRACE = 4_000
 
@@ -101,6 +102,7 @@ def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> Dead
     delivery, record = outcome.delivery, outcome.delivery.record
     message = delivery.message
     handler = message.type if message is not None else names.text(record.headers, names.TYPE)
+    topic, partition, offset = first_place(record)
     return DeadLetter(
         reason=outcome.reason,
         source_id=source_id(delivery, job_id, message.generation if message else 1),
@@ -112,12 +114,12 @@ def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> Dead
         handler=storable_text(handler, 100),
         key=record.key,
         value=record.value,
-        headers=names.to_json({**record.headers, **_unique_id(outcome)}),
+        headers=names.to_json(names.in_order({**record.headers, **_unique_id(outcome)})),
         content_type=storable_text(names.text(record.headers, names.CONTENT_TYPE), 50),
         consumer_group=delivery.queue.consumer_group,
-        topic=record.topic,
-        partition=record.partition,
-        offset=record.offset,
+        topic=topic,
+        partition=partition,
+        offset=offset,
         error_type=storable_text(import_path(type(outcome.error)), 255) if outcome.error else "",
         error=error_text(outcome.error),
         traceback=traceback_text(outcome.error),
@@ -138,6 +140,22 @@ def _unique_id(outcome: Outcome) -> dict[str, bytes]:
     if row["unique_id"] == message.row_name:
         return {}  # a message nobody enqueued here: its own id
     return names.encode({names.UNIQUE_ID: row["unique_id"]})
+
+
+def first_place(record: Record) -> tuple[str, int, int]:
+    """Return topic, partition and offset of where a record was read before its retries and replays.
+
+    As far as its headers say: to be shown, not to be believed.
+    """
+    told = record.headers
+    topic = names.identifier(told, names.DLQ_ORIGINAL_TOPIC, MAX_TOPIC)
+    if not topic:
+        return record.position
+    return (
+        topic,
+        names.number(told, names.DLQ_ORIGINAL_PARTITION, record.partition),
+        names.number(told, names.DLQ_ORIGINAL_OFFSET, record.offset, most=names.MAX_OFFSET),
+    )
 
 
 def origin_headers(record: Record) -> dict[str, bytes]:

@@ -99,7 +99,7 @@ class ItemHandler(Handler):
         self._completed_before.discard(context.idempotency_key)
         key = _call(consumer.get_message_key, message)
         if _call(consumer.is_item_completed, item_id):
-            logger.info("Already completed in the database: %s", key)
+            logger.info("Nothing to do, completed already or gone: %s", key)
             self._completed_before.add(context.idempotency_key)
         elif self.options.atomic:
             logger.debug("New item to process: %s", key)

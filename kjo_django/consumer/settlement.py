@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import Any
@@ -45,6 +45,7 @@ from kjo_django.models import (
 )
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer import dispatch
+from kjo_django.producer.outgoing import only_in_rows, row_key
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, Decision, RetryPolicy
 from kjo_django.retries.classification import import_path
@@ -231,7 +232,7 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
         # Left there for the next attempt, whoever makes its message.
         own = delivery.record.headers.items()
         kept = {name: value for name, value in own if name not in names.OF_A_MESSAGE}
-        changes["headers"] = names.for_row(kept)
+        changes["headers"] = _headers_for_row(kept, delivery.record)
     rows = (
         Job.objects.using(using).at(job["id"], job["generation"]).filter(attempts=job["attempts"])
     )
@@ -271,26 +272,27 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
     is_retry = outcome.result is Result.RETRIED
     if not is_retry and not was_sent_here:
         return None
-    # Its headers travel on with the retry, whoever set them.
-    headers = names.for_row(record.headers)
-    headers.pop(ORIGIN_ID, None)  # what only rows say is not for others to have written
     queue = delivery.queue
-    if queue.retries != queue.name:
-        # It goes on in a topic of its own, and its dead letter is to name where it came from.
-        headers = {**names.for_row(origin_headers(record)), **headers}
+    # Its headers travel on with the retry, whoever set them, but for what only rows say. And where
+    # it was read: its dead letter is to name where it came from, not where its last retry was.
+    not_theirs = {ORIGIN_ID, *names.OF_A_ROW}
+    theirs = {name: value for name, value in record.headers.items() if name not in not_theirs}
+    headers = _headers_for_row({**origin_headers(record), **theirs}, record)
     if str(id) != message.id:
         headers[ORIGIN_ID] = message.id
     ttl = handler.result_ttl(queue) // timedelta(milliseconds=1)
     if not is_retry:
         changes["result_expires_at"] = now + timedelta(milliseconds=ttl)
-    # Of a message about an item the item is the key: the retry goes to the item's own partition.
-    key = message.lease_id or (delivery.record.key or b"").decode("utf-8", "replace")
+    if message.lease_id:
+        # The item is the key: the retry goes to the item's own partition.
+        headers.pop(names.RAW_KEY, None)
+        headers.pop(names.NO_KEY, None)
     return Job(
         id=id,
         queue=queue.retries,
         handler=message.type,
         unique_id=message.row_name,
-        key=storable_text(key, 255),
+        key=storable_text(message.lease_id, 255) if message.lease_id else row_key(record.key),
         state=states.RESULT_OF[_ACTIONS[outcome.result]],
         max_attempts=handler.max_attempts(queue),
         payload=message.payload,
@@ -303,6 +305,12 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
         offset=delivery.record.offset,
         **changes,
     )
+
+
+def _headers_for_row(headers: Mapping[str, bytes], record: Record) -> dict[str, Any]:
+    """Return what a row keeps of a message's headers, and of its key and value what the columns do
+    not."""
+    return names.for_row({**names.in_order(headers), **only_in_rows(record.key, record.value)})
 
 
 def _id_for(using: str, message: Message, record: Record) -> uuid.UUID:

@@ -5,8 +5,11 @@ For a poll loop of your own; ``kdlq_handler`` does the same within the worker's 
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import Counter
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError
@@ -29,6 +32,7 @@ from kjo_django.kdlq.config import (
     ProcessingStatus,
     Status,
 )
+from kjo_django.kdlq.letters import DECIDED
 from kjo_django.kdlq.listeners import tell
 from kjo_django.kdlq.routing import Decision, Processor, Verdict, decide, judge
 from kjo_django.messages import headers as names
@@ -36,6 +40,8 @@ from kjo_django.producer.enqueue import check_payload_size
 from kjo_django.producer.outgoing import carrier_of, store_record
 from kjo_django.transports.base import OutgoingRecord, Record, Transport
 from kjo_django.transports.timestamps import moment
+
+logger = logging.getLogger("kjo_django")
 
 KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 
@@ -56,20 +62,36 @@ class KDLQMessageConsumer:
         self.id = id
         self.config = config
         self._processor = processor
-        self._is_closed = False
-        self._lock = threading.Lock()
+        self._is_closed = self._is_released = False
+        self._lock = threading.Condition()
+        self._in_progress: Counter[int] = Counter()
         self._transport = _producers.take(config)
 
     def accept(self, message: Any) -> Status:
         """Process a message; return what became of it, which is durable then.
 
+        A message from the dead-letter topic whose dead letter has been replayed or discarded is
+        ``OK`` without being processed.
+
         :param message: a ``Record``, or a message of confluent-kafka.
         :raises KDLQException: it could not be routed; do not commit its offset.
         :raises KDLQLifecycleException: the consumer is closed.
         """
-        if self._is_closed:
-            raise KDLQLifecycleException(f"The consumer {self.id!r} is closed")
-        record = as_record(message)
+        with self._lock:
+            if self._is_closed:
+                raise KDLQLifecycleException(f"The consumer {self.id!r} is closed")
+            self._in_progress[get_ident()] += 1
+        try:
+            return self._accept(as_record(message))
+        finally:
+            with self._lock:
+                self._in_progress -= Counter([get_ident()])
+                self._lock.notify_all()
+            self._release_when_idle()
+
+    def _accept(self, record: Record) -> Status:
+        if headers.counter(record.headers, headers.KILLS) and self._is_decided(record):
+            return Status.OK
         verdict = judge(lambda: self._processor(record), self.config)
         self._tell("on_message_processing", record, status=verdict.status, error=verdict.error)
         decision = decide(record, verdict, self.config, self.id)
@@ -90,12 +112,32 @@ class KDLQMessageConsumer:
             self._in_database(lambda: letters.close_letter(record, self.id))
         return decision.status
 
-    def close(self) -> None:
-        """Release the producer; idempotent."""
+    def _is_decided(self, record: Record) -> bool:
+        found: list[bool] = []
+        self._in_database(lambda: found.append(letters.is_decided(record, self.id)))
+        if found[0]:
+            logger.info(DECIDED, letters.place_of(record))
+        return found[0]
+
+    def close(self, timeout: float | None = None) -> None:
+        """Accept nothing more, wait until what is in progress has been routed, and release the
+        producer; idempotent.
+
+        Called by a processor, it does not wait; the producer is released once all are routed.
+
+        :param timeout: seconds to wait at most; None: as long as it takes.
+        """
         with self._lock:
-            if self._is_closed:
-                return
             self._is_closed = True
+            if get_ident() not in self._in_progress:
+                self._lock.wait_for(lambda: not self._in_progress, timeout)
+        self._release_when_idle()
+
+    def _release_when_idle(self) -> None:
+        with self._lock:
+            if not self._is_closed or self._in_progress or self._is_released:
+                return
+            self._is_released = True
         _producers.give_back(self.config)
 
     def __enter__(self) -> KDLQMessageConsumer:
@@ -171,11 +213,10 @@ class KDLQMessageConsumer:
 
 
 def as_record(message: Any) -> Record:
-    """Return a message of confluent-kafka as a record; of a header given twice the last counts."""
+    """Return a message of confluent-kafka as a record."""
     if isinstance(message, Record):
         return message
     _kind, milliseconds = message.timestamp()
-    found = {name: value if value is not None else b"" for name, value in message.headers() or ()}
     stamp = moment(milliseconds) if milliseconds > 0 else None
     return Record(
         topic=message.topic(),
@@ -183,7 +224,7 @@ def as_record(message: Any) -> Record:
         offset=message.offset(),
         key=message.key(),
         value=message.value(),
-        headers=found,
+        headers=names.folded(message.headers() or ()),
         timestamp=stamp,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -35,6 +36,8 @@ from kjo_django.registry import Handler, HandlerOptions, Route
 from kjo_django.transports.base import OutgoingRecord, Record
 
 F = TypeVar("F", bound=Processor)
+
+logger = logging.getLogger("kjo_django")
 
 MAX_MESSAGE_ID = 255
 """Of the column that keeps what has taken effect."""
@@ -83,6 +86,9 @@ class KdlqHandler(Handler):
     def _run(self, context: JobContext) -> None:
         record = self.record
         assert record is not None
+        if letters.is_decided(record, self.name):
+            logger.info(letters.DECIDED, letters.place_of(record))
+            return
         line = None
         if self.config.ordering is Ordering.KEY and record.key:
             line = parking.line_of(record, self.options.queue, self.name, row_key(record.key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from django.db.models import F
+from django.db.models import F, QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
@@ -18,6 +18,7 @@ from kjo_django.producer.dispatch import jobs_database
 from kjo_django.retries.classification import import_path
 from kjo_django.transports.base import Record
 
+DECIDED = "Not processed, its dead letter has been replayed or discarded: %s"
 MAX_NAME = 240
 MAX_ROW = 64
 """Characters of a row's id and its generation."""
@@ -70,7 +71,7 @@ def record_letter(
         handler=storable_text(consumer, 100),
         key=record.key,
         value=record.value,
-        headers=names.to_json(headers),
+        headers=names.to_json(names.in_order(headers)),
         consumer_group=storable_text(group, 255),
         topic=record.topic,
         partition=record.partition,
@@ -89,15 +90,35 @@ def record_letter(
     rows.bulk_create([letter], ignore_conflicts=True)
 
 
+def _letters(record: Record, consumer: str) -> QuerySet[DeadLetter]:
+    rows = DeadLetter.objects.using(jobs_database())
+    place = storable_text(names.text(record.headers, names.DLQ_MESSAGE_ID))
+    if not place or not headers.counter(record.headers, headers.KILLS):
+        return rows.none()
+    return rows.filter(message_id=place, handler=storable_text(consumer, 100))
+
+
+def letter_of(record: Record, consumer: str) -> DeadLetter | None:
+    """Return the row of a record that this consumer has killed before, if there is one."""
+    return _letters(record, consumer).defer("traceback").first()
+
+
+def is_decided(record: Record, consumer: str) -> bool:
+    """Whether a killed record is not to be processed: its row has been replayed or discarded.
+
+    What a replay of that row published is processed: it counts one replay more than its record in
+    the dead-letter topic.
+    """
+    letter = letter_of(record, consumer)
+    if letter is None or letter.state == DeadLetterState.OPEN:
+        return False
+    count = names.number(record.headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS)
+    return letter.state == DeadLetterState.DISCARDED or count < letter.replay_count
+
+
 def close_letter(record: Record, consumer: str) -> None:
     """Close the row of a killed message that was processed after all."""
-    place = storable_text(names.text(record.headers, names.DLQ_MESSAGE_ID))
-    if not place:
-        return
-    rows = DeadLetter.objects.using(jobs_database())
-    rows.filter(
-        message_id=place, handler=storable_text(consumer, 100), state=DeadLetterState.OPEN
-    ).update(
+    _letters(record, consumer).filter(state=DeadLetterState.OPEN).update(
         state=DeadLetterState.REPLAYED,
         closed_at=timezone.now(),
         replay_count=F("replay_count") + 1,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -31,11 +33,18 @@ enqueued under. Its handler is told that one."""
 REPLY_TO = "kjo-reply-to"
 """The channel to call when the job has ended: somebody waits for it."""
 
-# Only in a row, of a record for others: the key's bytes where they are no text of 255 characters.
+# Only in a row, of a record for others or of a message nobody enqueued here: the key's bytes where
+# they are no text of 255 characters,
 RAW_KEY = "kjo-raw-key"
-# Only in such a row: the record has no value (a tombstone), which an empty one is not.
+# that it has no key, which of a job without one would be its id,
+NO_KEY = "kjo-no-key"
+# and that it has no value (a tombstone), which an empty one is not.
 NO_VALUE = "kjo-no-value"
-OF_A_ROW = frozenset({RAW_KEY, NO_VALUE})
+OF_A_ROW = frozenset({RAW_KEY, NO_KEY, NO_VALUE})
+
+HEADER_LIST = "kjo-header-list"
+"""Where a mapping does not say all of a record's headers: what it leaves out, see ``folded``. Never
+on the wire of a transport that carries a list."""
 
 # A message that waits with others of its key: its place among them, and the row it waits in.
 PARKED_PLACE = "kjo-parked-place"
@@ -99,8 +108,10 @@ def identifier(headers: Mapping[str, bytes], name: str, limit: int) -> str:
 
 
 def texts(headers: Mapping[str, bytes]) -> dict[str, str]:
-    """Return all headers as ``text`` does."""
-    return {name: value.decode("utf-8", "replace") for name, value in headers.items()}
+    """Return all headers as ``text`` does, without what only tells of their list."""
+    found = {name: value.decode("utf-8", "replace") for name, value in headers.items()}
+    found.pop(HEADER_LIST, None)
+    return found
 
 
 def number(headers: Mapping[str, bytes], name: str, default: int, most: int = MAX_NUMBER) -> int:
@@ -139,6 +150,71 @@ def encode(values: Mapping[str, object]) -> dict[str, bytes]:
     }
 
 
+def folded(pairs: Sequence[tuple[str, bytes | None]]) -> dict[str, bytes]:
+    """Return a list of headers as a mapping: the last of a name counts, no value is an empty one.
+
+    What that leaves out is kept under ``HEADER_LIST``, wherever the mapping goes; ``listed`` undoes
+    this, also after headers of the mapping have been replaced, added or removed.
+    """
+    found = {name: value or b"" for name, value in pairs}
+    counts = Counter(name for name, _ in pairs)
+    told = [
+        name
+        if value is not None and counts[name] == 1 and name != HEADER_LIST
+        else [name, None if value is None else base64.b64encode(value).decode()]
+        for name, value in pairs
+    ]
+    if all(isinstance(one, str) for one in told):
+        return found
+    return {**found, HEADER_LIST: json.dumps(told).encode()}
+
+
+def in_order(headers: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """Return headers for a column of JSON, which keeps no order, with what tells theirs."""
+    if len(headers) < 2 or HEADER_LIST in headers:
+        return headers
+    return {**headers, HEADER_LIST: json.dumps(list(headers)).encode()}
+
+
+def listed(headers: Mapping[str, bytes]) -> list[tuple[str, bytes | None]]:
+    """Return all headers, in order: those of the same name and those without a value, too.
+
+    A header of the mapping that was replaced takes the place of all of its name; one that was added
+    comes last.
+    """
+    left = dict(headers)
+    told = _told(left.pop(HEADER_LIST, None))
+    last = {name: value for name, value, is_given in told if is_given}
+    result: list[tuple[str, bytes | None]] = []
+    for name, value, is_given in told:
+        if name == HEADER_LIST:
+            result += [(name, value)] if is_given else []
+        elif is_given and name in headers and headers[name] == (last[name] or b""):
+            result.append((name, value))
+            left.pop(name, None)
+        elif name in left:
+            result.append((name, left.pop(name)))
+    return [*result, *left.items()]
+
+
+def _told(told: bytes | None) -> list[tuple[str, bytes | None, bool]]:
+    """Return names and values of a ``HEADER_LIST``, and whether a value is given there; [] where it
+    is not of ours."""
+    try:
+        return [_entry(one) for one in json.loads(told or b"[]")]
+    except (ValueError, TypeError, RecursionError):
+        return []
+
+
+def _entry(told: Any) -> tuple[str, bytes | None, bool]:
+    if isinstance(told, str):
+        return told, None, False
+    name, value = told
+    if not isinstance(name, str):
+        raise TypeError
+    return name, None if value is None else base64.b64decode(value), True
+
+
 def for_row(headers: Mapping[str, bytes]) -> dict[str, Any]:
     """Make headers fit ``Job.headers``: text as text, other bytes as ``{"base64": …}``."""
     stored: dict[str, Any] = {}
@@ -158,10 +234,12 @@ def from_row(stored: Mapping[str, Any] | None) -> dict[str, bytes]:
     """Undo ``for_row``."""
     if not stored:
         return {}
-    return {
-        name: base64.b64decode(value["base64"]) if isinstance(value, Mapping) else value.encode()
-        for name, value in stored.items()
-    }
+    return _in_their_order(
+        {
+            name: base64.b64decode(told["base64"]) if isinstance(told, Mapping) else told.encode()
+            for name, told in stored.items()
+        }
+    )
 
 
 def to_json(headers: Mapping[str, bytes]) -> dict[str, str]:
@@ -174,4 +252,8 @@ def to_json(headers: Mapping[str, bytes]) -> dict[str, str]:
 
 def from_json(stored: Mapping[str, str]) -> dict[str, bytes]:
     """Undo ``to_json``."""
-    return {name: base64.b64decode(value) for name, value in stored.items()}
+    return _in_their_order({name: base64.b64decode(value) for name, value in stored.items()})
+
+
+def _in_their_order(headers: dict[str, bytes]) -> dict[str, bytes]:
+    return folded(listed(headers)) if HEADER_LIST in headers else headers

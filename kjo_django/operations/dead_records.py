@@ -6,6 +6,8 @@ import functools
 from dataclasses import dataclass
 
 from kjo_django.conf import get_settings
+from kjo_django.kdlq import headers as kdlq
+from kjo_django.kdlq import letters
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
@@ -35,6 +37,8 @@ class DeadRecord:
     job: Job | None
     replay_count: int
     is_processed: bool
+    kdlq_letter: DeadLetter | None = None
+    """The row of what KDLQ killed, whatever its state; None where it is not here."""
 
     @classmethod
     def of(cls, record: Record, target: str | None) -> DeadRecord:
@@ -47,6 +51,7 @@ class DeadRecord:
             job=republishing.find_job(record.headers),
             replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
             is_processed=bool(republishing.processed({id: handler})),
+            kdlq_letter=letters.letter_of(record, names.text(record.headers, kdlq.MARKER)),
         )
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, Final
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import MessageError
+from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, load_result, load_value, serializer_for
 from kjo_django.models import DeadLetter, Job
 
@@ -85,6 +86,8 @@ def shown_result(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
 def shown_headers(job: Job) -> dict[str, Any]:
     """Return what is sent along with a job, in the same way."""
     headers: dict[str, Any] = redacted(job.headers or {})
+    # What it repeats of headers that are secret is not redacted.
+    headers.pop(names.HEADER_LIST, None)
     return headers
 
 

@@ -23,6 +23,7 @@ from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.consumer.work import Result
 from kjo_django.exceptions import PublishError
+from kjo_django.kdlq import letters
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import jobs, republishing
@@ -232,6 +233,11 @@ class _TopicReplayer:
             return REFUSED_LOOP, f"{dead.replay_count} times; --force replays it"
         if dead.job is not None and not dead.is_jobs_death and not is_left_behind:
             return "its job has moved on", f"the job is {dead.job.state}"
+        if dead.kdlq_letter is not None and letters.is_decided(
+            dead.record, dead.kdlq_letter.handler
+        ):
+            state = dead.kdlq_letter.state
+            return f"its dead letter is {state}", "--force replays it all the same"
         if dead.is_processed:
             return REFUSED_PROCESSED, "--force runs it again under a new id"
         return None
@@ -269,8 +275,15 @@ class _TopicReplayer:
             self._report.fail(dead.id, error)
             self._report.stopped = "a record was not accepted; run it again later"
             return False
+        self._close_letter(dead)
         self._report.replayed += 1
         return True
+
+    def _close_letter(self, dead: DeadRecord) -> None:
+        """Close the row of what KDLQ killed, or it would be replayed from the table once more."""
+        if dead.kdlq_letter is not None:
+            rows = DeadLetter.objects.using(jobs_database()).filter(pk=dead.kdlq_letter.pk)
+            jobs.close_as_replayed(rows, self._request.actor)
 
     def _reprocess(
         self, dead: DeadRecord, headers: dict[str, bytes], reprocessor: Reprocessor
@@ -285,6 +298,7 @@ class _TopicReplayer:
         if result in (Result.DEFERRED, Result.SKIPPED):
             self._report.refuse(dead.id, f"it was {result.value}")
             return self._keeps and result is Result.SKIPPED
+        self._close_letter(dead)
         self._report.replayed += 1
         return True
 
@@ -366,7 +380,7 @@ def _retry_topics(request: TopicReplay) -> dict[str, str]:
     conf = get_settings()
     queues = [conf.queue(name) for name in registry.queue_names()]
     return {
-        queue.topic: republishing.replay_topic_of(queue, queue.topic)
+        queue.topic: republishing.replay_topic_of(queue)
         for queue in queues
         if queue.transport == request.transport and queue.topic != request.topic
     }

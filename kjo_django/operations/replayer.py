@@ -13,6 +13,7 @@ from kjo_django import signals
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.consumer.work import Result
 from kjo_django.exceptions import PublishError
+from kjo_django.kdlq import headers as kdlq
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
 from kjo_django.operations import internal, republishing
@@ -154,11 +155,13 @@ class Replayer:
 
     def _replay_message(self, letter: DeadLetter) -> None:
         queue = republishing.queue_of(letter.queue, letter.topic)
-        topic = republishing.replay_topic_of(queue, letter.topic) if queue else ""
+        topic = republishing.replay_topic_of(queue) if queue else ""
         if queue is None or not topic:
             self._refuse(letter, REFUSED_NO_SOURCE)
             return
-        known = republishing.processed({letter.message_id: letter.handler})
+        # What KDLQ killed has taken effect by that; it is processed once its row is closed.
+        is_killed = kdlq.MARKER in letter.headers
+        known = not is_killed and republishing.processed({letter.message_id: letter.handler})
         if known:
             self._report.already_processed += 1
             if not self._force:
@@ -233,8 +236,21 @@ class Replayer:
             self._on_changed([letter])
 
 
+def _origin_headers(letter: DeadLetter) -> dict[str, bytes]:
+    return names.encode(
+        {
+            names.DLQ_ORIGINAL_TOPIC: letter.topic or None,
+            names.DLQ_ORIGINAL_PARTITION: letter.partition,
+            names.DLQ_ORIGINAL_OFFSET: letter.offset,
+        }
+    )
+
+
 def _record_of(letter: DeadLetter, topic: str, *, new_id: bool) -> OutgoingRecord:
     headers = names.from_json(letter.headers)
+    # KDLQ's messages say so in headers of their own.
+    if kdlq.MARKER not in headers and names.DLQ_ORIGINAL_TOPIC not in headers:
+        headers = {**_origin_headers(letter), **headers}
     count = max(letter.replay_count, names.number(headers, names.REPLAY_COUNT, 0)) + 1
     return OutgoingRecord(
         topic=topic,

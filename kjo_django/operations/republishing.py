@@ -10,19 +10,21 @@ from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
+from kjo_django.kdlq import headers as kdlq
 from kjo_django.messages import headers as names
-from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer.dispatch import jobs_database
+from kjo_django.producer.outgoing import only_in_rows, row_key
 from kjo_django.transports.base import OutgoingRecord
 
 REPLAY_OF = "kjo-replay-of"
 """The id a message had before a forced replay gave it a new one."""
 
-_BUDGET = frozenset({"KDLQ_Redelivered", names.REDELIVERY})
+_BUDGET = frozenset({kdlq.REDELIVERED, names.REDELIVERY})
 """Redeliveries start anew, their counter and what the last one was known by; the counter of deaths
 stays (KDLQ-F6)."""
+_ORIGIN = names.FIRST_WINS - {names.DLQ_FIRST_FAILED_AT}
 _OF_A_JOB = frozenset({names.JOB_ID, names.GENERATION, names.ATTEMPT})
 
 
@@ -33,12 +35,14 @@ class NotPublishedError(PublishError):
 def replay_headers(
     headers: Mapping[str, bytes], replay_count: int, *, new_id: bool = False
 ) -> dict[str, bytes]:
-    """Return the headers of a replayed message: all of its own, without what the dead-letter queue
-    added, and with the number of replays."""
+    """Return the headers of a replayed message: all of its own, of what the dead-letter queue added
+    only where it was read first, and the number of replays."""
+    # What KDLQ killed is known by that: its copies in the table and in the topic have no id.
+    stays = _ORIGIN | {names.DLQ_MESSAGE_ID} if kdlq.MARKER in headers else _ORIGIN
     kept = {
         name: value
         for name, value in headers.items()
-        if not name.startswith(names.DLQ_PREFIX) and name not in _BUDGET
+        if (not name.startswith(names.DLQ_PREFIX) or name in stays) and name not in _BUDGET
     }
     if names.JOB_ID in kept and is_ours(kept):
         job = find_job(kept)
@@ -69,18 +73,19 @@ def job_of(letter: DeadLetter, job: Job, value: bytes | None) -> Job:
     replayed = replay_headers(told, letter.replay_count + 1, new_id=True)
     kept = {name: data for name, data in replayed.items() if name not in names.OF_A_MESSAGE}
     kept.pop(ORIGIN_ID, None)
-    key = bytes(letter.key or b"")
+    key = None if letter.key is None else bytes(letter.key)
+    extra = only_in_rows(key, b"" if value is not None or letter.value is not None else None)
     if key == str(job.pk).encode():
-        key = b""  # a job without a key travels under its id
+        key = None  # a job without a key travels under its id
     return Job(
         id=uuid7(),
         queue=job.queue,
         handler=letter.handler,
-        key=storable_text(key.decode("utf-8", "replace"), 255),
+        key=row_key(key),
         max_attempts=job.max_attempts,
         payload=bytes(letter.value or b"") if value is None else value,
         content_type=letter.content_type,
-        headers=names.for_row(kept),
+        headers=names.for_row({**names.in_order(kept), **extra}),
         result_ttl=job.result_ttl,
     )
 
@@ -123,12 +128,10 @@ def publish_one(record: OutgoingRecord, transport: str) -> None:
         raise NotPublishedError(outcome.error)
 
 
-def replay_topic_of(queue: QueueConf, origin: str) -> str:
-    """Return where a message of a queue is published again: where it was read, but never where
+def replay_topic_of(queue: QueueConf) -> str:
+    """Return where a message of a queue is published again: in the queue's topic, but never where
     other services, for whom it was no failure, would read it once more."""
-    if queue.retries != queue.name:
-        return get_settings().queue(queue.retries).topic
-    return origin or queue.topic
+    return get_settings().queue(queue.retries).topic
 
 
 def queue_of(queue: str, topic: str) -> QueueConf | None:

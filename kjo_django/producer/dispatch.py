@@ -57,23 +57,25 @@ def record_of(
             available_at=available_at,
         )
     id = str(job.pk)
-    return OutgoingRecord(
-        topic=queue.topic,
-        # Without a key of its own a job is its own key: partitions fill evenly, nothing waits.
-        key=(job.key or id).encode(),
-        value=bytes(job.payload),
-        headers=job_headers(
-            id=message_id(origin_of(job.headers) or id, job.generation),
-            type=job.handler,
-            job_id=id,
-            service=get_settings().service_name,
-            generation=job.generation,
-            attempt=job.attempts + 1,
-            content_type=job.content_type,
-            extra=job.headers,
-        ),
-        available_at=available_at,
+    # Without a key of its own a job is its own key: partitions fill evenly, nothing waits.
+    key: bytes | None = (job.key or id).encode()
+    value: bytes | None = bytes(job.payload)
+    headers = job_headers(
+        id=message_id(origin_of(job.headers) or id, job.generation),
+        type=job.handler,
+        job_id=id,
+        service=get_settings().service_name,
+        generation=job.generation,
+        attempt=job.attempts + 1,
+        content_type=job.content_type,
+        extra=job.headers,
     )
+    if job.headers:
+        # A message nobody enqueued here keeps the key it came with.
+        key = headers.pop(names.RAW_KEY, key)
+        key = key if headers.pop(names.NO_KEY, None) is None else None
+        value = value if headers.pop(names.NO_VALUE, None) is None else None
+    return OutgoingRecord(queue.topic, value, key, headers, available_at)
 
 
 def initial_state(queue: QueueConf) -> JobState:

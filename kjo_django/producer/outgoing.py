@@ -72,11 +72,8 @@ def store_record(
     headers = {name: value for name, value in headers.items() if name not in ours}
     if row_header is not None:
         headers[row_header] = str(id).encode()
-    stored = names.for_row(headers)
-    if key is not None and not _is_plain(key):
-        stored |= names.for_row({names.RAW_KEY: key})
-    if value is None:
-        stored |= names.for_row({names.NO_VALUE: b"1"})
+    stored = names.for_row({**names.in_order(headers), **only_in_rows(key, value)})
+    stored.pop(names.NO_KEY, None)  # as the empty column says
     job = Job(
         id=id,
         queue=queue.name,
@@ -105,6 +102,18 @@ def _store(job: Job, queue: QueueConf) -> None:
     with atomic_along(using, savepoint=False):
         job.save(using=using, force_insert=True)
         dispatch.hand_over([job], queue)
+
+
+def only_in_rows(key: bytes | None, value: bytes | None) -> dict[str, bytes]:
+    """Return the headers that say of a key and a value what a row's columns cannot."""
+    found: dict[str, bytes] = {}
+    if key is None:
+        found[names.NO_KEY] = b"1"
+    elif not _is_plain(key):
+        found[names.RAW_KEY] = key
+    if value is None:
+        found[names.NO_VALUE] = b"1"
+    return found
 
 
 def row_key(key: bytes | None) -> str:

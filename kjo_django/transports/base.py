@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
 
+from kjo_django.messages.headers import listed
 from kjo_django.values import unknown_key
 
 
@@ -99,6 +100,8 @@ class Record:
     key: bytes | None
     value: bytes | None
     headers: dict[str, bytes]
+    """By name: of a name given twice the last, and b"" for a header without a value. See
+    ``header_list``."""
     timestamp: datetime | None = None
     """When it was published, aware."""
     epoch: int = 0
@@ -106,6 +109,11 @@ class Record:
     an older epoch are no longer this consumer's: acknowledging them is a no-op."""
     token: Any = None
     """The transport's own handle for acknowledging."""
+
+    @property
+    def header_list(self) -> list[tuple[str, bytes | None]]:
+        """All headers in order, as the record came with them; None for one without a value."""
+        return listed(self.headers)
 
     @property
     def position(self) -> tuple[str, int, int]:

@@ -2,11 +2,13 @@
 
 An entry's fields are ``kjo:h`` (headers as JSON, values in base64), ``kjo:v`` (value) and ``kjo:k``
 (key); the last two are absent for None. An entry without ``kjo:h`` was written by somebody else:
-its value is its fields as a JSON object.
+its value is its fields as a JSON object. What is no UTF-8 is ``{"base64": …}`` there, and in a
+field's name ``base64:…``.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from datetime import timedelta
@@ -38,9 +40,7 @@ def record_of(topic: str, id: bytes, fields: Mapping[bytes, bytes], name: str) -
     told = fields.get(HEADERS)
     value: bytes | None
     if told is None:  # written by somebody else
-        plain = {
-            k.decode("utf-8", "replace"): v.decode("utf-8", "replace") for k, v in fields.items()
-        }
+        plain = {_name(name): _content(value) for name, value in fields.items()}
         key, value, headers = None, json.dumps(plain, ensure_ascii=False).encode(), {}
     else:
         key, value = fields.get(KEY), fields.get(VALUE)
@@ -58,6 +58,20 @@ def record_of(topic: str, id: bytes, fields: Mapping[bytes, bytes], name: str) -
         timestamp=moment(_pair(id)[0]),
         token=(name, id),
     )
+
+
+def _name(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return f"base64:{base64.b64encode(name).decode()}"
+
+
+def _content(value: bytes) -> str | dict[str, str]:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(value).decode()}
 
 
 def offset_of(id: Any) -> int:

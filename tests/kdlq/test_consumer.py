@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
+from django.db import connections
 from django.utils import timezone
 
 from kjo_django import signals
@@ -24,6 +27,7 @@ from kjo_django.kdlq import (
     Status,
 )
 from kjo_django.kdlq.consumer import as_record
+from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import dead_letters
 from kjo_django.producer.relay import Relay
@@ -312,6 +316,45 @@ def test_after_close_nothing_is_accepted() -> None:
         consumer.accept(record())
 
 
+def test_close_waits_for_messages_in_progress() -> None:
+    """The producer was released under a message that was still to be routed."""
+    # Given a message that is being processed
+    began, may_end = threading.Event(), threading.Event()
+
+    def process(record: Record) -> ProcessingStatus:
+        began.set()
+        may_end.wait(30)
+        return ProcessingStatus.ERROR
+
+    consumer = KDLQMessageConsumer("test", DlqConfig("DLQ"), process)
+    with ThreadPoolExecutor(2) as threads:
+        accepted = threads.submit(consumer.accept, record())
+        assert began.wait(30)
+        # When
+        closed = threads.submit(consumer.close)
+        # Then it is refused no more than what comes later
+        with pytest.raises(TimeoutError):
+            closed.result(0.2)
+        with pytest.raises(KDLQLifecycleException):
+            consumer.accept(record())
+        may_end.set()
+        closed.result(30)
+        assert accepted.done()
+        assert accepted.result() is Status.ROUTED_TO_DLQ
+        threads.submit(connections.close_all).result(30)
+
+
+def test_close_waits_no_longer_than_it_is_told_and_never_for_itself() -> None:
+    def process(record: Record) -> None:
+        consumer.close()
+
+    consumer = KDLQMessageConsumer("test", DlqConfig("DLQ"), process)
+    assert consumer.accept(record()) is Status.OK
+    with pytest.raises(KDLQLifecycleException):
+        consumer.accept(record())
+    consumer.close(timeout=0)
+
+
 def test_a_thousand_redeliveries_without_end() -> None:
     """Issue 5, item 5: every header once, counter 1,000, the first record's origin."""
     config = DlqConfig("DLQ", redelivery_delay=NOW, informational_headers=True)
@@ -367,6 +410,34 @@ def test_a_timestamp_no_calendar_holds_is_none():
         timestamp=lambda: (1, 2**62),
     )
     assert as_record(message) == replace(theirs, timestamp=None)
+
+
+@pytest.mark.parametrize("delay", [NOW, timedelta(milliseconds=1)])
+def test_names_given_twice_and_headers_without_a_value_are_redelivered_and_killed(delay) -> None:
+    """The last of a name was left, and an empty value."""
+    # Given a message as confluent-kafka gives it
+    theirs = [("zeta", b"1"), ("h", b"1"), ("nul", None), ("h", b"2"), ("alpha", b"\xff")]
+    plain = record()
+    message = SimpleNamespace(
+        topic=lambda: plain.topic,
+        partition=lambda: plain.partition,
+        offset=lambda: plain.offset,
+        key=lambda: plain.key,
+        value=lambda: plain.value,
+        headers=lambda: theirs,
+        timestamp=lambda: (1, 1_700_000_000_000),
+    )
+    # When
+    again = answers(ProcessingStatus.MUST_BE_REDELIVERED)
+    accept(again, message, redelivery_delay=delay)
+    Job.objects.update(available_at=timezone.now())
+    Relay(["outgoing"]).publish_due()
+    accept(answers(ProcessingStatus.ERROR), message)
+    # Then
+    (redelivered,), (killed,) = read_all("again"), read_all("DLQ")
+    letter = names.listed(names.from_json(DeadLetter.objects.get().headers))
+    for headers in (redelivered.header_list, killed.header_list, letter):
+        assert [one for one in headers if one[0] in dict(theirs)] == theirs
 
 
 def test_what_is_too_long_to_wait_here_is_killed_and_not_refused_for_ever(settings) -> None:

@@ -14,7 +14,9 @@ from kjo_django.kdlq import DlqConfig, ProcessingStatus, kdlq_handler, parking
 from kjo_django.kdlq.handlers import _original_of
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
-from kjo_django.operations import jobs
+from kjo_django.operations import dead_letters, jobs
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.replay_topic import TopicReplay, replay_topic
 from kjo_django.states import OPEN
 from kjo_django.transports.base import OutgoingRecord, Record
 from tests.events.bench import EVENTS, MEMORY, read_all
@@ -192,6 +194,94 @@ def test_from_the_dead_letter_topic(settings) -> None:
     states = sorted(DeadLetter.objects.values_list("state", flat=True))
     assert states == ["discarded", "open"]
     assert len(read_all("pay-dlq")) == 1
+
+
+@pytest.fixture
+def killed(settings):
+    """A message that was killed: a row in the table, a record in the topic; it would do now."""
+    settings.KJO = {**EVENTS, **MEMORY}
+    fails = [True]
+
+    @kdlq_handler("payments", topic="pay", config=DlqConfig("pay-dlq"), from_dlq=True)
+    def process(record: Record) -> None:
+        if fails:
+            raise ValueError("not yet")
+        Entry.objects.create(job=record.value.decode())
+
+    consumers = Consumers("pay", "pay-retry")
+    send("k", "v")
+    consumers.run(2)
+    assert DeadLetter.objects.get().state == "open"
+    fails.clear()
+    yield consumers
+    consumers.close()
+
+
+def test_what_was_replayed_from_the_table_is_not_run_again_from_the_topic(killed) -> None:
+    """Neither copy knew of the other."""
+    # Given
+    assert dead_letters.replay(DeadLetterFilter()).replayed == 1
+    killed.run(2)
+    assert Entry.objects.count() == 1
+    # When
+    report = replay_topic(TopicReplay("pay-dlq"))
+    killed.run(2)
+    # Then
+    assert (report.replayed, report.refused.total()) == (0, 1)
+    assert list(report.refused) == ["its dead letter is replayed"]
+    assert Entry.objects.count() == 1
+    # But by force
+    assert replay_topic(TopicReplay("pay-dlq", group="again", force=True)).replayed == 1
+
+
+def test_what_was_replayed_from_the_topic_is_not_run_again_from_the_table(killed) -> None:
+    # Given
+    assert replay_topic(TopicReplay("pay-dlq")).replayed == 1
+    killed.run(2)
+    assert Entry.objects.count() == 1
+    # When
+    report = dead_letters.replay(DeadLetterFilter())
+    killed.run(2)
+    # Then
+    assert report.replayed == 0
+    letter = DeadLetter.objects.get()
+    assert (letter.state, letter.replay_count) == ("replayed", 1)
+    assert Entry.objects.count() == 1
+
+
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_a_consumer_of_the_dead_letter_topic_leaves_out_what_was_decided(
+    killed, is_replayed
+) -> None:
+    # Given
+    if is_replayed:
+        assert dead_letters.replay(DeadLetterFilter()).replayed == 1
+    else:
+        dead_letters.discard(DeadLetterFilter(), note="known")
+    killed.run(2)
+    # When
+    late = Consumers("pay-from-dlq")
+    late.run(2)
+    late.close()
+    # Then
+    assert Entry.objects.count() == is_replayed
+
+
+def test_what_is_replayed_and_killed_again_is_another_dead_letter(killed, monkeypatch) -> None:
+    # Given
+    def fail(*args, **kwargs):
+        raise ValueError("again")
+
+    monkeypatch.setattr(Entry.objects, "create", fail)
+    # When
+    dead_letters.replay(DeadLetterFilter())
+    killed.run(2)
+    # Then
+    assert sorted(DeadLetter.objects.values_list("state", flat=True)) == ["open", "replayed"]
+    monkeypatch.undo()
+    assert dead_letters.replay(DeadLetterFilter()).replayed == 1
+    killed.run(2)
+    assert Entry.objects.count() == 1
 
 
 @pytest.mark.parametrize("stamp", [b"2026-13-45T00:00:00Z", b"0001-01-01T00:00:00", b"\xff"])

@@ -517,7 +517,10 @@ def test_the_button_of_a_row_that_is_gone_leads_back(admin_client):
 
 def test_replay_tells_counts_and_refusals_and_is_audited(staff, memory):
     # Given
-    job_backed, foreign = DeadLetterFactory(of_job=True), DeadLetterFactory(topic="events")
+    job_backed, foreign = (
+        DeadLetterFactory(of_job=True),
+        DeadLetterFactory(queue="events", topic="events"),
+    )
     tired = DeadLetterFactory(replay_count=5)
     # When
     client = staff("view_deadletter", "replay_dlq")
@@ -554,14 +557,14 @@ def test_discard_needs_its_permission_and_a_note(staff):
 
 
 def test_a_dead_letters_buttons(admin_client, memory):
-    letter = DeadLetterFactory(topic="events")
+    letter = DeadLetterFactory(queue="events", topic="events")
     page = admin_client.get(page_url(letter)).content.decode()
     assert button_url(letter, "discard") in page
     assert 'name="note"' in page
     admin_client.post(button_url(letter, "discard"), {"note": "no"})
     letter.refresh_from_db()
     assert letter.state == "discarded"
-    other = DeadLetterFactory(topic="events")
+    other = DeadLetterFactory(queue="events", topic="events")
     admin_client.post(button_url(other, "replay"))
     assert len(memory.records("events")) == 1
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from kjo_django.messages.headers import HEADER_LIST, listed
 from kjo_django.transports.base import OutgoingRecord, Published
 from kjo_django.transports.kafka.clients import describe, error_of
 from kjo_django.transports.kafka.options import KafkaOptions
@@ -230,7 +231,8 @@ class OrderedSend:
             return False
         arguments: dict[str, Any] = {"value": record.value, "key": record.key}
         if record.headers:
-            arguments["headers"] = dict(record.headers)
+            is_list = HEADER_LIST in record.headers
+            arguments["headers"] = listed(record.headers) if is_list else dict(record.headers)
         if record.partition is not None:
             arguments["partition"] = record.partition
         on_delivery = partial(report, outcome, reports)

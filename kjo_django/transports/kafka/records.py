@@ -7,6 +7,7 @@ from typing import Any
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE
 
+from kjo_django.messages.headers import HEADER_LIST, folded
 from kjo_django.transports.base import Record
 from kjo_django.transports.kafka.clients import describe
 from kjo_django.transports.timestamps import moment
@@ -39,7 +40,8 @@ def record_of(message: Any, offset: int, assignment: Assignment) -> Record:
 
 
 def headers_of(message: Any) -> dict[str, bytes]:
-    """Return the headers; the last one of a name wins.
+    """Return the headers; of a name given twice the last counts, and none is forgotten, see
+    ``messages.headers.folded``.
 
     A name that is not UTF-8 makes the client raise, at every try. The record is handed out all the
     same, with `UNREADABLE_HEADERS` alone: it must not hold up its partition for ever.
@@ -48,7 +50,8 @@ def headers_of(message: Any) -> dict[str, bytes]:
         headers = read_headers(message)
     except Exception as error:
         return {UNREADABLE_HEADERS: describe(error.__cause__ or error).encode()}
-    found = dict(headers) if headers else {}
-    if None in found.values():
-        return {name: value or b"" for name, value in found.items()}
-    return found
+    if not headers:
+        return {}
+    found: dict[str, bytes] = dict(headers)
+    is_all = len(found) == len(headers) and None not in found.values()
+    return found if is_all and HEADER_LIST not in found else folded(headers)
