@@ -209,9 +209,12 @@ class Settings:
     )
     redact: tuple[str, ...] = option(
         texts,
-        ("password", "passwd", "secret", "token", "api_key", "apikey", "authorization", "cookie"),
+        (
+            *("password", "passwd", "pwd", "passphrase", "secret", "credential", "token", "cookie"),
+            *("api_key", "private_key", "access_key", "auth", "session", "dsn"),
+        ),
         "Fields of payloads and results that nobody is shown: those whose name has one of these in "
-        "it, in any case.",
+        "it, in any case and whatever `-` and `_` stand in either.",
     )
     operations_queue: str = option(
         text, "default", "Queue of the jobs that carry out large replays and changes of jobs."

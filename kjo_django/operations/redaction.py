@@ -6,6 +6,7 @@ What was hidden can come back from an editor who never saw it: ``restored`` puts
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -26,32 +27,95 @@ DEEPEST = 100
 def redacted(value: Any, *, also: Iterable[str] = ()) -> Any:
     """Return a decoded payload or result with the values of secret fields replaced.
 
-    A field is secret if its name contains, in any case, one of ``KJO['REDACT']`` or of ``also``.
+    A field is secret if its name contains one of ``KJO['REDACT']`` or of ``also``, in any case and
+    whatever ``-`` and ``_`` stand in either. So is the value of an object that gives such a name
+    beside it (``{"name": "password", "value": …}``), and a text that is JSON is looked into.
+    Secrets that are named otherwise, or in other texts (a URL, a form), are not found.
     """
-    return _redacted(value, [each.lower() for each in (*get_settings().redact, *also)], 0)
+    return _redacted(value, _names(also), 0)
 
 
 def is_redacted(field: str, *, also: Iterable[str] = ()) -> bool:
     """Whether nobody is shown a field of this name."""
-    return _is_secret(field, [each.lower() for each in (*get_settings().redact, *also)])
+    return _is_secret(field, _names(also))
+
+
+def _names(also: Iterable[str]) -> list[str]:
+    return [each.lower() for each in (*get_settings().redact, *also)]
 
 
 def _redacted(value: Any, names: list[str], depth: int) -> Any:
     if depth > DEEPEST:
         return REDACTED
     if isinstance(value, dict):
+        is_pair = any(
+            isinstance(each, str) and _is_secret(each, names)
+            for key, each in value.items()
+            if str(key).lower() in _NAMES
+        )
         return {
-            key: REDACTED if _is_secret(key, names) else _redacted(each, names, depth + 1)
+            key: REDACTED
+            if _is_secret(key, names) or (is_pair and str(key).lower() in _VALUES)
+            else _redacted(each, names, depth + 1)
             for key, each in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [_redacted(each, names, depth + 1) for each in value]
+    if isinstance(value, str) and value.lstrip()[:1] in _OPENING:
+        return _redacted_text(value, names, depth)
     return value
+
+
+_NAMES = ("name", "key", "field", "header")
+"""What the fields of a pair are called: that which names a value, and the value."""
+_VALUES = ("value", "values")
+_OPENING = ("{", "[")
+
+
+def _redacted_text(text: str, names: list[str], depth: int) -> str:
+    try:
+        value = _inner(text)
+    except RecursionError:
+        return REDACTED
+    if value is None:
+        return text
+    shown = _redacted(value, names, depth + 1)
+    return json.dumps(shown, ensure_ascii=False) if is_marked(shown) else text
+
+
+def _inner(text: str) -> Any:
+    """Return what a text says that is JSON of an object or a list, else None.
+
+    :raises RecursionError: it is nested too deeply to tell.
+    """
+    if text.lstrip()[:1] not in _OPENING:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+_SHORT = 4
+"""Letters of a name that would be found by chance where two words meet: dsn in friends_name."""
 
 
 def _is_secret(key: Any, names: list[str]) -> bool:
     lowered = str(key).lower()
-    return any(name in lowered for name in names)
+    squeezed = _squeezed(lowered)
+    return any(
+        name in (_AUTHOR.sub("", lowered) if name == "auth" else lowered)
+        or (len(name) > _SHORT and _squeezed(name) in squeezed)
+        for name in names
+    )
+
+
+_AUTHOR = re.compile("author(?!i[sz])")
+"""Has auth in it and is nobody's secret."""
+
+
+def _squeezed(name: str) -> str:
+    return name.replace("-", "").replace("_", "")
 
 
 # --- What is shown of rows ------------------------------------------------------------------------
@@ -148,7 +212,16 @@ def is_marked(value: Any) -> bool:
         return any(is_marked(each) for each in value.values())
     if isinstance(value, (list, tuple)):
         return any(is_marked(each) for each in value)
-    return isinstance(value, str) and value == REDACTED
+    if not isinstance(value, str):
+        return False
+    return value == REDACTED or (REDACTED in value and is_marked(_inner_or_none(value)))
+
+
+def _inner_or_none(text: str) -> Any:
+    try:
+        return _inner(text)
+    except RecursionError:
+        return None
 
 
 def restored(edited: Any, original: Any = _MISSING) -> Any:
@@ -170,6 +243,8 @@ def _restored(edited: Any, original: Any, path: str) -> Any:
                 f"{where} is {REDACTED}, but nothing was hidden there; write the value itself"
             )
         return original
+    if isinstance(edited, str) and is_marked(edited):
+        return _restored_text(edited, original, path)
     if isinstance(edited, dict):
         known = original if isinstance(original, dict) else {}
         return {
@@ -189,3 +264,12 @@ def _restored(edited: Any, original: Any, path: str) -> Any:
             for place, (each, known) in enumerate(zip(edited, known_items, strict=True))
         ]
     return edited
+
+
+def _restored_text(edited: str, original: Any, path: str) -> str:
+    """Do so within a text that is JSON."""
+    inner = _inner_or_none(original) if isinstance(original, str) else None
+    value = _restored(_inner(edited), _MISSING if inner is None else inner, path)
+    if value == inner:
+        return str(original)  # in the very spaces it had
+    return json.dumps(value, ensure_ascii=False)

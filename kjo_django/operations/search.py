@@ -32,7 +32,7 @@ from kjo_django.models.job import is_scheduled
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.job_filter import JobFilter, parse
 from kjo_django.operations.jobs import live_leases
-from kjo_django.operations.redaction import hidden_by, is_redacted
+from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import OPEN, JobState, JobStatus
 
@@ -248,14 +248,14 @@ class _Look:
 
     def _fits(self, job: Job) -> bool:
         hidden = hidden_by(job.handler)
-        value = job.arguments
+        # Of what is shown only: what is found would tell what is hidden.
+        value = redacted(job.arguments, also=hidden)
         return all(
             not any(is_redacted(part, also=hidden) for part in path.split("."))
-            # An object as a whole is no value: its secrets could be guessed by it.
             and any(
                 _text(each) == wanted
                 for each in _at(value, path.split("."))
-                if not isinstance(each, dict | list)
+                if not isinstance(each, dict | list) and not is_marked(each)
             )
             for path, wanted in self._filter.arguments
         )

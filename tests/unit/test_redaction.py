@@ -12,7 +12,7 @@ from kjo_django import job, registry
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import DeadLetter, Job
-from kjo_django.operations import dead_letters, redaction
+from kjo_django.operations import dead_letters, redaction, search
 from kjo_django.operations.redaction import (
     REDACTED,
     redacted,
@@ -210,3 +210,96 @@ def test_a_secret_is_shown_at_no_depth(depth):
     shown = redaction.redacted(value)
     assert "xyzzy" not in repr(shown)
     assert redaction.REDACTED in repr(shown)
+
+
+# --- What is secret -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("pwd", "DB_PWD", "credentials", "aws-credential", "private_key", "privateKey"),
+        *("passphrase", "pass-phrase", "auth", "basic_auth", "X-Auth", "oauth", "authorisation"),
+        *("session", "sessionid", "session_id", "dsn", "SENTRY_DSN", "api-key", "X-Api-Key"),
+        *("api_key", "apikey", "apiKey", "access-key", "AWS_ACCESS_KEY_ID", "Set-Cookie"),
+    ],
+)
+def test_common_names_of_secrets_are_hidden_by_default(field):
+    assert redacted({field: "s3cret", "n": 1}) == {field: REDACTED, "n": 1}
+
+
+@pytest.mark.parametrize("field", ["author", "co_authors", "authority", "friends_name", "records"])
+def test_what_only_looks_like_one_is_shown(field):
+    assert redacted({field: "ada"}) == {field: "ada"}
+
+
+def test_a_name_in_the_settings_is_found_whatever_is_between_its_words(settings):
+    settings.KJO = {"REDACT": ("tax-number", "author")}
+    hidden = {"tax_number": 1, "TaxNumber": 2, "taxnumber": 3, "author": 4}
+    assert redacted(hidden) == dict.fromkeys(hidden, REDACTED)
+
+
+PAIRS = [
+    {"name": "password", "value": "hunter2"},
+    {"Key": "X-Api-Key", "Value": "hunter2"},
+    {"field": "auth", "values": ["hunter2", "x"]},
+    {"name": "colour", "value": "red"},
+]
+NESTED = json.dumps({"user": "ada", "password": "hunter2"}, indent=2)
+TWICE = json.dumps([NESTED])
+
+
+def test_the_value_beside_the_name_of_a_secret_is_hidden():
+    assert redacted(PAIRS) == [
+        {"name": "password", "value": REDACTED},
+        {"Key": "X-Api-Key", "Value": REDACTED},
+        {"field": "auth", "values": REDACTED},
+        {"name": "colour", "value": "red"},
+    ]
+
+
+@pytest.mark.parametrize("text", [NESTED, TWICE, json.dumps(PAIRS), "  " + NESTED])
+def test_secrets_within_a_text_that_is_json_are_hidden(text):
+    shown = redacted({"body": text})["body"]
+    assert "hunter2" not in shown
+    assert REDACTED in shown
+    assert "ada" in shown or "colour" in shown
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1, 2]", "{not json", "[", "plain", "{}"])
+def test_other_texts_are_shown_as_they_are(text):
+    assert redacted([text]) == [text]
+
+
+def test_a_text_too_deep_to_be_looked_into_is_not_shown():
+    deep = "[" * 5_000 + '{"password": "hunter2"}' + "]" * 5_000
+    assert "hunter2" not in str(redacted({"body": deep}))
+
+
+@pytest.mark.parametrize("value", [PAIRS, {"body": NESTED}, {"body": TWICE}, [json.dumps(PAIRS)]])
+def test_what_was_hidden_there_comes_back_too(value):
+    assert restored(redacted(value), value) == value
+
+
+def test_a_text_that_is_json_is_edited_around_its_secrets():
+    edited = redacted({"body": NESTED})["body"].replace("ada", "eve")
+    back = restored({"body": edited}, {"body": NESTED})
+    assert json.loads(back["body"]) == {"user": "eve", "password": "hunter2"}
+    with pytest.raises(ValueError, match="nothing was hidden there"):
+        restored({"body": edited}, {"body": "other"})
+
+
+@pytest.mark.django_db
+def test_what_is_hidden_is_not_found_by_guessing():
+    """A search that finds a job tells what is in it."""
+    payload = {"fields": PAIRS, "body": NESTED, "colour": "red"}
+    found = JobFactory(payload=json.dumps(payload).encode())
+    for guess in (
+        "args.fields.value:hunter2",
+        "args.fields.0.value:hunter2",
+        f"args.body:{json.dumps(NESTED)}",
+        f"args.fields.value:{REDACTED}",
+    ):
+        assert list(search.find(search.parse(guess))) == [], guess
+    for known in ("args.fields.value:red", "args.colour:red", "args.fields.0.name:password"):
+        assert list(search.find(search.parse(known))) == [found], known
