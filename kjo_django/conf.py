@@ -207,6 +207,12 @@ class Settings:
         "",
         "Version of the project's code, shown beside workers and errors; a change marks a deploy.",
     )
+    dead_letter_exception_headers: bool = option(
+        flag,
+        True,
+        "False: the headers of a record in a dead-letter topic name the exception's type only. Its "
+        "message and stack trace, which may quote what a payload holds, are in the table alone.",
+    )
     redact: tuple[str, ...] = option(
         texts,
         (

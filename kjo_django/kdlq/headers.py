@@ -12,6 +12,7 @@ from datetime import datetime
 
 from django.utils import timezone
 
+from kjo_django.conf import get_settings
 from kjo_django.consumer.deadletters import error_text
 from kjo_django.kdlq.config import DlqConfig
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH
@@ -67,7 +68,8 @@ def killed(
     headers.pop(ERROR_MESSAGE, None)
     if error is not None:
         headers[ERROR_CLASS] = import_path(type(error)).encode()
-        headers[ERROR_MESSAGE] = error_text(error, MAX_ERROR_LENGTH).encode()
+        if get_settings().dead_letter_exception_headers:
+            headers[ERROR_MESSAGE] = error_text(error, MAX_ERROR_LENGTH).encode()
     return headers
 
 

@@ -124,6 +124,14 @@ def test_what_was_raised_is_told() -> None:
     assert dead.headers["KDLQ_ErrorMessage"] == b"w" * 500
 
 
+def test_what_was_raised_need_not_be_told(settings) -> None:
+    settings.KJO = {**settings.KJO, "DEAD_LETTER_EXCEPTION_HEADERS": False}
+    accept(raises(ValueError("Key (email)=(ada@example.org)")))
+    dead = the_one("DLQ")
+    assert dead.headers["KDLQ_ErrorClass"] == b"ValueError"
+    assert "KDLQ_ErrorMessage" not in dead.headers
+
+
 def test_informational_headers_are_of_the_first_record() -> None:
     """KDLQ-17: offset and time as 8 bytes, partition as 4; set once (KDLQ-F3)."""
     redeliver = answers(ProcessingStatus.MUST_BE_REDELIVERED)

@@ -213,3 +213,17 @@ def test_headers_about_the_error_are_bounded():
 def test_the_row_says_in_which_release_it_failed(settings):
     settings.KJO = {**settings.KJO, "RELEASE": "2026.11"}
     assert dead_letter_of(outcome(ValueError("no")), None, timezone.now()).release == "2026.11"
+
+
+def test_the_headers_need_not_quote_an_exception():
+    """What a payload held stands in many an exception's text, and others read the topic."""
+    error = raised(ValueError("Key (email)=(ada@example.org) already exists"))
+    before = {names.DLQ_EXCEPTION_MESSAGE: b"an earlier ada@example.org"}
+    for headers in (None, {**HEADERS, **before}):
+        told = record_for_topic(outcome(error, headers=headers)).headers
+        assert b"ada@example.org" in told[names.DLQ_EXCEPTION_MESSAGE]
+        assert b"ada@example.org" in told[names.DLQ_EXCEPTION_STACKTRACE]
+        with override_settings(KJO={"DEAD_LETTER_EXCEPTION_HEADERS": False}):
+            told = record_for_topic(outcome(error, headers=headers)).headers
+        assert told[names.DLQ_EXCEPTION_TYPE] == b"ValueError"
+        assert b"ada@example.org" not in b"".join(told.values())
