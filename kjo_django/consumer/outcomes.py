@@ -108,18 +108,23 @@ _WHY_SKIPPED = {
     "generation": "its job has been requeued since",
     "attempt": "this attempt has an outcome already",
     "changed": "its job was changed meanwhile",
+    "lease lost": "its run outlived its lease, another worker has taken the job over since",
 }
 """Where the reason of an outcome is no word for people, as a job's state is."""
 
 
 def log_skipped(outcomes: Sequence[Outcome]) -> None:
-    """Leave a line in the log for each message that was acknowledged without a run."""
+    """Leave a line in the log for each message that was acknowledged without a run, and for each
+    result that came too late."""
     for outcome in outcomes:
-        if outcome.result is Result.SKIPPED:
+        is_late = outcome.reason == "lease lost"
+        if outcome.result is Result.SKIPPED or is_late:
             delivery, why = outcome.delivery, outcome.reason
             which = delivery.message.id if delivery.message else delivery.record.position
             told = f"Skipped {which}: {_WHY_SKIPPED.get(why, why)}"
-            logger.info(one_line(told), extra=facts_of(delivery, outcome.attempt))
+            # What such a handler did outside the database has been done twice.
+            level = logging.WARNING if is_late else logging.INFO
+            logger.log(level, one_line(told), extra=facts_of(delivery, outcome.attempt))
 
 
 def is_settled_by_group(outcome: Outcome) -> bool:

@@ -184,7 +184,7 @@ class PlainRunner:
             won = {id(outcome) for outcome in winners}
             for outcome in done:
                 if id(outcome) not in won:
-                    outcome.result = Result.DUPLICATE
+                    outcome.result, outcome.reason = Result.DUPLICATE, "lease lost"
                 elif outcome.job is not None and outcome.job["id"] not in recorded:
                     outcome.result, outcome.reason = Result.SKIPPED, "lease lost"
             lost = [keys[id(o)] for o in done if o.result is Result.SKIPPED]

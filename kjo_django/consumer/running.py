@@ -14,10 +14,14 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from kjo_django.backends import get_coordination
+from kjo_django.conf import get_settings
 from kjo_django.consumer.context import Abort, JobContext
+from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.work import Delivery
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import storable_text
+from kjo_django.models import ProcessedEvent
+from kjo_django.producer.dispatch import jobs_database
 from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")
@@ -140,10 +144,38 @@ class RunningJobs:
         running = [context for context in contexts if not context.aborted]
         if not running:
             return
+        unheld: list[JobContext] = []
         asked = coordination.get_marks([abort_name(context.job_id) for context in running])
         holders = coordination.holders([context.lease for context in running])
         for context in running:
             if asked.get(abort_name(context.job_id)) == str(context.generation):
                 context.abort(Abort.CANCELLED)
-            elif holders.get(context.lease, token) != token:
+            elif context.lease not in holders:
+                unheld.append(context)
+            elif holders[context.lease] != token:
                 context.abort(Abort.LOST)
+        for context in self._finished_elsewhere(unheld, token):
+            context.abort(Abort.LOST)
+
+    def _finished_elsewhere(self, contexts: list[JobContext], token: str) -> list[JobContext]:
+        """Return those of these contexts, whose leases nobody holds, that another worker has run.
+
+        Nobody holds a lease either that coordination never had, having been away, or has forgotten;
+        then the rows of the jobs decide. Within a transaction the row is locked, nobody else runs.
+        """
+        entries = [self._contexts.get(id(context)) for context in contexts if not context.is_atomic]
+        runs = [(entry[0], entry[2]) for entry in entries if entry is not None]
+        if not runs:
+            return []
+        using, service = jobs_database(), get_settings().service_name
+        keys = {id(context): delivery.event_key(service) for context, delivery in runs}
+        known = ProcessedEvent.objects.using(using).known(keys.values())
+        rows = load_rows(using, [delivery for _, delivery in runs], lock=False)
+        found = []
+        for context, delivery in runs:
+            row = rows.get(row_id(delivery, service), {})
+            judges_itself = delivery.handler is not None and delivery.handler.judges_itself
+            is_done = keys[id(context)] in known and not judges_itself
+            if is_done or row.get("lease_token", token) != token:
+                found.append(context)
+        return found

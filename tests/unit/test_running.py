@@ -27,6 +27,7 @@ def jobs(monkeypatch):
         JobContext(name, 1, 1, name, "q", lease=f"CONS:Q:{name}", is_atomic=False)
         for name in ("talks", "cancelled")
     ]
+    get_coordination().claim([context.lease for context in contexts], "me", ABORT_TTL)
     for context in contexts:
         found.enter(context, Silent())  # type: ignore[arg-type]
     return found, *contexts

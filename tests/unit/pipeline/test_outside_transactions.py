@@ -10,7 +10,9 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
-from kjo_django.consumer import attempts
+from kjo_django.backends import get_coordination
+from kjo_django.consumer import attempts, running
+from kjo_django.consumer.leases import alive_name
 from kjo_django.consumer.work import Result
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from tests.ledger.models import Entry
@@ -132,6 +134,59 @@ def test_a_late_finisher_is_refused(bench, is_async):
     assert (the_job().state, the_job().lease_token) != ("completed", "")
     assert the_job().lease_token == "another"
     assert not ProcessedEvent.objects.exists()
+
+
+@both
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_run_whose_job_another_worker_has_finished_is_told_and_refused_aloud(
+    bench, another, monkeypatch, caplog, is_ours
+):
+    """It was frozen. Nobody holds the lease any more, which was read as: it is ours still."""
+    # Given
+    monkeypatch.setattr(running, "SETTLED_AFTER", -60.0)
+    told: list[bool] = []
+
+    def plain(context):
+        if told:
+            return
+        told.append(context.aborted)
+        # When it is frozen, and another worker has run the job to its end
+        get_coordination().release([alive_name("bench")], "bench")
+        assert another.run([another.read(delivery.record)]) == []
+        bench.leases.show_alive()
+        bench.watch.running.look_after("bench")
+        told.append(context.aborted)
+
+    job = as_job(plain, atomic=False, takes_context=True)
+    if is_ours:
+        job.enqueue()
+    else:
+        bench.publish(b"{}", kjo_id="foreign-1", kjo_type="bench.plain")
+    (delivery,) = bench.poll()
+    # When it comes back
+    bench.run([delivery])
+    # Then
+    assert told == [False, True]
+    assert another.results == [Result.COMPLETED]
+    assert bench.results == [Result.DUPLICATE]
+    assert any(r.levelname == "WARNING" and "lease" in r.message for r in caplog.records)
+
+
+@both
+def test_a_run_coordination_knows_nothing_of_is_not_disturbed(bench, monkeypatch):
+    """Coordination was away when it began, or has been emptied since."""
+    monkeypatch.setattr(running, "SETTLED_AFTER", -60.0)
+    told: list[bool] = []
+
+    def plain(context):
+        get_coordination().release([context.lease], "bench")
+        bench.watch.running.look_after("bench")
+        told.append(context.aborted)
+
+    as_job(plain, atomic=False, takes_context=True).enqueue()
+    bench.run()
+    assert told == [False]
+    assert the_job().state == "completed"
 
 
 @both
