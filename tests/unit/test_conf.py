@@ -156,6 +156,7 @@ WRONG = {
     "RETENTION_METRICS": [0],
     "ASYNC_CONCURRENCY": [0, -1, "x", None],
     "RELEASE": [None, 5, "x" * 101],
+    "DEAD_LETTER_EXCEPTION_HEADERS": [0, "no", None],
     "REDACT": ["password", [""], None],
     "OPERATIONS_QUEUE": ["", 5, None],
     "METRICS_TOKEN": ["", "  ", 5],
