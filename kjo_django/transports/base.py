@@ -66,6 +66,7 @@ class OutgoingRecord:
     key: bytes | None = None
     """Records of equal key keep their order. None: no order is asked for."""
     headers: Mapping[str, bytes] = field(default_factory=dict)
+    """By name. A transport that carries a list sends what ``messages.headers.listed`` returns."""
     available_at: datetime | None = None
     """Not delivered before this moment (aware). Only where ``capabilities.delay``."""
     partition: int | None = None

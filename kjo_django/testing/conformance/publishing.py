@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from kjo_django.messages.headers import folded
 from kjo_django.testing.conformance.suite import Suite, values
 from kjo_django.transports.base import OutgoingRecord, Transport
 
@@ -38,6 +39,17 @@ class Publishing(Suite):
         assert record.headers == headers
         if record.timestamp is not None:
             assert abs(record.timestamp - started) < timedelta(minutes=1)
+
+    def test_headers_of_one_name_and_without_a_value_are_read_as_they_were(
+        self, transport: Transport, topic: str, group: str
+    ) -> None:
+        headers = [("z", b"1"), ("twice", b"1"), ("none", None), ("twice", b"2"), ("a", b"")]
+
+        self.publish(transport, [OutgoingRecord(topic, b"v", None, folded(headers))])
+
+        (record,) = self.read(self.subscribe(transport, topic, group), 1)
+        assert record.header_list == headers
+        assert record.headers.get("twice") == b"2"
 
     def test_a_record_without_headers_has_none(
         self, transport: Transport, topic: str, group: str
