@@ -15,6 +15,7 @@ E009    OPTIONS in TASKS that are wrong (contrib.tasks)
 E010    a queue in TASKS that cannot carry tasks (contrib.tasks)
 E011    USE_TZ is off
 E012    messages in another database than their jobs
+E013    a topic that the transport cannot name so
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats
@@ -162,6 +163,21 @@ def _check_errors(settings: Settings) -> Messages:
                 "imported.",
                 id="kjo.E008",
             )
+
+
+def _check_topic_names(settings: Settings) -> Messages:
+    for name in registry.queue_names():
+        queue = settings.queue(name)
+        pattern = backends.transport_class(queue.transport, settings).topic_name
+        for topic in dict.fromkeys((queue.topic, queue.dead_letter_topic)):
+            if pattern is not None and topic and not pattern.fullmatch(topic):
+                yield checks.Error(
+                    f"The topic {topic!r} of the queue {name!r} has a name that the transport "
+                    f"{queue.transport!r} cannot give it; it must match {pattern.pattern}.",
+                    hint=f"Name it: KJO['QUEUES'][{name!r}]['topic'].",
+                    id="kjo.E013",
+                )
+                break
 
 
 # --- Warnings -----------------------------------------------------------------------------------
@@ -382,7 +398,9 @@ _WARNINGS = (
     _warn_ttls,
     _warn_topics,
     _warn_memory_database,
-    _check_one_database,  # an error, which can be seen once the transports can be made
+    # Errors, which can be seen once the transports can be made.
+    _check_one_database,
+    _check_topic_names,
     _warn_router,
     _warn_pool,
     _warn_retention,

@@ -84,7 +84,7 @@ def _fail(using: str, queue: QueueConf, refused: Unpublishable) -> None:
         traceback=_traceback(refused.error),
         failed_at=now,
     )
-    letter = _letter_of(refused, queue, now)
+    letter = _letter_of(refused, queue, row.unique_id, now)
     DeadLetter.objects.using(using).bulk_create([letter], ignore_conflicts=True)
     message = "The message of job %s can never be published and is a dead letter: %s"
     logger.error(message, job.pk, _text(refused.error), extra=job.log_facts)
@@ -92,10 +92,15 @@ def _fail(using: str, queue: QueueConf, refused: Unpublishable) -> None:
     transaction.on_commit(lambda: _tell(refused, unique_id, letter_id), using=using, robust=True)
 
 
-def _letter_of(refused: Unpublishable, queue: QueueConf, now: datetime) -> DeadLetter:
+def _letter_of(
+    refused: Unpublishable, queue: QueueConf, unique_id: str | None, now: datetime
+) -> DeadLetter:
     """Return the unsaved dead letter: the message as it was to be published."""
     job, record, error = refused.job, refused.record, refused.error
-    headers = record.headers if record is not None else {}
+    headers = dict(record.headers) if record is not None else {}
+    if unique_id and not job.destination:
+        # As in every dead letter of a job: its row may be given to another payload.
+        headers[names.UNIQUE_ID] = unique_id.encode()
     error_type = import_path(type(error))
     return DeadLetter(
         reason=refused.reason,

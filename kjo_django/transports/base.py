@@ -8,6 +8,7 @@ implementation here passes.
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -266,6 +267,8 @@ class Transport(abc.ABC):
     capabilities: ClassVar[Capabilities]
     known_options: ClassVar[frozenset[str] | None] = None
     """Names of its ``OPTIONS``, where others are a mistake; None where any may be passed on."""
+    topic_name: ClassVar[re.Pattern[str] | None] = None
+    """What the whole name of a topic must match; None where any text will do."""
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
         self.alias = alias

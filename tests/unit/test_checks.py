@@ -51,6 +51,9 @@ def handler():
         registry.unregister(name)
 
 
+SERVERS = {"bootstrap.servers": "127.0.0.1:1"}
+
+
 def found(settings, kjo=None, kind=Error):
     if kjo is not None:
         settings.KJO = kjo
@@ -229,6 +232,21 @@ def test_what_is_right_raises_no_warning(settings, kjo):
 def test_a_database_in_memory_is_a_warning(settings, database):
     database["NAME"] = ":memory:"
     assert [id for id, *_ in found(settings, {}, CheckWarning)] == ["W004"]
+
+
+@pytest.mark.parametrize(
+    ("queue", "topic"),
+    [({}, "a b/c"), ({"topic": "e:mails"}, "e:mails"), ({"topic": "t" * 246}, "t" * 246 + "-dlq")],
+)
+def test_a_topic_that_kafka_cannot_name_so_is_named(settings, queue, topic):
+    """It would be found out by the first job, which no broker takes."""
+    kafka = {"BACKEND": "kjo_django.transports.kafka.KafkaTransport", "OPTIONS": SERVERS}
+    kjo = {"TRANSPORTS": {"default": kafka}, "QUEUES": {"a b/c": queue}}
+    ((id, _message, hint),) = [each for each in found(settings, kjo) if repr(topic) in each[1]]
+    assert id == "E013"
+    assert "KJO['QUEUES']['a b/c']['topic']" in hint
+    # And elsewhere it is no fault
+    assert found(settings, {"QUEUES": {"a b/c": queue}}) == []
 
 
 def test_a_test_runs_own_database_in_memory_is_no_warning(settings, database):

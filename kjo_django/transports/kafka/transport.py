@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -35,6 +36,7 @@ class KafkaTransport(Transport):
     """
 
     capabilities = Capabilities(ordering=True, delay=False, transactional=False, replay=True)
+    topic_name = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
         super().__init__(alias, options)
