@@ -295,9 +295,9 @@ class LeaseBook:
         self._give_back(held)
 
     def renew(self) -> None:
-        """Extend everything held."""
+        """Extend what coordination holds; see ``renew_rows`` for the rest."""
         with self._lock:
-            held, rows = dict(self._held), list(self._rows)
+            held = dict(self._held)
         if held and self._silence.lasts():
             held = {}
         began = time.monotonic()
@@ -309,10 +309,12 @@ class LeaseBook:
         except CoordinationError as error:
             self._silence.failed(began)
             self._complain("Leases not renewed", error)
-        if rows:
-            self._renew_rows(rows)
 
-    def _renew_rows(self, ids: list[UUID]) -> None:
+    def renew_rows(self) -> None:
+        """Extend the leases in job rows."""
+        ids = self.held_rows()
+        if not ids:
+            return
         using = jobs_database()
         features = connections[using].features
         with transaction.atomic(using=using):

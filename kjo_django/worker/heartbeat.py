@@ -31,12 +31,16 @@ OUTAGES = (DatabaseError, InterfaceError, OSError, KjoError)
 
 
 class Heartbeat:
-    """One thread; an outage delays its duties and never ends them."""
+    """Two threads: one gives signs of life, one does what needs the database. An outage delays
+    their duties and never ends them."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kjo-heartbeat", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._show_life, name="kjo-alive", daemon=True),
+            threading.Thread(target=self._run, name="kjo-heartbeat", daemon=True),
+        ]
         self._is_touching = True
 
     def register(self) -> None:
@@ -51,15 +55,18 @@ class Heartbeat:
             drop_broken_connections()
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
         threading.Thread(target=self._make_topics, name="kjo-topics", daemon=True).start()
 
     def stop(self) -> None:
         """Give back leases of jobs that still run, write the last metrics, say goodbye."""
         self._worker.controls.close()
         self._stopping.set()
-        self._thread.join(5.0)
+        deadline = time.monotonic() + 5.0
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         leases = self._worker.leases
         try:
             # What is handed back is not to say that it is processed.
@@ -76,37 +83,57 @@ class Heartbeat:
             logger.error("The worker could not say goodbye: %s", error, exc_info=not is_outage)
 
     def _run(self) -> None:
-        conf = get_settings()
-        beat = conf.heartbeat_interval.total_seconds()
-        shortest = min(
-            [conf.processing_ttl, *(queue.processing_ttl for queue in self._worker.queues)]
-        )
-        renewal = shortest.total_seconds() / 3
+        beat = get_settings().heartbeat_interval.total_seconds()
+        renewal = self._renewal_interval
         next_beat = next_renewal = 0.0
         try:
             while not self._stopping.wait(min(CONTROL_INTERVAL, beat, renewal)):
                 now = time.monotonic()
                 try:
-                    # First what a database that is away must not stop: without signs of life and
-                    # leases, others would run again what runs here, as soon as it is back.
-                    if now >= next_beat:
-                        self._touch()
-                        self._worker.leases.show_alive()
                     if now >= next_renewal:
                         next_renewal = now + renewal
-                        self._worker.leases.renew()
+                        self._worker.leases.renew_rows()
                     self._read_controls()
                     self._worker.running.look_after(self._worker.leases.token)
                     if now >= next_beat:
                         next_beat = now + beat
                         self._beat()
                 except Exception as error:
-                    # Whatever it is: a worker without heartbeat loses its leases, and hears nobody.
-                    is_outage = isinstance(error, OUTAGES)
-                    logger.error("The heartbeat is late: %s", error, exc_info=not is_outage)
-                    drop_broken_connections()
+                    # Whatever it is: a worker without heartbeat hears nobody.
+                    self._complain("The heartbeat is late: %s", error)
         finally:
             connections.close_all()
+
+    def _show_life(self) -> None:
+        """Give signs of life and renew leases, in a thread that asks the database for nothing else:
+        a connection that hangs must not let others run again what runs here."""
+        beat = get_settings().heartbeat_interval.total_seconds()
+        renewal = self._renewal_interval
+        next_renewal = 0.0
+        try:
+            while not self._stopping.wait(min(beat, renewal)):
+                now = time.monotonic()
+                try:
+                    self._touch()
+                    self._worker.leases.show_alive()
+                    if now >= next_renewal:
+                        next_renewal = now + renewal
+                        self._worker.leases.renew()
+                except Exception as error:
+                    self._complain("The sign of life is late: %s", error)
+        finally:
+            connections.close_all()
+
+    @property
+    def _renewal_interval(self) -> float:
+        """Seconds between renewals of leases: a third of what the shortest of them lasts."""
+        queues = (queue.processing_ttl for queue in self._worker.queues)
+        return min([get_settings().processing_ttl, *queues]).total_seconds() / 3
+
+    @staticmethod
+    def _complain(complaint: str, error: Exception) -> None:
+        logger.error(complaint, error, exc_info=not isinstance(error, OUTAGES))
+        drop_broken_connections()
 
     def _touch(self) -> None:
         """Tell a liveness probe, before anything that an outage could stop: a worker that waits for

@@ -5,7 +5,8 @@
     kjo-lane-n       run groups of jobs
     kjo-flight       coroutines outside a transaction, on one event loop; kjo-landing settles them
     kjo-relay        publishes committed jobs, where a transport needs it
-    kjo-heartbeat    leases, sign of life, metrics, what others want of running jobs
+    kjo-alive        sign of life, leases
+    kjo-heartbeat    leases in job rows, metrics, what others want of running jobs
     kjo-rescue       one worker at a time: queued jobs whose message is gone
     kjo-lag          for each queue one worker at a time: how far behind it is
 

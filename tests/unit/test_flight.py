@@ -497,7 +497,7 @@ def test_renewing_waits_for_no_row_that_is_being_recorded(postgres, settings):
     assert locked.wait(WAIT)
     # When
     try:
-        leases.renew()
+        leases.renew_rows()
         renewed = set(Job.objects.exclude(lease_expires_at=None).values_list("pk", flat=True))
     finally:
         let_go.set()

@@ -24,6 +24,7 @@ from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.assignments import Assignment, assignments, rebalanced_at
 from kjo_django.worker import Worker
+from kjo_django.worker.controls import Controls
 from tests.ledger.jobs import (
     always_fails,
     give,
@@ -659,7 +660,8 @@ def beats_until(heartbeat, condition) -> None:
         wait_until(condition)
     finally:
         heartbeat._stopping.set()
-        heartbeat._thread.join(WAIT)
+        for thread in heartbeat._threads:
+            thread.join(WAIT)
 
 
 def test_signs_of_life_and_leases_go_on_while_the_database_is_away(monkeypatch):
@@ -743,3 +745,30 @@ def test_a_broker_that_lets_the_question_for_topics_wait_holds_up_no_heartbeat(m
             wait_until(lambda: WorkerRow.objects.get().heartbeat_at > before)
         finally:
             answered.set()
+
+
+def test_signs_of_life_do_not_wait_for_a_database_that_hangs(monkeypatch):
+    """After three missed ones, others would run again what runs here outside a transaction."""
+    # Given a worker whose connection hangs while it reads what operators want
+    hangs, go_on = threading.Event(), threading.Event()
+    given: list[float] = []
+    show_alive = LeaseBook.show_alive
+
+    def count(self):
+        given.append(time.monotonic())
+        show_alive(self)
+
+    def hang(self):
+        hangs.set()
+        go_on.wait(WAIT)
+        return False
+
+    monkeypatch.setattr(LeaseBook, "show_alive", count)
+    with Running():
+        wait_until(lambda: len(given) >= 2)
+        monkeypatch.setattr(Controls, "read", hang)
+        assert hangs.wait(WAIT)
+        before = len(given)
+        # Then it goes on showing that it lives
+        wait_until(lambda: len(given) >= before + 3)
+        go_on.set()
