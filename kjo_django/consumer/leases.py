@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from uuid import UUID
 
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination
@@ -209,8 +209,16 @@ class LeaseBook:
 
     def release_within(self, using: str, names: list[str]) -> None:
         """Give the leases back with the transaction of ``using`` that makes the outcomes durable;
-        rolled back, they are still held."""
-        self._give_back(names)
+        rolled back, they are still held.
+
+        :raises OperationalError: that failed. SQLite undoes a transaction by itself when a
+            statement meets a full disk; what comes after it would be committed without what was
+            before it.
+        """
+        try:
+            get_coordination().release(names, self.token)
+        except CoordinationError as error:
+            raise OperationalError(f"Leases cannot be released: {error}") from error
         transaction.on_commit(lambda: self._forget(names), using=using)
 
     def _give_back(

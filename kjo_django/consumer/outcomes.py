@@ -147,7 +147,10 @@ def noting_doubt() -> Iterator[list[Outcome]]:
 
 def release_leases(leases: LeaseBook, using: str, outcomes: Sequence[Outcome]) -> None:
     """Give back, with the transaction that makes the outcomes durable, the leases of those that
-    have no hook to be called under them; where coordination cannot, it is done afterwards."""
+    have no hook to be called under them; where coordination cannot, it is done afterwards.
+
+    :raises OperationalError: the transaction is not to be committed.
+    """
     if not leases.can_release_within(using):
         return
     ended = [o for o in outcomes if o.delivery.handler and not o.delivery.handler.observes]

@@ -160,6 +160,8 @@ def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> Non
     failures, letters = [], []
     for outcome in outcomes:
         job_id, is_current = _record_job(using, outcome, now)
+        if not is_current and _was_recorded(using, outcome):
+            continue
         if not is_current:
             # Cancelled or requeued meanwhile: the row tells, nothing is to be added.
             outcome.result, outcome.reason = Result.SKIPPED, "changed"
@@ -176,6 +178,19 @@ def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> Non
     for outcome in outcomes:
         if outcome.result is Result.DEAD:
             logger.error("Dead-lettered %s", reason_of(outcome), extra=_facts(outcome))
+
+
+def _was_recorded(using: str, outcome: Outcome) -> bool:
+    """Return whether a transaction that wrote this failure was committed, although its COMMIT was
+    not answered: it is to be announced like any other."""
+    job = outcome.job
+    if job is None or outcome.delivery.ending is not outcome:
+        return False  # it is written for the first time
+    rows = Job.objects.using(using).at(job["id"], job["generation"])
+    state = rows.filter(attempts=outcome.attempt).values_list("state", flat=True).first()
+    if outcome.result is Result.RETRIED:
+        return state in states.OPEN
+    return state == states.RESULT_OF[_ACTIONS[outcome.result]]
 
 
 def _facts(outcome: Outcome) -> dict[str, Any]:

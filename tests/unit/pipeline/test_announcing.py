@@ -165,6 +165,33 @@ def test_a_commit_without_an_answer_is_announced_like_any_other(
     assert settled(bench)
 
 
+@both
+def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
+    bench, announced, monkeypatch
+):
+    """Found by the fault matrix: its second recording found the row changed, by itself."""
+    # Given
+    original, left = settlement.in_transaction, [OperationalError("server closed the connection")]
+
+    @contextmanager
+    def without_an_answer(using):
+        with original(using):
+            yield
+        if left and JobFailure.objects.exists():
+            raise left.pop()
+
+    a_group_whose_second_fails({}, [])
+    monkeypatch.setattr(settlement, "in_transaction", without_an_answer)
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    # When
+    bench.run()
+    # Then
+    assert left == []
+    assert sorted(announced, key=str) == [("completed", 0), ("completed", 2), ("retried", None)]
+    assert JobFailure.objects.count() == 1
+    assert is_all_settled(bench)
+
+
 def test_a_listener_that_raises_keeps_no_record_from_its_acknowledgement(bench, monkeypatch):
     def broken(outcomes):
         raise LookupError("a bug of ours")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from django.db import IntegrityError, OperationalError
+from django.db import IntegrityError, OperationalError, connection
 
 from kjo_django.backends import get_coordination
+from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job, JobFailure, ProcessedEvent
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import entries, the_job
@@ -101,3 +102,31 @@ def test_what_the_database_refuses_again_and_again_keeps_neither_its_lane_nor_ot
     attempts = {str(job.pk): job.attempts for job in Job.objects.all()}
     assert attempts == {bad: 0, behind: 1, good: 1}
     assert list(get_coordination().names("CONS:")) == []
+
+
+def test_a_transaction_that_sqlite_undid_while_leases_were_released_completes_nothing(
+    bench, monkeypatch
+):
+    """Found by the fault matrix: a full disk makes SQLite roll back by itself, and what was
+    executed after that, the jobs' completion, was committed without their effects."""
+    # Given
+    ledger.write.enqueue_many([{"job": "a"}, {"job": "b"}])
+    deliveries = bench.poll()
+    coordination, left = get_coordination(), [True]
+    release = coordination.release
+
+    def full(*arguments, **named):
+        release(*arguments, **named)
+        if left and connection.in_atomic_block:
+            left.pop()
+            connection.connection.rollback()
+            raise CoordinationError("database or disk is full")
+
+    monkeypatch.setattr(coordination, "release", full)
+    # When
+    bench.run(deliveries)
+    # Then
+    assert left == []
+    assert entries() == {"a": 1, "b": 1}
+    assert ProcessedEvent.objects.count() == 2
+    assert settled(bench)
