@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,6 +38,11 @@ logger = logging.getLogger("kjo_django.producer")
 
 T = TypeVar("T")
 
+UNSENDABLE_PER_ITEM = 10
+LEAST_UNSENDABLE = 1_000
+"""Items of a run that can never be sent: ten for each it may send, and at least a thousand. They
+do not count against its limit, and it reads on behind them; but it does not read all of a table."""
+
 
 @dataclass(slots=True, eq=False)
 class _Candidate:
@@ -60,7 +66,8 @@ class Sending:
         self._batch_id = secrets.token_hex(8)
         self._hashes: set[str] = set()
         self._sent: list[str] = []
-        self._total = self._skipped = self._failed = 0
+        self._total = self._failed = self._unsendable = 0
+        self._skips: Counter[str] = Counter()
         self._reason: str | None = None
 
     def run(self, criteria: dict[str, Any]) -> ProduceResult:
@@ -76,11 +83,13 @@ class Sending:
                 break
         if not self._total:
             self._reason = "no items"
+        elif self._reason is None and self._skips:
+            self._reason = "; ".join(f"{n:,} skipped: {why}" for why, n in self._skips.items())
         result = ProduceResult(
             self._batch_id,
             self._total,
             len(self._sent),
-            self._skipped,
+            self._skips.total(),
             self._failed,
             self._sent,
             self._reason,
@@ -90,7 +99,10 @@ class Sending:
 
     @property
     def _room(self) -> int:
-        return self._limit - len(self._sent) - self._failed
+        """How many more items may be tried."""
+        if self._unsendable >= max(UNSENDABLE_PER_ITEM * self._limit, LEAST_UNSENDABLE):
+            return 0
+        return self._limit - len(self._sent) - (self._failed - self._unsendable)
 
     # --- What to send -----------------------------------------------------------------------------
 
@@ -108,7 +120,7 @@ class Sending:
             except Exception as error:
                 # One item that cannot be written down must not keep the others from going out.
                 self._total += 1
-                self._fail(item_id, error)
+                self._fail(item_id, error, is_final=True)
 
     def _unsent(self, read: Iterator[_Candidate]) -> list[_Candidate]:
         """Drop what was sent recently with the same content, seen by one bulk look (KJO-F3)."""
@@ -118,14 +130,15 @@ class Sending:
         unsent = []
         for candidate in window:
             if hashes.get(candidate.id) == candidate.hash:
-                self._skip(candidate, "its content was sent a moment ago")
+                seconds = self._target.sent_ttl.total_seconds()
+                self._skip(candidate, f"this content was sent less than {seconds:g} s ago")
             else:
                 unsent.append(candidate)
         return unsent
 
     def _skip(self, candidate: _Candidate, why: str) -> None:
         self._total += 1
-        self._skipped += 1
+        self._skips[why] += 1
         logger.debug(
             "Skipping duplicate message of %s: %s",
             self._producer.get_item_key(candidate.item),
@@ -150,7 +163,7 @@ class Sending:
         claimed = []
         for candidate, name in zip(candidates, names, strict=True):
             if name in taken:
-                self._skip(candidate, "another producer is sending it")
+                self._skip(candidate, "another producer is sending this item")
             else:
                 claimed.append(candidate)
         return claimed
@@ -168,14 +181,14 @@ class Sending:
         first: dict[str, _Candidate] = {}
         for candidate in candidates:
             if candidate.hash in self._hashes or candidate.hash in first:
-                self._skip(candidate, "its content was sent under another id")
+                self._skip(candidate, "this content was sent under another id")
             else:
                 first[candidate.hash] = candidate
         taken = self._taken([hash_name(self._target, hash) for hash in first])
         fresh = []
         for candidate in first.values():
             if hash_name(self._target, candidate.hash) in taken:
-                self._skip(candidate, "its content was sent under another id")
+                self._skip(candidate, "this content was sent under another id")
             else:
                 fresh.append(candidate)
         return fresh
@@ -189,7 +202,7 @@ class Sending:
                     candidate.item, self._type, candidate.hash
                 )
             except Exception as error:
-                self._fail(candidate.id, error)
+                self._fail(candidate.id, error, is_final=True)
                 self._forget_content([candidate])
             else:
                 built.append(candidate)
@@ -198,10 +211,10 @@ class Sending:
         answers = self._hand_over([c.record for c in built if c.record is not None])
         pairs = list(zip(built, answers, strict=True))
         self._note_sent([c for c, answer in pairs if answer.error is None])
-        refused = [(c, answer.error) for c, answer in pairs if answer.error is not None]
+        refused = [(c, answer) for c, answer in pairs if answer.error is not None]
         self._forget_content([c for c, _ in refused])
-        for candidate, why in refused:
-            self._fail(candidate.id, PublishError(why))
+        for candidate, answer in refused:
+            self._fail(candidate.id, PublishError(answer.error), is_final=answer.is_final)
 
     def _hand_over(self, records: Sequence[OutgoingRecord]) -> list[Published]:
         """Publish; that nothing could be tried is an answer for each record too."""
@@ -244,8 +257,13 @@ class Sending:
                 batch_id=self._batch_id,
             )
 
-    def _fail(self, item_id: str, error: Exception) -> None:
+    def _fail(self, item_id: str, error: Exception, *, is_final: bool) -> None:
+        """Count and tell of an item that was not sent.
+
+        :param is_final: the same would come of trying again, however often.
+        """
         self._failed += 1
+        self._unsendable += is_final
         self._reason = self._reason or text_of(error)
         logger.error("Item %s was not sent: %s", one_line(item_id), one_line(text_of(error)))
         self._tell(lambda: self._producer.on_failed(item_id, error))

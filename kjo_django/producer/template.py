@@ -65,7 +65,8 @@ class ProduceResult:
     item_ids: list[str] = field(default_factory=list)
     """Those sent."""
     reason: str | None = None
-    """Why less than everything was sent: the first error, or that there was nothing to do."""
+    """Why less than everything was sent: the first error, or why items were skipped, or that there
+    was nothing to do."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
@@ -221,7 +222,9 @@ class AbstractProducer(abc.ABC):
         """Send at most ``limit`` items that match ``criteria``, are not being processed and were
         not sent recently with the same content.
 
-        What the transport refuses is counted, told to ``on_failed`` and free to be sent again.
+        What the transport refuses is counted, told to ``on_failed`` and free to be sent again. An
+        item that can never be sent, being too large or one that cannot be written down, does not
+        count against ``limit``: those behind it are sent.
 
         :raises CoordinationError: Redis is down, and ``without_coordination`` is "stop".
         :raises PublishError: the topic cannot be looked at or created.

@@ -46,7 +46,8 @@ def test_one_run():
         "ItemProducer -> items: 2 sent, 0 skipped, 0 failed of 2\n"
     )
     assert run(PRODUCER, *criteria, "--once") == (
-        "ItemProducer -> items: 1 sent, 2 skipped, 0 failed of 3\n"
+        "ItemProducer -> items: 1 sent, 2 skipped, 0 failed of 3 "
+        "(2 skipped: this content was sent less than 20 s ago)\n"
     )
     assert run(PRODUCER, "--criteria", "state=COMPLETED") == (
         "ItemProducer -> items: 0 sent, 0 skipped, 0 failed of 0 (no items)\n"

@@ -15,6 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from kjo_django import AbstractProducer, ModelProducer, signals
 from kjo_django.backends import close_backends, get_coordination, get_transport
 from kjo_django.exceptions import CoordinationError, PublishError
+from kjo_django.producer import sending
 from kjo_django.transports.base import Published
 from tests.items.models import Item
 
@@ -374,14 +375,14 @@ def test_equal_content_of_other_ids():
 # --- Failure --------------------------------------------------------------------------------------
 
 
-def refuse_some(monkeypatch, refused):
+def refuse_some(monkeypatch, refused, *, is_final=False):
     original = get_transport().publish
 
     def publish(records):
         answers = original([r for r in records if r.headers["item-id"].decode() not in refused])
         taken = iter(answers)
         return [
-            Published(error="too large")
+            Published(error="too large", is_final=is_final)
             if record.headers["item-id"].decode() in refused
             else next(taken)
             for record in records
@@ -400,6 +401,52 @@ def test_failure_is_told_for_each_message(monkeypatch):
     assert source.get_sent_hash("2") is None
     monkeypatch.undo()
     assert source.produce_messages({}, 10).item_ids == ["2"]
+
+
+@pytest.mark.parametrize("bad", ["refused", "unbuildable", "unhashable"])
+def test_items_that_can_never_be_sent_do_not_hide_those_behind_them(monkeypatch, bad):
+    """KJO-F9: with as many of them as the limit at the head, no later item was ever sent."""
+    # Given
+    source = Source(items(6))
+    if bad == "refused":
+        refuse_some(monkeypatch, {"1", "2"}, is_final=True)
+    else:
+        method = "message_hash" if bad == "unhashable" else "serialize_item"
+        original = getattr(Source, method)
+
+        def fail(self, item):
+            if item["id"] in (1, 2):
+                raise ValueError("too odd")
+            return original(self, item)
+
+        monkeypatch.setattr(Source, method, fail)
+    # When
+    results = [source.produce_messages({}, 2) for _ in range(3)]
+    # Then
+    assert [(each.sent, each.failed) for each in results] == [(2, 2), (2, 2), (0, 2)]
+    assert ids() == ["3", "4", "5", "6"]
+
+
+def test_a_run_does_not_read_a_whole_table_of_items_that_can_never_be_sent(monkeypatch):
+    monkeypatch.setattr(sending, "LEAST_UNSENDABLE", 20)
+    refuse_some(monkeypatch, {str(n) for n in range(1, 500)}, is_final=True)
+    result = Source(items(500)).produce_messages({}, 2)
+    assert result.sent == 0
+    assert 20 <= result.failed < 30
+
+
+def test_a_run_says_why_it_skipped_items():
+    # Given
+    source = Source(items(2), sent_ttl=20)
+    source.produce_messages({}, 1)
+    get_coordination().claim(["PROD:SOURCE:2"], "another", timedelta(seconds=30))
+    # When
+    result = source.produce_messages({}, 10)
+    # Then
+    assert result.reason == (
+        "1 skipped: this content was sent less than 20 s ago; "
+        "1 skipped: another producer is sending this item"
+    )
 
 
 def test_a_broker_that_is_away_fails_every_message_and_keeps_no_claim(monkeypatch):
