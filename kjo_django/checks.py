@@ -29,6 +29,7 @@ W010    (deploy) topics that are missing or different
 W011    a pool of connections smaller than what a worker needs
 W012    DATABASE is not where routers look for this app's tables
 W013    (deploy) a pooler in transaction mode, and what needs a setting because of it
+W014    a producer's topic or stream that no queue or consumer declares
 ======  ============================================================================================
 """
 
@@ -48,6 +49,9 @@ from django.utils.module_loading import import_string
 
 from kjo_django import backends, conf, registry
 from kjo_django.conf import Settings, get_settings
+from kjo_django.producer.declared import declared_producers, path_of
+from kjo_django.producer.stream_template import AbstractStreamProducer
+from kjo_django.producer.template import AbstractProducer
 
 TAG = "kjo"
 CONNECTIONS_BESIDE_LANES = 11
@@ -316,7 +320,40 @@ def _warn_misspelt_queues(settings: Settings) -> Messages:
             )
 
 
+def _warn_unread_topics(settings: Settings) -> Messages:
+    """What is sent to a misspelt topic or stream is taken, and nobody ever reads it.
+
+    A stream's tasks are for this project; a template producer may well work for another service, so
+    only a topic that is nearly one of ours is taken for a mistake.
+    """
+    read = {settings.queue(name).topic for name in registry.queue_names()}
+    for path, topic, is_ours in _topics_of_producers():
+        close = difflib.get_close_matches(topic, read, n=1, cutoff=0.6 if is_ours else 0.75)
+        if topic in read or not (is_ours or close):
+            continue
+        meant = f"Did you mean {close[0]!r}? Otherwise declare" if close else "Declare"
+        yield checks.Warning(
+            f"{path} sends to {topic!r}, which no queue and no consumer declares.",
+            hint=f"{meant} it: KJO['QUEUES'] = {{{topic!r}: {{}}}}, with 'consume': False where "
+            "another service reads it.",
+            id="kjo.W014",
+        )
+
+
 # --- Details ------------------------------------------------------------------------------------
+
+
+def _topics_of_producers() -> Iterator[tuple[str, str, bool]]:
+    """Yield the path of each producer class, the topic it sends to, and whether its consumers must
+    be of this project."""
+    for stream_producer in declared_producers(AbstractStreamProducer):
+        if getattr(stream_producer, "stream_key", ""):
+            yield path_of(stream_producer), stream_producer.stream_key, True
+    for producer in declared_producers(AbstractProducer):
+        try:
+            yield path_of(producer), producer().target.topic, False
+        except (ImproperlyConfigured, TypeError):
+            continue  # it says so itself, or wants arguments
 
 
 def _database_aliases(settings: Settings) -> Iterator[tuple[str, Any]]:
@@ -405,4 +442,5 @@ _WARNINGS = (
     _warn_pool,
     _warn_retention,
     _warn_misspelt_queues,
+    _warn_unread_topics,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.checks import check_servers, check_settings
 from kjo_django.operations.health import health
+from kjo_django.producer.stream_template import AbstractStreamProducer
 from kjo_django.transports.base import Transport
 from kjo_django.transports.database import DatabaseTransport
 
@@ -298,6 +300,62 @@ def test_a_handlers_own_undeclared_queue_is_legal(settings, handler):
     handler("thumbnails")
     settings.KJO = {"QUEUES": {"emails": {}}}
     assert check_settings() == []
+
+
+@pytest.fixture
+def stream_producer():
+    """A producer of an installed app, until the test has ended."""
+    made = []
+
+    def make(key):
+        class Analyze(AbstractStreamProducer):
+            task_display_name = "analysis"
+            stream_key = key
+
+            def build_message(self, payload):
+                return {}
+
+            def payload_identifier(self, payload):
+                return ""
+
+            def on_send_failed(self, payload, error):
+                return
+
+        Analyze.__module__, Analyze.__qualname__ = "tests.ledger.producers", "Analyze"
+        made.append(Analyze)
+
+    yield make
+    made.clear()
+    gc.collect()  # or its base would still know it
+
+
+def test_a_stream_that_nobody_reads_is_a_warning(settings, stream_producer):
+    """Its tasks were taken, and waited for ever."""
+    stream_producer("resume:analyse:stream")
+    ((id, message, hint),) = found(
+        settings, {"QUEUES": {"resume:analyze:stream": {}, "items": {}}}, CheckWarning
+    )
+    assert id == "W014"
+    assert "tests.ledger.producers.Analyze sends to 'resume:analyse:stream'" in message
+    assert "Did you mean 'resume:analyze:stream'?" in hint
+    assert "'consume': False" in hint
+
+
+def test_a_stream_that_is_declared_is_right(settings, stream_producer):
+    stream_producer("resume:analyze:stream")
+    settings.KJO = {
+        "QUEUES": {"analysis": {"topic": "resume:analyze:stream", "consume": False}, "items": {}}
+    }
+    assert check_settings() == []
+
+
+@pytest.mark.parametrize(("queues", "ids"), [({"itemz": {}}, ["kjo.W014"]), ({"mails": {}}, [])])
+def test_a_producers_topic_one_letter_off_is_a_warning_and_another_services_is_not(
+    settings, queues, ids
+):
+    """Of tests.items, whose consumer is not declared here."""
+    settings.KJO = {"QUEUES": queues}
+    assert [message.id for message in check_settings()] == ids
 
 
 class ToJobs:

@@ -93,6 +93,13 @@ def test_both_forms_of_criteria(given, criteria):
         ((PRODUCER, "--once", "--interval", "60"), "exclude each other"),
         ((PRODUCER, "--limit", "0"), "above 0"),
         (("tests.items.producers.Nothing",), "cannot be imported"),
+        (
+            ("tests.items.producers.ItmProducer",),
+            "Did you mean the producer 'tests.items.producers.ItemProducer'",
+        ),
+        (("shop.producers.ItemProducer",), "Did you mean the producer 'tests.items.producers.Item"),
+        (("shop.producers.Zzz",), r"Producers: .*tests\.items\.producers\.ItemProducer"),
+        (("ItemProducer",), "Did you mean the producer 'tests.items.producers.ItemProducer'"),
         (("tests.items.models.Item",), "no AbstractProducer"),
         (("kjo_django.AbstractProducer",), "abstract"),
         (("ledger", "--criteria", "state=1"), "go with a producer"),

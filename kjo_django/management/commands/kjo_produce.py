@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import signal
 import sys
@@ -16,6 +17,7 @@ from django.utils.module_loading import import_string
 from kjo_django import registry
 from kjo_django.exceptions import KjoError
 from kjo_django.management.commands._shared import ParsedCommand, check_queues, positive, seconds
+from kjo_django.producer.declared import declared_producers, path_of
 from kjo_django.producer.dispatch import OUTGOING
 from kjo_django.producer.relay import Relay
 from kjo_django.producer.schedule import produce_every
@@ -75,7 +77,10 @@ class Command(ParsedCommand):
         try:
             found = import_string(names[0])
         except ImportError as error:
-            raise CommandError(f"{names[0]!r} cannot be imported: {error}", returncode=2) from error
+            hint = producer_hint(names[0])
+            raise CommandError(
+                f"{names[0]!r} cannot be imported: {error}. {hint}".rstrip(), returncode=2
+            ) from error
         if not (isinstance(found, type) and issubclass(found, AbstractProducer)):
             raise CommandError(f"{names[0]!r} is no AbstractProducer.", returncode=2)
         try:
@@ -90,7 +95,10 @@ class Command(ParsedCommand):
         try:
             check_queues(queues, [*registry.queue_names(), OUTGOING])
         except ValueError as error:
-            raise CommandError(str(error), returncode=2) from error
+            unknown = next(name for name in queues if repr(name) in str(error))
+            raise CommandError(
+                f"{error} {producer_hint(unknown)}".rstrip(), returncode=2
+            ) from error
         errors: dict[str, str] = {}
 
         def note(error: str | None) -> None:
@@ -160,6 +168,23 @@ class Command(ParsedCommand):
         )
         self.stdout.write(f"{line} ({result.reason})" if result.reason else line)
         self.stdout.flush()
+
+
+def producer_hint(name: str) -> str:
+    """Return which producer was meant, or which there are; "" where there are none.
+
+    A class's name alone may be what was typed of its path.
+    """
+    paths = [path_of(each) for each in declared_producers(AbstractProducer)]
+    if not paths:
+        return ""
+    by_name = {path.rpartition(".")[2]: path for path in paths}
+    close = [path for path in paths if path.rpartition(".")[2] == name.rpartition(".")[2]]
+    close = close or difflib.get_close_matches(name, paths, n=1, cutoff=0.75)
+    close = close or [by_name[near] for near in difflib.get_close_matches(name, by_name, n=1)]
+    if close:
+        return f"Did you mean the producer {close[0]!r}?"
+    return f"Producers: {', '.join(paths)}."
 
 
 def read_criteria(given: list[str]) -> dict[str, Any]:
