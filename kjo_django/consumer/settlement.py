@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
@@ -156,6 +156,7 @@ def _source_of(outcome: Outcome) -> str:
 def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> None:
     """Write retries, deaths and cancellations in the caller's transaction: the failure, the job,
     the dead letter, and on a transactional transport the retry's message."""
+    _take_write_lock(using)
     now = timezone.now()
     failures, letters = [], []
     for outcome in outcomes:
@@ -235,7 +236,11 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
         row = _birth(using, outcome, changes, now)
         if row is None:
             return None, True
-        Job.objects.using(using).bulk_create([row])
+        rows = Job.objects.using(using)
+        rows.bulk_create([row], ignore_conflicts=True)
+        if not rows.filter(pk=row.pk).exists():
+            # Another worker had the message meanwhile, and its row was born first.
+            return None, False
         if is_retry:
             _send_retry(using, row)
         return row.pk, True
@@ -369,3 +374,11 @@ def in_transaction(using: str) -> AbstractContextManager[None]:
     breaking that one.
     """
     return atomic_along(using)
+
+
+def _take_write_lock(using: str) -> None:
+    """On SQLite, wait for the lock now. A transaction that has read is not let wait for it: its
+    first write is refused at once, and on a busy database each time again."""
+    if connections[using].vendor == "sqlite":
+        with connections[using].cursor() as cursor:
+            cursor.execute("UPDATE kjo_job SET attempts = attempts WHERE id IS NULL")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 
 import pytest
+from django.db import connections
 from django.utils import timezone
 
-from kjo_django import Queue, conf, publish_event, registry
+from kjo_django import Queue, conf, job, publish_event, registry
 from kjo_django.backends import get_coordination
 from kjo_django.consumer.work import Result
 from kjo_django.exceptions import CoordinationError
@@ -305,3 +308,63 @@ def test_a_queue_without_options_gives_others_messages_what_it_gives_its_own(_co
         bench.run_until_done()
         bench.close()
     assert runs == [3, 3, 3]
+
+
+def test_a_first_failure_waits_for_another_ones_lock(bench):
+    """On SQLite it read before it wrote: refused at once, again and again while others wrote."""
+    # Given somebody who begins to write while the handler runs, and goes on for a while
+    is_held, may_begin = threading.Event(), threading.Event()
+
+    def write_elsewhere() -> None:
+        try:
+            may_begin.wait(30)
+            with connections["default"].cursor() as cursor:
+                cursor.execute("BEGIN IMMEDIATE")
+                is_held.set()
+                time.sleep(0.5)  # how long the others' transaction takes
+                cursor.execute("ROLLBACK")
+        finally:
+            connections.close_all()
+
+    @job(queue="ledger", name="fails_meanwhile", atomic=False)
+    def fails_meanwhile(job: str) -> None:
+        may_begin.set()
+        assert is_held.wait(30)
+        raise RuntimeError("no")
+
+    other = threading.Thread(target=write_elsewhere)
+    other.start()
+    name = "0196e0a4-0000-7000-8000-000000000001"
+    bench.publish(b'{"job":"a"}', **GOOD | {"kjo_type": "fails_meanwhile", "kjo_id": name})
+    # When
+    bench.run()
+    other.join()
+    # Then
+    assert (the_job().state, the_job().attempts) == ("failing", 1)
+    assert settled(bench)
+
+
+def test_a_first_failure_another_worker_has_recorded_already_is_not_recorded_again(bench):
+    """It was tried again and again, half a minute apart, and kept its lane."""
+
+    @job(queue="ledger", name="fails_late", atomic=False)
+    def fails_late(job: str) -> None:
+        Job.objects.create(
+            queue="ledger",
+            handler="fails_late",
+            unique_id="foreign-1",
+            max_attempts=5,
+            payload=b"{}",
+            result_ttl=1000,
+            error="of the other worker",
+        )
+        raise RuntimeError("no")
+
+    bench.publish(b'{"job":"a"}', **GOOD | {"kjo_type": "fails_late"})
+    # When
+    bench.run()
+    # Then
+    assert the_job().error == "of the other worker"
+    assert not JobFailure.objects.exists()
+    assert bench.results == [Result.SKIPPED]
+    assert settled(bench)
