@@ -1,0 +1,394 @@
+"""What must hold after a mixed load, whatever was done to it. Pure: evidence in, complaints out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+from tests.mixed.plan import Engine, Work
+
+SOON = 2.0
+"""Seconds until an idle queue's job starts at the latest, on a machine that has the time."""
+SLOWER = 8.0
+"""Times an idle worker's latency that the limit is raised by."""
+CALM_AFTER = 4.0
+"""Seconds after a worker or server came or went in which an idle queue may wait."""
+NOTICED_LATE = 1.0
+"""Seconds after which it is noticed that a worker has come."""
+UNTOLD = 5.0
+"""Seconds after an end in which the process that recorded it may be killed before it told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A job's row, as far as the model cares."""
+
+    id: str
+    name: str
+    state: str
+    is_record: bool = False
+    """Whether it is a record for others rather than a job."""
+    finished_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A dead letter's row."""
+
+    id: str
+    name: str
+    reason: str
+    failed_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A handler began."""
+
+    at: float
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease that is left when everything has stopped."""
+
+    name: str
+    expires: bool
+
+
+@dataclass
+class Evidence:
+    """What a run left behind."""
+
+    engine: Engine
+    works: dict[str, Work]
+    committed: dict[str, float] = field(default_factory=dict)
+    """When the transaction of each piece of work returned from its commit."""
+    writes: list[tuple[float, float]] = field(default_factory=list)
+    """When the application's transactions were committed, and how long each took."""
+    paces: list[tuple[float, float]] = field(default_factory=list)
+    """How many times longer than on an idle machine work took, at moments of the run."""
+    unsure: set[str] = field(default_factory=set)
+    """Work whose commit or publishing raised: it may be there or not."""
+    entries: list[tuple[str, str]] = field(default_factory=list)
+    """Key and name of each entry of the ledger, oldest first."""
+    rows: list[Row] = field(default_factory=list)
+    letters: list[Letter] = field(default_factory=list)
+    begins: dict[str, list[Begin]] = field(default_factory=dict)
+    signals: dict[str, list[str]] = field(default_factory=dict)
+    killed: dict[int, float] = field(default_factory=dict)
+    """When each process that was killed, by us or by a handler, ended."""
+    disturbances: list[tuple[float, float]] = field(default_factory=list)
+    """From when to when something was done to workers or servers."""
+    records: Counter[str] = field(default_factory=Counter)
+    """Records for others found in their topic."""
+    dead_records: Counter[str] = field(default_factory=Counter)
+    """Records found in the topics of dead letters."""
+    has_dead_records: bool = False
+    """Whether those topics keep their records on this transport."""
+    items: dict[str, int] = field(default_factory=dict)
+    leases: list[Lease] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Open jobs and unread messages, where there were any when the time was over."""
+    workers_that_failed: list[str] = field(default_factory=list)
+    """Workers that did not end as they were asked to."""
+
+    def __post_init__(self) -> None:
+        self.effects = Counter(name for _, name in self.entries)
+
+    def rows_of(self, name: str) -> list[Row]:
+        return [row for row in self._rows_by_name.get(name, []) if not row.is_record]
+
+    def letters_of(self, name: str) -> list[Letter]:
+        return self._letters_by_name.get(name, [])
+
+    def index(self) -> None:
+        """Make looking up quick, once the evidence is complete."""
+        self.effects = Counter(name for _, name in self.entries)
+        self._rows_by_name: dict[str, list[Row]] = defaultdict(list)
+        self._letters_by_name: dict[str, list[Letter]] = defaultdict(list)
+        for row in self.rows:
+            self._rows_by_name[row.name].append(row)
+        for letter in self.letters:
+            self._letters_by_name[letter.name].append(letter)
+
+    def was_disturbed(self, begin: float, end: float) -> bool:
+        """Whether anything happened to workers or servers between two moments."""
+        return any(begin <= to and since <= end for since, to in self.disturbances)
+
+    def traces_of(self, name: str) -> str:
+        """Everything known of a piece of work, for a complaint."""
+        rows = ", ".join(row.state for row in self.rows if row.name == name) or "no row"
+        letters = ", ".join(letter.reason for letter in self.letters_of(name)) or "no dead letter"
+        begins = [f"{begin.at:.2f} by {begin.pid}" for begin in self.begins.get(name, [])][-4:]
+        work = self.works.get(name)
+        return (
+            f"{name} ({work and (work.kind, work.how, work.fails, work.end, work.copies)}): {rows},"
+            f" {letters}, {self.effects[name]} effects, began {begins or 'never'}, signals"
+            f" {self.signals.get(name, [])}, committed {self.committed.get(name, 0):.2f}"
+        )
+
+
+def complaints(evidence: Evidence) -> list[str]:
+    """Return every invariant that does not hold, in words."""
+    evidence.index()
+    found: list[str] = []
+    for invariant in INVARIANTS:
+        of_it = list(invariant(evidence))
+        if of_it:
+            more = f" (and {len(of_it) - 4} more)" if len(of_it) > 4 else ""
+            found.append(f"{invariant.__name__}: " + "\n  ".join(of_it[:4]) + more)
+    return found
+
+
+def expected_end(work: Work) -> str:
+    """Return how a committed piece of work must end."""
+    if work.kind == "other":
+        return "published"
+    return {"complete": "completed", "cancel": "cancelled"}.get(work.end, "dead")
+
+
+def _promised(evidence: Evidence) -> Iterator[Work]:
+    """Yield the work that must have come to its end."""
+    for name in evidence.committed:
+        work = evidence.works[name]
+        if work.commits and name not in evidence.unsure:
+            yield work
+
+
+# --- The invariants -------------------------------------------------------------------------------
+
+
+def everything_ends(evidence: Evidence) -> Iterator[str]:
+    """Nothing is stuck, and nothing is skipped without a trace: each has its end."""
+    yield from (f"left when the time was over: {left}" for left in evidence.left)
+    for work in _promised(evidence):
+        if not _has_end(evidence, work):
+            yield f"no end: {evidence.traces_of(work.name)}"
+
+
+def _has_end(evidence: Evidence, work: Work) -> bool:
+    end, states = expected_end(work), {row.state for row in evidence.rows_of(work.name)}
+    if end == "published":
+        return evidence.records[work.name] > 0 or work.name in evidence.unsure
+    if end == "dead":
+        return bool(evidence.letters_of(work.name)) and "completed" not in states
+    if end == "cancelled":
+        return states == {"cancelled"}
+    if work.kind == "item":
+        return evidence.items.get(work.name) == COMPLETED_ITEM
+    return evidence.effects[work.name] > 0 and states <= {"completed"}
+
+
+COMPLETED_ITEM = 2
+"""The number of `ItemState.COMPLETED`."""
+
+
+def each_effect_is_there_once(evidence: Evidence) -> Iterator[str]:
+    """Committed and completed: one effect. Dead, cancelled or rolled back: none."""
+    for name, count in evidence.effects.items():
+        work = evidence.works.get(name)
+        if work is None or not work.commits:
+            yield f"of something never committed: {evidence.traces_of(name)}"
+        elif expected_end(work) != "completed":
+            yield f"of what did not complete: {evidence.traces_of(name)}"
+        elif count > 1 and (work.has_one_effect or not _may_repeat(evidence, name)):
+            yield f"{count} times: {evidence.traces_of(name)}"
+    for work in _promised(evidence):
+        if expected_end(work) == "completed" and not evidence.effects[work.name]:
+            yield f"missing: {evidence.traces_of(work.name)}"
+
+
+def _may_repeat(evidence: Evidence, name: str) -> bool:
+    """Whether something was done to workers or servers while a handler outside a transaction ran,
+    or soon after: then its entry may be there and its outcome not."""
+    begins = evidence.begins.get(name, [])
+    ms = evidence.works[name].ms
+    return any(
+        evidence.was_disturbed(begin.at - 1.0, begin.at + ms / 1000 + UNTOLD) for begin in begins
+    )
+
+
+def each_end_has_one_row(evidence: Evidence) -> Iterator[str]:
+    """One row says how it ended, and none says otherwise."""
+    for work in _promised(evidence):
+        rows, letters = evidence.rows_of(work.name), evidence.letters_of(work.name)
+        end = expected_end(work)
+        if end == "dead" and not 1 <= len(letters) <= _may_die(work):
+            yield f"{len(letters)} dead letters: {evidence.traces_of(work.name)}"
+        if end != "dead" and letters:
+            yield f"a dead letter of what was to be {end}: {evidence.traces_of(work.name)}"
+        if work.kind not in NO_ROWS and len(rows) != 1:
+            yield f"{len(rows)} rows: {evidence.traces_of(work.name)}"
+        wanted = "failed" if end == "dead" else end
+        if any(row.state != wanted for row in rows):
+            yield f"its row does not say {wanted}: {evidence.traces_of(work.name)}"
+
+
+NO_ROWS = frozenset(("event", "foreign", "kdlq", "stream", "item", "other"))
+"""Kinds that are no jobs from the beginning."""
+
+
+def _may_die(work: Work) -> int:
+    """Return how many dead letters it may leave: each copy of a message nobody enqueued here is a
+    record of its own, and one that died marks nothing."""
+    return 1 + work.copies if work.kind in ("event", "foreign") else 1
+
+
+def each_end_is_told(evidence: Evidence) -> Iterator[str]:
+    """Its signal was sent at least once, unless its process was killed at that very moment."""
+    for work in _promised(evidence):
+        word = {"completed": "completed", "dead": "failed"}.get(expected_end(work))
+        if word is None or (work.kind == "large" and word == "failed"):
+            continue
+        if work.kind == "kdlq":
+            word = "processed"
+        if word not in evidence.signals.get(work.name, []) and not _was_killed(evidence, work):
+            yield f"no signal {word!r}: {evidence.traces_of(work.name)}"
+
+
+def _was_killed(evidence: Evidence, work: Work) -> bool:
+    """Whether the process it last ran in was killed before it could tell."""
+    begins = evidence.begins.get(work.name)
+    if not begins:
+        # Ended without a run: any worker may have recorded it.
+        ended = [letter.failed_at for letter in evidence.letters_of(work.name)]
+        return any(-1 < at - end < UNTOLD for at in evidence.killed.values() for end in ended)
+    for begin in begins[-2:]:
+        killed_at = evidence.killed.get(begin.pid)
+        ran_until = begin.at + work.ms / 1000
+        if killed_at is not None and killed_at - ran_until < UNTOLD:
+            return True
+    return False
+
+
+def each_key_keeps_its_order(evidence: Evidence) -> Iterator[str]:
+    """Of a key, what never failed took effect in the order it was enqueued in."""
+    if not evidence.engine.keeps_order:
+        return
+    order = {name: at for at, name in enumerate(evidence.committed)}
+    of_keys: dict[str, list[str]] = defaultdict(list)
+    for key, name in evidence.entries:
+        work = evidence.works.get(name)
+        is_sure = name in order and name not in evidence.unsure
+        if key and work is not None and is_sure and not work.fails and not work.delay:
+            of_keys[key].append(name)
+    for key, names in of_keys.items():
+        # What ran again outside a transaction counts as it was first.
+        names = list(dict.fromkeys(names))
+        wanted = sorted(names, key=order.__getitem__)
+        if names != wanted:
+            at = next(
+                i for i, (one, other) in enumerate(zip(names, wanted, strict=True)) if one != other
+            )
+            yield f"{key}: {names[at : at + 4]} where {wanted[at : at + 4]} was enqueued"
+
+
+def records_for_others_are_published_once(evidence: Evidence) -> Iterator[str]:
+    """Nobody here drops a second copy of them. A relay that dies, or loses its connection, before
+    it has noted what it published may publish that again."""
+    for name, count in evidence.records.items():
+        work = evidence.works.get(name)
+        if work is None or not work.commits:
+            yield f"never committed: {evidence.traces_of(name)}"
+        elif count > 1 and not _may_be_published_again(evidence, evidence.committed.get(name, 0)):
+            yield f"{count} times: {evidence.traces_of(name)}"
+
+
+def dead_letters_are_published_once(evidence: Evidence) -> Iterator[str]:
+    """Also after a crash, if they were recorded well before it."""
+    if not evidence.has_dead_records:
+        return
+    for work in _promised(evidence):
+        if expected_end(work) != "dead" or work.kind in ("kdlq", "large"):
+            continue
+        count = evidence.dead_records[work.name]
+        recorded = [letter.failed_at for letter in evidence.letters_of(work.name)]
+        if not count:
+            yield f"never: {evidence.traces_of(work.name)}"
+        elif (
+            count > _may_die(work)
+            and recorded
+            and not _may_be_published_again(evidence, max(recorded))
+        ):
+            yield f"{count} times: {evidence.traces_of(work.name)}"
+
+
+def _may_be_published_again(evidence: Evidence, at: float) -> bool:
+    return evidence.was_disturbed(at - 1.0, at + UNTOLD)
+
+
+def idle_queues_are_served_soon(evidence: Evidence) -> Iterator[str]:
+    """A job of a queue that has no other starts soon, whatever others do."""
+    usual = limit_of_probes(evidence)
+    for name, at in evidence.committed.items():
+        work = evidence.works[name]
+        slowness = _slowness(evidence, at - 1.0, at + usual)
+        limit = slowness * usual + _wait_for_lock(evidence, at, at + usual)
+        if work.kind != "probe" or evidence.was_disturbed(
+            at - CALM_AFTER, at + limit + NOTICED_LATE
+        ):
+            continue
+        begins = evidence.begins.get(name)
+        waited = min(begin.at for begin in begins) - at if begins else float("inf")
+        if waited > limit:
+            yield f"waited {waited:.2f} s, more than {limit:.2f}: {evidence.traces_of(name)}"
+
+
+def _slowness(evidence: Evidence, since: float, to: float) -> float:
+    """Return how many times slower the machine was then, since others used it too."""
+    return max([1.0, *(pace for at, pace in evidence.paces if since <= at <= to)])
+
+
+def _wait_for_lock(evidence: Evidence, since: float, to: float) -> float:
+    """Return how long a start may wait for SQLite's one lock, to judge by how long others did."""
+    if not evidence.engine.is_sqlite:
+        return 0.0
+    of_others = [took for at, took in evidence.writes if since <= at and at - took <= to]
+    return WRITES_TO_START * max(of_others, default=0.0)
+
+
+WRITES_TO_START = 4
+"""Transactions of a worker until a job begins on SQLite: its record, its lease, its marker, and
+one of somebody else in the same process."""
+
+
+def limit_of_probes(evidence: Evidence) -> float:
+    """Return how long a probe may wait: more on a machine on which an idle worker is slow too."""
+    idle = [
+        min(begin.at for begin in evidence.begins[name]) - evidence.committed[name]
+        for name, work in evidence.works.items()
+        if work.at < 0 and name in evidence.begins and name in evidence.committed
+    ]
+    return SOON + SLOWER * (median(idle) if idle else 0.0)
+
+
+def leases_are_gone_or_expire(evidence: Evidence) -> Iterator[str]:
+    """Nothing is held for ever, and nothing at all by those who left in order."""
+    for lease in evidence.leases:
+        if not lease.expires:
+            yield f"{lease.name} has no end"
+        elif not evidence.killed and not evidence.disturbances:
+            yield f"{lease.name} is left, and nobody was killed"
+
+
+def workers_end_in_order(evidence: Evidence) -> Iterator[str]:
+    """Asked to stop, with nothing left to run, each exits with 0."""
+    yield from evidence.workers_that_failed
+
+
+INVARIANTS: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+    everything_ends,
+    each_effect_is_there_once,
+    each_end_has_one_row,
+    each_end_is_told,
+    each_key_keeps_its_order,
+    records_for_others_are_published_once,
+    dead_letters_are_published_once,
+    idle_queues_are_served_soon,
+    leases_are_gone_or_expire,
+    workers_end_in_order,
+)
