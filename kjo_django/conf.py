@@ -127,6 +127,12 @@ class Settings:
     pausable_errors: tuple[str, ...] = option(
         texts, (), "Import paths of further exceptions that pause a partition."
     )
+    pause_budget: timedelta = option(
+        duration,
+        timedelta(hours=24),
+        "How long, from its first pause on, a message that met such an error keeps its place and "
+        "its attempts; then each counts.",
+    )
     timeout: timedelta | None = option(
         optional_duration, timedelta(minutes=30), "Longest run of one attempt; None: no limit."
     )

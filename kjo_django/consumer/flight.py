@@ -25,9 +25,14 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
 from kjo_django.consumer.batches import Started, call_step, concurrent_steps
-from kjo_django.consumer.connections import freshen_connections, undone_with_others
+from kjo_django.consumer.connections import (
+    drop_broken_connections,
+    freshen_connections,
+    undone_with_others,
+)
 from kjo_django.consumer.execution import Ran
 from kjo_django.consumer.leases import LeaseBook
+from kjo_django.consumer.outages import OUTAGES
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.recording import Recorder
 from kjo_django.consumer.timeouts import TimeoutWatch
@@ -225,5 +230,15 @@ class Flight:
             names = [delivery.lease for delivery in deliveries]
             self._leases.release(names, count_delivery=True)
         finally:
+            back = set(deferred)
+            self._give_back([one for one in started if one[0] in back])
             self._plain.let_go(started)
-            self._on_landed(deliveries, set(deferred))
+            self._on_landed(deliveries, back)
+
+    def _give_back(self, started: Sequence[Started]) -> None:
+        """Let others have at once what comes again; its lease would expire by itself."""
+        try:
+            self._plain.give_back(started)
+        except OUTAGES as error:
+            logger.warning("Leases of %d jobs are not given back: %s", len(started), error)
+            drop_broken_connections()

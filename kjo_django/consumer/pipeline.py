@@ -30,6 +30,7 @@ from kjo_django.consumer.flight import Flight
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.outages import OUTAGES, REFUSALS, Next, OutageRetry, Patience
 from kjo_django.consumer.outcomes import Resting, acknowledge, is_dead, log_skipped
+from kjo_django.consumer.pauses import keeps_place
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.poison import poison_outcome
 from kjo_django.consumer.recording import Recorder
@@ -89,6 +90,8 @@ class Pipeline:
     their deliveries.
 
     :param on_outcomes: told of every group's outcomes once they are durable.
+    :param on_pause: told of each outcome whose partition is to rest for its ``pause_seconds``,
+        before its message may be run again.
     :param stopping: set when the worker stops. Without it ``run_once`` raises all outages; with it,
         those that ``atomic=False`` handlers meet are waited out, their endings in hand.
     :param on_landed: where given, coroutines outside a transaction fly: ``run`` returns while they
@@ -104,6 +107,7 @@ class Pipeline:
         worker: str,
         on_outcomes: Callable[[Sequence[Outcome]], None],
         on_measure: Callable[[str, float], None] = lambda kind, seconds: None,
+        on_pause: Callable[[Outcome], None] = lambda outcome: None,
         stopping: threading.Event | None = None,
         on_landed: Callable[[Sequence[Delivery], Collection[Delivery]], None] | None = None,
         on_thread: Callable[[], None] = lambda: None,
@@ -111,6 +115,7 @@ class Pipeline:
         self._leases = leases
         self._worker = worker
         self._on_outcomes = on_outcomes
+        self._on_pause = on_pause
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
         self._one_by_one = threading.Lock()
@@ -314,7 +319,10 @@ class Pipeline:
         if mode is Mode.PLAIN:
             return self._turns.run(deliveries)
         if mode is Mode.CONCURRENT:
-            return self._settle(self._plain.run_at_once(deliveries))
+            outcomes = self._plain.run_at_once(deliveries)
+            deferred = self._settle(outcomes)
+            self._plain.give_back_of([o for o in outcomes if o.attempt and o.delivery in deferred])
+            return deferred
         if len(deliveries) > 1:
             try:
                 outcomes = self._atomic.run(deliveries)
@@ -330,7 +338,7 @@ class Pipeline:
                 freshen_connections(is_own=self._is_workers)
             else:
                 return self._settle(outcomes)
-        deferred: list[Delivery] = []
+        deferred = []
         resting = Resting()
         refused: DatabaseError | None = None
         for delivery in deliveries:
@@ -368,6 +376,8 @@ class Pipeline:
         for outcome in outcomes:
             if outcome.delivery.ending is not None:
                 outcome = _confirmed(outcome)
+            if outcome.pause_seconds is not None and self._is_workers:
+                self._pause(outcome)
             if outcome.result is Result.COMPLETED:
                 done.append(outcome)
             elif outcome.result is Result.DEFERRED:
@@ -382,6 +392,13 @@ class Pipeline:
         if to_record:
             deferred += self._record_failures(to_record, keep)
         return deferred
+
+    def _pause(self, outcome: Outcome) -> None:
+        """Let its partition rest, and leave the message in its place there if its time allows."""
+        if keeps_place(outcome):
+            outcome.result, outcome.reason = Result.DEFERRED, "paused"
+        if outcome.pause_seconds:
+            self._on_pause(outcome)
 
     def _record_failures(self, outcomes: list[Outcome], keep: Collection[str]) -> list[Delivery]:
         """Make failures durable, then acknowledge and announce them; returns what is deferred: with

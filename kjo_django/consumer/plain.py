@@ -125,6 +125,11 @@ class PlainRunner:
         """Let others have at once what was claimed and has no ending that was recorded."""
         row_leases.give_back(jobs_database(), _ids(started), self._leases.token)
 
+    def give_back_of(self, outcomes: Sequence[Outcome]) -> None:
+        """Let others have at once what ran and comes again."""
+        ids = [outcome.job["id"] for outcome in outcomes if outcome.job is not None]
+        row_leases.give_back(jobs_database(), ids, self._leases.token)
+
     def call(self, step: Sequence[Started]) -> list[Ran]:
         """Make one call, for a delivery or for a batch handler's several; return how each ended."""
         delivery, start, row = step[0]

@@ -47,6 +47,7 @@ class Delivery:
         "kind",
         "message",
         "mode",
+        "paused_since",
         "problem",
         "queue",
         "record",
@@ -77,6 +78,8 @@ class Delivery:
         """What it ended with, in hand until that is known to be durable: a failure that could not
         be recorded yet, a dead letter its topic refused, an outcome that could not be acknowledged,
         or a completion whose COMMIT was not answered."""
+        self.paused_since: datetime | None = None
+        """When it first met an error that pauses its partition; None: not in this worker."""
         self.is_settled = False
         """Whether its outcome is durable, acknowledged and announced: it is not to run again."""
         self.waiting_since = 0.0

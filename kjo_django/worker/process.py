@@ -144,6 +144,7 @@ class Worker:
             self._watch,
             worker=self.name,
             on_outcomes=self._on_outcomes,
+            on_pause=self._rest,
             on_measure=self.lanes.measure,
             stopping=self._stopping,
             on_landed=functools.partial(self.lanes.land, delay=HELD_ELSEWHERE_DELAY),
@@ -367,9 +368,6 @@ class Worker:
     def _on_outcomes(self, outcomes: Sequence[Outcome]) -> None:
         tell_waiters(outcomes)
         self.statistics.add(outcomes)
-        for outcome in outcomes:
-            if outcome.pause_seconds:
-                self._rest(outcome)
         with self._counting:
             self._settled += len(outcomes)
         if self._max_messages is not None and self._settled >= self._max_messages:

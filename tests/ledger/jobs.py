@@ -110,12 +110,14 @@ def hang(job: str, seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-@job(queue="ledger", takes_context=True)
-def rate_limited(context, job: str) -> None:
-    """Meet a rate limit once."""
-    if context.attempt == 1:
+@job(queue="ledger", key="key", max_attempts=1)
+def write_when_open(job: str, key: str, gate: str) -> None:
+    """Meet a rate limit until the file ``gate`` is there; note each call beside it."""
+    with Path(f"{gate}.calls").open("a") as calls:
+        calls.write(f"{job}\n")
+    if not Path(gate).exists():
         raise RateLimitExceededError("slow down")
-    Entry.objects.create(job=job)
+    Entry.objects.create(job=job, note=key)
 
 
 @job(queue="ledger")

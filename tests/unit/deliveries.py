@@ -67,6 +67,7 @@ class Bench:
             self.leases.show_alive()
         self.watch = TimeoutWatch()
         self.outcomes: list[Outcome] = []
+        self.pauses: list[Outcome] = []
         self.measured: list[str] = []
         self.stopping = Impatience()
         self.pipeline = Pipeline(
@@ -75,6 +76,7 @@ class Bench:
             worker=worker,
             on_outcomes=self.outcomes.extend,
             on_measure=lambda kind, seconds: self.measured.append(kind),
+            on_pause=self.pauses.append,
             stopping=self.stopping,  # type: ignore[arg-type]
         )
         self._poller = Poller(

@@ -283,8 +283,9 @@ def test_a_pausable_error_rests_the_others_and_spends_nothing_of_theirs(bench, s
     index.definition.enqueue_many(names(2))
     # When
     bench.run()
-    # Then: each of the batch has met it; nothing completes, nothing dies
-    assert set(states()) == {"failing"}
+    # Then: each of the batch has met it; nothing completes, nothing is spent
+    assert set(states()) == {"queued"}
+    assert set(Job.objects.values_list("attempts", flat=True)) == {0}
 
 
 # --- Who is in a batch ----------------------------------------------------------------------------

@@ -403,24 +403,24 @@ def test_what_waits_behind_a_pause_keeps_no_lease(make_bench):
     # Given jobs of one partition; one of them meets a rate limit
     bench, ran = make_bench(AMPLE, ERROR_RECOVERY_DELAYS={"rate_limit": 9}), []
 
-    def note(context, number):
+    def note(number):
         ran.append(number)
-        if number == 1 and context.attempt == 1:
+        if number == 1 and ran.count(1) == 1:
             raise RateLimitExceededError("slow down")
 
-    job = as_job(note, atomic=False, takes_context=True)
+    job = as_job(note, atomic=False)
     job.enqueue_many([{"number": n} for n in range(4)])
     # When
     deferred = bench.run()
     # Then
     assert ran == [0, 1]
-    assert [delivery.deliveries for delivery in deferred] == [1, 1]
+    assert [delivery.deliveries for delivery in deferred] == [1, 1, 1]
     assert (leased(), list(get_coordination().names("CONS:"))) == (0, [])
     assert not Job.objects.filter(state="queued").exclude(started_at=None).exists()
     # And another worker may have them at once
     another = make_bench(AMPLE, worker="another")
     another.run([another.read(delivery.record) for delivery in deferred])
-    assert ran == [0, 1, 2, 3]
+    assert sorted(ran) == [0, 1, 1, 2, 3]
 
 
 def test_behind_one_of_its_key_that_is_held_elsewhere_nothing_runs_and_nothing_is_held(make_bench):

@@ -1,0 +1,183 @@
+"""Errors that pause a partition: what met one keeps its place and its attempts, for a while."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from kjo_django.backends import get_coordination
+from kjo_django.consumer.work import Result
+from kjo_django.exceptions import CoordinationError, PausableError, RateLimitExceededError
+from kjo_django.models import DeadLetter, Job, JobFailure, Mark
+from tests.ledger import jobs as ledger
+from tests.unit.deliveries import as_job, entries, states
+from tests.unit.pipeline.bench import GOOD, both, reconfigured, settled
+
+KINDS = {
+    "a transaction": {},
+    "outside a transaction": {"atomic": False},
+    "a coroutine": {"atomic": False},
+    "a batch": {"batch": 5},
+    "a batch outside a transaction": {"batch": 5, "atomic": False},
+}
+
+
+class Service:
+    """A service that is away at first; handlers note in which order they reached it.
+
+    :param error: what is raised while it is away.
+    """
+
+    def __init__(self, error: type[Exception] = RateLimitExceededError) -> None:
+        self.is_away = True
+        self.calls: list[int] = []
+        self.reached: list[int] = []
+        self._error = error
+
+    def job(self, kind: str, **options):
+        def one(number):
+            self.calls.append(number)
+            if self.is_away:
+                raise self._error("slow down")
+            self.reached.append(number)
+
+        async def coroutine(number):
+            one(number)
+
+        def several(items):
+            for item in items:
+                one(item.payload["number"])
+
+        given = KINDS[kind] | options
+        function = coroutine if kind == "a coroutine" else several if "batch" in given else one
+        return as_job(function, "bench.calls_service", **given)
+
+
+@pytest.fixture
+def bench(settings, bench):
+    made = reconfigured(settings, bench, ERROR_RECOVERY_DELAYS={"rate_limit": 9})
+    yield made
+    made.close()
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_outage_costs_no_attempt_and_no_place(bench, transport, kind):
+    # Given three jobs of a key, each of which may be tried once
+    service = Service()
+    for number in range(3):
+        service.job(kind, max_attempts=1).using(key="k").enqueue(number=number)
+    deliveries = bench.poll()
+    # Lanes start one coroutine of a key at a time.
+    group = deliveries[:1] if kind == "a coroutine" else deliveries
+    # When what they need is away for a long time
+    for _ in range(4):
+        deferred = bench.run(group)
+        assert set(deferred) == set(group)
+    # Then the first was tried each time, nothing behind it, and nothing is spent
+    assert service.calls == [0] * 4
+    assert [outcome.pause_seconds for outcome in bench.pauses] == [9.0] * 4
+    assert (states(), bench.outcomes) == (["queued"] * 3, [])
+    assert set(Job.objects.values_list("attempts", "lease_token")) == {(0, "")}
+    assert not JobFailure.objects.exists()
+    assert not list(get_coordination().names("CONS:"))
+    # And once it is back they run in their order
+    service.is_away = False
+    assert bench.run(deliveries) == []
+    assert service.reached == [0, 1, 2]
+    assert (states(), bench.lag()) == (["completed"] * 3, 0)
+    assert not DeadLetter.objects.exists()
+    assert settled(bench)
+
+
+@both
+@pytest.mark.parametrize("kind", KINDS)
+def test_once_its_budget_is_used_up_each_pause_is_an_attempt(settings, bench, transport, kind):
+    # Given a message that was paused a while ago, by a worker that is gone
+    bench = reconfigured(settings, bench, PAUSE_BUDGET=timedelta(hours=2))
+    service = Service()
+    service.job(kind, max_attempts=2).enqueue(number=0)
+    deliveries = bench.poll()
+    assert bench.run(deliveries) == deliveries
+    (mark,) = Mark.objects.filter(name__startswith="PAUSED:")
+    Mark.objects.update(value=(timezone.now() - timedelta(hours=2)).isoformat())
+    again = bench.read(deliveries[0].record)
+    # When another worker meets the same
+    assert bench.run([again]) == []
+    bench.run_until_done()
+    # Then
+    assert bench.results == [Result.RETRIED, Result.DEAD]
+    assert len(bench.pauses) == 3
+    assert DeadLetter.objects.get().reason == "exhausted"
+    assert mark.expires_at > timezone.now() + timedelta(days=1)
+
+
+@both
+def test_a_message_nobody_enqueued_here_keeps_its_place_too(bench, transport):
+    # Given
+    service = Service()
+    service.job("a transaction")
+    bench.publish(b'{"number": 7}', **GOOD | {"kjo_type": "bench.calls_service"})
+    deliveries = bench.poll()
+    # When
+    deferred = bench.run(deliveries)
+    # Then it has no row, no retry and no dead letter
+    assert deferred == deliveries
+    assert not Job.objects.exists()
+    service.is_away = False
+    assert bench.run(deferred) == []
+    assert service.reached == [7]
+    assert settled(bench)
+
+
+def test_others_of_its_partition_wait_with_it_and_others_go_on(bench):
+    service = Service()
+    service.job("a transaction").enqueue_many([{"number": n} for n in range(3)])
+    ledger.write.enqueue(job="behind")
+    deliveries = bench.poll()
+    assert bench.run(deliveries) == deliveries
+    assert (service.calls, entries()) == ([0], {})
+
+
+def test_an_error_of_no_class_rests_for_the_first_back_off(bench):
+    service = Service(PausableError)
+    service.job("a transaction").enqueue(number=0)
+    bench.run()
+    assert [outcome.pause_seconds for outcome in bench.pauses] == [1.0]
+
+
+def test_without_coordination_a_worker_remembers_its_own_pauses(settings, bench, monkeypatch):
+    # Given
+    bench = reconfigured(settings, bench, PAUSE_BUDGET=timedelta(hours=2))
+    service = Service()
+    service.job("a transaction", max_attempts=1).enqueue(number=0)
+    deliveries = bench.poll()
+
+    def refuse(*arguments, **named):
+        raise CoordinationError("away")
+
+    for name in ("get_marks", "set_marks"):
+        monkeypatch.setattr(get_coordination(), name, refuse)
+    # When
+    assert bench.run(deliveries) == deliveries
+    (delivery,) = deliveries
+    delivery.paused_since -= timedelta(hours=3)
+    # Then
+    assert bench.run(deliveries) == []
+    assert bench.results == [Result.DEAD]
+
+
+def test_a_command_that_runs_a_job_itself_has_no_partition_to_rest(bench):
+    """It does not wait: the attempt counts, as it did."""
+    from kjo_django.consumer.pipeline import Pipeline
+
+    service = Service()
+    service.job("a transaction").enqueue(number=0)
+    deliveries = bench.poll()
+    pipeline = Pipeline(
+        bench.leases, bench.watch, worker="command", on_outcomes=bench.outcomes.extend
+    )
+    assert pipeline.run_once(deliveries, deliveries[0].mode) == []
+    assert bench.results == [Result.RETRIED]
