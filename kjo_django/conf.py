@@ -33,6 +33,7 @@ from kjo_django.values import (
     optional_lifetime,
     optional_text,
     read_options,
+    refuse_unknown,
     short_text,
     text,
     texts,
@@ -320,6 +321,20 @@ def _sent_ttl(given: QueueOptions, conf: Settings) -> timedelta:
 
 _queue_cache: dict[str, tuple[Settings, QueueConf]] = {}
 _declared: dict[str, dict[str, Any]] = {}
+
+
+def check_queue_options(options: Mapping[str, Any], function: str, *own: str) -> None:
+    """Check what a function passes on as the options of a queue.
+
+    :param function: how its caller wrote it.
+    :param own: names of the function's own options, which may be meant.
+    :raises TypeError: an option is not known; says which one was meant.
+    :raises ValueError: the value of one means nothing.
+    """
+    refuse_unknown(options, {*own, *(field.name for field in fields(QueueOptions))}, function)
+    _, problems = convert(QueueOptions, options, f"{function}()")
+    if problems:
+        raise ValueError(str(problems[0]))
 
 
 def declare_queue(name: str, **options: Any) -> None:

@@ -272,6 +272,9 @@ def _declared_for(topic: str) -> str | None:
     return next((name for name in queues if (queues[name].get("topic") or name) == topic), None)
 
 
+_OPTIONS = ("group", "versions", "max_attempts", "timeout", "atomic", "takes_context")
+
+
 def event_handler(
     type: str,
     *,
@@ -297,9 +300,12 @@ def event_handler(
     :param max_attempts: executions before an event is dead-lettered.
     :param atomic: as of ``@job``.
     :param queue_options: of the queue made for the topic, see ``KJO["QUEUES"]``.
+    :raises TypeError: there is no such option.
+    :raises ValueError: the value of one means nothing.
     """
     if not isinstance(type, str) or not 0 < len(type) <= MAX_TYPE_LENGTH:
         raise ValueError(f"event_handler: type must be text of 1 to {MAX_TYPE_LENGTH} characters")
+    conf.check_queue_options(queue_options, "event_handler", *_OPTIONS)
     if len(group or "") > MAX_NAME_LENGTH:
         raise ValueError(f"event_handler: group must have at most {MAX_NAME_LENGTH} characters")
 

@@ -277,6 +277,7 @@ def kdlq_handler(
     """
     if not isinstance(id, str) or not 0 < len(id.strip()) <= MAX_ID_LENGTH:
         raise ImproperlyConfigured(f"kdlq_handler: id must have 1 to {MAX_ID_LENGTH} characters")
+    conf.check_queue_options(queue_options, "kdlq_handler", "config", "from_dlq")
 
     def declare(processor: F) -> F:
         if inspect.iscoroutinefunction(processor):

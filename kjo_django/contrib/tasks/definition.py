@@ -151,6 +151,7 @@ def task(
 
     Django 6.0's own decorator takes none but its own; for the rest the two are the same.
     """
+    refuse_unknown(options, {*CHECKS, "run_after"}, "task")
     if "run_after" in options:
         raise TypeError("run_after is no option of the decorator; use .using(run_after=…)")
 

@@ -51,7 +51,9 @@ class Command(KjoCommand):
             )
             for worker in workers
         ]
-        self.table([("worker", "queues", "running", "processed", "failed", "heartbeat"), *rows])
+        self.table(
+            [("worker", "queues", "in hand/lanes", "processed", "failed", "heartbeat"), *rows]
+        )
 
     def _queues(self, answer: Any) -> list[tuple[object, ...]]:
         return [

@@ -8,7 +8,9 @@ from datetime import timedelta
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django import Queue, conf, job, registry
+from kjo_django import Queue, conf, event_handler, job, registry
+from kjo_django.contrib.tasks import task
+from kjo_django.kdlq import kdlq_handler
 from kjo_django.models import Job
 from kjo_django.retries import Backoff
 from tests.ledger.jobs import write
@@ -149,6 +151,39 @@ def test_a_queues_handler_names_itself(queue, declare):
             queue.execute(print, time_limit=5)
         else:
             queue.handler(time_limit=5)
+
+
+@pytest.mark.parametrize(
+    ("declare", "error", "says"),
+    [
+        (
+            lambda: event_handler("T", topic="optional-events", retries=3),
+            TypeError,
+            "event_handler() has no option 'retries'. Did you mean 'max_attempts'?",
+        ),
+        (
+            lambda: event_handler("T", topic="optional-events", concurrency=0),
+            ValueError,
+            "event_handler()['concurrency'] must be a whole number, at least 1, not 0.",
+        ),
+        (
+            lambda: kdlq_handler("c", topic="optional-events", max_attempt=3),
+            TypeError,
+            "kdlq_handler() has no option 'max_attempt'. Did you mean 'max_attempts'?",
+        ),
+        (
+            lambda: task(retries=3),
+            TypeError,
+            "task() has no option 'retries'. Did you mean 'max_attempts'?",
+        ),
+    ],
+    ids=["event", "event value", "kdlq", "task"],
+)
+def test_other_decorators_name_themselves_at_once(declare, error, says):
+    """Or ``manage.py check`` ends in a traceback that blames a setting nobody has written."""
+    with pytest.raises(error, match=re.escape(says)):
+        declare()
+    assert "optional-events" not in conf.declared_queues()
 
 
 def test_arguments_of_a_job_are_given_by_keyword():
