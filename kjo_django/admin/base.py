@@ -28,6 +28,7 @@ from kjo_django.admin.telling import Tell, attempted
 from kjo_django.operations.auditing import log_entries
 from kjo_django.operations.counting import bounded_count
 from kjo_django.operations.inert import InertName, inert
+from kjo_django.operations.redaction import hide_texts
 
 if TYPE_CHECKING:
     BaseModelAdmin = admin.ModelAdmin[Any]
@@ -103,6 +104,8 @@ class KjoAdmin(BaseModelAdmin):
     def get_changelist_instance(self, request: HttpRequest) -> Any:
         """Spell out in the rows' own texts what would turn the text round them about."""
         changes = super().get_changelist_instance(request)
+        if not self.may(request, "view_payload"):
+            hide_texts(changes.result_list)
         for row in changes.result_list:
             inert_row(row)
         return changes
@@ -247,6 +250,10 @@ class KjoAdmin(BaseModelAdmin):
             if obj is not None and self._is_allowed(request, button)
         ]
         # From here on they are only shown; plain columns are what others wrote, too.
+        if not self.may(request, "view_payload"):
+            inlines = context["inline_admin_formsets"]
+            shown = [form.instance for each in inlines for form in each.formset.forms]
+            hide_texts([*([] if obj is None else [obj]), *shown])
         if obj is not None:
             inert_row(obj)
             context["original"] = InertName(obj)

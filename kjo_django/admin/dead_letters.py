@@ -122,7 +122,7 @@ class DeadLetterAdmin(KjoAdmin):
     @admin.display(description=_("error"))
     def shown_short_error(self, letter: DeadLetter) -> str:
         """Return the beginning of the error."""
-        text = f"{letter.error_type}: {letter.error}" if letter.error_type else letter.error
+        text = ": ".join(filter(None, (letter.error_type, letter.error)))
         return inert(text[:120]) + ("…" if len(text) > 120 else "")
 
     @admin.display(description=_("error"))

@@ -102,7 +102,7 @@ class JobAdmin(KjoAdmin):
     list_display = ("handler", "shown_state", "queue", "unique_id", "shown_attempts", "created_at")
     list_filter = (JobStateFilter, QueueFilter, HandlerFilter)
     search_fields = ("=id", "=unique_id")
-    search_help_text = _("The exact id of a job, or its exact unique id.")
+    search_help_text = _("The exact id of a job, or its exact unique id if you may see payloads.")
     never_listed = ("payload", "result")
     inlines = (JobFailureInline,)
     actions = ("requeue", "cancel")
@@ -137,7 +137,9 @@ class JobAdmin(KjoAdmin):
         term = search_term.strip()
         if not term:
             return queryset, False
-        wanted = Q(queue__in=registry.queue_names(), unique_id=term)
+        wanted = Q(pk__in=[])
+        if may_see_payloads(request):
+            wanted |= Q(queue__in=registry.queue_names(), unique_id=term)
         try:
             wanted |= Q(pk=uuid.UUID(term))
         except ValueError:

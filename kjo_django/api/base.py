@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from django.apps import apps
 from django.http import Http404
-from rest_framework.exceptions import ValidationError
+from rest_framework.exceptions import PermissionDenied, ValidationError
 from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -105,6 +105,14 @@ class KjoView(APIView):  # type: ignore[misc]
     def sees_payloads(self) -> bool:
         """Whether payloads, results and tracebacks are shown."""
         return may(self.request, VIEW_PAYLOAD)
+
+    def refuse_texts(self, values: Mapping[str, Any]) -> None:
+        """Refuse a filter that would tell what may quote a payload.
+
+        :raises PermissionDenied: it has one, and the user may not see payloads.
+        """
+        if values.get("error") is not None and not self.sees_payloads:
+            raise PermissionDenied("To search error texts takes the permission to see payloads.")
 
     # --- Changing ---------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class ReplayView(KjoView):
     def post(self, request: Request) -> Response:
         """Replay the open dead letters a selection takes, oldest first."""
         body = self.body(shapes.BulkReplayBody)
+        self.refuse_texts(body)
         selection, audit = shapes.selected(body), self.audit("Replayed.")
         if body["dry_run"]:
             limit = body.get("limit") or PREVIEW_LIMIT
@@ -74,6 +75,7 @@ class DiscardView(KjoView):
     def post(self, request: Request) -> Response:
         """Close the open dead letters a selection takes, without running them again."""
         body = self.body(shapes.BulkDiscardBody)
+        self.refuse_texts(body)
         selection, note = shapes.selected(body), body["note"]
         if body["dry_run"]:
             count = bounded_count(dead_letters.select(selection))

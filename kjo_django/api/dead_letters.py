@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from django.db.models import QuerySet
@@ -22,6 +23,7 @@ from kjo_django.models import DeadLetter, DeadLetterState
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.fingerprints import error_groups
+from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.reports import ReplayReport
 from kjo_django.producer.dispatch import jobs_database
 
@@ -45,8 +47,12 @@ class DeadLettersView(KjoView):
         """List dead letters, newest first, without what they held. The open ones, unless `state`
         says otherwise."""
         query = self.query(shapes.LetterQuery)
+        self.refuse_texts(query)
         found = page(*_selected(query), cursor=query.get("cursor"), limit=query["limit"])
-        answer = {"results": [summary(row) for row in found.rows], "next_cursor": found.next_cursor}
+        answer = {
+            "results": [summary(self, row) for row in found.rows],
+            "next_cursor": found.next_cursor,
+        }
         return Response(shapes.DeadLetterPage(answer).data)
 
 
@@ -59,7 +65,10 @@ class GroupsView(KjoView):
     def get(self, request: Request) -> Response:
         """Group open dead letters by fingerprint: the same error in the same place."""
         query = self.query(shapes.GroupQuery)
+        self.refuse_texts(query)
         groups = error_groups(shapes.selected(query), limit=query["limit"])
+        if not self.sees_payloads:
+            groups = [replace(group, error="") for group in groups]
         return Response(shapes.ErrorGroups({"results": groups}).data)
 
 
@@ -76,7 +85,7 @@ class DeadLetterView(KjoView):
         letter = rows.defer(*(() if self.sees_payloads else _LARGE)).filter(pk=id_of(id)).first()
         if letter is None:
             raise Http404
-        answer = summary(letter) | {name: getattr(letter, name) for name in _DETAILS}
+        answer = summary(self, letter) | {name: getattr(letter, name) for name in _DETAILS}
         if self.sees_payloads:
             answer |= {
                 **({} if letter.key is None else {"key": shown_text(letter.key)}),
@@ -110,7 +119,7 @@ class ReplayView(KjoView):
             actor=self.actor,
             on_changed=self.audit("Replayed."),
         )
-        return replayed(letter, report)
+        return replayed(self, letter, report)
 
 
 class EditView(KjoView):
@@ -148,7 +157,7 @@ class EditView(KjoView):
             )
         except ValueError as error:
             raise ValidationError({"payload": str(error)}) from None
-        return replayed(letter, report)
+        return replayed(self, letter, report)
 
 
 class DiscardView(KjoView):
@@ -176,7 +185,7 @@ class DiscardView(KjoView):
         )
         if not count:
             raise Conflict(f"The dead letter is {find(id).state} already.")
-        return told("discarded", letter)
+        return told(self, "discarded", letter)
 
 
 # --- Details --------------------------------------------------------------------------------------
@@ -197,25 +206,27 @@ def find(id: str) -> DeadLetter:
     return letter
 
 
-def summary(letter: DeadLetter) -> dict[str, Any]:
-    """Return what is told of a dead letter in a list."""
+def summary(view: KjoView, letter: DeadLetter) -> dict[str, Any]:
+    """Return what is told this user of a dead letter in a list."""
+    if not view.sees_payloads:
+        hide_texts([letter])
     return {name: getattr(letter, name) for name in _PLAIN} | {"job": letter.job_id}
 
 
-def told(outcome: str, letter: DeadLetter) -> Response:
+def told(view: KjoView, outcome: str, letter: DeadLetter) -> Response:
     """Answer with an outcome and the letter after it."""
-    answer = {"outcome": outcome, "dead_letter": summary(find(str(letter.pk)))}
+    answer = {"outcome": outcome, "dead_letter": summary(view, find(str(letter.pk)))}
     return Response(shapes.LetterOutcome(answer).data)
 
 
-def replayed(letter: DeadLetter, report: ReplayReport) -> Response:
+def replayed(view: KjoView, letter: DeadLetter, report: ReplayReport) -> Response:
     """Answer with what came of replaying one dead letter.
 
     :raises Conflict: it was refused, or is not open.
     :raises Unavailable: the transport did not take it.
     """
     if report.replayed:
-        return told("replayed", letter)
+        return told(view, "replayed", letter)
     detail = report.samples[0]["detail"] if report.samples else ""
     if report.failed:
         raise Unavailable(f"The message was not accepted, the dead letter stays open: {detail}")

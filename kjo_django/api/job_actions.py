@@ -52,12 +52,12 @@ class CancelView(KjoView):
         result = outcome_of(outcomes)
         if result == CancelResult.PROCESSING and abort:
             self.audit("Asked to end.")([job])
-            return told(result, job.pk, status.HTTP_202_ACCEPTED)
+            return told(self, result, job.pk, status.HTTP_202_ACCEPTED)
         if result == CancelResult.PROCESSING:
             raise Conflict("The job is being processed; `abort` asks it to end.")
         if result != CancelResult.CANCELLED:
             raise Conflict(f"The job has {result} already; its record stays.")
-        return told(result, job.pk)
+        return told(self, result, job.pk)
 
 
 class RequeueView(KjoView):
@@ -78,7 +78,7 @@ class RequeueView(KjoView):
         self.body(shapes.NoBody)
         job = find(id)
         outcomes = jobs.requeue([job.pk], actor=self.actor, on_changed=self.audit("Requeued."))
-        return answer_of(outcomes, {RequeueResult.REQUEUED}, job.pk)
+        return answer_of(self, outcomes, {RequeueResult.REQUEUED}, job.pk)
 
 
 class RunNowView(KjoView):
@@ -101,7 +101,7 @@ class RunNowView(KjoView):
         outcomes = rescheduling.run_now(
             [job.pk], actor=self.actor, on_changed=self.audit("Run now.")
         )
-        return answer_of(outcomes, {RunNowResult.DUE, RunNowResult.UNCHANGED}, job.pk)
+        return answer_of(self, outcomes, {RunNowResult.DUE, RunNowResult.UNCHANGED}, job.pk)
 
 
 class ChangeQueueView(KjoView):
@@ -128,13 +128,13 @@ class ChangeQueueView(KjoView):
             )
         except ValueError as error:
             raise ValidationError({"queue": str(error)}, code="unknown") from None
-        return answer_of(outcomes, {MoveResult.MOVED, MoveResult.UNCHANGED}, job.pk)
+        return answer_of(self, outcomes, {MoveResult.MOVED, MoveResult.UNCHANGED}, job.pk)
 
 
 # --- Details --------------------------------------------------------------------------------------
 
 
-def answer_of(outcomes: Outcomes, good: set[Any], id: Any) -> Response:
+def answer_of(view: KjoView, outcomes: Outcomes, good: set[Any], id: Any) -> Response:
     """Answer with what a request about one job ended with.
 
     :param good: the results that are no refusal.
@@ -143,7 +143,7 @@ def answer_of(outcomes: Outcomes, good: set[Any], id: Any) -> Response:
     """
     result = outcome_of(outcomes)
     if result in good:
-        return told(result, id)
+        return told(view, result, id)
     if result == RequeueResult.FORBIDDEN:
         raise PermissionDenied("An internal job takes the permission of what it does as well.")
     raise Conflict(REFUSALS.get(result, f"The job has {result} already; its record stays."))
@@ -160,7 +160,7 @@ def outcome_of(outcomes: Outcomes) -> str:
     return result
 
 
-def told(outcome: str, id: Any, code: int = status.HTTP_200_OK) -> Response:
+def told(view: KjoView, outcome: str, id: Any, code: int = status.HTTP_200_OK) -> Response:
     """Answer with an outcome and the job after it."""
-    answer = {"outcome": outcome, "job": summaries([find(str(id))])[0]}
+    answer = {"outcome": outcome, "job": summaries(view, [find(str(id))])[0]}
     return Response(shapes.JobOutcome(answer).data, status=code)

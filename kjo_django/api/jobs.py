@@ -29,7 +29,7 @@ from kjo_django.operations import search
 from kjo_django.operations.job_filter import JobFilter
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import progress_of
-from kjo_django.operations.redaction import shown_headers
+from kjo_django.operations.redaction import hide_texts, shown_headers
 from kjo_django.operations.waiting import Awaited, Waiter
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import JobState, JobStatus
@@ -79,7 +79,7 @@ class JobsView(KjoView):
         except ValueError as error:
             raise ValidationError({"cursor": str(error)}) from None
         answer = {
-            "results": summaries(found.rows),
+            "results": summaries(self, found.rows),
             "next_cursor": found.next,
             "is_windowed": found.is_windowed,
         }
@@ -104,6 +104,8 @@ class JobsView(KjoView):
         result = enqueue(self.body(shapes.EnqueueBody), self.audit("Enqueued.", is_new=True))
         job = _rows().get(pk=result.job_id)
         answer = {name: getattr(job, name) for name in _PLAIN} | {"is_new": result.is_new}
+        if not result.is_new and not self.sees_payloads:
+            answer["key"] = ""  # of what somebody else has enqueued
         return Response(
             shapes.Enqueued(answer).data,
             status=status.HTTP_201_CREATED if result.is_new else status.HTTP_200_OK,
@@ -188,13 +190,17 @@ def _filter(view: KjoView, query: dict[str, Any]) -> JobFilter:
         found = search.parse(query.get("q", ""))
     except ValueError as error:
         raise ValidationError({"q": str(error)}) from None
-    if found.arguments and not view.sees_payloads:
-        raise PermissionDenied("To search payloads takes the permission to see them.")
     given = {name: query[name] for name in shapes.SEARCHED if name in query}
     twice = [name for name in given if getattr(found, name) is not None]
     if twice:
         raise ValidationError(dict.fromkeys(twice, "Given in `q` too."))
-    return replace(found, **given)
+    found = replace(found, **given)
+    if view.sees_payloads:
+        return found
+    try:
+        return found.limited()
+    except ValueError as error:
+        raise PermissionDenied(str(error)) from None
 
 
 def statuses(rows: Sequence[Job]) -> dict[Any, JobStatus]:
@@ -209,9 +215,11 @@ def statuses(rows: Sequence[Job]) -> dict[Any, JobStatus]:
     return {row.pk: row.status_with(leased=leases.get(row.pk) in live) for row in rows}
 
 
-def summaries(rows: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return what is told of each job in a list."""
+def summaries(view: KjoView, rows: Sequence[Job]) -> list[dict[str, Any]]:
+    """Return what is told this user of each job in a list."""
     status_of = statuses(rows)
+    if not view.sees_payloads:
+        hide_texts(rows)
     return [
         {
             **{name: getattr(row, name) for name in _PLAIN},
@@ -232,7 +240,7 @@ def detail(view: KjoView, id: str) -> dict[str, Any]:
         raise Http404
     progress = progress_of([job.pk]).get(str(job.pk)) if job.state in states.OPEN else None
     answer: dict[str, Any] = {
-        **summaries([job])[0],
+        **summaries(view, [job])[0],
         **{name: getattr(job, name) for name in _DETAILS},
         "progress": progress and {"percent": progress.percent, "text": progress.text},
         "failures": _failures(job, view.sees_payloads),
@@ -250,7 +258,10 @@ def detail(view: KjoView, id: str) -> dict[str, Any]:
 def _failures(job: Job, sees_payloads: bool) -> list[dict[str, Any]]:
     names = (*_ATTEMPT, "traceback") if sees_payloads else _ATTEMPT
     rows = JobFailure.objects.using(jobs_database()).filter(job=job).order_by("-pk").only(*names)
-    return shapes.dicts(list(rows[:HISTORY])[::-1], names)
+    found = list(rows[:HISTORY])[::-1]
+    if not sees_payloads:
+        hide_texts(found)
+    return shapes.dicts(found, names)
 
 
 def _letters(job: Job) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from kjo_django.api.problems import Conflict
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations import workers
 from kjo_django.operations.assignments import assignments, rebalanced_at
+from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.status import alive_within
 from kjo_django.operations.workers import AskResult
 from kjo_django.producer.dispatch import jobs_database
@@ -135,6 +136,8 @@ class WorkerView(KjoView):
         """Tell of one worker."""
         row = find(id)
         held = assignments(row.partitions)
+        if not self.sees_payloads:
+            hide_texts([row])
         answer = summary(row) | {name: getattr(row, name) for name in _DETAILS}
         answer |= {"partitions": held, "rebalanced_at": rebalanced_at(held)}
         return Response(WorkerDetail(answer).data)

@@ -138,7 +138,7 @@ class Job(models.Model):
         )
 
     def __str__(self) -> str:
-        return f"{self.handler} {self.unique_id or self.id}"
+        return f"{self.handler} {self.id}"
 
     @property
     def message_id(self) -> str:

@@ -19,12 +19,12 @@ from django.utils.dateparse import parse_datetime
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.consumer.context import JobContext
-from kjo_django.exceptions import Retry
+from kjo_django.exceptions import PermanentError, Retry
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters, jobs, rescheduling, search
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.internal import Action, Request, actor_of
+from kjo_django.operations.internal import Action, Request, UserActor, actor_of
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.reports import ReplayReport, checked_rate
 from kjo_django.operations.rows import Observer, Progress, no_progress
@@ -196,7 +196,7 @@ def change_jobs(context: JobContext, **payload: Any) -> dict[str, Any]:
     # What has ended since was run again by an earlier attempt of this very job, or by others. It is
     # not to change itself either.
     ended_since = Q(finished_at__gte=_moment(request.asked_at))
-    found = search.find(search.parse(request.filter)).exclude(ended_since)
+    found = search.find(_as_seen_by(actor, search.parse(request.filter))).exclude(ended_since)
     found = found.exclude(pk=context.job_id)
     progress = _telling(context, bounded_count(found), request.rate)
     outcomes = _change(request.action, found, actor, request.note, request.queue, None, progress)
@@ -250,6 +250,16 @@ def _telling(context: JobContext, total: int, rate: float | None = None) -> Prog
         context.raise_if_aborted()
 
     return tell
+
+
+def _as_seen_by(actor: str, selection: JobFilter) -> JobFilter:
+    """Return what a user means by it: one who may not see payloads does not search them."""
+    if not isinstance(actor, UserActor) or actor.user.has_perm("kjo_django.view_payload"):
+        return selection
+    try:
+        return selection.limited()
+    except ValueError as error:
+        raise PermanentError(f"{actor}: {error}") from None
 
 
 # --- Filters as JSON ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, time, timedelta
 from typing import Any
 from uuid import UUID
@@ -29,6 +29,9 @@ MAX_LENGTH = 40_000
 MAX_IDS = 1000
 MAX_WORDS = 100
 """Each is a condition of its own; a thousand are more than SQLite takes."""
+NEEDS_PAYLOADS = (
+    "To search payloads, keys, unique ids and error texts takes the permission to see payloads."
+)
 _UNITS = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60, "s": 1}
 
 Moment = datetime | timedelta
@@ -58,6 +61,19 @@ class JobFilter:
     """Paths into the payload, such as ``order.id``, and what is to be found there."""
     words: tuple[str, ...] = ()
     """Each is the id, unique id or key, or a part of the handler's name or of the error."""
+
+    is_limited: bool = field(default=False, compare=False)
+    """Words are looked for in ids and names of handlers only."""
+
+    def limited(self) -> JobFilter:
+        """Return it for who may not see payloads: what is found tells what is in there.
+
+        :raises ValueError: it asks for what a payload holds, or for what may quote one.
+        """
+        asked = [name for name in ("key", "unique_id", "error") if getattr(self, name) is not None]
+        if asked or self.arguments:
+            raise ValueError(NEEDS_PAYLOADS)
+        return replace(self, is_limited=True)
 
     @property
     def is_empty(self) -> bool:
@@ -241,4 +257,7 @@ def _quoted(text: str, *, is_word: bool = False) -> str:
     return text if is_plain else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
-assert {field.name for field in fields(JobFilter)} == {*_QUALIFIERS.values(), "arguments", "words"}
+assert {each.name for each in fields(JobFilter)} == {
+    *_QUALIFIERS.values(),
+    *("arguments", "words", "is_limited"),
+}

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
+
+from django.db.models import Max, Model
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, load_result, load_value, serializer_for
-from kjo_django.models import DeadLetter, Job
+from kjo_django.models import DeadLetter, Job, JobFailure, Worker
+from kjo_django.producer.dispatch import jobs_database
 
 REDACTED = "[redacted]"
 LONGEST_SHOWN = 100_000
@@ -194,6 +197,41 @@ def hidden_by(handler: str) -> tuple[str, ...]:
     if found is not None:
         return found.options.redact
     return tuple({name for each in registry.handlers() for name in each.options.redact})
+
+
+# --- What rows tell beside their payload ----------------------------------------------------------
+
+
+def hide_texts(rows: Iterable[Model]) -> None:
+    """Take from rows that are shown, and not saved, what may quote a payload: for who may not see
+    those.
+
+    Of a job its key and unique id, and its error becomes the type of the latest attempt's; of a
+    failed attempt, a dead letter and a worker, the error's text. Types are columns of their own.
+    """
+    failed: list[Job] = []
+    for row in rows:
+        if isinstance(row, Job):
+            row.key, row.unique_id = "", None
+            if row.error:
+                failed.append(row)
+        elif isinstance(row, JobFailure | DeadLetter):
+            row.error = ""
+        elif isinstance(row, Worker):
+            row.last_error = ""
+    types = _error_types([job.pk for job in failed])
+    for job in failed:
+        job.error = types.get(job.pk) or REDACTED
+
+
+def _error_types(jobs: Sequence[Any]) -> dict[Any, str]:
+    """Return the type of each job's latest error, where an attempt has noted one."""
+    if not jobs:
+        return {}
+    failures = JobFailure.objects.using(jobs_database())
+    newest = failures.filter(job_id__in=jobs).order_by().values("job_id").annotate(last=Max("pk"))
+    keys = [row["last"] for row in newest]
+    return dict(failures.filter(pk__in=keys).values_list("job_id", "error_type"))
 
 
 # --- What comes back ------------------------------------------------------------------------------

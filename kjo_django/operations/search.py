@@ -224,7 +224,7 @@ class _Look:
         if given.attempts is not None:
             rest &= Q(attempts__gte=given.attempts)
         for word in given.words:
-            rest &= _says(word)
+            rest &= _says(word, is_limited=given.is_limited)
         return rest
 
     # --- Payloads ---------------------------------------------------------------------------------
@@ -286,8 +286,10 @@ def running() -> list[UUID]:
     return ids
 
 
-def _says(word: str) -> Q:
-    says = Q(handler__icontains=word) | Q(error__icontains=word) | Q(key=word) | Q(unique_id=word)
+def _says(word: str, *, is_limited: bool) -> Q:
+    says = Q(handler__icontains=word)
+    if not is_limited:
+        says |= Q(error__icontains=word) | Q(key=word) | Q(unique_id=word)
     try:
         return says | Q(pk=UUID(word))
     except ValueError:

@@ -45,8 +45,30 @@ def test_the_open_ones_are_listed_unless_others_are_wanted(operator: APIClient) 
     assert [each["id"] for each in operator.get(URL).json()["results"]] == [str(kept.pk)]
 
 
+def test_what_may_quote_a_payload_needs_the_permission_for_payloads(login: Login) -> None:
+    # Given
+    letter = DeadLetterFactory(error="no ada", error_type="shop.NotFound")
+    blind, seeing = login("view_deadletter"), login("view_deadletter", "view_payload")
+    # When, then
+    for place in (URL, f"{URL}groups/", url(letter)):
+        hidden, shown = blind.get(place).content.decode(), seeing.get(place).content.decode()
+        assert "no ada" not in hidden
+        assert "no ada" in shown
+        assert "shop.NotFound" in hidden, "by which errors are told apart"
+    # Nor is it found by guessing
+    acting = login("view_deadletter", "replay_dlq", "discard_dlq")
+    for answer in (
+        blind.get(URL, {"error": "ada"}),
+        blind.get(f"{URL}groups/", {"error": "ada"}),
+        acting.post(f"{URL}replay/", {"error": "ada", "dry_run": True}),
+        acting.post(f"{URL}discard/", {"error": "ada", "note": "x", "dry_run": True}),
+    ):
+        assert "takes the permission to see payloads" in problem_of(answer, 403)["detail"]
+
+
 @pytest.mark.parametrize("state", ["open", "discarded"])
-def test_every_filter_restricts(operator: APIClient, state: str) -> None:
+def test_every_filter_restricts(login: Login, state: str) -> None:
+    operator = login("view_deadletter", "view_payload")
     now = timezone.now()
     closed = {"discarded": True} if state == "discarded" else {}
     DeadLetterFactory(failed_at=now - timedelta(days=1), **closed)

@@ -245,6 +245,34 @@ def test_payloads_are_for_those_with_the_permission(operator, rows):
     assert "&quot;a&quot;: 1" in full.get(addresses[1]).content.decode()
 
 
+def test_what_may_quote_a_payload_is_for_those_with_the_permission(operator):
+    # Given
+    quoted = ("ada@example.org", "ada-1", "no ada")
+    job = JobFactory(failed=True, key=quoted[0], unique_id=quoted[1], error=quoted[2])
+    JobFailureFactory(job=job, error=quoted[2], error_type="shop.NotFound")
+    letter = DeadLetterFactory(job=job, error=quoted[2], error_type="shop.NotFound")
+    WorkerFactory(last_error=quoted[2])
+    seen = ("view_dashboard", "view_job", "view_deadletter")
+    blind, seeing = operator(*seen), operator(*seen, "view_payload")
+    # When, then
+    addresses = [url(name) for name in ("jobs", "dead_letters", "letters", "consumers")]
+    for address in (*addresses, url("job", job.pk), url("letter", letter.pk)):
+        page = blind.get(address).content.decode()
+        assert not [text for text in quoted if text in page], address
+        assert "no ada" in seeing.get(address).content.decode(), address
+        # And errors are told apart all the same
+        assert "shop.NotFound" in page or address == url("consumers")
+    # Nor is it found by guessing
+    for search in ("error:ada", "unique:ada-1", "key:ada*"):
+        page = blind.get(url("jobs"), {"q": search}).content.decode()
+        assert "takes the permission to see payloads" in page
+    assert str(job.pk) not in blind.get(url("jobs"), {"q": "ada-1"}).content.decode()
+    assert str(job.pk) in seeing.get(url("jobs"), {"q": "ada-1"}).content.decode()
+    for name in ("dead_letters", "letters"):
+        assert blind.get(url(name), {"error": "ada"}).status_code == 403
+        assert 'name="error"' not in blind.get(url(name)).content.decode()
+
+
 def test_secrets_are_shown_to_nobody(everybody):
     job = JobFactory(
         payload=b'{"card": {"api_token": "xyzzy"}, "plain": "shown"}', headers={"x-token": "xyzzy"}
@@ -361,7 +389,7 @@ def test_payloads_are_searched_by_those_who_may_see_them(operator):
     blind = operator("view_dashboard", "view_job", "retry_job")
     for address in (url("jobs"), url("jobs_all", "requeue")):
         page = blind.get(address, {"q": "args.pin:7"}, follow=True).content.decode()
-        assert "takes the permission to see them" in page
+        assert "takes the permission to see payloads" in page
     assert "tests.found" not in blind.get(url("jobs"), {"q": "args.pin:7"}).content.decode()
     blind.post(url("jobs_all", "requeue"), {"q": "args.pin:7"})
     assert Job.objects.get().generation == 1

@@ -224,6 +224,38 @@ def test_payloads_results_and_tracebacks_need_their_permission(staff):
     assert "4711" in client.get(page_url(event)).content.decode()
 
 
+def test_what_may_quote_a_payload_needs_the_permission_for_payloads(staff):
+    # Given
+    quoted = ("ada@example.org", "ada-1", "no ada")
+    job = JobFactory(failed=True, key=quoted[0], unique_id=quoted[1], error=quoted[2])
+    JobFailureFactory(job=job, error=quoted[2], error_type="shop.NotFound")
+    letter = DeadLetterFactory(error=quoted[2], error_type="shop.NotFound")
+    worker = WorkerFactory(last_error=quoted[2])
+    blind = staff("view_job", "view_deadletter", "view_worker", "retry_job")
+    # When, then
+    pages = [page_url(row) for row in (job, letter, worker)]
+    pages += [list_url("job"), list_url("deadletter")]
+    for url in pages:
+        page = blind.get(url).content.decode()
+        assert not [text for text in quoted if text in page], url
+    for row in (job, letter):
+        assert "shop.NotFound" in blind.get(page_url(row)).content.decode()
+    assert not listed(blind, "job", q="ada-1")
+    # Nor by the log of what was done to it
+    act(blind, "job", "requeue", job)
+    assert "ada-1" not in LogEntry.objects.get().object_repr
+    # When permitted
+    seeing = staff("view_job", "view_deadletter", "view_payload")
+    page = seeing.get(page_url(job)).content.decode()
+    assert [text for text in quoted if text in page] == list(quoted)
+    assert quoted[2] in seeing.get(page_url(letter)).content.decode()
+    assert listed(seeing, "job", q="ada-1") == [job]
+
+
+def listed(client, model, **query):
+    return list(client.get(list_url(model), query).context["cl"].result_list)
+
+
 def test_secrets_are_shown_to_nobody(staff):
     """Neither in payloads nor in what is stored or sent along."""
     client = staff("view_job", "view_deadletter", "view_processedevent", "view_payload")
@@ -305,7 +337,7 @@ SPELT_OUT = "a\\u202eb\\u2066c"
 
 def named_by_others():
     return [
-        JobFactory(failed=True, unique_id=TURNING),
+        JobFactory(failed=True, handler=TURNING, unique_id=TURNING),
         DeadLetterFactory(handler=TURNING, message_id=TURNING),
         ProcessedEventFactory(event_id=TURNING),
         WorkerFactory(name=TURNING),
@@ -340,7 +372,7 @@ def test_djangos_own_pages_name_rows_without_obeying_their_names(admin_client, a
 
 def test_what_is_deleted_with_a_selection_is_named_inert(admin_client):
     # Given
-    job = JobFactory(failed=True, unique_id=TURNING)
+    job = JobFactory(failed=True, handler=TURNING)
     JobFailureFactory(job=job, error_type=TURNING)
     data = {"action": "delete_selected", "_selected_action": [job.pk]}
     # When
@@ -353,7 +385,7 @@ def test_what_is_deleted_with_a_selection_is_named_inert(admin_client):
 
 def test_the_log_and_the_messages_name_rows_inert(admin_client, memory):
     # Given
-    jobs = [JobFactory(failed=True, unique_id=f"{TURNING}{number}") for number in range(3)]
+    jobs = [JobFactory(failed=True, handler=f"{TURNING}{number}") for number in range(3)]
     letter = DeadLetterFactory(handler=TURNING, message_id=TURNING)
     queue = QueueControlFactory(queue=TURNING)
     # When they are changed, deleted, and asked for in vain

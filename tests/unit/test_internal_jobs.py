@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 
 import pytest
@@ -16,7 +17,7 @@ from kjo_django.operations.bulk import Action, start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.search import parse
-from tests.factories import DeadLetterFactory
+from tests.factories import DeadLetterFactory, JobFactory
 from tests.unit.deliveries import KJO, Bench
 
 pytestmark = pytest.mark.usefixtures("real_database")
@@ -132,6 +133,26 @@ def test_each_change_of_jobs_needs_its_permission(action):
     job = run(job)
     assert job.state == "failed"
     assert "lacks the permission" in job.error
+
+
+@pytest.mark.parametrize(("permissions", "found"), [((), 0), (("view_payload",), 1)])
+def test_a_job_searches_what_its_user_may_see(permissions, found):
+    """How many it changed would tell what is in there."""
+    # Given
+    JobFactory(queued=True, queue="other", key="ada@example.org")
+    user = UserActor(user_with("cancel_job", *permissions))
+    # When
+    job = run(start_bulk(Action.CANCEL, parse("ada@example.org"), actor=user))
+    # Then
+    assert json.loads(bytes(job.result))["v"]["changed"] == found
+
+
+def test_a_job_does_not_search_what_its_user_may_not_see_any_more():
+    JobFactory(queued=True, queue="other", key="ada@example.org")
+    user = UserActor(user_with("cancel_job"))
+    job = run(start_bulk(Action.CANCEL, parse("key:ada@example.org"), actor=user))
+    assert job.state == "failed"
+    assert "takes the permission to see payloads" in job.error
 
 
 # --- Again ----------------------------------------------------------------------------------------

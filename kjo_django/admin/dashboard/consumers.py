@@ -90,6 +90,8 @@ def _worker(desk: Desk, row: Member) -> dict[str, Any]:
     )
     return {
         **worker,
+        # Of a job, which may quote its payload.
+        "last_error": worker["last_error"] if desk.may("view_payload") else None,
         "state_label": Worker.State(worker["state"]).label,
         "wish_label": Worker.Wish(worker["asked_to"] or "").label,
         "running": [_running(desk, job) for job in running[:RUNNING_SHOWN]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 from uuid import UUID
@@ -36,8 +37,11 @@ FIELDS = ("queue", "handler", "reason", "error", "fingerprint")
 MOST_CHOSEN = 1000
 
 
-def selection_of(given: QueryDict) -> DeadLetterFilter:
-    """Read which dead letters an address or a form means."""
+def selection_of(desk: Desk, given: QueryDict) -> DeadLetterFilter:
+    """Read which dead letters an address or a form means.
+
+    :raises PermissionDenied: it searches texts the operator may not see.
+    """
     values: dict[str, Any] = {
         name: given.get(name, "").replace("\0", "").strip()[:255] or None for name in FIELDS
     }
@@ -45,6 +49,8 @@ def selection_of(given: QueryDict) -> DeadLetterFilter:
         ids = [UUID(id) for id in given.getlist("letter")[:MOST_CHOSEN]]
     except ValueError:
         raise Http404(_("There is no such dead letter; it may have been pruned.")) from None
+    if values["error"] and not desk.may("view_payload"):
+        raise PermissionDenied(_("To search error texts takes the permission to see payloads."))
     return DeadLetterFilter(ids=ids or None, **values)
 
 
@@ -56,9 +62,11 @@ def address_of(selection: DeadLetterFilter) -> str:
 
 def show_groups(desk: Desk) -> HttpResponse:
     """Return the open dead letters, grouped by error."""
-    selection = selection_of(desk.request.GET)
+    selection = selection_of(desk, desk.request.GET)
     name = f"error groups {address_of(selection)}"
     groups = shared(name, lambda: error_groups(selection, limit=GROUPS), 2)
+    if not desk.may("view_payload"):
+        groups = [replace(group, error="") for group in groups]
     rows = [
         {"group": group, "query": urlencode({"fingerprint": group.fingerprint})} for group in groups
     ]
@@ -77,12 +85,14 @@ def show_groups(desk: Desk) -> HttpResponse:
 
 def show_letters(desk: Desk) -> HttpResponse:
     """Return dead letters one by one, newest first."""
-    selection = selection_of(desk.request.GET)
+    selection = selection_of(desk, desk.request.GET)
     try:
         letters, older = _page(selection, desk.request.GET.get("after", ""))
     except ValueError as error:
         desk.tell(str(error), messages.ERROR)
         return desk.back("letters")
+    if not desk.may("view_payload"):
+        redaction.hide_texts(letters)
     query = address_of(selection)
     return desk.show(
         "letters.html",
@@ -134,6 +144,8 @@ def show_one(desk: Desk, letter: UUID) -> HttpResponse:
     """Return a dead letter in full."""
     found = find(letter)
     may_see = desk.may("view_payload")
+    if not may_see:
+        redaction.hide_texts([found])
     return desk.show(
         "letter.html",
         {

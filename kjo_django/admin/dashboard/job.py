@@ -48,6 +48,8 @@ def show(desk: Desk, job: UUID) -> HttpResponse:
     status = _status(found)
     failures = list(_failures(desk, found))
     letters = found.dead_letters.order_by("-pk").defer("value", "headers", "traceback")
+    if not desk.may("view_payload"):
+        redaction.hide_texts([found, *failures])
     progress = progress_of([found.pk]).get(str(found.pk))
     is_open = found.state in states.OPEN
     return desk.show(

@@ -18,6 +18,7 @@ from kjo_django.models import Job
 from kjo_django.operations import bulk, jobs, rescheduling, search
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.overview import state_counts
+from kjo_django.operations.redaction import hide_texts
 from kjo_django.states import JobStatus
 
 SIZE = 50
@@ -47,6 +48,8 @@ def show(desk: Desk) -> HttpResponse:
             )
         except ValueError as error:
             wrong = str(error)
+    if page is not None and not desk.may("view_payload"):
+        hide_texts(page.rows)
     return desk.show(
         "jobs.html",
         {
@@ -70,9 +73,11 @@ def _search(desk: Desk) -> tuple[str, search.JobFilter | None, str]:
         found = search.parse(text)
     except ValueError as error:
         return text, None, str(error)
-    if found.arguments and not desk.may("view_payload"):
-        # What is found tells what is in there.
-        return text, None, _("To search payloads takes the permission to see them.")
+    if not desk.may("view_payload"):
+        try:
+            found = found.limited()
+        except ValueError as error:
+            return text, None, str(error)
     return text, found, ""
 
 

@@ -108,7 +108,7 @@ def _selection(desk: Desk) -> DeadLetterFilter | None:
     if not desk.may("view_deadletter"):
         raise PermissionDenied  # a preview tells of them
     given = desk.request.POST if desk.request.method == "POST" else desk.request.GET
-    selection = selection_of(given)
+    selection = selection_of(desk, given)
     if selection.is_empty and "all" not in given:
         desk.tell(_("Tick the dead letters you mean first."), messages.WARNING)
         return None
