@@ -50,6 +50,9 @@ from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
+OVERRUN = 20
+"""Times its budget a group may run before it ends with the handler that runs: what has completed is
+committed, and what has not begun comes up again."""
 _NOTHING = nullcontext()
 _RAN = (Result.COMPLETED, Result.RETRIED, Result.DEAD, Result.CANCELLED)
 
@@ -158,6 +161,7 @@ class AtomicRunner:
         watching = _NOTHING if known is None else savepoint.group()
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
+        until = time.monotonic() + OVERRUN * get_settings().group_budget.total_seconds()
         with (
             noting_doubt() as in_doubt,
             settlement.in_transaction(using),
@@ -168,6 +172,9 @@ class AtomicRunner:
             for step in in_steps(deliveries, keys):
                 started: list[Started] = []
                 new: list[Outcome] = []
+                if outcomes and time.monotonic() >= until:
+                    outcomes += [Outcome(d, Result.DEFERRED, reason="budget") for d in step]
+                    continue
                 for delivery in step:
                     key, row = keys[delivery], rows.get(row_id(delivery, service))
                     if delivery in resting:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from asgiref.sync import async_to_sync, sync_to_async
@@ -40,8 +40,49 @@ from kjo_django.consumer.work import Delivery
 
 logger = logging.getLogger("kjo_django")
 
+RESTART_DELAY = 1.0
+"""Seconds before another event loop begins when one has ended."""
 LANDING_GROUP = 1000
 """Most endings that are settled in one transaction."""
+
+
+class TaskExited(RuntimeError):
+    """A task that a handler started called ``sys.exit()``, or raised ``KeyboardInterrupt``."""
+
+
+class _ContainedCoroutine(Coroutine[Any, Any, Any]):
+    """A task's coroutine that raises an ordinary exception in place of what would end the event
+    loop, and with it the coroutines of all other jobs."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self.__name__ = getattr(coroutine, "__name__", type(coroutine).__name__)
+        self.__qualname__ = getattr(coroutine, "__qualname__", self.__name__)
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._coroutine.send(value)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise TaskExited(f"A task of the handler raised {error!r}") from error
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._coroutine.throw(*error)
+        except (SystemExit, KeyboardInterrupt) as raised:
+            raise TaskExited(f"A task of the handler raised {raised!r}") from raised
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+
+def _contained_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
+) -> asyncio.Task[Any]:
+    """Make a task that cannot end its event loop; a task factory of asyncio's."""
+    return asyncio.Task(_ContainedCoroutine(coroutine), loop=loop, **options)
 
 
 class Flight:
@@ -72,6 +113,7 @@ class Flight:
         self._landed: deque[tuple[list[Started], list[Ran]]] = deque()
         self._has_landed = threading.Event()
         self._is_closed = False
+        self._has_closed = threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,6 +139,7 @@ class Flight:
         """
         with self._lock:
             self._is_closed = True
+            self._has_closed.set()
             threads = self._threads
         if not threads:
             return
@@ -130,14 +173,16 @@ class Flight:
                 try:
                     async_to_sync(self._run_loop)()
                 except BaseException:
-                    # A task of a handler's own that calls sys.exit() ends the loop itself. What was
-                    # in the air was cancelled, and lands so.
+                    # A callback that calls sys.exit(), or no loop can be made. What was in the air
+                    # was cancelled, and lands so.
                     logger.exception("The event loop of coroutines ended, another one begins")
+                    self._has_closed.wait(RESTART_DELAY)
         finally:
             connections.close_all()
 
     async def _run_loop(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_task_factory(_contained_task)  # type: ignore[arg-type]
         self._wake.set()
         self._is_up.set()
         tasks: dict[asyncio.Task[None], list[Started] | None] = {}

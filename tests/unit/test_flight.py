@@ -203,8 +203,59 @@ def test_each_ends_in_its_own_way(configured, transport):
     assert DeadLetter.objects.count() == 5
 
 
-def test_a_coroutine_whose_own_task_exits_does_not_ground_the_others(configured):
-    """``sys.exit()`` in a task ends the event loop itself."""
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_a_coroutine_whose_own_task_exits_costs_those_beside_it_nothing(configured, error):
+    """``sys.exit()`` in a task would end the event loop itself, and cancel all others on it."""
+    has_exited, beside = threading.Event(), []
+
+    async def leave() -> None:
+        raise error
+
+    async def gather() -> None:
+        await asyncio.gather(leave())
+
+    async def stay(number) -> None:
+        beside.append(number)
+        while not has_exited.is_set():
+            await asyncio.sleep(0.01)
+
+    # Given some that are in the air
+    as_job(stay, atomic=False, max_attempts=1).enqueue_many([{"number": n} for n in range(3)])
+    with running() as worker:
+        wait_until(lambda: len(beside) == 3)
+        # When the task of another one exits
+        as_job(gather, atomic=False, max_attempts=1).enqueue()
+        wait_until(lambda: DeadLetter.objects.count() == 1)
+        has_exited.set()
+        # Then
+        wait_until(settled)
+    assert states() == ["completed"] * 3 + ["failed"]
+    assert sorted(beside) == [0, 1, 2]
+    assert DeadLetter.objects.get().error_type == "kjo_django.consumer.flight.TaskExited"
+    assert worker.code == 0
+
+
+def test_a_loop_that_cannot_be_made_is_tried_again_after_a_while(configured, monkeypatch):
+    """And not as often as a processor can."""
+    tries = []
+
+    async def broken(self):
+        tries.append(time.monotonic())
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(Flight, "_run_loop", broken)
+    monkeypatch.setattr("kjo_django.consumer.flight.RESTART_DELAY", 0.2)
+    flight = Flight(None, None, None, None, on_landed=None, on_thread=lambda: None)
+    thread = threading.Thread(target=flight._fly)
+    thread.start()
+    wait_until(lambda: len(tries) >= 3)
+    flight._is_closed = True
+    flight._has_closed.set()
+    thread.join(WAIT)
+    assert tries[2] - tries[0] >= 0.4
+
+
+def test_a_coroutine_whose_own_task_exits_does_not_ground_those_that_come_later(configured):
 
     async def leave() -> None:
         sys.exit(3)
@@ -230,9 +281,6 @@ def test_those_that_board_while_the_loop_ends_take_off_with_the_next(configured)
     """Cancelled with it before they begin, they would be in the air for ever, with their keys."""
     is_flying = threading.Event()
 
-    async def leave() -> None:
-        sys.exit(3)
-
     async def exit_beside_the_next() -> None:
         is_flying.set()
         flight = worker._pipeline._flight
@@ -241,12 +289,11 @@ def test_those_that_board_while_the_loop_ends_take_off_with_the_next(configured)
             time.sleep(0.01)
         # Both come in the loop's next turn, the boarding first
         flight._wake.set()
-        exits.append(asyncio.create_task(leave()))
+        asyncio.get_running_loop().call_soon(sys.exit, 3)
 
     async def land() -> None: ...
 
     # Given
-    exits = []
     as_job(exit_beside_the_next, atomic=False, max_attempts=1).enqueue()
     with running() as worker:
         assert is_flying.wait(WAIT)

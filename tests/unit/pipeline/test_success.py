@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from django.db import connection
 from django.utils import timezone
@@ -11,8 +13,8 @@ from kjo_django.consumer.work import Result
 from kjo_django.models import Job, ProcessedEvent, TransportMessage
 from kjo_django.producer.enqueue import result_of
 from tests.ledger import jobs as ledger
-from tests.unit.deliveries import Bench, as_job, entries, the_job
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.deliveries import Bench, as_job, entries, states, the_job
+from tests.unit.pipeline.bench import both, reconfigured, settled
 
 
 @both
@@ -198,4 +200,33 @@ def test_on_sqlite_a_group_is_two_transactions_its_claim_and_all_else(bench, tra
         bench.run(deliveries)
     # Then
     assert transactions == ["BEGIN", "BEGIN"]
+    assert settled(bench)
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"database_only": True}], ids=str)
+def test_a_group_far_beyond_its_budget_ends_with_the_handler_that_runs(
+    bench, settings, transport, options
+):
+    """What has completed is not kept locked and unseen by all that was to come after it."""
+    # Given a group whose second handler takes much longer than was thought
+    bench = reconfigured(settings, bench, GROUP_BUDGET=0.01)
+    ran = []
+
+    def slow_once(number):
+        ran.append(number)
+        if number == 1 and ran.count(1) == 1:
+            time.sleep(0.3)
+
+    job = as_job(slow_once, **options)
+    job.enqueue_many([{"number": number} for number in range(4)])
+    deliveries = bench.poll()
+    # When
+    deferred = bench.run(deliveries)
+    # Then
+    assert deferred == deliveries[2:]
+    assert states() == ["completed"] * 2 + ["queued"] * 2
+    assert bench.run(deferred) == []
+    assert ran == [0, 1, 2, 3]
+    assert set(Job.objects.values_list("attempts", flat=True)) == {1}
     assert settled(bench)
