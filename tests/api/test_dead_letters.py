@@ -184,6 +184,32 @@ def test_a_repaired_one_runs_with_what_it_was_given(operator: APIClient, greet: 
     assert bytes(DeadLetter.objects.get().value) == b'{"nmae": "Ada"}'
 
 
+@pytest.mark.parametrize(
+    ("action", "body", "expected"),
+    [
+        ("replay", {}, "Hello Old"),
+        ("replay", {"force": True}, "Hello Old"),
+        ("edit-and-replay", {"payload": {"name": "Repaired"}}, "Hello Repaired"),
+    ],
+    ids=["replay", "force", "edit"],
+)
+def test_one_whose_id_was_enqueued_again_runs_what_it_holds(
+    operator: APIClient, greet: Any, action: str, body: dict[str, Any], expected: str
+) -> None:
+    # Given a job that began anew under its id, and has completed
+    job = JobFactory(failed=True, handler="tests.greet", payload=b'{"name": "Old"}')
+    letter = DeadLetterFactory(job=job, handler="tests.greet", value=b'{"name": "Old"}')
+    Job.objects.update(generation=2, state="completed", payload=b'{"name": "New"}')
+    # When
+    answer = operator.post(url(letter, action), body)
+    # Then
+    assert answer.status_code == 200, answer.content
+    assert drain().results == [expected]
+    job.refresh_from_db()
+    assert (job.generation, job.state, job.arguments) == (2, "completed", {"name": "New"})
+    assert DeadLetter.objects.get().state == "replayed"
+
+
 def test_what_the_editor_was_not_shown_is_kept(login: Login, greet: Any) -> None:
     # Given a payload with a secret, as it is shown
     stored = b'{"name": "Ada", "customer": "c", "password": "hunter2"}'
@@ -341,8 +367,10 @@ def test_all_is_taken_when_that_is_said(operator: APIClient) -> None:
 def test_many_are_done_by_a_job(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given more than a request does itself
     monkeypatch.setattr(bulk, "SYNCHRONOUS_LIMIT", 2)
-    DeadLetterFactory.create_batch(3, of_job=True)
+    old, *_ = DeadLetterFactory.create_batch(3, of_job=True)
     DeadLetterFactory.create_batch(3, handler="shop.send")
+    # One of which has begun anew under its id, with another payload
+    Job.objects.filter(pk=old.job_id).update(generation=2, payload=b'{"a": 2}')
     client = login("view_deadletter", "replay_dlq", "discard_dlq", "view_job", "view_payload")
     # When
     replay = client.post(f"{URL}replay/", {"handler": "tests.add"})
@@ -361,6 +389,9 @@ def test_many_are_done_by_a_job(login: Login, monkeypatch: pytest.MonkeyPatch) -
         run_job(answer.json()["job"])
         assert client.get(answer.json()["url"]).json()["status"] == "completed"
     assert client.get(replay.json()["url"]).json()["result"]["replayed"] == 3
+    assert Job.objects.get(pk=old.job_id).state == "failed"
+    again = Job.objects.filter(handler="tests.add", generation=1)
+    assert [each.arguments for each in again] == [{"a": 1}]
     states = DeadLetter.objects.order_by("handler").values_list("state", "note")
     assert states[0] == ("discarded", f"spam ({client.user.username})")
     assert {state for state, _ in states} == {"replayed", "discarded"}

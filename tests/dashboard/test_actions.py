@@ -323,6 +323,20 @@ def test_a_payload_too_long_for_the_form_is_not_replaced_by_words_about_it(opera
     assert letter.state == "open"
 
 
+def test_an_edited_letter_leaves_the_job_that_has_its_id_now_alone(operator):
+    letter = DeadLetterFactory(of_job=True, value=b'{"a": "wrong"}')
+    type(letter.job).objects.update(generation=2, payload=b'{"a": "new"}')
+    client = operator(*EVERYTHING)
+    client.post(url("letter_edit", letter.pk), {"value": '{"a": "right"}'})
+    letter.refresh_from_db()
+    assert letter.state == "replayed"
+    letter.job.refresh_from_db()
+    assert (letter.job.generation, letter.job.state) == (2, "failed")
+    assert letter.job.arguments == {"a": "new"}
+    again = type(letter.job).objects.exclude(pk=letter.job_id).get()
+    assert again.arguments == {"a": "right"}
+
+
 def test_a_payload_in_another_format_is_edited_as_json_without_its_secrets(operator):
     """Its bytes were shown as they are, secrets too."""
     pytest.importorskip("msgpack")
