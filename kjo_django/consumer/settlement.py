@@ -295,7 +295,7 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
     queue = delivery.queue
     # Its headers travel on with the retry, whoever set them, but for what only rows say. And where
     # it was read: its dead letter is to name where it came from, not where its last retry was.
-    not_theirs = {ORIGIN_ID, *names.OF_A_ROW}
+    not_theirs = {ORIGIN_ID, names.ORIGIN_ENVELOPE, *names.OF_A_ROW}
     theirs = {name: value for name, value in record.headers.items() if name not in not_theirs}
     headers = _headers_for_row({**origin_headers(record), **theirs}, record)
     if str(id) != message.id:
@@ -307,7 +307,7 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
         # The item is the key: the retry goes to the item's own partition.
         headers.pop(names.RAW_KEY, None)
         headers.pop(names.NO_KEY, None)
-    return Job(
+    row = Job(
         id=id,
         queue=queue.retries,
         handler=message.type,
@@ -325,6 +325,10 @@ def _birth(using: str, outcome: Outcome, changes: dict[str, Any], now: datetime)
         offset=delivery.record.offset,
         **changes,
     )
+    sent = dispatch.record_of(row, get_settings().queue(row.queue)).headers
+    if envelope := names.origin_envelope(theirs, sent):
+        row.headers = {**(row.headers or {}), **names.for_row(envelope)}
+    return row
 
 
 def _headers_for_row(headers: Mapping[str, bytes], record: Record) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from kjo_django.kdlq.routing import Decision, Processor, Verdict, decide, judge
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import register_serializer
+from kjo_django.models.job import ORIGIN_ID
 from kjo_django.producer.dispatch import jobs_database
 from kjo_django.producer.outgoing import row_key, store_record
 from kjo_django.registry import Handler, HandlerOptions, Route
@@ -243,18 +244,15 @@ class KdlqRoute(Route):
 def _original_of(record: Record) -> Record:
     """Return the record as it was read first, before a failed transaction sent it round."""
     found = record.headers
-    ours = {names.ID, names.TYPE, names.JOB_ID, names.SERVICE, names.GENERATION, names.ATTEMPT}
+    theirs = names.without_envelope(found)
+    theirs.pop(ORIGIN_ID, None)
     return replace(
         record,
         topic=names.text(found, names.DLQ_ORIGINAL_TOPIC) or record.topic,
         partition=names.number(found, names.DLQ_ORIGINAL_PARTITION, record.partition),
         offset=names.number(found, names.DLQ_ORIGINAL_OFFSET, record.offset, most=names.MAX_OFFSET),
         timestamp=names.moment(found, names.DLQ_ORIGINAL_TIMESTAMP) or record.timestamp,
-        headers={
-            name: value
-            for name, value in found.items()
-            if name not in ours and not name.startswith(names.DLQ_PREFIX)
-        },
+        headers=theirs,
     )
 
 

@@ -81,6 +81,10 @@ DLQ_EXCEPTION_STACKTRACE = "kjo-dlq-exception-stacktrace"
 OF_A_MESSAGE = frozenset({ID, TYPE, JOB_ID, SERVICE, GENERATION, ATTEMPT, CONTENT_TYPE})
 """What a job's message says of itself; all others are in its row's headers."""
 
+ORIGIN_ENVELOPE = "kjo-origin-envelope"
+"""Of a retry of a message nobody enqueued here: what the message had under the names above, which
+are the retry's own now; JSON, see ``without_envelope``."""
+
 FIRST_WINS = frozenset(
     {
         DLQ_ORIGINAL_TOPIC,
@@ -240,6 +244,34 @@ def from_row(stored: Mapping[str, Any] | None) -> dict[str, bytes]:
             for name, told in stored.items()
         }
     )
+
+
+def origin_envelope(headers: Mapping[str, bytes], sent: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the header that keeps those a retry overwrites; none where it overwrites nothing.
+
+    :param headers: of the message nobody enqueued here.
+    :param sent: those of its retry.
+    """
+    own = {name: headers[name] for name in sorted(OF_A_MESSAGE) if name in headers}
+    if ID in own and all(sent.get(name) == value for name, value in own.items()):
+        return {}
+    return {ORIGIN_ENVELOPE: json.dumps(to_json(own)).encode()}
+
+
+def without_envelope(headers: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the headers of a retry as the message had them that nobody enqueued here."""
+    try:
+        own: Mapping[str, bytes] = from_json(json.loads(headers[ORIGIN_ENVELOPE]))
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        kept = {CONTENT_TYPE} & headers.keys()
+        own = {name: headers[name] for name in kept}
+    return {
+        name: own.get(name, value)
+        for name, value in headers.items()
+        if (name not in OF_A_MESSAGE or name in own)
+        and name != ORIGIN_ENVELOPE
+        and not name.startswith(DLQ_PREFIX)
+    }
 
 
 def to_json(headers: Mapping[str, bytes]) -> dict[str, str]:

@@ -151,8 +151,17 @@ def test_a_redelivery_by_others_that_copies_our_header_is_a_message_of_its_own(s
     assert runs == [b"\0\0\0\1", b"\0\0\0\2"]
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        {"content-type": b"avro/binary"},
+        {"kjo-id": b"theirs", "content-type": b"application/octet-stream", "kjo-service": b"else"},
+    ],
+    ids=["bare", "of a type", "with names of ours"],
+)
 def test_an_error_of_the_routing_itself_is_retried_and_loses_nothing(
-    transport, monkeypatch
+    transport, monkeypatch, named
 ) -> None:
     """Not the processor's error: the message comes again, as it was, and is processed."""
     fails = [True]
@@ -161,8 +170,11 @@ def test_an_error_of_the_routing_itself_is_retried_and_loses_nothing(
     def process(record: Record) -> ProcessingStatus | None:
         if fails:
             return AGAIN
+        seen.append(record)
         Entry.objects.create(job=f"{record.topic} {record.headers['binary'].hex()}")
         return None
+
+    seen: list[Record] = []
 
     import kjo_django.kdlq.handlers as module
 
@@ -172,10 +184,12 @@ def test_an_error_of_the_routing_itself_is_retried_and_loses_nothing(
 
     monkeypatch.setattr(module, "store_record", broken)
     consumers = Consumers("pay", "pay-retry")
-    send("k", "v", binary=b"\xff\x00")
+    headers = {"binary": b"\xff\x00", **named}
+    send("k", "v", **headers)
     consumers.run(4)
     consumers.close()
     assert Entry.objects.get().job == "pay ff00"
+    assert [(record.header_list, record.key) for record in seen] == [(list(headers.items()), b"k")]
 
 
 def test_from_the_dead_letter_topic(settings) -> None:

@@ -59,3 +59,9 @@ def test_a_list_made_up_by_others_is_none(told):
 
 def test_handlers_are_not_told_of_it():
     assert names.texts(folded([("h", b"1"), ("h", b"2")])) == {"h": "2"}
+
+
+@pytest.mark.parametrize("told", [b"", b"5", b"[]", b'{"kjo-id": 1}', b'{"kjo-id": "x"}', b"\xff"])
+def test_an_envelope_made_up_by_others_is_none(told):
+    headers = {names.ID: b"1", "a": b"1", names.CONTENT_TYPE: b"t", names.ORIGIN_ENVELOPE: told}
+    assert names.without_envelope(headers).keys() - {names.CONTENT_TYPE} == {"a"}
