@@ -184,7 +184,7 @@ def test_a_record_the_broker_refuses_says_whose_it_is(bench, lines, monkeypatch)
     monkeypatch.setattr("kjo_django.producer.relay.dispatch.record_of", refuse)
     answer = ledger.write.enqueue(job="a")
     bench.poll()
-    for text in ("cannot be made", "was refused"):
+    for text in ("cannot be made", "can never be published"):
         told = lines.one(text)
         assert (told["job_id"], told["handler"]) == (str(answer.job_id), "ledger.write")
 
