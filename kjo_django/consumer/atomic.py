@@ -149,6 +149,7 @@ class AtomicRunner:
         known: dict[Delivery, Ran] | None,
     ) -> list[Outcome]:
         """:param known: how some have ended already; None: run without savepoints."""
+        self._watch.check()
         using, service = jobs_database(), get_settings().service_name
         connection = connections[using]
         keys = {delivery: delivery.event_key(service) for delivery in deliveries}
@@ -198,6 +199,7 @@ class AtomicRunner:
                 outcomes += resting.noting(new)
                 if has_repeats:
                     ended |= {keys[o.delivery]: o for o in new if o.result in _RAN}
+            self._watch.check()
             completed = [o for o in outcomes if o.result is Result.COMPLETED]
             if outer is not None and (left := left_elsewhere(using, outer)):
                 raise left

@@ -118,7 +118,8 @@ class Batch:
             with Running(list(self._items), self.items, self._common_headers()):
                 if self.handler.is_async:
                     coroutine = self.handler.function(list(self.items))
-                    value, error = async_to_sync(contained)(coroutine, self, limit)
+                    with watch.limit(self, limit, interrupts=False):
+                        value, error = async_to_sync(contained)(coroutine, self, limit)
                     if error is not None:
                         raise error
                 else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,6 +67,43 @@ def freshen_connections(
         if max_age and connection.close_at is not None and time.monotonic() >= connection.close_at:
             connection.close()
     return left
+
+
+def sever(connection: BaseDatabaseWrapper, *, terminates: bool = True) -> None:
+    """End the database session of another thread: its transaction is undone, and whatever that
+    thread still asks of the connection fails.
+
+    :param terminates: whether a statement in progress on PostgreSQL is ended, too, by a session of
+        this thread; else the server undoes the transaction when that has ended.
+    """
+    raw: Any = connection.connection
+    if raw is None:
+        return
+    try:
+        if connection.vendor == "sqlite":
+            if not getattr(connection, "is_in_memory_db", lambda: True)():
+                raw.interrupt()
+                raw.rollback()
+                raw.close()
+            return
+        with socket.socket(fileno=os.dup(raw.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+        if terminates and connection.vendor == "postgresql":
+            _terminate(connection.alias, raw.info.backend_pid)
+    except Exception as error:
+        logger.error("A session on %r cannot be ended: %s", connection.alias, error)
+
+
+def _terminate(using: str, pid: int) -> None:
+    """End a session whose server process is busy and does not see that its client has gone. Behind
+    a pooler the number may be somebody else's: only a session of this worker's name is ended."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s"
+            " AND pid <> pg_backend_pid() AND application_name LIKE 'kjo-%%'"
+            " AND application_name = current_setting('application_name')",
+            [pid],
+        )
 
 
 def open_blocks() -> dict[str, int]:

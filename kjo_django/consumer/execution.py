@@ -15,7 +15,7 @@ from django.utils import timezone
 
 from kjo_django.consumer.context import Abort, Abortable, JobContext
 from kjo_django.consumer.current import Running
-from kjo_django.consumer.timeouts import TimeoutWatch
+from kjo_django.consumer.timeouts import RunAbandoned, TimeoutWatch
 from kjo_django.consumer.work import Delivery, Mode
 from kjo_django.exceptions import HandlerTimeout, JobTimeoutError, PayloadError, PermanentError
 from kjo_django.messages import headers as names
@@ -28,8 +28,11 @@ end the lane with it. All but ``is_interrupt``."""
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether this may be somebody's Ctrl-C, which is to end the command that runs the
-    handler. Python raises it in the main thread; in any other the handler raised it itself."""
+    """Return whether this is not the handler's: its thread was given up, or somebody pressed Ctrl-C
+    to end the command that runs the handler. Python raises that in the main thread; in any other
+    the handler raised it itself."""
+    if isinstance(error, RunAbandoned):
+        return True
     return (
         isinstance(error, KeyboardInterrupt)
         and threading.current_thread() is threading.main_thread()
@@ -140,7 +143,8 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
             positional, named = arguments_of(delivery, context)
             if handler.is_async:
                 coroutine = handler.function(*positional, **named)
-                value, error = async_to_sync(contained)(coroutine, context, limit)
+                with watch.limit(context, limit, interrupts=False):
+                    value, error = async_to_sync(contained)(coroutine, context, limit)
                 if error is not None:
                     raise error
             else:

@@ -12,18 +12,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 
 from django.db import DatabaseError
+from django.utils import timezone
 
 from kjo_django import tracing
 from kjo_django.conf import get_settings
-from kjo_django.consumer import attempts, completion, settlement
+from kjo_django.consumer import attempts, completion, row_leases, settlement
 from kjo_django.consumer.atomic import AtomicRunner
 from kjo_django.consumer.connections import (
     answers,
     drop_broken_connections,
     freshen_connections,
 )
+from kjo_django.consumer.context import JobContext
 from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.execution import ENDINGS, is_interrupt
 from kjo_django.consumer.flight import Flight
@@ -34,10 +37,12 @@ from kjo_django.consumer.pauses import keeps_place
 from kjo_django.consumer.plain import PlainRunner
 from kjo_django.consumer.poison import poison_outcome
 from kjo_django.consumer.recording import Recorder
+from kjo_django.consumer.rows import load_rows, row_id
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.turns import Turns
 from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
+from kjo_django.exceptions import HandlerTimeout
 from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
@@ -114,6 +119,7 @@ class Pipeline:
     ) -> None:
         self._leases = leases
         self._worker = worker
+        self._watch = watch
         self._on_outcomes = on_outcomes
         self._on_pause = on_pause
         self._stopping = stopping or threading.Event()
@@ -171,6 +177,39 @@ class Pipeline:
                     raise
                 logger.exception("A group of %d failed", len(left))
                 return left
+
+    def abandon(
+        self, deliveries: Sequence[Delivery], hung: Sequence[tuple[JobContext, float, Delivery]]
+    ) -> list[Delivery]:
+        """Judge handlers that have hung as failed, and take their group from the thread that ran
+        it; returns what is to come up again: that settles the failures, and runs the others.
+
+        :param deliveries: the group, whose thread has no database session any more.
+        :param hung: the runs that did not end, and for how many seconds they have lasted.
+        """
+        using, service = jobs_database(), get_settings().service_name
+        left = _unsettled(deliveries, None)
+        rows = load_rows(using, left, lock=False)
+        ids = [row["id"] for row in rows.values() if row.get("lease_token") == self._leases.token]
+        self._leases.let_rows_go(ids)
+        row_leases.give_back(using, ids, self._leases.token)
+        for context, seconds, delivery in hung:
+            outcome = Outcome(
+                delivery,
+                Result.RETRIED,
+                attempt=context.attempt,
+                job=rows.get(row_id(delivery, service)),
+                error=HandlerTimeout(
+                    "The handler exceeded its timeout and could not be interrupted; its thread was "
+                    f"given up after {seconds:.0f} s"
+                ),
+                started_at=timezone.now() - timedelta(seconds=seconds),
+                seconds=seconds,
+                max_attempts=context.max_attempts,
+            )
+            settlement.judge_failure(outcome, context.max_attempts)
+            delivery.ending = outcome
+        return self._defer(left, ())
 
     def run_once(
         self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None = None
@@ -370,6 +409,7 @@ class Pipeline:
 
         :param keep: names of leases that are not released.
         """
+        self._watch.check()
         done: list[Outcome] = []
         to_record: list[Outcome] = []
         waiting: list[Delivery] = []

@@ -119,10 +119,14 @@ class PlainRunner:
 
     def let_go(self, started: Sequence[Started]) -> None:
         """Stop renewing the row leases."""
+        if self._watch.is_abandoned:
+            return  # they may be another thread's by now
         self._leases.let_rows_go(_ids(started))
 
     def give_back(self, started: Sequence[Started]) -> None:
         """Let others have at once what was claimed and has no ending that was recorded."""
+        if self._watch.is_abandoned:
+            return
         row_leases.give_back(jobs_database(), _ids(started), self._leases.token)
 
     def give_back_of(self, outcomes: Sequence[Outcome]) -> None:
@@ -170,6 +174,7 @@ class PlainRunner:
 
     def record(self, started: Sequence[Started], ran: Sequence[Ran]) -> list[Outcome]:
         """Commit completions with their markers; what lost its lease is dropped."""
+        self._watch.check()
         using, service = jobs_database(), get_settings().service_name
         outcomes = [
             outcome_of(delivery, one, start, row)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Collection
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -97,6 +98,15 @@ class RunningJobs:
         """Ask every handler to end."""
         for context, _, _ in list(self._contexts.values()):
             context.abort(reason)
+
+    def of(self, deliveries: Collection[Delivery]) -> list[tuple[JobContext, float, Delivery]]:
+        """Return those of these deliveries whose handlers run, and for how many seconds."""
+        now = time.monotonic()
+        return [
+            (context, now - since, delivery)
+            for context, since, delivery in list(self._contexts.values())
+            if delivery in deliveries
+        ]
 
     def longest(self, count: int) -> list[Run]:
         """Return those that have run longest, without those that have only begun; thread-safe."""

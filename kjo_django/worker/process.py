@@ -17,6 +17,7 @@ the membership, hand back what was not started without spending its attempt, com
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import socket
 import threading
@@ -24,21 +25,24 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from kjo_django import collecting, registry, signals
 from kjo_django.backends import close_backends, get_transport
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
-from kjo_django.consumer.connections import drop_broken_connections
+from kjo_django.consumer.connections import drop_broken_connections, sever
+from kjo_django.consumer.context import JobContext
 from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.lanes import Lanes
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.pipeline import HELD_ELSEWHERE_DELAY, Pipeline
 from kjo_django.consumer.poller import Poller
-from kjo_django.consumer.timeouts import TimeoutWatch
+from kjo_django.consumer.shards import Group
+from kjo_django.consumer.timeouts import RunAbandoned, TimeoutWatch
 from kjo_django.consumer.work import Delivery, Mode, Outcome
 from kjo_django.current import worker_name
 from kjo_django.exceptions import PublishError
@@ -72,6 +76,14 @@ HASTY_WAIT = 3.0
 """The same, and for the last words, when jobs still run: what takes longer is left to leases."""
 TICK = 0.2
 """Seconds between looks of the main thread at signals and ``until``."""
+
+
+class LaneRun(NamedTuple):
+    """A group that a lane runs."""
+
+    group: Group
+    connections: list[BaseDatabaseWrapper]
+    """Those of the lane's thread."""
 
 
 class Worker:
@@ -126,6 +138,7 @@ class Worker:
         self._has_topics = False
         self.controls = Controls(self)
         self._lane_threads: list[threading.Thread] = []
+        self._lane_numbers = itertools.count()
         self._lanes_lock = threading.Lock()
         self.lanes = Lanes(
             self.concurrency,
@@ -137,7 +150,9 @@ class Worker:
         )
         alive_ttl = 3 * conf.heartbeat_interval
         self.leases = LeaseBook(self.id.hex, conf.processing_ttl, alive_ttl)
-        self._watch = TimeoutWatch()
+        self._watch = TimeoutWatch(self._on_hung)
+        self._lane_runs: dict[int, LaneRun] = {}
+        """What each lane runs, by the id of its thread. Who takes it from here ends it."""
         self.running = self._watch.running
         self._pipeline = Pipeline(
             self.leases,
@@ -203,10 +218,10 @@ class Worker:
                 self._start_lanes(more)
         self.lanes.look_again()
 
-    def _start_lanes(self, count: int) -> None:
+    def _start_lanes(self, count: int, begin: Callable[[], None] = lambda: None) -> None:
         for _ in range(count):
-            name = f"kjo-lane-{len(self._lane_threads)}"
-            thread = threading.Thread(target=self._run_lane, name=name, daemon=True)
+            name = f"kjo-lane-{next(self._lane_numbers)}"
+            thread = threading.Thread(target=self._run_lane, args=(begin,), name=name, daemon=True)
             self._lane_threads.append(thread)
             thread.start()
 
@@ -298,26 +313,66 @@ class Worker:
         worker_name.set(self.name)
         mark_sessions(self.leases.token)
 
-    def _run_lane(self) -> None:
+    def _on_hung(self, thread_id: int) -> bool:
+        """Give up a lane's thread and start another one in its place."""
+        run = self._lane_runs.get(thread_id)
+        hung = self.running.of(run.group.deliveries) if run is not None else []
+        if not hung or self._stopping.is_set():
+            return False
+        run = self._lane_runs.pop(thread_id, None)
+        if run is None:  # it has just ended
+            return False
+        for context, seconds, delivery in hung:
+            told = "%s still runs after %.0f s, its timeout has no effect: its thread is given up"
+            facts = facts_of(delivery, context.attempt)
+            logger.error(told, delivery.kind, seconds, extra=facts)
+            self.running.leave(context)
+        with self._lanes_lock:
+            self._lane_threads = [t for t in self._lane_threads if t.ident != thread_id]
+            self._start_lanes(1, lambda: self._end_lane_run(run, hung))
+        return True
+
+    def _end_lane_run(
+        self, run: LaneRun, hung: Sequence[tuple[JobContext, float, Delivery]]
+    ) -> None:
+        """End what a thread that was given up had begun; in the one that takes its place."""
+        deferred: Any = run.group.deliveries
+        try:
+            for connection in run.connections:
+                sever(connection)
+            deferred = self._pipeline.abandon(run.group.deliveries, hung)
+        except Exception:
+            logger.exception("A group of %d is run again", len(run.group.deliveries))
+        finally:
+            self.lanes.done(run.group, deferred)
+
+    def _run_lane(self, begin: Callable[[], None] = lambda: None) -> None:
         self._enter_thread()
         scheduling = LaneScheduling()
+        thread_id, own = threading.get_ident(), [connections[alias] for alias in connections]
         try:
+            begin()
             while (group := self.lanes.take()) is not None:
                 scheduling.suit(len(group.deliveries))
                 deferred: Any = group.deliveries
                 flying: set[Delivery] = set()
+                self._lane_runs[thread_id] = LaneRun(group, own)
                 try:
                     if group.mode is Mode.CONCURRENT:
                         deferred = self._pipeline.launch(group.deliveries, flying)
                     else:
                         deferred = self._pipeline.run(group.deliveries, group.mode)
+                except RunAbandoned:
+                    return
                 except BaseException:
                     # Nothing of the group was acknowledged: it is tried again, and so is seen. A
                     # lane that ended here would take its place among the living with it.
                     logger.exception("A lane failed on a group of %d", len(group.deliveries))
                 finally:
-                    self.lanes.done(group, deferred, HELD_ELSEWHERE_DELAY, flying=flying)
+                    if self._lane_runs.pop(thread_id, None) is not None:
+                        self.lanes.done(group, deferred, HELD_ELSEWHERE_DELAY, flying=flying)
         finally:
+            self._watch.forget(thread_id)
             connections.close_all()
 
     def _stop(self) -> bool:
@@ -335,6 +390,8 @@ class Worker:
             logger.warning("Jobs still ran after %g s; they are handed back", grace)
             self._watch.abort_all()
             is_drained = self.lanes.wait_for(None, ABORT_WAIT)
+        if not is_drained:
+            self._abandon_lanes()
         deadline = time.monotonic() + (LEAVE_WAIT if is_drained else HASTY_WAIT)
         for poller in self.pollers:
             poller.leave()
@@ -356,6 +413,16 @@ class Worker:
         if is_drained and self._owns_process:
             close_backends()
         return is_drained
+
+    def _abandon_lanes(self) -> None:
+        """Undo what jobs that still run have written, so that others can run them: on SQLite nobody
+        could write before. What they still do has no effect."""
+        for thread_id in list(self._lane_runs):
+            run = self._lane_runs.pop(thread_id, None)
+            if run is not None and run.group.mode is not Mode.CONCURRENT:
+                self._watch.abandon(thread_id)
+                for connection in run.connections:
+                    sever(connection, terminates=False)
 
     def _stop_heartbeat(self) -> None:
         try:

@@ -136,12 +136,13 @@ def test_a_handler_that_holds_sqlites_write_lock_does_not_hold_up_the_stop(
     # Then it ends long before the job does
     assert worker.wait() == 1
     assert time.monotonic() - at < 20
-    # And the job is run elsewhere, once
+    # And the job is run elsewhere, once, and this is its first attempt
     let_go(tmp_path / "long")
     other = embedded.worker()
     embedded.settle()
     assert other.stop() == 0
     embedded.assert_each_ran_once(["long"])
+    assert embedded.jobs.get().attempts == 1
 
 
 def test_drain(engine: Engine) -> None:

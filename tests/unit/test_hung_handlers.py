@@ -1,0 +1,165 @@
+"""Handlers that hang in a call into C, which no timeout can interrupt: the worker goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+
+from kjo_django import BatchItem, registry
+from kjo_django.consumer import timeouts
+from kjo_django.models import DeadLetter, Job, JobFailure
+from kjo_django.worker import Worker
+from tests.ledger.jobs import write
+from tests.ledger.models import Entry
+from tests.unit.deliveries import KJO, MEMORY, as_job
+
+WAIT = 20
+
+pytestmark = pytest.mark.usefixtures("real_database")
+
+
+@pytest.fixture(autouse=True)
+def _configured(settings, real_database, monkeypatch):
+    settings.KJO = {
+        **KJO,
+        **MEMORY,
+        "POLL_INTERVAL": 0.2,
+        "HEARTBEAT_INTERVAL": 0.2,
+        "BACKOFF_BASE": 0.05,
+        "SHUTDOWN_GRACE": 5,
+    }
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+    monkeypatch.setattr(timeouts, "HUNG_AFTER", 0.5)
+
+
+class Hanging:
+    """Handlers that write, and hang when they are called first, until ``release``."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def work(self, job: str) -> None:
+        self.calls += 1
+        Entry.objects.create(job=f"{job} {self.calls}")
+        if self.calls == 1:
+            self.thread = threading.current_thread()
+            self._lock.acquire()  # waits in C: no exception is raised in it
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+@pytest.fixture
+def hanging():
+    hanging = Hanging()
+    yield hanging
+    if hanging.thread is not None and hanging.thread.is_alive():
+        hanging.release()
+        hanging.thread.join(WAIT)
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "never came true"
+        time.sleep(0.02)
+
+
+class Running:
+    """A worker of one lane in its thread."""
+
+    def __init__(self) -> None:
+        self.worker = Worker(["ledger"], concurrency=1)
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        finally:
+            connection.close()
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.worker.stop()
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive(), "the worker does not end"
+
+
+def entries() -> Counter[str]:
+    return Counter(Entry.objects.values_list("job", flat=True))
+
+
+@pytest.mark.parametrize("kind", ["atomic", "outside", "batch", "coroutine"])
+def test_a_hung_handler_costs_an_attempt_and_not_its_lane(hanging, kind):
+    # Given the only lane in a handler that does not return
+    def work(job: str) -> None:
+        hanging.work(job)
+
+    def work_batch(batch: list[BatchItem]) -> None:
+        for item in batch:
+            hanging.work(item.payload["job"])
+
+    async def work_async(job: str) -> None:
+        from asgiref.sync import sync_to_async
+
+        await sync_to_async(hanging.work)(job)
+
+    function = {"batch": work_batch, "coroutine": work_async}.get(kind, work)
+    options = {"batch": 5} if kind == "batch" else {"atomic": kind != "outside"}
+    definition = as_job(function, timeout=timedelta(seconds=0.2), max_attempts=3, **options)
+    id = definition.enqueue(job="hangs").job_id
+    with Running() as running:
+        wait_until(lambda: hanging.calls == 1)
+        write.enqueue(job="another")
+        # When it has been waited for long enough, then its job and all others go on
+        wait_until(lambda: not Job.objects.open().exists())
+        job = Job.objects.get(pk=id)
+        assert (job.state, job.attempts) == ("completed", 2)
+        failure = JobFailure.objects.get()
+        assert failure.attempt == 1
+        assert "could not be interrupted" in failure.error
+        expected = {"hangs 2": 1, "another": 1}
+        if kind == "outside":
+            expected["hangs 1"] = 1
+        assert entries() == expected
+        # And when it returns after all, that changes nothing
+        hanging.release()
+        hanging.thread.join(WAIT)
+        assert not hanging.thread.is_alive()
+        assert entries() == expected
+        assert Job.objects.get(pk=id).finished_at == job.finished_at
+        assert JobFailure.objects.count() == 1
+        assert running.worker.lanes.outstanding == 0
+        # And the worker works on
+        write.enqueue(job="later")
+        wait_until(lambda: entries()["later"])
+
+
+def test_the_others_of_its_group_are_run_by_the_next_lane(hanging):
+    # Given a group in one transaction, one of which hangs
+    def work(job: str) -> None:
+        if job == "hangs":
+            hanging.work(job)
+        else:
+            Entry.objects.create(job=job)
+
+    definition = as_job(work, timeout=timedelta(seconds=0.2), max_attempts=1)
+    with Running() as running:
+        running.worker.lanes.measure("bench.work", 0.0001)
+        definition.enqueue_many({"job": name} for name in ("before", "hangs", "after"))
+        # When, then
+        wait_until(lambda: not Job.objects.open().exists())
+    assert entries() == {"before": 1, "after": 1}
+    assert DeadLetter.objects.get().reason == "exhausted"
+    assert Job.objects.filter(state="completed").count() == 2
