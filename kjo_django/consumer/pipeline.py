@@ -125,6 +125,8 @@ class Pipeline:
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
         self._one_by_one = threading.Lock()
+        self._one_by_one_thread = 0
+        """Who has that lock, while it is locked."""
         """Held by the lane that runs what was being run when a worker died."""
         self._atomic = AtomicRunner(leases, watch, on_measure)
         self._plain = PlainRunner(leases, watch, on_measure, is_workers=self._is_workers)
@@ -179,14 +181,21 @@ class Pipeline:
                 return left
 
     def abandon(
-        self, deliveries: Sequence[Delivery], hung: Sequence[tuple[JobContext, float, Delivery]]
+        self,
+        deliveries: Sequence[Delivery],
+        hung: Sequence[tuple[JobContext, float, Delivery]],
+        thread_id: int,
     ) -> list[Delivery]:
         """Judge handlers that have hung as failed, and take their group from the thread that ran
         it; returns what is to come up again: that settles the failures, and runs the others.
 
         :param deliveries: the group, whose thread has no database session any more.
         :param hung: the runs that did not end, and for how many seconds they have lasted.
+        :param thread_id: the thread's.
         """
+        if self._one_by_one.locked() and self._one_by_one_thread == thread_id:
+            # It would give it back when its call returns, if ever.
+            self._one_by_one = threading.Lock()
         using, service = jobs_database(), get_settings().service_name
         left = _unsettled(deliveries, None)
         rows = load_rows(using, left, lock=False)
@@ -315,8 +324,10 @@ class Pipeline:
         One of these may have killed the worker. It takes no other of them with it, so each death
         costs an innocent one an attempt only the first time they meet.
         """
-        if not self._one_by_one.acquire(blocking=False):
+        lock = self._one_by_one
+        if not lock.acquire(blocking=False):
             return list(deliveries)
+        self._one_by_one_thread = threading.get_ident()
         try:
             deferred: list[Delivery] = []
             until = time.monotonic() + get_settings().group_budget.total_seconds()
@@ -332,7 +343,7 @@ class Pipeline:
                     deferred += map(order.put_off, self._run_together([delivery], mode))
             return deferred
         finally:
-            self._one_by_one.release()
+            lock.release()
 
     def _takes_over(self, delivery: Delivery) -> bool:
         """Begin what a dead worker had begun, which counts as a delivery; False: somebody else
@@ -340,6 +351,13 @@ class Pipeline:
         ttl = delivery.queue.processing_ttl
         (claim,) = self._leases.take_over([delivery.lease], ttl)
         delivery.deliveries = max(1, claim.deliveries)
+        if claim.acquired and delivery.deliveries > 1:
+            try:
+                settlement.record_lost_attempts(jobs_database(), delivery)
+            except DatabaseError as error:
+                # They count all the same, and that is what matters.
+                logger.warning("Lost attempts of %s are not noted: %s", delivery.lease, error)
+                drop_broken_connections()
         return claim.acquired
 
     def _run_claimed(

@@ -16,6 +16,7 @@ from kjo_django import states
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.consumer import policies
+from kjo_django.consumer.attempts import spent_and_limit
 from kjo_django.consumer.completion import publication
 from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.deadletters import (
@@ -29,8 +30,9 @@ from kjo_django.consumer.deadletters import (
     traceback_text,
 )
 from kjo_django.consumer.execution import ENDINGS, is_interrupt
-from kjo_django.consumer.work import Outcome, Result
-from kjo_django.exceptions import MessageError, PublishError
+from kjo_django.consumer.rows import load_rows, row_id
+from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.exceptions import MessageError, PublishError, StalledError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import Message
@@ -151,6 +153,35 @@ def _source_of(outcome: Outcome) -> str:
     message, job = outcome.delivery.message, outcome.job
     job_id = None if job is None else job["id"]
     return source_id(outcome.delivery, job_id, message.generation if message else 1)
+
+
+def record_lost_attempts(using: str, delivery: Delivery) -> None:
+    """Write a failure for each attempt that was begun and has no outcome: its worker died."""
+    row = load_rows(using, [delivery], lock=False).get(
+        row_id(delivery, get_settings().service_name)
+    )
+    if row is None or row["state"] not in states.OPEN:
+        return
+    spent, limit = spent_and_limit(delivery, row)
+    # That of the last attempt is written with the dead letter.
+    lost = range(spent + 1, min(spent + delivery.deliveries, limit))
+    failures = JobFailure.objects.using(using)
+    known = set(
+        failures.filter(
+            job_id=row["id"], generation=row["generation"], attempt__in=lost
+        ).values_list("attempt", flat=True)
+    )
+    failures.bulk_create(
+        JobFailure(
+            job_id=row["id"],
+            generation=row["generation"],
+            attempt=attempt,
+            error_type=import_path(StalledError),
+            error="Its worker died or froze during this attempt, or could not record its outcome",
+        )
+        for attempt in lost
+        if attempt not in known
+    )
 
 
 def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> None:

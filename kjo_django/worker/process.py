@@ -329,18 +329,21 @@ class Worker:
             self.running.leave(context)
         with self._lanes_lock:
             self._lane_threads = [t for t in self._lane_threads if t.ident != thread_id]
-            self._start_lanes(1, lambda: self._end_lane_run(run, hung))
+            self._start_lanes(1, lambda: self._end_lane_run(run, hung, thread_id))
         return True
 
     def _end_lane_run(
-        self, run: LaneRun, hung: Sequence[tuple[JobContext, float, Delivery]]
+        self,
+        run: LaneRun,
+        hung: Sequence[tuple[JobContext, float, Delivery]],
+        thread_id: int,
     ) -> None:
         """End what a thread that was given up had begun; in the one that takes its place."""
         deferred: Any = run.group.deliveries
         try:
             for connection in run.connections:
                 sever(connection)
-            deferred = self._pipeline.abandon(run.group.deliveries, hung)
+            deferred = self._pipeline.abandon(run.group.deliveries, hung, thread_id)
         except Exception:
             logger.exception("A group of %d is run again", len(run.group.deliveries))
         finally:

@@ -9,7 +9,7 @@ import pytest
 from kjo_django.backends import get_coordination
 from kjo_django.consumer.leases import alive_name
 from kjo_django.consumer.work import Result
-from kjo_django.models import DeadLetter, Job, Lease
+from kjo_django.models import DeadLetter, Job, JobFailure, Lease
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, entries, the_job
@@ -42,6 +42,27 @@ def test_a_crash_counts_as_an_attempt(bench):
     assert Entry.objects.get().note == "attempt 2"
     assert deliveries[0].deliveries == 2
     assert settled(bench)
+
+
+@both
+@pytest.mark.parametrize("times", [1, 2, 3, 4])
+def test_each_attempt_a_dead_worker_had_begun_leaves_a_failure(bench, times):
+    """A killed worker's attempt left no trace: two attempts, and no failure."""
+    # Given
+    ledger.write.using(max_attempts=3).enqueue(job="a")
+    deliveries = bench.poll()
+    crashed_while_running(bench, deliveries, times)
+    # When it runs, and its record comes up once more
+    bench.run(deliveries)
+    bench.run(deliveries)
+    # Then
+    failures = JobFailure.objects.order_by("attempt")
+    lost = min(times, 3)
+    assert [failure.attempt for failure in failures] == list(range(1, lost + 1))
+    assert all("worker died" in failure.error for failure in failures)
+    assert (the_job().state, the_job().attempts) == (
+        ("completed", lost + 1) if times < 3 else ("failed", 3)
+    )
 
 
 def test_a_suspect_runs_alone_and_apart_from_its_group(bench):
