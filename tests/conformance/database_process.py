@@ -44,7 +44,8 @@ def publish(topic: str, count: str) -> None:
 
 
 def consume(topic: str, group: str, idle: str) -> None:
-    """Consume until nothing came for ``idle`` seconds; half of it settles in a transaction."""
+    """Consume until nothing has come for ``idle`` seconds since the last record, or for 40 since
+    the start; half of it settles in a transaction."""
     from django.db import transaction
 
     from kjo_django.transports.database import DatabaseTransport
@@ -52,14 +53,14 @@ def consume(topic: str, group: str, idle: str) -> None:
     subscription = DatabaseTransport("process", {}).subscribe(
         [topic], group, lease=timedelta(seconds=30)
     )
-    last = time.monotonic()
+    until = time.monotonic() + 40  # whoever publishes may take long to start
     turn = 0
-    while time.monotonic() - last < float(idle):
+    while time.monotonic() < until:
         records = subscription.poll(7, 0.2)
         for record in records:
             key, value = record.key or b"", record.value or b""
             print(time.monotonic_ns(), key.decode(), value.decode(), flush=True)
-            last = time.monotonic()
+            until = time.monotonic() + float(idle)
         turn += 1
         if turn % 2 and records:
             with transaction.atomic():

@@ -67,7 +67,7 @@ def test_two_processes_drain_what_a_third_publishes(alias: str, start: Any) -> N
 
     lines: list[tuple[int, str, int, int]] = []
     for number, consumer in enumerate(consumers):
-        output, errors = consumer.communicate(timeout=60)
+        output, errors = consumer.communicate(timeout=120)
         assert consumer.returncode == 0, errors
         for line in output.splitlines():
             at, key, value = line.split()
