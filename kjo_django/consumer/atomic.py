@@ -22,6 +22,7 @@ from kjo_django.consumer.batches import UNWANTED, Batch, Started, in_steps, run_
 from kjo_django.consumer.connections import (
     answers,
     is_broken,
+    is_unusable,
     leaving_no_blocks,
     left_elsewhere,
     open_blocks,
@@ -45,7 +46,6 @@ from kjo_django.consumer.savepoint import CAUGHT, LazySavepoint
 from kjo_django.consumer.timeouts import TimeoutWatch
 from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.models import EventKey, ProcessedEvent
-from kjo_django.models.postgres import is_aborted
 from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
@@ -238,7 +238,7 @@ class AtomicRunner:
             ran.error, ran.abort_reason = _as_told(error, connection, blocks), context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
         self._on_measure(delivery.kind, ran.seconds)
-        if known is None and ran.error is None and _is_unusable(connection):
+        if known is None and ran.error is None and is_unusable(connection):
             ran.error = transaction.TransactionManagementError(CAUGHT)
         if known is None and ran.error is not None:
             failed = {delivery: ran}
@@ -273,7 +273,7 @@ class AtomicRunner:
                     ran = Ran(timezone.now(), 0.0, error=_as_told(error, connection, blocks))
                     raise ConnectionLost(outcome_of(delivery, ran, start, row)) from error
                 raise
-            if known is None and _is_unusable(connection):
+            if known is None and is_unusable(connection):
                 raise _Spoiled({}, {})
             return endings
 
@@ -307,16 +307,6 @@ def _as_told(error: BaseException, connection: BaseDatabaseWrapper, blocks: int)
     refusal = refusal_of(connection, blocks)
     refusal.__cause__ = error
     return refusal
-
-
-def _is_unusable(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the handler has swallowed an error after which nothing can be committed."""
-    if connection.needs_rollback or is_aborted(connection):
-        return True
-    # SQLite undoes a transaction by itself when its disk is full, and goes on without one.
-    return connection.vendor == "sqlite" and not getattr(
-        connection.connection, "in_transaction", True
-    )
 
 
 def _repeated(delivery: Delivery, row: dict[str, Any] | None, earlier: Outcome) -> Outcome:

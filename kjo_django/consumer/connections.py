@@ -14,7 +14,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
-from kjo_django.models.postgres import is_in_transaction
+from kjo_django.models.postgres import is_aborted, is_in_transaction
 
 logger = logging.getLogger("kjo_django")
 
@@ -215,6 +215,16 @@ def is_broken(connection: BaseDatabaseWrapper) -> bool:
     if connection.needs_rollback:  # its savepoint was not there any more
         return True
     return bool(connection.errors_occurred and not connection.is_usable())
+
+
+def is_unusable(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether an error was swallowed after which nothing can be committed here."""
+    if connection.needs_rollback or is_aborted(connection):
+        return True
+    # SQLite undoes a transaction by itself when its disk is full, and goes on without one.
+    return connection.vendor == "sqlite" and not getattr(
+        connection.connection, "in_transaction", True
+    )
 
 
 def answers(using: str) -> bool:

@@ -15,6 +15,7 @@ from django.utils import timezone
 
 from kjo_django.backends import get_coordination
 from kjo_django.conf import QueueConf
+from kjo_django.consumer.connections import is_unusable
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.coordination.silence import Silence
 from kjo_django.exceptions import CoordinationError
@@ -211,14 +212,17 @@ class LeaseBook:
         """Give the leases back with the transaction of ``using`` that makes the outcomes durable;
         rolled back, they are still held.
 
-        :raises OperationalError: that failed. SQLite undoes a transaction by itself when a
-            statement meets a full disk; what comes after it would be committed without what was
-            before it.
+        :raises OperationalError: that failed, and the transaction with it. SQLite undoes one by
+            itself when a statement meets a full disk; what comes after it would be committed
+            without what was before it.
         """
+        began = time.monotonic()
         try:
             get_coordination().release(names, self.token)
         except CoordinationError as error:
-            raise OperationalError(f"Leases cannot be released: {error}") from error
+            if is_unusable(connections[using]):
+                raise OperationalError(f"Leases cannot be released: {error}") from error
+            self._not_released(names, began, error)
         transaction.on_commit(lambda: self._forget(names), using=using)
 
     def _give_back(
@@ -230,12 +234,15 @@ class LeaseBook:
                 names, self.token, count_delivery=count_delivery, undo_claim=undo_claim
             )
         except CoordinationError as error:
-            self._silence.failed(began)
-            self._complain("Leases not released yet, or they expire by themselves", error)
-            with self._lock:
-                self._owed.update(names[: MAX_OWED - len(self._owed)])
+            self._not_released(names, began, error)
         else:
             self._silence.answered()
+
+    def _not_released(self, names: list[str], began: float, error: CoordinationError) -> None:
+        self._silence.failed(began)
+        self._complain("Leases not released yet, or they expire by themselves", error)
+        with self._lock:
+            self._owed.update(names[: MAX_OWED - len(self._owed)])
 
     def _owe(self, names: Collection[str]) -> None:
         """Forget leases that cannot be given back now, and give them back when that can be; those

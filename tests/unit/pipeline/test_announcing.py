@@ -13,7 +13,7 @@ from kjo_django.consumer import settlement
 from kjo_django.consumer.work import Result
 from kjo_django.models import Job, JobFailure
 from tests.unit.deliveries import as_job, states
-from tests.unit.pipeline.bench import both, settled
+from tests.unit.pipeline.bench import both, reconfigured, settled
 
 KINDS = {
     "a transaction": {},
@@ -21,6 +21,14 @@ KINDS = {
     "outside a transaction": {"atomic": False},
     "a batch": {"batch": 10},
 }
+
+
+@pytest.fixture
+def bench(settings, bench):
+    """A worker that records a group's endings together, however slow the machine is."""
+    made = reconfigured(settings, bench, GROUP_BUDGET=600)
+    yield made
+    made.close()
 
 
 @pytest.fixture
