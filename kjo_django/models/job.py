@@ -131,6 +131,12 @@ class Job(models.Model):
                 name="kjo_job_due_idx",
                 condition=Q(state__in=("pending", "failing")),
             ),
+            # The same of one queue, behind however long a backlog of another.
+            models.Index(
+                fields=("queue", "available_at", "id"),
+                name="kjo_job_queue_due_idx",
+                condition=Q(state__in=("pending", "failing")),
+            ),
             # Lists and counts by state: everything but the completed mass.
             models.Index(
                 fields=("state", "id"), name="kjo_job_state_idx", condition=~Q(state="completed")

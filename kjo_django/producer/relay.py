@@ -1,11 +1,11 @@
 """The relay: hands committed jobs to transports that cannot join their transaction.
 
-It reads the set of due rows (never a cursor, so rows that are committed late are not passed over),
-publishes a batch with every delivery report checked, and records where each went. No transaction is
-open while it sends. A crash anywhere publishes again; the consumer absorbs duplicates. Rows of one
-key go out in the order they are due, and since every relay publishes a prefix of them in that
-order, the first occurrences keep it even when two relays overlap. A lease only keeps standby relays
-from doing the work twice.
+It reads the set of due rows (never from a position, so rows that are committed late are not passed
+over), publishes a batch with every delivery report checked, and records where each went. Of a
+backlog a batch holds rows of every queue that has any. No transaction is open while it sends. A
+crash anywhere publishes again; the consumer absorbs duplicates. Rows of one key go out in the order
+they are due, and since every relay publishes a prefix of them in that order, the first occurrences
+keep it even when two relays overlap. A lease only keeps standby relays from doing the work twice.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from django.db import DatabaseError, InterfaceError, connections
@@ -25,7 +26,7 @@ from kjo_django.coordination.base import Listener
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError, text_of
 from kjo_django.models import DeadLetterReason
 from kjo_django.producer import dispatch, unpublishable
-from kjo_django.producer.due import Due, due_jobs, next_due
+from kjo_django.producer.due import Due, due_jobs, due_jobs_of, next_due
 from kjo_django.producer.noting import MOST_PUT_OFF, Notes, Sent
 from kjo_django.producer.relay_leases import LEASE_TTL, RelayLeases
 from kjo_django.producer.rests import Rests
@@ -42,6 +43,11 @@ then most of their jobs have ended and need no note."""
 SOON = 0.02
 """Seconds after that in which it only listens. While one job follows the other nobody has to ask
 what falls due later: every look for what is due finds it, so much late at most."""
+ASK_OVERTAKEN = 0.2
+"""Seconds between looks, while one queue has a backlog, for rows of others that are behind it;
+ten times as long as a look takes where that is more."""
+LONGEST_UNASKED = 1.0
+"""Seconds between such looks, at most: so long a new job waits where the database is slow."""
 STANDBY = 0.25
 """Seconds between looks at rows that are due and another relay's, in case that one died."""
 
@@ -80,6 +86,7 @@ class Relay:
         self._rests = Rests()
         self._resting_topics = Rests()
         self._notes = Notes()
+        self._ask_overtaken_at = 0.0
         self.published_count = 0
 
     # --- One batch --------------------------------------------------------------------------------
@@ -102,7 +109,10 @@ class Relay:
         wanted = self._awake() if queues is None else queues
         most = get_settings().relay_batch_size
         jobs = due_jobs(using, wanted, most, self._notes.missing, self._resting_topics.names())
-        has_more = goes_on and len(jobs) >= most
+        is_backlog = len(jobs) >= most
+        if is_backlog:
+            jobs = self._with_overtaken(using, jobs, wanted, most)
+        has_more = goes_on and is_backlog
         if not has_more:
             self._notes.end()
         puts_off = may_put_off and len(jobs) <= MOST_PUT_OFF
@@ -121,6 +131,35 @@ class Relay:
         if failed is not None:
             raise failed
         return len(jobs)
+
+    def _with_overtaken(
+        self, using: str, jobs: list[Due], queues: Collection[str], most: int
+    ) -> list[Due]:
+        """Return the batch with rows of queues that have few in it, or none: the backlog of one
+        queue must not keep another's new job waiting until it is worked off.
+
+        Each queue is asked for by itself, so this is done a few times a second only, as long as
+        nothing is found.
+        """
+        began = time.monotonic()
+        if began < self._ask_overtaken_at or len(queues) < 2:
+            return jobs
+        share = max(1, most // len(queues))
+        counts = Counter(job.queue for job in jobs)
+        resting = self._resting_topics.names()
+        overtaken: dict[str, list[Due]] = {}
+        for queue in queues:
+            if counts[queue] < share:
+                found = due_jobs_of(using, queue, share, self._notes.missing, resting)
+                if len(found) > counts[queue]:
+                    overtaken[queue] = found
+        if not overtaken:
+            now = time.monotonic()
+            rest = min(10 * (now - began), LONGEST_UNASKED)
+            self._ask_overtaken_at = now + max(rest, ASK_OVERTAKEN)
+            return jobs
+        first = [job for found in overtaken.values() for job in found]
+        return first + [job for job in jobs if job.queue not in overtaken]
 
     def _publish(
         self, using: str, queue_name: str, jobs: list[Due], puts_off: bool, has_more: bool

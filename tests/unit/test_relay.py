@@ -28,7 +28,7 @@ from kjo_django.operations.jobs import requeue
 from kjo_django.producer import dispatch, noting, relay_leases, unpublishable
 from kjo_django.producer import relay as relays
 from kjo_django.producer.dispatch import record_of
-from kjo_django.producer.due import due_jobs, next_due
+from kjo_django.producer.due import due_jobs, due_jobs_of, next_due
 from kjo_django.producer.noting import MOST_PUT_OFF
 from kjo_django.producer.outgoing import store_record
 from kjo_django.producer.relay import Relay
@@ -109,6 +109,93 @@ def test_a_batch_is_no_larger_than_the_setting(alone, settings):
     write.enqueue_many([{"job": str(n)} for n in range(3)])
     relay = Relay()
     assert [relay.publish_due(), relay.publish_due(), relay.publish_due()] == [2, 1, 0]
+
+
+def numbered(queue: str, count: int, age: timedelta = timedelta(0)) -> None:
+    """Enqueue jobs of a queue, due for so long."""
+    due = timezone.now() - age
+    for number in range(count):
+        run_at = due + timedelta(microseconds=number)
+        write.using(queue=queue, run_at=run_at).enqueue(job=f"{queue} {number}")
+
+
+@pytest.fixture
+def small_batches(relay, settings):
+    settings.KJO = {**KINDS, "RELAY_BATCH_SIZE": 10}
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_queues_backlog_does_not_hold_up_what_comes_for_another():
+    # Given a backlog of one queue, and after it jobs of another
+    numbered("ledger", 40, timedelta(minutes=5))
+    numbered("other", 3)
+    # When
+    Relay().publish_due()
+    # Then the first batch has both, in their order
+    names_of = [json.loads(value)["job"] for value in published("other")]
+    assert names_of == ["other 0", "other 1", "other 2"]
+    assert [json.loads(value)["job"] for value in published()] == [f"ledger {n}" for n in range(10)]
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_queue_gets_its_share_though_its_own_oldest_rows_are_in_the_backlog():
+    # Given few rows of a queue among many of another, and some behind them
+    numbered("ledger", 20, timedelta(minutes=10))
+    numbered("other", 1, timedelta(minutes=11))
+    numbered("ledger", 20, timedelta(minutes=5))
+    numbered("other", 9)
+    # When
+    relay = Relay()
+    relay.publish_due()
+    # Then: a third, beside the queue of records for others
+    assert len(published("other")) == 3
+    # And nothing goes out twice, nor is anything left
+    while relay.publish_due():
+        pass
+    assert len(published("other")) == 10
+    assert len(published()) == 40
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_backlog_alone_is_seldom_looked_behind(monkeypatch):
+    """Each look is a statement for each queue."""
+    # Given
+    monkeypatch.setattr(relays, "ASK_OVERTAKEN", 60)
+    looks = []
+    look = relays.due_jobs_of
+    monkeypatch.setattr(relays, "due_jobs_of", lambda *args: looks.append(args[1]) or look(*args))
+    numbered("ledger", 60)
+    # When
+    relay = Relay()
+    while relay.publish_due():
+        pass
+    # Then
+    assert len(published()) == 60
+    assert sorted(looks) == ["other", "outgoing"]
+
+
+def test_what_is_due_of_one_queue_is_read_by_its_index(postgres):
+    """Also where PostgreSQL does not know yet how much of it there is."""
+    # Given statistics from before the backlog
+    seen = []
+
+    def explain(execute, sql, params, many, context):
+        with connection.connection.cursor() as cursor:
+            cursor.execute(f"EXPLAIN (FORMAT JSON) DECLARE look CURSOR FOR {sql}", params)
+            seen.append(str(cursor.fetchone()[0]))
+        return execute(sql, params, many, context)
+
+    Job.objects.bulk_create(JobFactory.build(queue="a backlog") for _ in range(500))
+    for known in (300, 2000):
+        Job.objects.bulk_create(JobFactory.build(queue="ledger") for _ in range(known))
+        with connection.cursor() as cursor:
+            cursor.execute("ANALYZE kjo_job")
+        # When
+        with connection.execute_wrapper(explain):
+            assert len(due_jobs_of("default", "ledger", 100)) == 100
+    # Then
+    assert all("kjo_job_queue_due_idx" in plan and "'Sort'" not in plan for plan in seen), seen
+    assert len(seen) == 2
 
 
 def test_it_looks_after_its_own_queues_only(alone):
