@@ -7,6 +7,7 @@ It notes the moment the plan's times count from, once it is told that workers ar
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -18,12 +19,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from django.core.management import CommandError, call_command
 from django.db import DatabaseError, InterfaceError, connections, transaction
 from django.utils import timezone
 
 from kjo_django.exceptions import KjoError
 from tests.mixed.names import RUN, topic
-from tests.mixed.plan import EXHAUSTED, Plan, Work, draw
+from tests.mixed.plan import EXHAUSTED, RELAYED_BY_ALL, Plan, Work, draw
 from tests.mixed.trace import FILE, note
 
 OUTAGES = (DatabaseError, InterfaceError, KjoError)
@@ -125,12 +127,30 @@ class Application:
         took = time.time() - began
         for work in works:
             note("committed", work.name, f"{took:.3f}")
+        if works[0].how == RELAYED_BY_ALL:
+            self._relay_twice()
         for work, does in after:
             try:
                 does()
             except OUTAGES as error:
                 note("unsure", work.name, type(error).__name__)
                 connections.close_all()
+
+    def _relay_twice(self) -> None:
+        """Relay what is due with two commands at once, as cron would beside the workers."""
+        relays = [threading.Thread(target=self._relay) for _ in range(2)]
+        for relay in relays:
+            relay.start()
+        for relay in relays:
+            relay.join()
+
+    def _relay(self) -> None:
+        try:
+            call_command("kjo_produce", "--once", stdout=io.StringIO())
+        except (*OUTAGES, CommandError) as error:
+            note("outage", "relay", type(error).__name__)
+        finally:
+            connections.close_all()
 
     def _enqueue(self, work: Work) -> Any:
         """Enqueue within the transaction; return what is to be done once that is committed."""

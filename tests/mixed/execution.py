@@ -64,6 +64,7 @@ class MixedEngine(Engine):
             "BACKOFF_MAX": 1,
             "ERROR_RECOVERY_DELAYS": {"rate_limit": 0.5},
             "MAX_OUTSTANDING": 60,
+            "SHUTDOWN_GRACE": 20,
             "PROCESSING_TTL": 20,
         }
 
@@ -266,16 +267,7 @@ class ProcessStage(Stage):
                 self._frozen.discard(worker)
 
     def _do_relay(self, move: Move) -> None:
-        self._relays.append(self._produce())
-
-    def _produce(self, *arguments: str) -> Program:
-        return self._run("tests.mixed.manage", "kjo_produce", *arguments)
-
-    def _do_relays_once(self, move: Move) -> None:
-        # Nothing is disturbed by them: they are to do nothing twice.
-        for relay in [self._produce("--once") for _ in range(2)]:
-            # During an outage it says so with its exit code; what it did is seen afterwards.
-            relay.wait(60)
+        self._relays.append(self._run("tests.mixed.manage", "kjo_produce"))
 
     def _do_flush(self, move: Move) -> None:
         assert self.engine.servers.redis is not None
@@ -531,14 +523,17 @@ def _read_trace(engine: MixedEngine, evidence: invariants.Evidence) -> None:
         elif line.word == "disturb":
             open_since[first].append(line.at)
         elif line.word == "disturbed":
-            evidence.disturbances.append((open_since[first].pop(0), line.at))
+            what = first.partition("-")[0]
+            evidence.disturbances.append((open_since[first].pop(0), line.at, what))
         elif line.word in ("record", "dead_record"):
             _count(evidence, line.word, first)
         elif line.word in ("completed", "failed", "dead", "cancelled", "processed"):
             bare = first if first.startswith("item:") else first.partition(":")[0]
             told[named.get(bare) or trace.identity_in(first)].append(line.word)
     end = time.time()
-    evidence.disturbances += [(since, end) for left in open_since.values() for since in left]
+    evidence.disturbances += [
+        (since, end, what.partition("-")[0]) for what, left in open_since.items() for since in left
+    ]
     evidence.begins, evidence.signals = dict(begins), dict(told)
 
 

@@ -14,6 +14,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from django.db import OperationalError
 from django.dispatch import receiver
 
 from kjo_django import (
@@ -241,7 +242,7 @@ class StreamProducer(AbstractStreamProducer[dict[str, Any]]):
         return str(payload["job"])
 
     def on_send_failed(self, payload: dict[str, Any], error: str) -> None:
-        raise RuntimeError(error)
+        raise OperationalError(error)
 
 
 class StreamConsumer(AbstractStreamConsumer[dict[str, Any]]):

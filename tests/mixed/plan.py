@@ -50,6 +50,8 @@ HOWS: dict[str, tuple[str, ...]] = {
     "paused": ("pause",),
 }
 """How a begin of each kind may go wrong before it goes well."""
+RELAYED_BY_ALL = "relayed by all"
+"""Of records for others: commands relay at the moment they are committed, beside the workers."""
 EXHAUSTED = 2
 """Attempts of work that is to run out of them."""
 FOREVER = 10**6
@@ -70,6 +72,11 @@ class Engine:
     def has_relays(self) -> bool:
         """Whether jobs are handed over by a relay rather than with their transaction."""
         return self.transport != "database"
+
+    @property
+    def has_partitions(self) -> bool:
+        """Whether a worker that comes takes partitions from others, who wait meanwhile."""
+        return self.transport in ("kafka", "memory")
 
     @property
     def keeps_order(self) -> bool:
@@ -134,8 +141,7 @@ class Move:
 
     at: float
     what: str
-    """join, leave, kill, freeze, relay, relays_once, flush, end_sessions, hold_rows, refuse or
-    break_database."""
+    """join, leave, kill, freeze, relay, flush, end_sessions, hold_rows, refuse, break_database."""
     seconds: float = 0.0
 
 
@@ -207,7 +213,9 @@ class _Draw:
         """What makes others wait where it may not: slow jobs, a hot key, a long job."""
         for _ in range(self.random.randint(1, 2)):
             at = start + self.random.uniform(0, 0.3)
-            self._add("long", at, ms=self.random.uniform(3000, 6000))
+            # The first ones outlast the phase: what waits for them waits for long.
+            ms = self.random.uniform(3000, 5000) if start else self.random.uniform(9000, 12000)
+            self._add("long", at, ms=ms)
         one = self._next()
         for _ in range(self._many(50, 70)):
             self._add("slow", start + 0.1, transaction=one, ms=self.random.uniform(30, 80))
@@ -263,6 +271,13 @@ class _Draw:
             one = self._next()
             for _ in range(self.random.randint(5, 10)):
                 self._add("other", at, transaction=one)
+        for how in ("interrupt", "exit"):
+            self._add("write", start + 2.0, end="exhaust", fails=FOREVER, how=how)
+        if self.engine.has_relays:
+            # Others relay at the same moment, with the command that cron would call.
+            one = self._next()
+            for _ in range(30):
+                self._add("other", start + 4.0, transaction=one, how=RELAYED_BY_ALL)
         if self.engine.transport == "kafka":
             self._add("large", start + 1.0, end="too_large")
             self._add("large", start + 1.0)
@@ -285,7 +300,7 @@ class _Draw:
             yield chosen
         others: list[str] = []
         if engine.has_relays:
-            others += ["relay", "relays_once", "relays_once"]
+            others.append("relay")
         if engine.transport == "kafka":
             others.append("flush")
         if not engine.is_sqlite:

@@ -150,7 +150,7 @@ def test_each_violation_is_found(change: Callable[[Evidence], None], invariant: 
 def test_a_crash_excuses_what_it_may_repeat_and_nothing_else() -> None:
     # Given a worker that was killed right after a handler outside a transaction ran
     found = evidence()
-    found.disturbances = [(110.0, 110.0)]
+    found.disturbances = [(110.0, 110.0, "kill")]
     found.killed = {7: 110.0}
     # When that handler's entry is there twice
     double_outside_undisturbed(found)
