@@ -50,7 +50,7 @@ from kjo_django.producer.dispatch import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
-OVERRUN = 20
+OVERRUN = 100
 """Times its budget a group may run before it ends with the handler that runs: what has completed is
 committed, and what has not begun comes up again."""
 _NOTHING = nullcontext()
