@@ -172,7 +172,9 @@ class Settings:
         "Coroutines of atomic=False handlers a worker runs at once, for each queue without a "
         "concurrency of its own; MAX_OUTSTANDING bounds them too.",
     )
-    relay_batch_size: int = option(whole(1), 1000, "Most rows the relay publishes at once.")
+    relay_batch_size: int = option(
+        whole(1), 1000, "Most rows the relay publishes at once; twice that of a backlog."
+    )
     poll_interval: timedelta = option(
         duration, timedelta(seconds=1), "The slow poll beside wake-up calls."
     )
