@@ -201,6 +201,8 @@ class AtomicRunner:
                     ended |= {keys[o.delivery]: o for o in new if o.result in _RAN}
             self._watch.check()
             completed = [o for o in outcomes if o.result is Result.COMPLETED]
+            if len(completed) == 1:
+                completed[0].notes["is_fresh"] = keys[completed[0].delivery] in fresh
             if outer is not None and (left := left_elsewhere(using, outer)):
                 raise left
             if len(completed) < len(fresh) or len(fresh) < len(keys):
@@ -288,8 +290,10 @@ class AtomicRunner:
 def _is_committed(delivery: Delivery) -> bool:
     """Return whether the COMMIT that was not answered has taken effect."""
     handler = delivery.handler
-    if handler is None or handler.judges_itself:
-        return False  # its marker may be of an earlier message
+    if handler is None or delivery.ending is None:
+        return False
+    if handler.judges_itself and not delivery.ending.notes.get("is_fresh"):
+        return False  # its marker is of an earlier message
     key = delivery.event_key(get_settings().service_name)
     return key in ProcessedEvent.objects.using(jobs_database()).known([key])
 

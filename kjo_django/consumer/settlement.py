@@ -191,9 +191,9 @@ def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> Non
     now = timezone.now()
     failures, letters = [], []
     for outcome in outcomes:
-        job_id, is_current = _record_job(using, outcome, now)
-        if not is_current and _was_recorded(using, outcome):
+        if _was_recorded(using, outcome):
             continue
+        job_id, is_current = _record_job(using, outcome, now)
         if not is_current:
             # Cancelled or requeued meanwhile: the row tells, nothing is to be added.
             outcome.result, outcome.reason = Result.SKIPPED, "changed"
@@ -216,8 +216,10 @@ def _was_recorded(using: str, outcome: Outcome) -> bool:
     """Return whether a transaction that wrote this failure was committed, although its COMMIT was
     not answered: it is to be announced like any other."""
     job = outcome.job
-    if job is None or outcome.delivery.ending is not outcome:
+    if outcome.delivery.ending is not outcome:
         return False  # it is written for the first time
+    if job is None:
+        return Job.objects.using(using).filter(pk=outcome.notes.get("born")).exists()
     rows = Job.objects.using(using).at(job["id"], job["generation"])
     state = rows.filter(attempts=outcome.attempt).values_list("state", flat=True).first()
     if outcome.result is Result.RETRIED:
@@ -267,6 +269,7 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
         row = _birth(using, outcome, changes, now)
         if row is None:
             return None, True
+        outcome.notes["born"] = row.pk
         rows = Job.objects.using(using)
         rows.bulk_create([row], ignore_conflicts=True)
         if not rows.filter(pk=row.pk).exists():

@@ -14,6 +14,7 @@ from django.db import connections
 from kjo_django import registry
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
 from kjo_django.consumer import policies
+from kjo_django.consumer.announcing import tell, tell_waiters
 from kjo_django.consumer.leases import LeaseBook
 from kjo_django.consumer.pipeline import Pipeline
 from kjo_django.consumer.timeouts import TimeoutWatch
@@ -40,8 +41,13 @@ class Reprocessor:
             self._leases,
             self._watch,
             worker=f"replay on {socket.gethostname()} {default_worker_name()}"[:255],
-            on_outcomes=self._outcomes.extend,
+            on_outcomes=self._on_outcomes,
         )
+
+    def _on_outcomes(self, outcomes: Sequence[Outcome]) -> None:
+        tell_waiters(outcomes)
+        self._outcomes.extend(outcomes)
+        tell(outcomes)
 
     def __enter__(self) -> Reprocessor:
         policies.join()

@@ -17,6 +17,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
+from kjo_django.consumer.announcing import tell, value_of
 from kjo_django.consumer.attempts import Start
 from kjo_django.consumer.batches import Batch
 from kjo_django.consumer.execution import call, make_context
@@ -33,7 +34,6 @@ from kjo_django.producer.definition import JobDefinition
 from kjo_django.producer.enqueue import EnqueueResult
 from kjo_django.queue import Queue
 from kjo_django.transports.base import Record, Subscription, TopicPartition
-from kjo_django.worker.telling import tell, value_of
 
 logger = logging.getLogger("kjo_django")
 

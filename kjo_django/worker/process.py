@@ -34,6 +34,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from kjo_django import collecting, registry, signals
 from kjo_django.backends import close_backends, get_transport
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
+from kjo_django.consumer.announcing import tell, tell_waiters
 from kjo_django.consumer.connections import drop_broken_connections, sever
 from kjo_django.consumer.context import JobContext
 from kjo_django.consumer.current import facts_of
@@ -64,7 +65,6 @@ from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import Statistics
 from kjo_django.worker.stopping import hear_stop_signals
 from kjo_django.worker.supervisor import LEFT_RUNNING
-from kjo_django.worker.telling import tell, tell_waiters
 
 logger = logging.getLogger("kjo_django")
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from django.core.management import call_command
 
-from kjo_django import BaseEvent, PermanentError, event_handler
+from kjo_django import BaseEvent, PermanentError, event_handler, signals
 from kjo_django.exceptions import MessageError
 from kjo_django.kdlq import DlqConfig, ProcessingStatus, kdlq_handler
 from kjo_django.models import DeadLetter, DeadLetterState, Job
@@ -85,7 +85,12 @@ def test_however_often_it_dies_in_place_its_last_dead_letter_is_open(transport) 
 
 
 def test_a_job_in_place(transport) -> None:
+    """Announced as in a worker."""
     works: list[bool] = []
+    announced: list[str] = []
+
+    def note(sender: str, job_id: str, **facts: object) -> None:
+        announced.append(job_id)
 
     @as_job
     def write(job: str) -> None:
@@ -97,9 +102,12 @@ def test_a_job_in_place(transport) -> None:
     bench = Bench()
     bench.run()
     works.append(True)
+    signals.job_completed.connect(note, weak=False)
     report = dead_letters.replay(EVERYTHING, mode=Mode.REPROCESS)
+    signals.job_completed.disconnect(note)
     assert dict(report.ended) == {"completed": 1}
     assert Job.objects.get().state == JobState.COMPLETED
+    assert announced == [str(Job.objects.get().pk)]
     bench.run_until_done()
     bench.close()
     assert Entry.objects.count() == 1

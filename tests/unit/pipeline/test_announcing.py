@@ -34,7 +34,7 @@ def bench(settings, bench):
 @pytest.fixture
 def announced(bench, monkeypatch):
     """The results of job_completed and job_retried, as a worker sends them."""
-    from kjo_django.worker.telling import tell
+    from kjo_django.consumer.announcing import tell
 
     seen = []
 
@@ -174,10 +174,12 @@ def test_a_commit_without_an_answer_is_announced_like_any_other(
 
 
 @both
+@pytest.mark.parametrize("is_foreign", [False, True], ids=["a job", "a message"])
 def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
-    bench, announced, monkeypatch
+    bench, announced, monkeypatch, is_foreign
 ):
-    """Found by the fault matrix: its second recording found the row changed, by itself."""
+    """Found by the fault matrix: its second recording found the row changed, by itself, or made the
+    message a second row."""
     # Given
     original, left = settlement.in_transaction, [OperationalError("server closed the connection")]
 
@@ -189,6 +191,11 @@ def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
             raise left.pop()
 
     a_group_whose_second_fails({}, [])
+    if is_foreign:
+        Job.objects.all().delete()
+        for number in range(3):
+            named = {"kjo_id": f"foreign-{number}", "kjo_type": "bench.second_fails"}
+            bench.publish(b'{"number": %d}' % number, **named)
     monkeypatch.setattr(settlement, "in_transaction", without_an_answer)
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     # When
@@ -197,6 +204,7 @@ def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
     assert left == []
     assert sorted(announced, key=str) == [("completed", 0), ("completed", 2), ("retried", None)]
     assert JobFailure.objects.count() == 1
+    assert Job.objects.filter(state="failing").count() == 1
     assert is_all_settled(bench)
 
 
