@@ -1,0 +1,277 @@
+"""The calls a simulated process makes over its boundaries, and what may befall one of them.
+
+Recorded are the statements, commits, roll-backs and connects of the database, and every method of
+the contracts of transports, subscriptions and coordination: found by looking at these classes, so a
+new one is covered too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+from django.db import OperationalError
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper
+
+from kjo_django.coordination.base import Coordination
+from kjo_django.exceptions import CoordinationError, PublishError
+from kjo_django.transports.base import Published, Subscription, Transport
+
+WITHOUT_IO = {"assignment", "wake", "releases_within", "close"}
+"""Methods of the contracts that only ask what their process knows, or end its use of them."""
+
+
+class Died(BaseException):
+    """The process is dead: nothing it does has an effect any more."""
+
+
+class Fault(enum.Enum):
+    RAISES_BEFORE = "raises-before"
+    RAISES_AFTER = "raises-after"
+    DIES_AFTER = "dies-after"
+    TAKES_40_S = "takes-40-s"
+    """And meanwhile another worker takes its turn; this one gives no sign of life."""
+    OVERLAPS = "overlaps"
+    """It takes no time to speak of, and yet another worker takes its turn meanwhile."""
+
+
+class Boundary:
+    """Of one simulated process.
+
+    :param at: number of the call that is struck.
+    :param elapse: lets so many seconds pass, in which another worker takes its turn.
+    """
+
+    def __init__(
+        self,
+        fault: Fault | None = None,
+        at: int = -1,
+        elapse: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.fault = fault
+        self.at = at
+        self.calls: list[str] = []
+        self.is_open = True
+        """Whether calls are recorded, and one is struck."""
+        self.is_dead = False
+        self.struck = ""
+        self._elapse = elapse
+        self._connections: list[BaseDatabaseWrapper] = []
+        self._lock = threading.RLock()
+
+    def uses(self, connection: BaseDatabaseWrapper) -> None:
+        if connection not in self._connections:
+            self._connections.append(connection)
+
+    def die(self) -> None:
+        self.is_dead = True
+        for connection in self._connections:
+            _close_raw(connection)
+
+    def cross(
+        self, name: str, effect: Callable[[], Any], fail: Callable[[bool], Any] | None = None
+    ) -> Any:
+        """:param fail: raises what this call raises, or returns what it then answers; told whether
+        that is before its effect."""
+        if self.is_dead:
+            raise Died
+        with self._lock:
+            is_struck = self.is_open and len(self.calls) == self.at and self.fault is not None
+            if self.is_open:
+                self.calls.append(name)
+        if not is_struck:
+            return effect()
+        self.struck = name
+        if self.fault is Fault.RAISES_BEFORE and fail is not None:
+            return fail(True)
+        if self.fault in (Fault.TAKES_40_S, Fault.OVERLAPS):
+            self._elapse(40.0 if self.fault is Fault.TAKES_40_S else 0.0)
+        answer = effect()
+        if self.fault is Fault.RAISES_AFTER and fail is not None:
+            return fail(False)
+        if self.fault is Fault.DIES_AFTER:
+            self.die()
+            raise Died
+        return answer
+
+
+class _Current(threading.local):
+    boundary: Boundary | None = None
+
+
+_current = _Current()
+
+
+def current() -> Boundary | None:
+    """Return the boundary of the process this thread belongs to."""
+    return _current.boundary
+
+
+@contextlib.contextmanager
+def within(boundary: Boundary | None) -> Iterator[None]:
+    """Let this thread belong to that process."""
+    before, _current.boundary = _current.boundary, boundary
+    try:
+        yield
+    finally:
+        _current.boundary = before
+
+
+# --- Instruments ----------------------------------------------------------------------------------
+
+
+def install(monkeypatch: Any, classes: list[type]) -> None:
+    """Watch the database and these classes of transports, subscriptions and coordination."""
+    for name in ("execute", "executemany"):
+        monkeypatch.setattr(CursorWrapper, name, _statement(getattr(CursorWrapper, name)))
+    monkeypatch.setattr(psycopg.Cursor, "copy", _copy(psycopg.Cursor.copy))
+    for name, fail in (("_commit", _fail_commit), ("_rollback", _lose), ("connect", _lose)):
+        wrapped = _of_connection(name.strip("_"), getattr(BaseDatabaseWrapper, name), fail)
+        monkeypatch.setattr(BaseDatabaseWrapper, name, wrapped)
+    for each in classes:
+        contract = next(c for c in (Transport, Subscription, Coordination) if issubclass(each, c))
+        for name, method in vars(contract).items():
+            if name.startswith("_") or name in WITHOUT_IO or not inspect.isfunction(method):
+                continue
+            label = f"{contract.__name__.lower()}.{name}"
+            monkeypatch.setattr(each, name, _method(label, getattr(each, name), contract))
+    monkeypatch.setattr(threading.Thread, "start", _start(threading.Thread.start))
+
+
+def _start(start: Any) -> Any:
+    """A thread belongs to the process that starts it, and ends quietly with it."""
+
+    @functools.wraps(start)
+    def starting(thread: threading.Thread) -> None:
+        boundary, run = current(), thread.run
+        if boundary is not None:
+
+            def run_within() -> None:
+                with within(boundary), contextlib.suppress(Died):
+                    run()
+
+            thread.run = run_within  # type: ignore[method-assign]
+        start(thread)
+
+    return starting
+
+
+def _statement(execute: Any) -> Any:
+    @functools.wraps(execute)
+    def executing(cursor: Any, sql: Any, *arguments: Any, **options: Any) -> Any:
+        boundary = current()
+        effect = functools.partial(execute, cursor, sql, *arguments, **options)
+        if boundary is None:
+            return effect()
+        boundary.uses(cursor.db)
+        return boundary.cross(_short(sql), effect, functools.partial(_fail_statement, cursor.db))
+
+    return executing
+
+
+def _copy(copy: Any) -> Any:
+    @functools.wraps(copy)
+    def copying(cursor: Any, statement: Any, *arguments: Any, **options: Any) -> Any:
+        boundary = current()
+        effect = functools.partial(copy, cursor, statement, *arguments, **options)
+
+        def fail(before: bool) -> Any:
+            raise psycopg.OperationalError("as the matrix wants it")
+
+        return effect() if boundary is None else boundary.cross(_short(statement), effect, fail)
+
+    return copying
+
+
+def _of_connection(label: str, method: Any, fail: Any) -> Any:
+    @functools.wraps(method)
+    def calling(connection: Any) -> Any:
+        boundary = current()
+        effect = functools.partial(method, connection)
+        if boundary is None:
+            return effect()
+        boundary.uses(connection)
+        if boundary.is_dead and label == "rollback":
+            return None  # closed by its death, which undid what was open
+        return boundary.cross(label, effect, functools.partial(fail, connection))
+
+    return calling
+
+
+def _method(label: str, method: Any, contract: type) -> Any:
+    @functools.wraps(method)
+    def calling(self: Any, *arguments: Any, **options: Any) -> Any:
+        boundary = current()
+        effect = functools.partial(method, self, *arguments, **options)
+        if boundary is None:
+            return effect()
+
+        def fail(before: bool) -> Any:
+            text = "as the matrix wants it"
+            if contract is Coordination:
+                raise CoordinationError(text)
+            if label == "transport.publish" and not before and not self.capabilities.transactional:
+                # What a broker took, and the client never heard of.
+                return [Published(error="timed out") for _ in arguments[0]]
+            if label.startswith("subscription.acknowledge"):
+                raise OperationalError(text)
+            raise PublishError(text)
+
+        return boundary.cross(label, effect, fail)
+
+    return calling
+
+
+def _fail_statement(connection: Any, before: bool) -> None:
+    """Before its effect the statement is refused; after it the connection is lost."""
+    connection.errors_occurred = True
+    raw = connection.connection
+    if before:
+        if connection.vendor == "sqlite":
+            raise OperationalError("database is locked")
+        if raw.info.transaction_status == psycopg.pq.TransactionStatus.INTRANS:
+            with contextlib.suppress(psycopg.Error):
+                raw.execute("SELECT 1/0")  # as any error: the transaction is good for nothing now
+        raise OperationalError("canceling statement as the matrix wants it")
+    _lose(connection, before)
+
+
+def _fail_commit(connection: Any, before: bool) -> None:
+    connection.errors_occurred = True
+    if before:
+        connection.connection.rollback()
+        raise OperationalError("could not commit, as the matrix wants it")
+    _lose(connection, before)
+
+
+def _lose(connection: Any, before: bool) -> None:
+    connection.errors_occurred = True
+    if connection.vendor == "sqlite":
+        if connection.connection is not None and connection.connection.in_transaction:
+            connection.connection.rollback()
+        raise OperationalError("disk I/O error, as the matrix wants it")
+    _close_raw(connection)
+    raise OperationalError("the connection is lost, as the matrix wants it")
+
+
+def _close_raw(connection: Any) -> None:
+    if connection.connection is not None:
+        with contextlib.suppress(Exception):
+            connection.connection.close()
+
+
+def _short(sql: Any) -> str:
+    """Say which statement this is, in a few words."""
+    text = " ".join(str(sql).split())
+    verb = text.partition(" ")[0].upper()
+    tables = re.findall(r'(?:FROM|INTO|UPDATE|COPY)\s+"?(\w+)"?', text)
+    ends = " + COMMIT" if text.rstrip(" ;").endswith("; COMMIT") else ""
+    return f"{verb} {tables[0]}{ends}" if tables else text[:40]

@@ -1,0 +1,59 @@
+"""Time that passes when a test says so."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from django.utils import timezone
+
+RIVAL = "rival"
+"""Name of the thread that acts while another one's call is under way."""
+MOST_ADVANCES = 2_000
+"""How often one case may let time pass: code that waits for ever is an error of that case."""
+
+
+class Clock:
+    """Shifts ``timezone.now`` and ``time.monotonic`` for the whole process."""
+
+    def __init__(self) -> None:
+        self.offset = 0.0
+        self.advances = 0
+        self.rivals_waits = 0
+
+    def install(self, monkeypatch: Any) -> None:
+        now, monotonic = timezone.now, time.monotonic
+        monkeypatch.setattr(timezone, "now", lambda: now() + timedelta(seconds=self.offset))
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + self.offset)
+
+    def advance(self, seconds: float) -> None:
+        self.advances += 1
+        if self.advances >= MOST_ADVANCES:
+            where = "".join(traceback.format_stack(limit=6)[:-1])
+            raise AssertionError(f"it waits for ever:\n{where}")
+        self.offset += seconds
+
+    def waiting(self, is_virtual: Callable[[], bool], monkeypatch: Any) -> None:
+        """Let waits of simulated processes advance this clock instead of taking time."""
+        import threading
+
+        really_wait, really_sleep = threading.Event.wait, time.sleep
+
+        def wait(event: threading.Event, timeout: float | None = None) -> bool:
+            if timeout is None or event.is_set() or not is_virtual():
+                return really_wait(event, timeout)
+            self.advance(timeout)
+            if threading.current_thread().name == RIVAL:
+                self.rivals_waits += 1
+                # As if it were asked to stop: what it waits for is held by who waits for it.
+                return event.is_set() or self.rivals_waits > 3
+            return event.is_set()
+
+        def sleep(seconds: float) -> None:
+            self.advance(seconds) if is_virtual() else really_sleep(seconds)
+
+        monkeypatch.setattr(threading.Event, "wait", wait)
+        monkeypatch.setattr(time, "sleep", sleep)

@@ -1,0 +1,377 @@
+"""Scenarios of the patterns (events, KDLQ, streams, items), of the relay, replay, bulk and stop."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from django.core.management import call_command
+from django.db import transaction
+
+from kjo_django import (
+    BaseEvent,
+    ModelConsumer,
+    ModelProducer,
+    PermanentError,
+    event_handler,
+    job,
+    publish_event,
+)
+from kjo_django.consumer.stream_template import AbstractStreamConsumer
+from kjo_django.kdlq import ProcessingStatus, kdlq_handler
+from kjo_django.models import DeadLetter, Job
+from kjo_django.operations import bulk, dead_letters
+from kjo_django.operations import jobs as operations
+from kjo_django.producer.outgoing import store_record
+from kjo_django.producer.stream_template import AbstractStreamProducer
+from kjo_django.transports.base import Record
+from tests.faults.process import Process
+from tests.faults.scenarios import QUEUE, Kinds, scenario
+from tests.faults.world import OTHERS, World
+from tests.items.models import Item
+from tests.ledger.models import Entry
+
+EVENTS, KDLQ, STREAM, ITEMS = "faults-events", "faults-kdlq", "faults-stream", "faults-items"
+
+
+class Patterns:
+    """Producers and consumers of the patterns, doing as the message's ``ending`` says."""
+
+    def __init__(self, world: World, kinds: Kinds) -> None:
+        behave = kinds.behave
+
+        @event_handler("WRITE", topic=EVENTS, max_attempts=5)
+        def on_event(event: BaseEvent) -> None:
+            Entry.objects.create(job=event.data["job"])
+            if error := behave(event.data["job"], event.data["ending"]):
+                raise error
+
+        @kdlq_handler("faults", topic=KDLQ, max_attempts=5)
+        def process_record(record: Record) -> ProcessingStatus:
+            name, _, ending = (record.value or b"").decode().partition("/")
+            Entry.objects.create(job=name)
+            error = behave(name, ending)
+            if isinstance(error, RuntimeError):
+                return ProcessingStatus.MUST_BE_REDELIVERED
+            if error:
+                raise error
+            return ProcessingStatus.OK
+
+        class Tasks(AbstractStreamProducer[dict]):
+            task_display_name = "writing"
+            stream_key = STREAM
+
+            def build_message(self, payload: Any) -> Any:
+                return payload
+
+            def payload_identifier(self, payload: Any) -> str:
+                return str(payload["job"])
+
+            def on_send_failed(self, payload: Any, error: str) -> None:
+                world.unsent.append(payload["job"])
+
+        class TaskConsumer(AbstractStreamConsumer[dict]):
+            task_display_name = "writing"
+            stream_key = STREAM
+            group_name = "faults"
+
+            def parse_payload(self, fields: Any) -> Any:
+                return fields
+
+            def payload_identifier(self, payload: Any) -> str:
+                return str(payload["job"])
+
+            def mark_processing(self, payload: Any) -> None: ...
+
+            def process_business(self, payload: Any) -> None:
+                if error := behave(payload["job"], payload["ending"]):
+                    raise error
+                Entry.objects.create(job=payload["job"])
+
+            def mark_completed(self, payload: Any) -> None: ...
+
+            def mark_failed(self, payload: Any, error: str) -> None: ...
+
+        class Items(ModelProducer):
+            model = Item
+            queue = ITEMS
+            hash_fields = ("email", "body")
+
+        class ItemConsumer(ModelConsumer):
+            topic = ITEMS
+            consumer_group = ITEMS
+            key_prefix = "FAULTS"
+            model = Item
+
+            def process(self, message: Any) -> None:
+                name, _, ending = message["data"]["body"].partition("/")
+                Entry.objects.create(job=name)
+                if error := behave(name, ending):
+                    raise error
+
+        @job(name="faults.once_mended", queue=QUEUE)
+        def write_once_mended(job: str) -> None:
+            """Fail for good until the world is mended."""
+            Entry.objects.create(job=job)
+            if not world.is_mended:
+                raise PermanentError("not mended")
+
+        @job(name="faults.spawn", queue=QUEUE)
+        def spawn(job: str) -> None:
+            Entry.objects.create(job=job)
+            kinds.jobs["atomic"].enqueue(job=f"{job}-child", ending="completed")
+
+        self.tasks, self.items = Tasks(), Items
+        self.once_mended, self.spawn = write_once_mended, spawn
+        self.consumers = (on_event, process_record, TaskConsumer, ItemConsumer)
+
+
+def _jobs(ending: str) -> list[tuple[str, str]]:
+    if ending == "mixed":
+        return [("f1", "completed"), ("f2", "dead"), ("f3", "retried"), ("f4", "completed")]
+    return [("f1", ending), ("f2", ending)]
+
+
+def _work(world: World, process: Process, ending: str) -> None:
+    process.work()
+    if ending in ("retried", "paused", "mixed"):
+        for seconds in (5, 70):
+            world.clock.advance(seconds)
+            process.work()
+
+
+def _event(ending: str) -> Any:
+    def act(world: World, process: Process) -> None:
+        for name, how in _jobs(ending):
+            data = {"job": name, "ending": how, "userId": name}
+            event = BaseEvent(type="WRITE", source="faults", data=data)
+            world.enqueue(process, name, partial(publish_event, EVENTS, event))
+        _work(world, process, ending)
+
+    return act
+
+
+def _kdlq(ending: str) -> Any:
+    def act(world: World, process: Process) -> None:
+        for name, how in _jobs(ending):
+            world.publish(KDLQ, f"{name}/{how}".encode(), name.encode())
+            world.promised.append(name)
+        _work(world, process, ending)
+
+    return act
+
+
+def _stream(ending: str) -> Any:
+    def act(world: World, process: Process) -> None:
+        for name, how in _jobs(ending):
+            send = partial(world.patterns.tasks.send_task, {"job": name, "ending": how})
+            world.enqueue(process, name, send, many=True)
+        _work(world, process, ending)
+
+    return act
+
+
+def _item(ending: str) -> Any:
+    def act(world: World, process: Process) -> None:
+        with process.unwatched():
+            for name, how in _jobs(ending):
+                Item.objects.create(body=f"{name}/{how}")
+                world.promised.append(name)
+
+        def produce() -> Any:
+            return world.patterns.items().produce_messages({"state": "PENDING"}, 10)
+
+        world.recovering = produce
+        process.ask(produce)
+        _work(world, process, ending)
+
+    return act
+
+
+for _ending in ("completed", "retried", "dead", "paused", "mixed"):
+    scenario(f"event-{_ending}", EVENTS, f"{EVENTS}-retry")(_event(_ending))
+    scenario(f"stream-{_ending}", STREAM)(_stream(_ending))
+for _ending in ("completed", "dead", "mixed"):
+    scenario(f"kdlq-{_ending}", KDLQ, f"{KDLQ}-redelivery", f"{KDLQ}-retry")(_kdlq(_ending))
+    scenario(f"item-{_ending}", ITEMS)(_item(_ending))
+scenario("item-retried", ITEMS)(_item("retried"))
+
+
+# --- The relay ------------------------------------------------------------------------------------
+
+
+@scenario("relay-records-for-others")
+def relay_others(world: World, process: Process) -> None:
+    for name in ("r1", "r2"):
+        store = partial(
+            store_record, OTHERS, value=name.encode(), key=b"k", headers={}, kind="record"
+        )
+        if process.ask(lambda store=store: transaction.atomic()(store)()) is not None:
+            world.told_others.append(name)
+    process.work()
+
+
+@scenario("relay-once")
+def relay_once(world: World, process: Process) -> None:
+    for name in ("r1", "r2"):
+        store = partial(
+            store_record, OTHERS, value=name.encode(), key=b"k", headers={}, kind="record"
+        )
+        if process.ask(lambda store=store: transaction.atomic()(store)()) is not None:
+            world.told_others.append(name)
+    world.relays_once = True
+    process.ask(lambda: call_command("kjo_produce", "--once", verbosity=0, stdout=world.output))
+    process.work()
+
+
+@scenario("relay-refused-for-good")
+def relay_refused(world: World, process: Process) -> None:
+    kinds = world.kinds
+    kinds.enqueue(process, "atomic", "f1", "completed")
+    kinds.enqueue(process, "atomic", "too-large", "completed")
+    kinds.enqueue(process, "atomic", "f3", "completed")
+    process.work()
+
+
+# --- Enqueuing ------------------------------------------------------------------------------------
+
+
+@scenario("enqueue-many")
+def enqueue_many(world: World, process: Process) -> None:
+    payloads = [{"job": f"k{number}", "ending": "completed"} for number in range(12)]
+    names = [payload["job"] for payload in payloads]
+    world.keys["k"] = names
+    if process.ask(lambda: world.kinds.jobs["atomic"].enqueue_many(payloads)) is not None:
+        world.promised += names
+    process.work()
+
+
+@scenario("enqueue-rolled-back")
+def rolled_back(world: World, process: Process) -> None:
+    def undo() -> None:
+        with transaction.atomic():
+            world.kinds.jobs["atomic"].enqueue(job="gone", ending="completed")
+            raise ValueError("the request fails")
+
+    world.withdrawn.add("gone")
+    process.ask(undo)
+    world.kinds.enqueue(process, "atomic", "f1", "completed")
+    process.work()
+
+
+@scenario("enqueue-unique", "faults-queue")
+def unique(world: World, process: Process) -> None:
+    for _ in range(2):
+        world.kinds.enqueue(process, "queue", "f1", "completed")
+    process.work()
+    world.kinds.enqueue(process, "queue", "f1", "completed")
+    process.work()
+
+
+@scenario("enqueue-delayed")
+def delayed(world: World, process: Process) -> None:
+    later = world.kinds.jobs["atomic"].using(delay=timedelta(seconds=4))
+    world.enqueue(process, "later", partial(later.enqueue, job="later", ending="completed"))
+    process.work()
+    world.clock.advance(5)
+    process.work()
+
+
+@scenario("enqueue-within-a-job")
+def spawning(world: World, process: Process) -> None:
+    world.enqueue(process, "parent", partial(world.patterns.spawn.enqueue, job="parent"))
+    process.work()
+
+
+# --- Operations -----------------------------------------------------------------------------------
+
+
+def _two_dead(world: World, process: Process) -> None:
+    for name in ("f1", "f2"):
+        world.enqueue(process, name, partial(world.patterns.once_mended.enqueue, job=name))
+    process.work()
+    world.is_mended = True
+
+
+@scenario("replay")
+def replay(world: World, process: Process) -> None:
+    with process.unwatched():
+        _two_dead(world, process)
+    process.ask(lambda: dead_letters.replay(dead_letters.DeadLetterFilter(), actor="somebody"))
+    process.work()
+
+
+@scenario("replay-here")
+def reprocess(world: World, process: Process) -> None:
+    with process.unwatched():
+        _two_dead(world, process)
+    mode = dead_letters.Mode.REPROCESS
+    process.ask(lambda: dead_letters.replay(dead_letters.DeadLetterFilter(), mode=mode))
+    process.work()
+
+
+@scenario("replay-of-an-earlier-generation", "faults-queue")
+def replay_old(world: World, process: Process) -> None:
+    queue = world.kinds.queue
+    with process.unwatched():
+        for name in ("old", "new"):
+            payload = {"job": name, "ending": "until-mended"}
+            world.enqueue(process, name, partial(queue.enqueue, "u1", payload, result_ttl=1000))
+            process.work()
+            world.clock.advance(2)
+    world.is_mended = True
+    letter = DeadLetter.objects.order_by("id").first()
+    if letter is not None:
+        chosen = dead_letters.DeadLetterFilter(ids=[letter.pk])
+        process.ask(lambda: dead_letters.replay(chosen, actor="somebody"))
+    process.work()
+
+
+@scenario("requeue")
+def requeue(world: World, process: Process) -> None:
+    with process.unwatched():
+        _two_dead(world, process)
+    process.ask(lambda: operations.requeue(Job.objects.filter(queue=QUEUE)))
+    process.work()
+
+
+@scenario("bulk-replay")
+def bulk_replay(world: World, process: Process) -> None:
+    with process.unwatched():
+        _two_dead(world, process)
+    every = dead_letters.DeadLetterFilter()
+    process.ask(lambda: bulk.start_bulk(bulk.Action.REPLAY_LETTERS, every, actor="operator"))
+    process.work()
+
+
+@scenario("bulk-discard")
+def bulk_discard(world: World, process: Process) -> None:
+    with process.unwatched():
+        _two_dead(world, process)
+    every = dead_letters.DeadLetterFilter()
+    world.may_discard = True
+    process.ask(
+        lambda: bulk.start_bulk(bulk.Action.DISCARD_LETTERS, every, actor="operator", note="old")
+    )
+    process.work()
+
+
+# --- Stop -----------------------------------------------------------------------------------------
+
+
+def _stop(kind: str) -> Any:
+    def act(world: World, process: Process) -> None:
+        for name in ("k1", "k2", "f3"):
+            world.kinds.enqueue(
+                process, kind, name, "stops-worker" if name == "k1" else "completed"
+            )
+        world.on_stop = process.worker._stopping.set
+        process.work()
+        process.stop()
+
+    return act
+
+
+for _kind in ("atomic", "outside", "coroutine", "batch"):
+    scenario(f"stop-{_kind}")(_stop(_kind))

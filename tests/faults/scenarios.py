@@ -1,0 +1,188 @@
+"""What is done to the matrix: every kind of handler with every ending, each pattern, relay, replay,
+bulk and stop. A scenario is written without a thought of faults: these come at each of its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from kjo_django import PermanentError, Queue, job
+from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
+from kjo_django.exceptions import RateLimitExceededError
+from kjo_django.models import Job
+from kjo_django.operations import jobs as operations
+from kjo_django.producer import dispatch
+from tests.faults.process import Process
+from tests.faults.world import World
+from tests.ledger.models import Entry
+
+QUEUE = "faults"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """:param act: what the first process does, and its worker; ends when that is idle.
+    :param queues: what workers consume.
+    """
+
+    name: str
+    act: Callable[[World, Process], None]
+    queues: tuple[str, ...] = (QUEUE,)
+
+
+SCENARIOS: list[Scenario] = []
+
+
+def scenario(name: str, *queues: str) -> Callable[[Any], Any]:
+    def declare(act: Any) -> Any:
+        SCENARIOS.append(Scenario(name, act, queues or (QUEUE,)))
+        return act
+
+    return declare
+
+
+# --- Kinds of handlers ----------------------------------------------------------------------------
+
+
+class Kinds:
+    """Handlers of every kind, all doing as the job's ``ending`` says, and how each is enqueued."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+        def behave(name: str, ending: str) -> Exception | None:
+            """Return what is to be raised at this call of the handler."""
+            world.calls[name] += 1
+            if ending == "stops-worker":
+                world.on_stop()
+            if ending == "dead" or (ending == "until-mended" and not world.is_mended):
+                return PermanentError("for good")
+            if world.calls[name] > 1:
+                return None
+            if ending == "retried":
+                return RuntimeError("not yet")
+            if ending == "paused":
+                return RateLimitExceededError("slow down")
+            return None
+
+        def write(job: str, ending: str) -> None:
+            Entry.objects.create(job=job)
+            if error := behave(job, ending):
+                raise error
+
+        async def awrite(job: str, ending: str) -> None:
+            await Entry.objects.acreate(job=job)
+            if error := behave(job, ending):
+                raise error
+
+        def write_batch(batch: Any) -> None:
+            from django.db import transaction
+
+            for item in batch:
+                if error := behave(item.payload["job"], item.payload["ending"]):
+                    item.fail(error)
+                else:
+                    with transaction.atomic():
+                        Entry.objects.create(job=item.payload["job"])
+
+        def key_of(job: str, ending: str) -> str:
+            return "k" if job.startswith("k") else ""
+
+        common: dict[str, Any] = {"queue": QUEUE, "key": key_of}
+        self.jobs: dict[str, Any] = {
+            "atomic": job(name="faults.atomic", **common)(write),
+            "database-only": job(name="faults.database_only", database_only=True, **common)(write),
+            "outside": job(name="faults.outside", atomic=False, **common)(write),
+            "async": job(name="faults.async", **common)(awrite),
+            "coroutine": job(name="faults.coroutine", atomic=False, **common)(awrite),
+            "batch": job(name="faults.batch", batch=10, **common)(write_batch),
+            "batch-outside": job(name="faults.batch_out", batch=10, atomic=False, **common)(
+                write_batch
+            ),
+        }
+        self.queue = Queue("faults-queue")
+        self.queue.handler(lambda job: write(job.payload.get("job", job.id), job.payload["ending"]))
+        import_module("kjo_django.contrib.tasks.loading").load_backends()
+        self.tasks = import_module("tests.faults.tasks")
+        self.tasks.behaviour[:] = [behave]
+        self.behave = behave
+
+    def enqueue(self, process: Process, kind: str, name: str, ending: str) -> Any:
+        key = "k" if name.startswith("k") else ""
+        many = kind in OUTSIDE
+        if kind == "queue":
+            put: Any = partial(self.queue.enqueue, name, {"ending": ending}, key=key)
+        elif kind == "task":
+            write = self.tasks.write.using(queue_name="tasks", key=key or None)
+            put = partial(write.enqueue, job=name, ending=ending)
+        else:
+            put = partial(self.jobs[kind].enqueue, job=name, ending=ending)
+        return self.world.enqueue(process, name, put, key, many)
+
+
+OUTSIDE = {"outside", "coroutine", "batch-outside"}
+KINDS = [
+    "atomic",
+    "database-only",
+    "outside",
+    "async",
+    "coroutine",
+    "batch",
+    "batch-outside",
+    "queue",
+    "task",
+]
+ENDINGS = ["completed", "retried", "dead", "cancelled", "duplicate", "paused", "mixed"]
+
+
+def _queue_of(kind: str) -> str:
+    return {"queue": "faults-queue", "task": "tasks"}.get(kind, QUEUE)
+
+
+def _act(kind: str, ending: str) -> Callable[[World, Process], None]:
+    def act(world: World, process: Process) -> None:
+        kinds: Kinds = world.kinds
+        if ending == "mixed":
+            jobs = [
+                ("k1", "completed"),
+                ("f2", "dead"),
+                ("k3", "completed"),
+                ("f4", "retried"),
+                ("f5", "completed"),
+            ]
+        elif ending in ("cancelled", "duplicate"):
+            jobs = [("k1", "completed"), ("k2", "completed"), ("f3", "completed")]
+        else:
+            jobs = [("k1", ending), ("k2", ending)]
+        for name, how in jobs:
+            kinds.enqueue(process, kind, name, how)
+        if ending == "cancelled":
+            process.ask(lambda: operations.cancel(Job.objects.filter(queue=_queue_of(kind))[1:2]))
+        if ending == "duplicate":
+            _publish_again(process, _queue_of(kind))
+        process.work()
+        if ending in ("retried", "paused", "mixed"):
+            world.clock.advance(3)
+            process.work()
+
+    return act
+
+
+def _publish_again(process: Process, queue: str) -> None:
+    """Give the topic a second copy of the first job's record, as a relay does that could not note
+    where the first went."""
+    conf = get_settings().queue(queue)
+    with process.unwatched():
+        row = Job.objects.filter(queue=queue).order_by("id").first()
+        if row is not None:
+            get_transport(conf.transport).publish([dispatch.record_of(row, conf)])
+
+
+for _kind in KINDS:
+    for _ending in ENDINGS:
+        scenario(f"{_kind}-{_ending}", _queue_of(_kind))(_act(_kind, _ending))

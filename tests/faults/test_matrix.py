@@ -1,0 +1,72 @@
+"""Each scenario, with each fault at each of its calls.
+
+By default a sample whose seed is printed; ``-m long`` runs everything. One case again:
+``KJO_FAULTS_CASE=17:dies-after pytest tests/faults -k 'atomic-mixed and sqlite-memory'``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+import zlib
+
+import pytest
+
+from tests.faults.boundary import Fault
+from tests.faults.conftest import ENGINES
+from tests.faults.scenarios import SCENARIOS, Scenario
+from tests.faults.world import World, run
+
+SEED = os.environ.get("KJO_FAULTS_SEED", "11")
+SAMPLE = int(os.environ.get("KJO_FAULTS_SAMPLE", "1"))
+"""Cases of each scenario and engine in the test command."""
+ONE = os.environ.get("KJO_FAULTS_CASE", "")
+
+every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
+every_engine = pytest.mark.parametrize("world", ENGINES, indirect=True)
+
+
+@every_engine
+@every_scenario
+def test_a_sample_of_faults(scenario: Scenario, world: World) -> None:
+    cases = record(scenario, world)
+    chosen = random.Random(zlib.crc32(f"{SEED} {scenario.name}".encode()))
+    check(scenario, world, sorted(chosen.sample(cases, min(SAMPLE, len(cases))), key=str))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@every_engine
+@every_scenario
+def test_every_fault(scenario: Scenario, world: World) -> None:
+    check(scenario, world, record(scenario, world))
+
+
+def record(scenario: Scenario, world: World) -> list[tuple[int, Fault]]:
+    """Run the scenario without a fault; return its cases."""
+    world.queues = scenario.queues
+    assert run(world, scenario.act, None, -1) == []
+    count = len(world.recorded)
+    print(f"{scenario.name}: {count} calls, seed {SEED}")
+    return [(at, fault) for at in range(count) for fault in Fault]
+
+
+def check(scenario: Scenario, world: World, cases: list[tuple[int, Fault]]) -> None:
+    if ONE:
+        at, _, fault = ONE.partition(":")
+        cases = [(int(at), Fault(fault))]
+    failed = []
+    for at, fault in cases:
+        try:
+            problems = run(world, scenario.act, fault, at)
+        except Exception:
+            problems = [traceback.format_exc()]
+        if ONE:
+            print("\n".join(f"{number} {call}" for number, call in enumerate(world.recorded)))
+        if problems:
+            what = f"KJO_FAULTS_CASE={at}:{fault.value} ({world.struck})"
+            failed.append("\n    ".join([what, *problems]))
+            print(failed[-1])
+    count = f"{len(failed)} of {len(cases)} cases of {scenario.name}, seed {SEED}"
+    assert not failed, "\n".join([count, *failed])

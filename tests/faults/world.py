@@ -1,0 +1,378 @@
+"""Where scenarios happen: a database, a transport, processes, and what must hold in the end."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from django.core.management import call_command
+from django.db import connections, transaction
+
+from kjo_django import signals, states
+from kjo_django.backends import close_backends, get_coordination, get_transport
+from kjo_django.conf import get_settings
+from kjo_django.models import (
+    DeadLetter,
+    DeadLetterState,
+    Job,
+    JobFailure,
+    ProcessedEvent,
+    TransportMessage,
+)
+from kjo_django.states import ItemState, JobState
+from kjo_django.transports.base import OutgoingRecord
+from kjo_django.transports.memory import MemoryTransport
+from tests.faults.boundary import Boundary, Died, Fault, within
+from tests.faults.clock import RIVAL, Clock
+from tests.faults.process import Process
+from tests.items.models import Item
+from tests.ledger.models import Entry
+
+ROUNDS = (1, 2, 2, 5, 5, 10, 20, 35, 35, 60, 60, 60, 60, 300, 300, 300)
+"""Seconds between the rounds in which everything must have come to its end."""
+ENDS = {
+    JobState.COMPLETED: "job_completed",
+    JobState.FAILED: "job_failed",
+    JobState.CANCELLED: "job_cancelled",
+}
+RIVAL_TIMEOUT = 30.0
+OTHERS = "faults-others"
+"""A topic nobody here consumes."""
+REPLAYED = DeadLetterState.REPLAYED
+
+
+class World:
+    """:param empty: gives every case an empty database."""
+
+    def __init__(self, clock: Clock, empty: Callable[[], None]) -> None:
+        self.clock = clock
+        self._empty = empty
+        self.queues: Sequence[str] = ()
+        self.kinds: Any = None
+        self.patterns: Any = None
+        self.struck = ""
+        self.recorded: list[str] = []
+        self.forget()
+
+    def forget(self) -> None:
+        self.promised: list[str] = []
+        """What callers were told is committed: each must have one effect, or an end that says why
+        not."""
+        self.withdrawn: set[str] = set()
+        """What was rolled back: must have none."""
+        self.many: set[str] = set()
+        """What may take effect more than once: handlers outside a transaction."""
+        self.keys: dict[str, list[str]] = {}
+        """Names by key, in the order they were enqueued."""
+        self.calls: Counter[str] = Counter()
+        """How often each handler was called, committed or not."""
+        self.announced: Counter[tuple[str, str]] = Counter()
+        self.exempt: set[str] = set()
+        """Jobs that had ended when the process died that may have ended them."""
+        self.processes: list[Process] = []
+        self.disturbances: list[str] = []
+        """What went wrong with the rival."""
+        self.unsent: list[str] = []
+        """What the stream's producer was told could not be stored."""
+        self.told_others: list[str] = []
+        """Records for others whose transaction was committed."""
+        self.is_mended = False
+        """Whether handlers that fail until something is mended complete."""
+        self.may_discard = False
+        self.on_stop: Callable[[], None] = lambda: None
+        self.relays_once = False
+        """Whether the rival is a relay that publishes what is due and ends."""
+        self.recovering: Callable[[], object] = lambda: None
+        """What is done again and again beside the workers."""
+        self.output = io.StringIO()
+
+    def begin(self, fault: Fault | None = None, at: int = -1) -> Process:
+        """Return the process of a new, empty world.
+
+        :param at: number of its call that the fault strikes.
+        """
+        self.forget()
+        close_backends()
+        self._empty()
+        self.clock.advances = 0
+        self.first = self.process("first", Boundary(fault, at, self._elapse))
+        self.first.is_strict = fault is None
+        return self.first
+
+    def process(self, name: str, boundary: Boundary | None = None) -> Process:
+        self.processes.append(Process(name, self.queues, boundary))
+        return self.processes[-1]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.close()
+        self.processes.clear()
+
+    def _elapse(self, seconds: float) -> None:
+        """Let others act while a call is under way; on a thread of their own, and with little
+        patience for locks that it holds."""
+        self.clock.advance(seconds)
+        errors: list[BaseException] = []
+
+        def act() -> None:
+            try:
+                _be_impatient()
+                if self.relays_once:
+                    call_command("kjo_produce", "--once", verbosity=0, stdout=io.StringIO())
+                else:
+                    self.process("rival").turn()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                connections.close_all()
+
+        with within(None):
+            self.clock.rivals_waits = 0
+            thread = threading.Thread(target=act, name=RIVAL)
+            thread.start()
+            thread.join(RIVAL_TIMEOUT)
+        # Told at the end: raised here, it would be an error of the struck call.
+        if thread.is_alive():
+            self.disturbances.append("the rival waits for what the struck call holds")
+        self.disturbances += [f"the rival failed: {error!r}" for error in errors]
+
+    # --- Recovering -------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Let who is alive, and a fresh worker for who is dead, bring everything to its end."""
+        for process in list(self.processes):
+            process.boundary.is_open = False
+            if process.is_stopped:
+                self.processes.remove(process)
+                self.process("fresh")
+            elif process.boundary.is_dead:
+                process.bury()
+                self.processes.remove(process)
+                self.exempt = {str(job.pk) for job in Job.objects.filter(state__in=states.FINAL)}
+                self.clock.advance(41)
+                self.process("fresh")
+        for seconds in ROUNDS:
+            self.recovering()
+            for _ in range(3):
+                for process in self.processes:
+                    process.turn()
+            if self.is_done():
+                break
+            self.clock.advance(seconds)
+        # Whoever is alive renews what it holds: what nobody needs any more would be held for ever.
+        for _ in range(3):
+            self.clock.advance(20)
+            for process in self.processes:
+                process._step(process._beat)
+
+    def is_done(self) -> bool:
+        return (
+            not Job.objects.open().exists()
+            and not Item.objects.filter(state=ItemState.PENDING).exists()
+            and not self.lag()
+            and all(process.is_idle for process in self.processes)
+        )
+
+    def lag(self) -> dict[str, int]:
+        lags: dict[str, int] = {}
+        for name in self.queues:
+            queue = get_settings().queue(name)
+            counts = get_transport(queue.transport).lag([queue.topic], queue.consumer_group)
+            if any(counts.values()):
+                lags[name] = sum(counts.values())
+        return lags
+
+    # --- What must hold ---------------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """Return what does not hold."""
+        found = list(self.disturbances)
+        jobs = list(Job.objects.order_by("id"))
+        effects = Counter(Entry.objects.order_by("id").values_list("job", flat=True))
+        letters = list(DeadLetter.objects.all())
+        if lags := self.lag():
+            found.append(f"not acknowledged: {lags}")
+        if leases := list(get_coordination().names("CONS:")):
+            found.append(f"leases are held for ever: {leases}")
+        found += [f"outstanding in {p.name}" for p in self.processes if not p.is_idle]
+        for job in jobs:
+            found += self._problems_of(job, effects, letters)
+        for name in self.promised:
+            ended = bool(effects[name]) or any(_names(letter, name) for letter in letters)
+            ended = ended or any(
+                _name_of(job) == name and job.state == JobState.CANCELLED for job in jobs
+            )
+            if not ended:
+                found.append(f"{name} was promised, and has no effect and no trace")
+        for name, count in effects.items():
+            if name in self.withdrawn:
+                found.append(f"{name} was rolled back, and has {count} effects")
+            if count > 1 and name not in self.many:
+                found.append(f"{name} has {count} effects")
+        return found + self._disorder(jobs) + self._problems_of_others()
+
+    def _problems_of_others(self) -> list[str]:
+        """Look at the records that only others read."""
+        transport = get_transport()
+        if isinstance(transport, MemoryTransport):
+            values = [bytes(record.value or b"") for record in transport.records(OTHERS)]
+        else:
+            values = [bytes(row.value) for row in TransportMessage.objects.filter(topic=OTHERS)]
+        found = [f"{n} was not told others" for n in self.told_others if n.encode() not in values]
+        fault = self.first.boundary.fault
+        if fault is Fault.OVERLAPS or fault is None:
+            # Without an outage, a crash or a lease that ran out nothing goes out twice.
+            found += [f"{v!r} went out {n} times" for v, n in Counter(values).items() if n > 1]
+        return found
+
+    def _problems_of(
+        self, job: Job, effects: Counter[str], letters: Sequence[DeadLetter]
+    ) -> list[str]:
+        found: list[str] = []
+        name, id = _name_of(job), str(job.pk)
+        who = f"{name or job.handler} ({job.state})"
+        if job.state not in ENDS:
+            return [f"{who} reaches no end: attempts {job.attempts}, {job.error!r}"]
+        if job.destination:
+            return found
+        open_ones = [x for x in letters if x.job_id == job.pk and x.state == DeadLetterState.OPEN]
+        marks = ProcessedEvent.objects.filter(event_id=job.message_id).count()
+        is_completed = job.state == JobState.COMPLETED
+        if self.may_discard:
+            open_ones = [x for x in letters if x.job_id == job.pk and x.state != REPLAYED]
+        if len(open_ones) != (job.state == JobState.FAILED):
+            found.append(f"{who} has {len(open_ones)} open dead letters")
+        if marks != is_completed:
+            found.append(f"{who} has {marks} markers")
+        if name and name not in self.many and effects[name] != is_completed:
+            found.append(f"{who} has {effects[name]} effects")
+        if name and is_completed and not effects[name]:
+            found.append(f"{who} has no effect")
+        announcement = ENDS[JobState(job.state)]
+        if job.state == JobState.CANCELLED and self.first.refusals:
+            return found  # who asked for it was told of an error, and nobody else was
+        if id not in self.exempt and not self.announced[announcement, id]:
+            found.append(f"{who} was not announced by {announcement}")
+        return found
+
+    def _disorder(self, jobs: Sequence[Job]) -> list[str]:
+        """Compare the order of effects with that of enqueuing, but for those that lost their place
+        by failing."""
+        failed = {_name_of(f.job) for f in JobFailure.objects.select_related("job") if f.job}
+        done = [_name_of(job) for job in jobs if job.state == JobState.COMPLETED]
+        wanted = [n for n in done if n not in failed and n not in self.many]
+        happened = list(Entry.objects.order_by("id").values_list("job", flat=True))
+        found = []
+        for key, names in self.keys.items():
+            expected = [name for name in names if name in wanted]
+            order = [name for name in happened if name in expected]
+            if order != expected:
+                found.append(f"key {key} ran in the order {order}, not {expected}")
+        return found
+
+    # --- Means of scenarios -----------------------------------------------------------------------
+
+    def hear(self, signal: str, **facts: Any) -> None:
+        from tests.faults.boundary import current
+
+        boundary = current()
+        if boundary is None or not boundary.is_dead:
+            self.announced[signal, str(facts["job_id"])] += 1
+
+    def listening(self) -> Callable[[], None]:
+        """Hear the signals of ends until what is returned is called."""
+        receivers = []
+        for name in ENDS.values():
+
+            def receive(sender: Any, signal: Any, name: str = name, **facts: Any) -> None:
+                self.hear(name, **facts)
+
+            getattr(signals, name).connect(receive, weak=False)
+            receivers.append((getattr(signals, name), receive))
+
+        def stop() -> None:
+            for signal, receive in receivers:
+                signal.disconnect(receive)
+
+        return stop
+
+    def enqueue(
+        self,
+        process: Process,
+        name: str,
+        enqueue: Callable[[], Any],
+        key: str = "",
+        many: bool = False,
+    ) -> Any:
+        """Do what a request does that commits a job of this name."""
+        if many:
+            self.many.add(name)
+        if key:
+            self.keys.setdefault(key, []).append(name)
+
+        def commit() -> Any:
+            with transaction.atomic():
+                return enqueue() or True
+
+        answer = process.ask(commit)
+        if answer is not None and name not in self.unsent:
+            self.promised.append(name)
+        return answer
+
+    def publish(self, queue: str, value: bytes, key: bytes | None = None, **headers: bytes) -> None:
+        """Put a record on a queue's topic, as another service would."""
+        conf = get_settings().queue(queue)
+        named = {name.replace("_", "-"): text for name, text in headers.items()}
+        record = OutgoingRecord(conf.topic, value, key, named)
+        with within(None):
+            (answer,) = get_transport(conf.transport).publish([record])
+        assert answer.error is None
+
+
+def _be_impatient() -> None:
+    """Let this thread's statements fail soon where others hold what they need."""
+    connection = connections["default"]
+    options = dict(connection.settings_dict["OPTIONS"])
+    if connection.vendor == "sqlite":
+        options["timeout"] = 0.005
+    else:
+        options["options"] = "-c lock_timeout=20"
+    connection.settings_dict = {**connection.settings_dict, "OPTIONS": options}
+
+
+def _name_of(job: Job) -> str:
+    """Return what the effect of a job is called, empty for a job without one."""
+    if job.destination or job.handler.startswith("kjo_django."):
+        return ""
+    arguments = job.arguments
+    for part in ("kwargs", "data"):
+        if isinstance(arguments, dict) and isinstance(arguments.get(part), dict):
+            arguments = arguments[part]
+    if isinstance(arguments, dict) and "job" in arguments:
+        return str(arguments["job"])
+    return job.unique_id or "" if job.queue == "faults-queue" else ""
+
+
+def _names(letter: DeadLetter, name: str) -> bool:
+    return letter.value is not None and name.encode() in bytes(letter.value)
+
+
+def run(
+    world: World, act: Callable[[World, Process], None], fault: Fault | None, at: int
+) -> list[str]:
+    """Run a scenario with one fault, recover, and return the problems; the first is what was
+    struck. Empty: it holds."""
+    process = world.begin(fault, at)
+    try:
+        try:
+            act(world, process)
+        except Died:
+            assert fault is Fault.DIES_AFTER
+        world.recover()
+        return world.problems()
+    finally:
+        world.struck, world.recorded = process.boundary.struck, process.boundary.calls
+        world.end()
