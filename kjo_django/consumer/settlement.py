@@ -219,7 +219,8 @@ def _was_recorded(using: str, outcome: Outcome) -> bool:
     if outcome.delivery.ending is not outcome:
         return False  # it is written for the first time
     if job is None:
-        return Job.objects.using(using).filter(pk=outcome.notes.get("born")).exists()
+        born = outcome.notes.get("born")
+        return born is not None and Job.objects.using(using).filter(pk=born).exists()
     rows = Job.objects.using(using).at(job["id"], job["generation"])
     state = rows.filter(attempts=outcome.attempt).values_list("state", flat=True).first()
     if outcome.result is Result.RETRIED:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
 from kjo_django import signals, states
@@ -121,7 +122,8 @@ class World:
             try:
                 _be_impatient()
                 if self.relays_once:
-                    call_command("kjo_produce", "--once", verbosity=0, stdout=io.StringIO())
+                    with contextlib.suppress(CommandError):  # it says what it could not do
+                        call_command("kjo_produce", "--once", verbosity=0, stdout=io.StringIO())
                 else:
                     self.process("rival").turn()
             except BaseException as error:
