@@ -293,15 +293,20 @@ class ProcessStage(Stage):
                     connection.execute("SELECT pg_terminate_backend(%s)", [pid])
 
     def _do_hold_rows(self, move: Move) -> None:
-        """Hold rows of the outbox, now these, now those, as other transactions may."""
-        end = time.monotonic() + move.seconds
-        with self.disturbing("hold_rows"), psycopg.connect(self._url) as connection:
+        """Hold rows of the outbox while they are sent, as other transactions may."""
+        with self.disturbing("hold_rows"), ThreadPoolExecutor(3) as pool:
+            for holding in [pool.submit(self._hold_rows, move.seconds) for _ in range(3)]:
+                holding.result()
+
+    def _hold_rows(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        with psycopg.connect(self._url) as connection:
             while time.monotonic() < end:
-                connection.execute(
-                    "SELECT id FROM kjo_job WHERE state IN ('pending', 'failing') "
-                    "OR destination <> '' ORDER BY random() LIMIT 40 FOR UPDATE SKIP LOCKED"
-                )
-                time.sleep(0.25)
+                rows = connection.execute(
+                    "SELECT id FROM kjo_job WHERE state IN ('pending', 'failing') LIMIT 20 "
+                    "FOR UPDATE SKIP LOCKED"
+                ).fetchall()
+                time.sleep(0.25 if rows else 0.005)
                 connection.rollback()
 
     def stop(self) -> None:
@@ -516,6 +521,9 @@ def _read_trace(engine: MixedEngine, evidence: invariants.Evidence) -> None:
             evidence.writes.append((line.at, float(line.values[1])))
         elif line.word == "pace":
             evidence.paces.append((line.at, float(first)))
+        elif line.word == "cancel" and line.values[1] != "CANCELLED":
+            # The answer decides: it had begun by then.
+            evidence.works[first].end = "complete"
         elif line.word == "unsure":
             evidence.unsure.add(first)
         elif line.word == "killed":

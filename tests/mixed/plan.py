@@ -196,10 +196,15 @@ class _Draw:
         return count // 2 if self.engine.is_sqlite else count
 
     def _phase(self, start: float) -> None:
-        for move in self._moves(start):
-            self.plan.moves.append(
-                Move(start + self.random.uniform(0.3, TURBULENCE), move, self.random.uniform(1, 2))
-            )
+        for what in self._moves(start):
+            at, seconds = self.random.uniform(0.3, TURBULENCE), self.random.uniform(1, 2)
+            self.plan.moves.append(Move(start + at, what, seconds))
+            if what == "hold_rows":
+                # Rows that are held while they are sent are found open by who reads the message.
+                for number in range(8):
+                    one = self._next()
+                    for _ in range(4):
+                        self._add("stream", start + at + 0.3 + 0.1 * number, transaction=one)
         self._backlogs(start)
         for _ in range(self._many(30, 45)):
             self._batch(start + self.random.uniform(0, PHASE - 1.5))
@@ -217,7 +222,7 @@ class _Draw:
             ms = self.random.uniform(3000, 5000) if start else self.random.uniform(9000, 12000)
             self._add("long", at, ms=ms)
         one = self._next()
-        for _ in range(self._many(50, 70)):
+        for _ in range(self._many(40, 50) if start else self._many(130, 160)):
             self._add("slow", start + 0.1, transaction=one, ms=self.random.uniform(30, 80))
         one, key = self._next(), f"hot-{start:.0f}"
         for _ in range(self._many(40, 60)):
