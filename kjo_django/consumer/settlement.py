@@ -220,7 +220,9 @@ def _was_recorded(using: str, outcome: Outcome) -> bool:
         return False  # it is written for the first time
     if job is None:
         born = outcome.notes.get("born")
-        return born is not None and Job.objects.using(using).filter(pk=born).exists()
+        # Not the row that sent the message, whose id the new one takes.
+        rows = Job.objects.using(using).filter(destination="")
+        return born is not None and rows.filter(pk=born).exists()
     rows = Job.objects.using(using).at(job["id"], job["generation"])
     state = rows.filter(attempts=outcome.attempt).values_list("state", flat=True).first()
     if outcome.result is Result.RETRIED:
