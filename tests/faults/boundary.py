@@ -13,6 +13,7 @@ import functools
 import inspect
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,14 +66,21 @@ class Boundary:
         self.struck = ""
         self._elapse = elapse
         self._connections: list[BaseDatabaseWrapper] = []
+        self._cursors: weakref.WeakSet[CursorWrapper] = weakref.WeakSet()
         self._lock = threading.RLock()
 
-    def uses(self, connection: BaseDatabaseWrapper) -> None:
+    def uses(self, connection: BaseDatabaseWrapper, cursor: CursorWrapper | None = None) -> None:
         if connection not in self._connections:
             self._connections.append(connection)
+        if cursor is not None:
+            self._cursors.add(cursor)
 
     def die(self) -> None:
         self.is_dead = True
+        for cursor in list(self._cursors):
+            # SQLite keeps its lock while a cursor has rows to give, its connection closed or not.
+            with contextlib.suppress(Exception):
+                cursor.close()
         for connection in self._connections:
             _close_raw(connection)
 
@@ -171,7 +179,7 @@ def _statement(execute: Any) -> Any:
         effect = functools.partial(execute, cursor, sql, *arguments, **options)
         if boundary is None:
             return effect()
-        boundary.uses(cursor.db)
+        boundary.uses(cursor.db, cursor)
         return boundary.cross(_short(sql), effect, functools.partial(_fail_statement, cursor.db))
 
     return executing

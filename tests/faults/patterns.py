@@ -192,7 +192,7 @@ def _item(ending: str) -> Any:
 for _ending in ("completed", "retried", "dead", "paused", "mixed"):
     scenario(f"event-{_ending}", EVENTS, f"{EVENTS}-retry")(_event(_ending))
     scenario(f"stream-{_ending}", STREAM)(_stream(_ending))
-for _ending in ("completed", "dead", "mixed"):
+for _ending in ("completed", "retried", "dead", "mixed"):
     scenario(f"kdlq-{_ending}", KDLQ, f"{KDLQ}-redelivery", f"{KDLQ}-retry")(_kdlq(_ending))
     scenario(f"item-{_ending}", ITEMS)(_item(_ending))
 scenario("item-retried", ITEMS)(_item("retried"))

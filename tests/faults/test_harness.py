@@ -7,16 +7,22 @@ import random
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from django.db import connection
+from django.utils import timezone
 
-from kjo_django.transports.base import Subscription, Transport
+from kjo_django.backends import get_transport
+from kjo_django.conf import get_settings
+from kjo_django.transports.base import OutgoingRecord, Subscription, Transport
 from tests.faults.boundary import Died, Fault
 from tests.faults.killed import left_behind
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.test_matrix import SEED
-from tests.faults.world import World, run
+from tests.faults.world import World, _be_impatient, run
+from tests.ledger.models import Entry
 from tests.unit.conftest import led_to, sqlite_settings
 
 ROOT = Path(__file__).parents[2]
@@ -68,3 +74,39 @@ def test_every_call_of_a_scenario_is_recorded_alike_each_time(world: World) -> N
     kinds = {call.partition(".")[0] for call in recorded[0]}
     assert {Transport.__name__.lower(), Subscription.__name__.lower(), "coordination"} <= kinds
     assert {"commit", "BEGIN"} <= set(recorded[0])
+
+
+@pytest.mark.parametrize("world", ["sqlite-database"], indirect=True)
+def test_a_process_that_died_with_rows_unread_holds_no_lock(world: World) -> None:
+    """SQLite's own close leaves it locked for as long as somebody keeps the cursor."""
+    # Given
+    process = world.begin()
+    with process.unwatched():
+        cursor = connection.cursor()
+        cursor.execute("BEGIN IMMEDIATE")
+        columns = "INSERT INTO ledger_entry (job, note, created_at)"
+        cursor.execute(f"{columns} VALUES ('lost', '', '2026-01-01') RETURNING id")
+    # When
+    process.bury()
+    # Then
+    _be_impatient()
+    Entry.objects.create(job="another's")
+    assert [entry.job for entry in Entry.objects.all()] == ["another's"]
+    world.end()
+
+
+@pytest.mark.parametrize("world", ["sqlite-database", "sqlite-memory"], indirect=True)
+def test_a_message_that_waits_for_its_time_is_not_at_its_end(world: World) -> None:
+    """No lag tells of it: a redelivery was left where it was, and passed for a lost message."""
+    # Given
+    world.queues = BY_NAME["kdlq-retried"].queues
+    world.begin()
+    assert world.is_done()
+    # When
+    topic = get_settings().queue(world.queues[0]).topic
+    later = timezone.now() + timedelta(seconds=5)
+    get_transport().publish([OutgoingRecord(topic, b"later", available_at=later)])
+    # Then
+    assert not world.lag()
+    assert not world.is_done()
+    world.end()

@@ -11,6 +11,7 @@ from typing import Any
 
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
+from django.utils import timezone
 
 from kjo_django import signals, states
 from kjo_django.backends import close_backends, get_coordination, get_transport
@@ -175,6 +176,7 @@ class World:
             not Job.objects.open().exists()
             and not Item.objects.filter(state=ItemState.PENDING).exists()
             and not self.lag()
+            and not self.is_delayed()
             and all(process.is_idle for process in self.processes)
         )
 
@@ -186,6 +188,16 @@ class World:
             if any(counts.values()):
                 lags[name] = sum(counts.values())
         return lags
+
+    def is_delayed(self) -> bool:
+        """Return whether the transport keeps a message until its time, which no lag tells of."""
+        queues = [get_settings().queue(name) for name in self.queues]
+        rows = TransportMessage.objects.filter(
+            topic__in=[queue.topic for queue in queues], available_at__gt=timezone.now()
+        )
+        transports = [get_transport(queue.transport) for queue in queues]
+        memories = [each for each in transports if isinstance(each, MemoryTransport)]
+        return rows.exists() or any(each._log.delayed for each in memories)
 
     # --- What must hold ---------------------------------------------------------------------------
 
