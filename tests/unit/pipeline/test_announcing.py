@@ -12,8 +12,10 @@ from kjo_django.backends import get_coordination
 from kjo_django.consumer import settlement
 from kjo_django.consumer.work import Result
 from kjo_django.models import Job, JobFailure
-from tests.unit.deliveries import as_job, states
+from tests.items.models import Item, Run
+from tests.unit.deliveries import Bench, as_job, states
 from tests.unit.pipeline.bench import both, reconfigured, settled
+from tests.unit.template_consumer.made import consumer, send
 
 KINDS = {
     "a transaction": {},
@@ -141,6 +143,21 @@ def test_a_worker_that_stops_in_the_outage_hands_back_the_failure_alone(
     assert is_all_settled(bench)
 
 
+def commits_without_an_answer(monkeypatch, is_lost):
+    """The connection breaks once, after a COMMIT by which ``is_lost()`` came to hold."""
+    original, left = settlement.in_transaction, [OperationalError("server closed the connection")]
+
+    @contextmanager
+    def without_an_answer(using):
+        with original(using):
+            yield
+        if left and is_lost():
+            raise left.pop()
+
+    monkeypatch.setattr(settlement, "in_transaction", without_an_answer)
+    return left
+
+
 @both
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"atomic": False}], ids=str)
@@ -149,20 +166,13 @@ def test_a_commit_without_an_answer_is_announced_like_any_other(
 ):
     """The connection broke after the server had committed."""
     # Given
-    original, left = settlement.in_transaction, [OperationalError("server closed the connection")]
-
-    @contextmanager
-    def without_an_answer(using):
-        with original(using):
-            yield
-        # Not the transaction that takes row leases: its effect is not a job's.
-        if left and Job.objects.filter(state="completed").exists():
-            raise left.pop()
-
+    # Not the transaction that takes row leases: its effect is not a job's.
+    left = commits_without_an_answer(
+        monkeypatch, lambda: Job.objects.filter(state="completed").exists()
+    )
     ran = []
     job = as_job(lambda number: ran.append(number) or number, "bench.note", **options)
     job.enqueue_many([{"number": number} for number in range(count)])
-    monkeypatch.setattr(settlement, "in_transaction", without_an_answer)
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     # When
     bench.run()
@@ -206,6 +216,33 @@ def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
     assert JobFailure.objects.count() == 1
     assert Job.objects.filter(state="failing").count() == 1
     assert is_all_settled(bench)
+
+
+@both
+@pytest.mark.parametrize("count", [1, 3])
+def test_items_whose_commit_had_no_answer_are_not_tried_again(
+    transport, forgotten_definitions, monkeypatch, count
+):
+    """One alone in its group was retried although it was done: since its handler judges itself what
+    there is to do, its marker was not looked up."""
+    # Given
+    made = consumer()
+    bench = Bench("made")
+    created = [Item.objects.create() for _ in range(count)]
+    items = [str(item.pk) for item in created]
+    send(*created)
+    left = commits_without_an_answer(monkeypatch, Run.objects.filter(item=items[0]).exists)
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    # When
+    bench.run()
+    # Then
+    assert left == []
+    assert made.calls == items
+    assert made.told == [("success", item) for item in items]
+    assert bench.results == [Result.COMPLETED] * count
+    assert JobFailure.objects.count() == 0
+    assert settled(bench)
+    bench.close()
 
 
 def test_a_listener_that_raises_keeps_no_record_from_its_acknowledgement(bench, monkeypatch):

@@ -7,10 +7,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.db import OperationalError
 
 from kjo_django import conf, registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
+from kjo_django.consumer import settlement
 from kjo_django.consumer.stream_template import AbstractStreamConsumer
 from kjo_django.consumer.work import Result
 from kjo_django.exceptions import PermanentError
@@ -214,6 +216,38 @@ def test_a_relay_that_notes_late_does_not_complete_a_task_that_has_failed(tasks)
     dispatch.mark_sent(dispatch.jobs_database(), [due])
     # Then
     assert the_job().state == "failing"
+    tasks.run_until_done()
+    assert (the_job().pk, the_job().state) == (id, "completed")
+    assert entries() == {"a": 1}
+
+
+@both
+@pytest.mark.usefixtures("transport")
+def test_a_task_whose_first_failure_is_recorded_at_the_second_try_is_tried_again(
+    tasks, monkeypatch
+):
+    """Its sender's row, whose id the consumer's takes, passed for the failure: nothing was retried,
+    and nothing told of it."""
+    # Given a database that goes away before the failure is committed
+    id = Producer().send_task("a")
+    tasks.failures["a"] = 1
+    record, left = settlement.record_failures, [OperationalError("gone")]
+
+    def once_gone(*arguments):
+        record(*arguments)
+        if left:
+            raise left.pop()
+
+    monkeypatch.setattr(settlement, "record_failures", once_gone)
+    monkeypatch.setattr(tasks.stopping, "wait", lambda seconds: False)
+    # When
+    tasks.run()
+    # Then
+    assert left == []
+    job = the_job()
+    assert (job.pk, job.state, job.attempts, job.destination) == (id, "failing", 1, "")
+    assert JobFailure.objects.count() == 1
+    # And then it does not fail
     tasks.run_until_done()
     assert (the_job().pk, the_job().state) == (id, "completed")
     assert entries() == {"a": 1}
