@@ -196,7 +196,8 @@ class DatabaseTransport(Transport):
         """Nothing is held open: connections are Django's own."""
 
     def lag(self, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
-        """Count the group's rows by topic, delayed ones and those in flight included."""
+        """Count the group's rows by topic, those in flight included, delayed ones before their time
+        not."""
         try:
             return count_lag(self.database, topics, group)
         except OUTAGES as error:

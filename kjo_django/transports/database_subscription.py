@@ -318,7 +318,8 @@ class DatabaseSubscription(Subscription):
         self._wake.set()
 
     def lag(self) -> dict[TopicPartition, int]:
-        """Count the rows not acknowledged, in flight and delayed ones included."""
+        """Count the rows not acknowledged, those in flight included, delayed ones before their time
+        not."""
         return count_lag(self._alias, self._topics, self._group)
 
     def close(self) -> None:
