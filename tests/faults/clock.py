@@ -37,13 +37,22 @@ class Clock:
         self.offset += seconds
 
     def waiting(self, is_virtual: Callable[[], bool], monkeypatch: Any) -> None:
-        """Let waits of simulated processes advance this clock instead of taking time."""
+        """Let waits of simulated processes advance this clock instead of taking time.
+
+        Threads beside a process' own, such as the one that renews a relay's leases, wait in real
+        time: when they look again must not depend on which thread the interpreter runs next.
+        """
         import threading
 
         really_wait, really_sleep = threading.Event.wait, time.sleep
+        steps = threading.current_thread()
+
+        def is_beside() -> bool:
+            thread = threading.current_thread()
+            return thread is not steps and thread.name != RIVAL
 
         def wait(event: threading.Event, timeout: float | None = None) -> bool:
-            if timeout is None or event.is_set() or not is_virtual():
+            if timeout is None or event.is_set() or not is_virtual() or is_beside():
                 return really_wait(event, timeout)
             self.advance(timeout)
             if threading.current_thread().name == RIVAL:

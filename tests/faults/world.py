@@ -371,6 +371,8 @@ def _name_of(job: Job) -> str:
 
 
 def _names(letter: DeadLetter, name: str) -> bool:
+    if letter.job is not None and _name_of(letter.job) == name:
+        return True
     return letter.value is not None and name.encode() in bytes(letter.value)
 
 

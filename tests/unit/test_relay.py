@@ -107,7 +107,7 @@ def test_jobs_go_out_in_the_order_they_fall_due(alone):
 def test_a_batch_is_no_larger_than_the_setting(alone, settings):
     settings.KJO = {**KINDS, "RELAY_BATCH_SIZE": 2}
     write.enqueue_many([{"job": str(n)} for n in range(3)])
-    relay = Relay()
+    relay = Relay(["ledger", "other"])
     assert [relay.publish_due(), relay.publish_due(), relay.publish_due()] == [2, 1, 0]
 
 
@@ -130,7 +130,7 @@ def test_a_queues_backlog_does_not_hold_up_what_comes_for_another():
     numbered("ledger", 40, timedelta(minutes=5))
     numbered("other", 3)
     # When
-    Relay().publish_due()
+    Relay(["ledger", "other"]).publish_due()
     # Then the first batch has both, in their order
     names_of = [json.loads(value)["job"] for value in published("other")]
     assert names_of == ["other 0", "other 1", "other 2"]
@@ -145,7 +145,7 @@ def test_a_queue_gets_its_share_though_its_own_oldest_rows_are_in_the_backlog():
     numbered("ledger", 20, timedelta(minutes=5))
     numbered("other", 9)
     # When
-    relay = Relay()
+    relay = Relay(["ledger", "other"])
     relay.publish_due()
     # Then: a third, beside the queue of records for others
     assert len(published("other")) == 3
@@ -166,7 +166,7 @@ def test_a_backlog_alone_is_seldom_looked_behind(monkeypatch):
     monkeypatch.setattr(relays, "due_jobs_of", lambda *args: looks.append(args[1]) or look(*args))
     numbered("ledger", 60)
     # When
-    relay = Relay()
+    relay = Relay(["ledger", "other"])
     while relay.publish_due():
         pass
     # Then
