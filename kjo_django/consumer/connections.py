@@ -214,6 +214,8 @@ def is_broken(connection: BaseDatabaseWrapper) -> bool:
         return True
     if connection.needs_rollback:  # its savepoint was not there any more
         return True
+    if connection.in_atomic_block and _is_undone(connection):
+        return True
     return bool(connection.errors_occurred and not connection.is_usable())
 
 
@@ -221,7 +223,12 @@ def is_unusable(connection: BaseDatabaseWrapper) -> bool:
     """Return whether an error was swallowed after which nothing can be committed here."""
     if connection.needs_rollback or is_aborted(connection):
         return True
-    # SQLite undoes a transaction by itself when its disk is full, and goes on without one.
+    return _is_undone(connection)
+
+
+def _is_undone(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether SQLite has undone the transaction by itself, as it does when its disk is full:
+    it goes on without one, and each statement is committed as it comes."""
     return connection.vendor == "sqlite" and not getattr(
         connection.connection, "in_transaction", True
     )

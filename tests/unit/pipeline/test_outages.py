@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from django.db import IntegrityError, OperationalError, connection
+import pytest
+from django.db import IntegrityError, OperationalError, connection, connections
 
 from kjo_django.backends import get_coordination
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job, JobFailure, ProcessedEvent
 from tests.ledger import jobs as ledger
+from tests.ledger.models import Entry
 from tests.unit.deliveries import entries, the_job
 from tests.unit.pipeline.bench import both, settled
 
@@ -129,4 +131,30 @@ def test_a_transaction_that_sqlite_undid_while_leases_were_released_completes_no
     assert left == []
     assert entries() == {"a": 1, "b": 1}
     assert ProcessedEvent.objects.count() == 2
+    assert settled(bench)
+
+
+def test_a_transaction_that_sqlite_undid_while_a_savepoint_was_opened_completes_nothing(bench):
+    """Found by the fault matrix: the handler that met the full disk failed alone, and the others,
+    whose markers were undone, were completed without them."""
+    # Given a group whose second handler meets a full disk with its first query
+    original, left = connection.savepoint, [True]
+
+    def full():
+        if left and Entry.objects.exists():
+            left.pop()
+            connection.connection.rollback()
+            raise OperationalError("database or disk is full")
+        return original()
+
+    ledger.write.enqueue_many([{"job": "a"}, {"job": "b"}, {"job": "c"}])
+    deliveries = bench.poll()
+    # When
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections["default"], "savepoint", full)
+        bench.run(deliveries)
+    # Then
+    assert left == []
+    assert entries() == {"a": 1, "b": 1, "c": 1}
+    assert ProcessedEvent.objects.count() == 3
     assert settled(bench)
