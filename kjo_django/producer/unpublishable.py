@@ -10,9 +10,10 @@ import logging
 import traceback as tracebacks
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.utils import timezone
 
 from kjo_django import signals, states
@@ -53,11 +54,27 @@ def fail(using: str, queue: QueueConf, refused: Sequence[Unpublishable]) -> None
     :raises DatabaseError: it could not be written; what was not is refused again another time.
     """
     for one in refused:
-        with transaction.atomic(using=using):
-            _fail(using, queue, one)
+        failed: _Failed | None = None
+        try:
+            with transaction.atomic(using=using):
+                failed = _fail(using, queue, one)
+        except DatabaseError:
+            # A COMMIT whose answer was lost may have taken effect, and is announced all the same.
+            letters = DeadLetter.objects.using(using)
+            if failed is None or not letters.filter(pk=failed.dead_letter_id).exists():
+                raise
+        if failed is not None:
+            announce = partial(_announce, one, failed)
+            transaction.on_commit(announce, using=using, robust=True)
 
 
-def _fail(using: str, queue: QueueConf, refused: Unpublishable) -> None:
+class _Failed(NamedTuple):
+    unique_id: str | None
+    dead_letter_id: str
+
+
+def _fail(using: str, queue: QueueConf, refused: Unpublishable) -> _Failed | None:
+    """Write that a job has failed; None: it has moved on."""
     job, now = refused.job, timezone.now()
     rows = Job.objects.using(using).at(job.pk, job.generation)
     rows = rows.filter(attempts=job.attempts, state__in=states.AWAITING_PUBLISH)
@@ -67,7 +84,7 @@ def _fail(using: str, queue: QueueConf, refused: Unpublishable) -> None:
         locked = locked.select_for_update(skip_locked=True)
     row = locked.first()
     if row is None:
-        return
+        return None
     transition(
         "fail",
         rows,
@@ -88,8 +105,7 @@ def _fail(using: str, queue: QueueConf, refused: Unpublishable) -> None:
     DeadLetter.objects.using(using).bulk_create([letter], ignore_conflicts=True)
     message = "The message of job %s can never be published and is a dead letter: %s"
     logger.error(message, job.pk, _text(refused.error), extra=job.log_facts)
-    unique_id, letter_id = row.unique_id, str(letter.pk)
-    transaction.on_commit(lambda: _tell(refused, unique_id, letter_id), using=using, robust=True)
+    return _Failed(row.unique_id, str(letter.pk))
 
 
 def _letter_of(
@@ -136,7 +152,8 @@ def _traceback(error: Exception) -> str:
     return storable_text("".join(tracebacks.format_exception(error)))
 
 
-def _tell(refused: Unpublishable, unique_id: str | None, dead_letter_id: str) -> None:
+def _announce(refused: Unpublishable, failed: _Failed) -> None:
+    """Notify who waits for the job, and send its signals."""
     job, record = refused.job, refused.record
     if record is not None and names.REPLY_TO in record.headers:
         call_waiters({names.text(record.headers, names.REPLY_TO)})
@@ -146,10 +163,13 @@ def _tell(refused: Unpublishable, unique_id: str | None, dead_letter_id: str) ->
         signals.job_failed,
         sender=job.handler,
         job_id=str(job.pk),
-        unique_id=unique_id,
+        unique_id=failed.unique_id,
         attempt=job.attempts + 1,
         **facts,
     )
     signals.send(
-        signals.message_dead_lettered, sender=job.handler, dead_letter_id=dead_letter_id, **facts
+        signals.message_dead_lettered,
+        sender=job.handler,
+        dead_letter_id=failed.dead_letter_id,
+        **facts,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import threading
@@ -11,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 from django.core.management import call_command
-from django.db import OperationalError, connection, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
@@ -654,6 +655,37 @@ def test_who_waits_for_a_job_that_is_refused_is_told(relay, refuse_bad, monkeypa
     write.using(headers={names.REPLY_TO: "kjo:reply:1"}).enqueue(job="bad")
     relay.publish_due()
     assert called == ["kjo:reply:1"]
+
+
+@pytest.mark.parametrize("takes_effect", [True, False])
+def test_a_refusal_whose_commit_had_no_answer_is_announced_if_it_took_effect(
+    relay, refuse_bad, monkeypatch, takes_effect
+):
+    # Given
+    failed = []
+
+    def note_failed(**facts):
+        failed.append(facts["job_id"])
+
+    signals.job_failed.connect(note_failed)
+    write.enqueue(job="bad")
+    commit = connection.commit
+    breaks = [OperationalError("server closed the connection unexpectedly")]
+
+    def without_an_answer():
+        if not breaks or not DeadLetter.objects.exists():
+            return commit()
+        if takes_effect:
+            commit()
+        raise breaks.pop()
+
+    monkeypatch.setattr(connections["default"], "commit", without_an_answer)
+    # When
+    with contextlib.nullcontext() if takes_effect else pytest.raises(OperationalError):
+        relay.publish_due()
+    # Then
+    (bad,) = jobs()
+    assert (bad.state, failed) == (("failed", [str(bad.pk)]) if takes_effect else ("pending", []))
 
 
 def test_a_refused_job_that_runs_just_now_is_left_to_its_run(postgres, settings, monkeypatch):
