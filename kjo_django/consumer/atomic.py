@@ -240,7 +240,7 @@ class AtomicRunner:
             ran.error, ran.abort_reason = _as_told(error, connection, blocks), context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
         self._on_measure(delivery.kind, ran.seconds)
-        if known is None and ran.error is None and is_unusable(connection):
+        if ran.error is None and is_unusable(connection):
             ran.error = transaction.TransactionManagementError(CAUGHT)
         if known is None and ran.error is not None:
             failed = {delivery: ran}
@@ -265,6 +265,8 @@ class AtomicRunner:
                     endings = batch.call(self._watch)
                     if connection.closed_in_transaction or len(connection.atomic_blocks) > blocks:
                         raise refusal_of(connection, blocks)
+                if known is not None and is_unusable(connection):
+                    raise transaction.TransactionManagementError(CAUGHT)
             except ENDINGS as error:
                 if is_interrupt(error):
                     raise

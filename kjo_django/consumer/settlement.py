@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
@@ -18,6 +18,7 @@ from kjo_django.conf import get_settings
 from kjo_django.consumer import policies
 from kjo_django.consumer.attempts import spent_and_limit
 from kjo_django.consumer.completion import publication
+from kjo_django.consumer.connections import is_unusable
 from kjo_django.consumer.current import facts_of
 from kjo_django.consumer.deadletters import (
     dead_letter_of,
@@ -201,6 +202,9 @@ def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> Non
         if job_id is not None and outcome.result in (Result.RETRIED, Result.DEAD):
             failures.append(_failure(outcome, job_id, now, worker))
         _tell_handler(using, outcome)
+        if is_unusable(connections[using]):
+            # What comes now would be committed without what was before it.
+            raise OperationalError("The transaction was lost while a handler was told of a failure")
         if outcome.result is Result.DEAD:
             letter = dead_letter_of(outcome, job_id, now)
             outcome.notes["dead_letter_id"] = str(letter.pk)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
+
 import pytest
-from django.db import IntegrityError, OperationalError, connection, connections
+from django.db import IntegrityError, OperationalError, connection, connections, transaction
 
 from kjo_django.backends import get_coordination
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job, JobFailure, ProcessedEvent
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import entries, the_job
+from tests.unit.deliveries import as_job, entries, the_job
 from tests.unit.pipeline.bench import both, settled
 
 
@@ -134,9 +136,12 @@ def test_a_transaction_that_sqlite_undid_while_leases_were_released_completes_no
     assert settled(bench)
 
 
-def test_a_transaction_that_sqlite_undid_while_a_savepoint_was_opened_completes_nothing(bench):
-    """Found by the fault matrix: the handler that met the full disk failed alone, and the others,
-    whose markers were undone, were completed without them."""
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_transaction_that_sqlite_undid_while_a_savepoint_was_opened_completes_nothing(
+    bench, catches
+):
+    """Found by the fault matrix: the handler that met the full disk failed alone, or not even that
+    where it caught the error, and the others, whose markers were undone, were completed."""
     # Given a group whose second handler meets a full disk with its first query
     original, left = connection.savepoint, [True]
 
@@ -147,7 +152,12 @@ def test_a_transaction_that_sqlite_undid_while_a_savepoint_was_opened_completes_
             raise OperationalError("database or disk is full")
         return original()
 
-    ledger.write.enqueue_many([{"job": "a"}, {"job": "b"}, {"job": "c"}])
+    def write(job):
+        with suppress(OperationalError) if catches else nullcontext(), transaction.atomic():
+            Entry.objects.create(job=job)
+
+    job = as_job(write, "bench.write")
+    job.enqueue_many([{"job": "a"}, {"job": "b"}, {"job": "c"}])
     deliveries = bench.poll()
     # When
     with pytest.MonkeyPatch.context() as patch:
