@@ -10,54 +10,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kjo_django.consumer.context import BatchItem, JobContext
-    from kjo_django.consumer.model_consumer import ModelConsumer
-    from kjo_django.consumer.stream_template import AbstractStreamConsumer
-    from kjo_django.consumer.template import AbstractConsumer
-    from kjo_django.events.event import BaseEvent
-    from kjo_django.events.handlers import event_handler
-    from kjo_django.events.idempotency import EventIdempotencyService
-    from kjo_django.events.publishing import publish_event
+    from kjo_django.engine.handler.context import BatchItem, JobContext
+    from kjo_django.enqueue.definition import JobDefinition, job
+    from kjo_django.enqueue.save_hooks import enqueue_on_save
+    from kjo_django.enqueue.storing import EnqueueResult
     from kjo_django.exceptions import MustBeKilled, MustBeRedelivered, PermanentError, Retry
-    from kjo_django.kdlq.config import DlqConfig, ProcessingStatus
-    from kjo_django.kdlq.consumer import KDLQMessageConsumer
-    from kjo_django.kdlq.handlers import kdlq_handler
-    from kjo_django.producer.definition import JobDefinition, job
-    from kjo_django.producer.enqueue import EnqueueResult
-    from kjo_django.producer.hooks import enqueue_on_save
-    from kjo_django.producer.model_producer import ModelProducer
-    from kjo_django.producer.stream_template import AbstractStreamProducer
-    from kjo_django.producer.template import AbstractProducer
-    from kjo_django.queue import Queue
+    from kjo_django.patterns.events.event import BaseEvent
+    from kjo_django.patterns.events.handlers import event_handler
+    from kjo_django.patterns.events.idempotency import EventIdempotencyService
+    from kjo_django.patterns.events.publishing import publish_event
+    from kjo_django.patterns.items.consumer import AbstractConsumer
+    from kjo_django.patterns.items.model_consumer import ModelConsumer
+    from kjo_django.patterns.items.model_producer import ModelProducer
+    from kjo_django.patterns.items.producer import AbstractProducer
+    from kjo_django.patterns.kdlq.config import DlqConfig, ProcessingStatus
+    from kjo_django.patterns.kdlq.consumer import KDLQMessageConsumer
+    from kjo_django.patterns.kdlq.handlers import kdlq_handler
+    from kjo_django.patterns.queue import Queue
+    from kjo_django.patterns.streams.consumer import AbstractStreamConsumer
+    from kjo_django.patterns.streams.producer import AbstractStreamProducer
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "AbstractConsumer": "kjo_django.consumer.template",
-    "AbstractProducer": "kjo_django.producer.template",
-    "AbstractStreamConsumer": "kjo_django.consumer.stream_template",
-    "AbstractStreamProducer": "kjo_django.producer.stream_template",
-    "BaseEvent": "kjo_django.events.event",
-    "BatchItem": "kjo_django.consumer.context",
-    "DlqConfig": "kjo_django.kdlq.config",
-    "EnqueueResult": "kjo_django.producer.enqueue",
-    "EventIdempotencyService": "kjo_django.events.idempotency",
-    "JobContext": "kjo_django.consumer.context",
-    "JobDefinition": "kjo_django.producer.definition",
-    "KDLQMessageConsumer": "kjo_django.kdlq.consumer",
-    "ModelConsumer": "kjo_django.consumer.model_consumer",
-    "ModelProducer": "kjo_django.producer.model_producer",
+    "AbstractConsumer": "kjo_django.patterns.items.consumer",
+    "AbstractProducer": "kjo_django.patterns.items.producer",
+    "AbstractStreamConsumer": "kjo_django.patterns.streams.consumer",
+    "AbstractStreamProducer": "kjo_django.patterns.streams.producer",
+    "BaseEvent": "kjo_django.patterns.events.event",
+    "BatchItem": "kjo_django.engine.handler.context",
+    "DlqConfig": "kjo_django.patterns.kdlq.config",
+    "EnqueueResult": "kjo_django.enqueue.storing",
+    "EventIdempotencyService": "kjo_django.patterns.events.idempotency",
+    "JobContext": "kjo_django.engine.handler.context",
+    "JobDefinition": "kjo_django.enqueue.definition",
+    "KDLQMessageConsumer": "kjo_django.patterns.kdlq.consumer",
+    "ModelConsumer": "kjo_django.patterns.items.model_consumer",
+    "ModelProducer": "kjo_django.patterns.items.model_producer",
     "MustBeKilled": "kjo_django.exceptions",
     "MustBeRedelivered": "kjo_django.exceptions",
     "PermanentError": "kjo_django.exceptions",
-    "ProcessingStatus": "kjo_django.kdlq.config",
-    "Queue": "kjo_django.queue",
+    "ProcessingStatus": "kjo_django.patterns.kdlq.config",
+    "Queue": "kjo_django.patterns.queue",
     "Retry": "kjo_django.exceptions",
-    "enqueue_on_save": "kjo_django.producer.hooks",
-    "event_handler": "kjo_django.events.handlers",
-    "job": "kjo_django.producer.definition",
-    "kdlq_handler": "kjo_django.kdlq.handlers",
-    "publish_event": "kjo_django.events.publishing",
+    "enqueue_on_save": "kjo_django.enqueue.save_hooks",
+    "event_handler": "kjo_django.patterns.events.handlers",
+    "job": "kjo_django.enqueue.definition",
+    "kdlq_handler": "kjo_django.patterns.kdlq.handlers",
+    "publish_event": "kjo_django.patterns.events.publishing",
 }
 
 __all__ = [

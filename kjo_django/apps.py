@@ -21,7 +21,7 @@ class KjoConfig(AppConfig):
         """Import ``jobs``, ``consumers`` and ``producers`` of the installed apps."""
         from kjo_django import checks, registry  # noqa: F401 - registers by import
         from kjo_django.contrib.tasks.loading import load_backends
-        from kjo_django.producer.wiring import above
+        from kjo_django.patterns.items.wiring import above
 
         above.ensure_topics = _ensure_topics
         above.make_worker = _make_worker

@@ -49,9 +49,9 @@ from django.utils.module_loading import import_string
 
 from kjo_django import backends, conf, registry
 from kjo_django.conf import Settings, get_settings
-from kjo_django.producer.declared import declared_producers, path_of
-from kjo_django.producer.stream_template import AbstractStreamProducer
-from kjo_django.producer.template import AbstractProducer
+from kjo_django.patterns.items.declared import declared_producers, path_of
+from kjo_django.patterns.items.producer import AbstractProducer
+from kjo_django.patterns.streams.producer import AbstractStreamProducer
 
 TAG = "kjo"
 CONNECTIONS_BESIDE_LANES = 11
@@ -80,7 +80,11 @@ def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
     """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
     if any(message.is_serious() for message in check_settings()):
         return []
-    from kjo_django.operations.reaching import meet_poolers, reach_coordination, reach_transports
+    from kjo_django.operations.deploy_checks import (
+        meet_poolers,
+        reach_coordination,
+        reach_transports,
+    )
 
     return [
         message
@@ -238,7 +242,7 @@ def _warn_memory_database(settings: Settings) -> Messages:
 
 def _check_one_database(settings: Settings) -> Messages:
     """Only where both are in one database is a message there if and only if its job is."""
-    from kjo_django.models import jobs_database
+    from kjo_django.store.transactions import jobs_database
 
     jobs = jobs_database()
     for alias, declared in settings.transports.items():

@@ -130,14 +130,14 @@ def queue_options() -> Iterator[str]:
 
 @block
 def producer_options() -> Iterator[str]:
-    from kjo_django.producer.item_options import ProducerOptions
+    from kjo_django.patterns.items.item_options import ProducerOptions
 
     return _settings(ProducerOptions, str)
 
 
 @block
 def consumer_options() -> Iterator[str]:
-    from kjo_django.consumer.template import ConsumerOptions
+    from kjo_django.patterns.items.consumer import ConsumerOptions
 
     return _settings(ConsumerOptions, str)
 

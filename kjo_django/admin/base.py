@@ -24,11 +24,11 @@ from django.urls import URLPattern, path, reverse
 from django.utils.functional import cached_property
 
 from kjo_django.admin.display import inert_row
-from kjo_django.admin.telling import Tell, attempted
+from kjo_django.admin.outcome_messages import Tell, attempted
 from kjo_django.operations.auditing import log_entries
 from kjo_django.operations.counting import bounded_count
-from kjo_django.operations.inert import InertName, inert
 from kjo_django.operations.redaction import hide_texts
+from kjo_django.operations.safe_text import InertName, inert
 
 if TYPE_CHECKING:
     BaseModelAdmin = admin.ModelAdmin[Any]

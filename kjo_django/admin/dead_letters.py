@@ -25,12 +25,12 @@ from kjo_django.admin.filters import (
     newest,
 )
 from kjo_django.admin.jobs import may_see_payloads
-from kjo_django.admin.telling import audited, tell_replay
+from kjo_django.admin.outcome_messages import audited, tell_replay
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter
 from kjo_django.operations import dead_letters
-from kjo_django.operations.inert import inert
 from kjo_django.operations.internal import UserActor
+from kjo_django.operations.safe_text import inert
 
 RAW = ("shown_key", "shown_value", "shown_headers", "shown_traceback")
 

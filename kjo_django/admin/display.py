@@ -16,7 +16,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter
 from kjo_django.operations import redaction
-from kjo_django.operations.inert import inert, is_active
+from kjo_django.operations.safe_text import inert, is_active
 
 MAX_TEXT = 10_000
 MAX_BINARY = 2_048

@@ -16,13 +16,13 @@ from kjo_django import registry
 from kjo_django.admin.base import BaseInline, Button, KjoAdmin
 from kjo_django.admin.display import badge, show_text, show_value
 from kjo_django.admin.filters import HandlerFilter, JobStateFilter, QueueFilter
-from kjo_django.admin.telling import audited, tell_outcomes
+from kjo_django.admin.outcome_messages import audited, tell_outcomes
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import jobs, redaction
-from kjo_django.operations.inert import inert
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.jobs import CancelResult
 from kjo_django.operations.progress import progress_of
+from kjo_django.operations.safe_text import inert
 
 FAILURES_SHOWN = 100
 """The newest; a job that is retried without end has thousands, each with its traceback."""

@@ -15,11 +15,11 @@ from django.utils.translation import ngettext
 
 from kjo_django.admin.base import Button, KjoAdmin
 from kjo_django.admin.display import badge
-from kjo_django.admin.telling import audited
+from kjo_django.admin.outcome_messages import audited
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues
-from kjo_django.operations.inert import inert
+from kjo_django.operations.safe_text import inert
 
 
 @admin.register(QueueControl)

@@ -15,7 +15,7 @@ from kjo_django.admin.display import badge, show_value
 from kjo_django.admin.jobs import may_see_payloads
 from kjo_django.models import ProcessedEvent, Worker
 from kjo_django.operations import redaction
-from kjo_django.operations.inert import inert
+from kjo_django.operations.safe_text import inert
 from kjo_django.operations.status import alive_within
 
 

@@ -25,7 +25,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.reports import ReplayReport
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 TAG = "dead letters"
 

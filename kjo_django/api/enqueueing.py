@@ -9,11 +9,11 @@ from django.db import transaction
 from rest_framework.exceptions import ValidationError
 
 from kjo_django import registry
+from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
+from kjo_django.enqueue.storing import EnqueueResult, store
 from kjo_django.exceptions import PayloadError
 from kjo_django.models import Job
-from kjo_django.producer.definition import EnqueueOptions, JobDefinition
-from kjo_django.producer.dispatch import jobs_database
-from kjo_django.producer.enqueue import EnqueueResult, store
+from kjo_django.store.transactions import jobs_database
 
 OPTIONS = ("key", "queue", "delay", "run_at", "expires_at", "max_attempts", "result_ttl")
 

@@ -22,7 +22,7 @@ from kjo_django.api.enqueueing import enqueue
 from kjo_django.api.openapi import ID, documented
 from kjo_django.api.showing import shown_payload, shown_result
 from kjo_django.conf import get_settings
-from kjo_django.consumer.leases import lease_name
+from kjo_django.engine.leases import lease_name
 from kjo_django.exceptions import KjoError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import search
@@ -31,8 +31,8 @@ from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts, shown_headers
 from kjo_django.operations.waiting import Awaited, Waiter
-from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import JobState, JobStatus
+from kjo_django.store.transactions import jobs_database
 
 TAG = "jobs"
 HISTORY = 100

@@ -21,7 +21,7 @@ from kjo_django.api.openapi import documented
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues, status
 from kjo_django.operations.counting import seconds_since
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 TAG = "queues"
 NAME = OpenApiParameter(

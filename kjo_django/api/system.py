@@ -16,7 +16,7 @@ from kjo_django.api.openapi import documented
 from kjo_django.api.showing import shown_event
 from kjo_django.models import ProcessedEvent as ProcessedEventRow
 from kjo_django.operations.health import Thresholds, health, is_healthy
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 TAG = "system"
 TIMEOUT = 5.0

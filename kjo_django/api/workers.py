@@ -22,7 +22,7 @@ from kjo_django.operations.assignments import assignments, rebalanced_at
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.status import alive_within
 from kjo_django.operations.workers import AskResult
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 TAG = "workers"
 

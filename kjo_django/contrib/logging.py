@@ -13,7 +13,7 @@ import logging
 from typing import Any
 
 from kjo_django import tracing
-from kjo_django.current import running, worker_name
+from kjo_django.running_job import running, worker_name
 
 FIELDS = (
     *("job_id", "handler", "queue", "attempt", "message_id"),

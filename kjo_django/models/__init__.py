@@ -15,7 +15,6 @@ from kjo_django.models.metric_bucket import MetricBucket, MetricRollup
 from kjo_django.models.processed_event import EventKey, ProcessedEvent
 from kjo_django.models.queue_control import QueueControl
 from kjo_django.models.worker import Worker
-from kjo_django.models.writing import atomic_along, jobs_database, take_write_lock, writing
 
 __all__ = [
     "Dashboard",
@@ -35,12 +34,8 @@ __all__ = [
     "TransportMessage",
     "TransportSubscription",
     "Worker",
-    "atomic_along",
     "fingerprint_of",
-    "jobs_database",
     "message_id",
     "source_of_job",
-    "take_write_lock",
     "transition",
-    "writing",
 ]

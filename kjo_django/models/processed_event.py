@@ -10,7 +10,7 @@ from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from kjo_django.ids import uuid7, uuid7_texts, uuid7s
-from kjo_django.models.postgres import text_array
+from kjo_django.store.postgres import text_array
 
 
 class EventKey(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kjo_django.operations.inert import InertName, inert
+from kjo_django.operations.safe_text import InertName, inert
 
 
 def log_entries(user_id: Any, rows: Iterable[Any], flag: int, message: Any, **more: Any) -> Any:

@@ -18,7 +18,8 @@ from django.utils.dateparse import parse_datetime
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.consumer.context import JobContext
+from kjo_django.engine.handler.context import JobContext
+from kjo_django.enqueue.definition import JobDefinition, known_queue
 from kjo_django.exceptions import PermanentError, Retry
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters, jobs, rescheduling, search
@@ -29,8 +30,7 @@ from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.reports import ReplayReport, checked_rate
 from kjo_django.operations.rows import Observer, Progress, no_progress
 from kjo_django.operations.search import JobFilter
-from kjo_django.producer.definition import JobDefinition, known_queue
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 SYNCHRONOUS_LIMIT = 1000
 """Rows up to which a request does the work itself."""

@@ -23,12 +23,14 @@ from django.utils import timezone
 
 from kjo_django import signals
 from kjo_django.conf import get_settings
+from kjo_django.enqueue.storing import check_payload_size
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterState, source_of_job
 from kjo_django.operations import redaction, republishing
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.internal import is_internal
+from kjo_django.operations.notifications import tell_of_letters
 from kjo_django.operations.replayer import Replayer
 from kjo_django.operations.reports import (
     REFUSED_LOOP,
@@ -45,10 +47,8 @@ from kjo_django.operations.rows import (
     no_progress,
     tell_after_commit,
 )
-from kjo_django.operations.telling import tell_of_letters
-from kjo_django.producer import dispatch
-from kjo_django.producer.enqueue import check_payload_size
 from kjo_django.states import JobState
+from kjo_django.store.transactions import jobs_database
 
 
 class Mode(enum.StrEnum):
@@ -92,7 +92,7 @@ Selection = DeadLetterFilter | QuerySet[DeadLetter]
 
 def select(selection: Selection) -> QuerySet[DeadLetter]:
     """Return the open dead letters of a selection, oldest first."""
-    using = dispatch.jobs_database()
+    using = jobs_database()
     if isinstance(selection, QuerySet):
         return selection.using(using).filter(state=DeadLetterState.OPEN).order_by("pk")
     rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
@@ -209,7 +209,7 @@ def not_open(ids: Collection[UUID | str]) -> tuple[list[str], dict[str, str]]:
     :raises ValueError: one is no id.
     """
     wanted = {_id(each): str(each) for each in ids}
-    rows = DeadLetter.objects.using(dispatch.jobs_database()).filter(pk__in=wanted)
+    rows = DeadLetter.objects.using(jobs_database()).filter(pk__in=wanted)
     states = dict(rows.values_list("pk", "state"))
     unknown = [given for id, given in wanted.items() if id not in states]
     closed = {str(id): state for id, state in states.items() if state != DeadLetterState.OPEN}
@@ -284,7 +284,7 @@ def discard(
     """
     if not note.strip():
         raise ValueError("A note is needed that says why these dead letters are discarded")
-    using = dispatch.jobs_database()
+    using = jobs_database()
     text = f"{note.strip()} ({actor})" if actor else note.strip()
     count = 0
     for keys in chunks(select(selection)):

@@ -6,15 +6,15 @@ import functools
 from dataclasses import dataclass
 
 from kjo_django.conf import get_settings
-from kjo_django.kdlq import headers as kdlq
-from kjo_django.kdlq import letters
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
 from kjo_django.operations import republishing
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.patterns.kdlq import headers as kdlq
+from kjo_django.patterns.kdlq import letters
 from kjo_django.states import JobState
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record
 
 ORIGINAL_TOPIC_HEADERS = (

@@ -29,7 +29,7 @@ from kjo_django.models import Job, MetricBucket
 from kjo_django.operations import status, topics
 from kjo_django.operations.queues import overview, paused_queues
 from kjo_django.probing import answer_within
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 

@@ -21,7 +21,7 @@ from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import JSON
 from kjo_django.models import Job
 from kjo_django.operations.reports import checked_rate
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 
 class Action(enum.StrEnum):

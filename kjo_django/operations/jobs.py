@@ -24,12 +24,16 @@ from django.utils import timezone
 from kjo_django import signals, states
 from kjo_django.backends import get_coordination
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.consumer.leases import alive_name, lease_name
-from kjo_django.consumer.running import ABORT_TTL, abort_name
+from kjo_django.engine.handler.running import ABORT_TTL, abort_name
+from kjo_django.engine.leases import alive_name, lease_name
+from kjo_django.enqueue import dispatch
+from kjo_django.enqueue.storing import fresh_run
+from kjo_django.enqueue.wakeups import call_waiters
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
 from kjo_django.operations import internal
+from kjo_django.operations.notifications import log_change, tell_of_jobs, tell_of_letters
 from kjo_django.operations.rows import (
     Observer,
     Progress,
@@ -39,10 +43,7 @@ from kjo_django.operations.rows import (
     no_progress,
     tell_after_commit,
 )
-from kjo_django.operations.telling import log_change, tell_of_jobs, tell_of_letters
-from kjo_django.producer import dispatch
-from kjo_django.producer.enqueue import fresh_run
-from kjo_django.producer.wakeups import call_waiters
+from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
@@ -129,7 +130,7 @@ def cancel(
     :raises CoordinationError: running jobs cannot be asked; the others are cancelled.
     """
     outcomes = Outcomes()
-    using = dispatch.jobs_database()
+    using = jobs_database()
     unasked: CoordinationError | None = None
     for keys in chunks(jobs):
         with transaction.atomic(using=using):
@@ -179,7 +180,7 @@ def requeue(
     outcomes = Outcomes()
     still = jobs if isinstance(jobs, QuerySet) and not jobs.query.is_sliced else None
     for keys in chunks(jobs):
-        with transaction.atomic(using=dispatch.jobs_database()):
+        with transaction.atomic(using=jobs_database()):
             requeue_chunk(keys, outcomes, still=still, actor=actor, on_changed=on_changed)
         progress(outcomes.total, None)
     log_change("Requeued", outcomes.changed_count, actor)
@@ -201,7 +202,7 @@ def requeue_chunk(
     :param payload: what they run with from now on, if not with what they have; nobody gives an
         internal job another one.
     """
-    using = dispatch.jobs_database()
+    using = jobs_database()
     taken = take(keys)
     done = taken.free
     if still is not None and done:
@@ -248,7 +249,7 @@ def send(using: str, keys: Sequence[Any], queue: QueueConf) -> None:
 
 def take(keys: Sequence[Any]) -> Taken:
     """Lock the jobs nobody is processing, inside the caller's transaction."""
-    using = dispatch.jobs_database()
+    using = jobs_database()
     given = list(map(_as_uuid, keys))
     wanted = {key for key in given if key is not None}
     rows = Job.objects.using(using).defer("payload", "result")
@@ -316,7 +317,7 @@ def live_leases(leases: Sequence[str]) -> set[str]:
 
 def _cancel_chunk(keys: Sequence[Any], outcomes: Outcomes, on_changed: Observer | None) -> set[Any]:
     """Cancel a chunk in the caller's transaction; return the keys of those being processed."""
-    using = dispatch.jobs_database()
+    using = jobs_database()
     taken = take(keys)
     outcomes.add(CancelResult.NOT_FOUND, taken.missing_count)
     outcomes.add(CancelResult.PROCESSING, taken.busy_count)

@@ -18,7 +18,7 @@ from django.utils import timezone
 from kjo_django.models import MetricBucket, MetricRollup, Worker
 from kjo_django.models.metric_bucket import BOUNDS
 from kjo_django.operations.rows import streamed
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 COUNTERS = ("completed", "retried", "failed", "duplicate", "skipped")
 RATE_MINUTES = 2

@@ -13,8 +13,8 @@ from django.utils import timezone
 from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
 from kjo_django.operations import metrics, status
 from kjo_django.operations.counting import bounded_counts, many_grouped_counts, seconds_since
-from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import JobState, JobStatus
+from kjo_django.store.transactions import jobs_database
 
 WAITING = (JobState.PENDING, JobState.QUEUED)
 """Stored states of which some are shown as scheduled."""

@@ -18,7 +18,7 @@ from django.utils import timezone
 
 from kjo_django.models import MetricBucket
 from kjo_django.operations.metrics import COUNTERS
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 MINUTES = 5
 """Minutes, the last whole ones, a rate is that of."""

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
 from kjo_django.exceptions import PublishError
-from kjo_django.kdlq import letters
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import jobs, republishing
@@ -39,7 +38,8 @@ from kjo_django.operations.reports import (
 )
 from kjo_django.operations.reprocessing import Reprocessor
 from kjo_django.operations.rows import Progress, no_progress
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.patterns.kdlq import letters
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
 
 SUFFIX = "-dlq"

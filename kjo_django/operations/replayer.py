@@ -11,9 +11,11 @@ from django.db.models import QuerySet
 
 from kjo_django import signals
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
+from kjo_django.enqueue import dispatch
+from kjo_django.enqueue.storing import store
+from kjo_django.enqueue.wakeups import after_commit
 from kjo_django.exceptions import PublishError
-from kjo_django.kdlq import headers as kdlq
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
 from kjo_django.operations import internal, republishing
@@ -23,6 +25,7 @@ from kjo_django.operations.jobs import (
     close_as_replayed,
     requeue_chunk,
 )
+from kjo_django.operations.notifications import tell_of_letters
 from kjo_django.operations.reports import (
     REFUSED_INTERNAL,
     REFUSED_LOOP,
@@ -32,11 +35,9 @@ from kjo_django.operations.reports import (
 )
 from kjo_django.operations.reprocessing import NOWHERE, Reprocessor
 from kjo_django.operations.rows import Observer, lock, tell_after_commit
-from kjo_django.operations.telling import tell_of_letters
-from kjo_django.producer import dispatch
-from kjo_django.producer.enqueue import store
-from kjo_django.producer.wakeups import after_commit
+from kjo_django.patterns.kdlq import headers as kdlq
 from kjo_django.states import JobState
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record
 
 NEEDS_PERMISSION = "it needs the permission of what it does"
@@ -61,7 +62,7 @@ class Replayer:
         self._force = force
         self._actor = actor
         self._on_changed = on_changed
-        self._using = dispatch.jobs_database()
+        self._using = jobs_database()
         self._max_replays = get_settings().max_replays
 
     @property

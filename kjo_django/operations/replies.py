@@ -17,9 +17,9 @@ from django.db import connections
 
 from kjo_django.backends import get_coordination
 from kjo_django.coordination.base import Coordination, Listener
+from kjo_django.enqueue.wakeups import REPLY_CHANNELS
 from kjo_django.exceptions import CoordinationError
 from kjo_django.ids import uuid7
-from kjo_django.producer.wakeups import REPLY_CHANNELS
 
 logger = logging.getLogger("kjo_django")
 

@@ -13,16 +13,17 @@ from django.db import connections
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
-from kjo_django.consumer import policies
-from kjo_django.consumer.announcing import tell, tell_waiters
-from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.pipeline import Pipeline
-from kjo_django.consumer.timeouts import TimeoutWatch
-from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.engine import queue_policies
+from kjo_django.engine.announcements import tell, tell_waiters
+from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.group import Pipeline
+from kjo_django.engine.handler.timeouts import TimeoutWatch
+from kjo_django.engine.leases import LeaseBook
+from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, QueueControl
-from kjo_django.producer import dispatch
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
 
 NOWHERE = -1
@@ -50,12 +51,12 @@ class Reprocessor:
         tell(outcomes)
 
     def __enter__(self) -> Reprocessor:
-        policies.join()
-        policies.learn(QueueControl.objects.using(dispatch.jobs_database()))
+        queue_policies.join()
+        queue_policies.learn(QueueControl.objects.using(jobs_database()))
         return self
 
     def __exit__(self, *error: object) -> None:
-        policies.leave()
+        queue_policies.leave()
         self._watch.stop()
 
     def run(self, record: Record, queue: QueueConf) -> Result:
@@ -96,7 +97,7 @@ def arrived(outgoing: OutgoingRecord) -> Record:
 
 def is_in_transaction() -> bool:
     """Whether the caller's own transaction would hold what the pipeline wants to commit."""
-    return connections[dispatch.jobs_database()].in_atomic_block
+    return connections[jobs_database()].in_atomic_block
 
 
 class _Nowhere(Subscription):

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
+from kjo_django.enqueue.outgoing import only_in_rows, row_key
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
-from kjo_django.kdlq import headers as kdlq
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.models.job import ORIGIN_ID
-from kjo_django.producer.dispatch import jobs_database
-from kjo_django.producer.outgoing import only_in_rows, row_key
+from kjo_django.patterns.kdlq import headers as kdlq
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord
 
 REPLAY_OF = "kjo-replay-of"

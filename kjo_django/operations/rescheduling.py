@@ -18,9 +18,12 @@ from django.utils import timezone
 
 from kjo_django import registry, signals, states
 from kjo_django.conf import QueueConf, get_settings
+from kjo_django.enqueue import dispatch
+from kjo_django.enqueue.definition import known_queue
 from kjo_django.models import Job, transition
 from kjo_django.operations import internal
 from kjo_django.operations.jobs import Outcomes, Selection, send, take
+from kjo_django.operations.notifications import log_change, tell_of_jobs
 from kjo_django.operations.rows import (
     Observer,
     Progress,
@@ -28,10 +31,8 @@ from kjo_django.operations.rows import (
     no_progress,
     tell_after_commit,
 )
-from kjo_django.operations.telling import log_change, tell_of_jobs
-from kjo_django.producer import dispatch
-from kjo_django.producer.definition import known_queue
 from kjo_django.states import JobState
+from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
@@ -81,7 +82,7 @@ def run_now(
     """
     outcomes = Outcomes()
     for keys in chunks(jobs):
-        with transaction.atomic(using=dispatch.jobs_database()):
+        with transaction.atomic(using=jobs_database()):
             _run_chunk_now(keys, outcomes, actor, on_changed)
         progress(outcomes.total, None)
     log_change("Made due", outcomes.changed_count, actor)
@@ -111,7 +112,7 @@ def change_queue(
         raise ValueError(f"No worker of this project consumes the queue {queue!r}")
     outcomes = Outcomes()
     for keys in chunks(jobs):
-        with transaction.atomic(using=dispatch.jobs_database()):
+        with transaction.atomic(using=jobs_database()):
             _move_chunk(keys, target, outcomes, actor, on_changed)
         progress(outcomes.total, None)
     log_change(f"Moved to {queue}", outcomes.changed_count, actor)
@@ -133,7 +134,7 @@ def _run_chunk_now(
     outcomes.add(RunNowResult.UNCHANGED, len(open_jobs) - len(later))
     if not later:
         return
-    using = dispatch.jobs_database()
+    using = jobs_database()
     # They are locked, but a database that cannot lock rows leaves it to this condition.
     rows = Job.objects.using(using).filter(available_at__gt=now, state__in=states.OPEN)
     for name in sorted({job.queue for job in later}):
@@ -179,7 +180,7 @@ def _move_chunk(
         return
     if on_changed is not None:
         on_changed(moved)
-    using = dispatch.jobs_database()
+    using = jobs_database()
     send(using, [job.pk for job in moved], target)
     outcomes.add(MoveResult.MOVED, len(moved))
     outcomes.changed_count += len(moved)
@@ -197,7 +198,7 @@ def _kind(queue: str) -> object:
 
 def _move_named(job: Job, target: QueueConf) -> bool:
     """Move a job with a unique id, unless that is taken in the other queue."""
-    using = dispatch.jobs_database()
+    using = jobs_database()
     if Job.objects.using(using).filter(queue=target.name, unique_id=job.unique_id).exists():
         return False
     try:
@@ -209,7 +210,7 @@ def _move_named(job: Job, target: QueueConf) -> bool:
 
 
 def _move(jobs: Sequence[Job], target: QueueConf) -> None:
-    using = dispatch.jobs_database()
+    using = jobs_database()
     state = dispatch.initial_state(target)
     rows = Job.objects.using(using).filter(pk__in=[job.pk for job in jobs])
     changes: dict[str, Any] = {

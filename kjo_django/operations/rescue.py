@@ -21,15 +21,16 @@ from django.utils import timezone
 from kjo_django import registry, signals, states
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
+from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import ago, uuid7_floor
 from kjo_django.models import Job, transition
 from kjo_django.operations.jobs import send, take
+from kjo_django.operations.notifications import tell_of_jobs
 from kjo_django.operations.queues import paused_queues
 from kjo_django.operations.rows import chunks
-from kjo_django.operations.telling import tell_of_jobs
-from kjo_django.producer import dispatch
 from kjo_django.states import JobState
+from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
@@ -68,7 +69,7 @@ def rescue(queues: Iterable[str] | None = None, *, limit: int = 10_000) -> Rescu
 
 
 def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
-    conf, using, now = get_settings(), dispatch.jobs_database(), timezone.now()
+    conf, using, now = get_settings(), jobs_database(), timezone.now()
     cutoff = ago(now, conf.rescue_after)
     # On a transactional transport the message of a retry was written with it, and so were those of
     # pending jobs, had the queue not been another transport's then: no relay looks for them.

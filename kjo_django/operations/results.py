@@ -12,16 +12,16 @@ from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.conf import get_settings
-from kjo_django.consumer.leases import lease_name
+from kjo_django.engine.leases import lease_name
+from kjo_django.enqueue.storing import milliseconds, result_of
 from kjo_django.exceptions import JobFailedError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, JobFailure, JobQuerySet
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import Progress, progress_of
-from kjo_django.producer.dispatch import jobs_database
-from kjo_django.producer.enqueue import milliseconds, result_of
 from kjo_django.states import JobState, JobStatus
+from kjo_django.store.transactions import jobs_database
 
 
 class NoResult(enum.Enum):

@@ -33,8 +33,8 @@ from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.job_filter import JobFilter, parse
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
-from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import OPEN, JobState, JobStatus
+from kjo_django.store.transactions import jobs_database
 
 __all__ = ["WINDOW", "JobFilter", "Page", "counts", "find", "page", "parse"]
 

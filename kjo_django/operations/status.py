@@ -13,6 +13,7 @@ from django.utils import timezone
 
 from kjo_django.backends import get_transport
 from kjo_django.conf import Settings, get_settings
+from kjo_django.enqueue.dispatch import is_transactional
 from kjo_django.exceptions import PublishError
 from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
 from kjo_django.models.job import is_scheduled
@@ -27,8 +28,8 @@ from kjo_django.operations.counting import (
 )
 from kjo_django.operations.rates import add_rates
 from kjo_django.probing import answer_within
-from kjo_django.producer.dispatch import is_transactional, jobs_database
 from kjo_django.states import AWAITING_PUBLISH, JobState, JobStatus
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import GroupOffsets, TopicPartition
 
 PATIENCE = 5.0

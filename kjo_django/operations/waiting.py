@@ -22,6 +22,7 @@ from django.db import InterfaceError, OperationalError, connections
 
 from kjo_django.backends import get_coordination
 from kjo_django.conf import get_settings
+from kjo_django.enqueue.storing import result_of
 from kjo_django.exceptions import (
     JobCancelledError,
     JobNotFoundError,
@@ -31,9 +32,8 @@ from kjo_django.exceptions import (
 from kjo_django.models import Job
 from kjo_django.operations.replies import Reply, listen_for_reply
 from kjo_django.operations.results import failure_of
-from kjo_django.producer.dispatch import jobs_database
-from kjo_django.producer.enqueue import result_of
 from kjo_django.states import JobState
+from kjo_django.store.transactions import jobs_database
 
 FIRST_POLL = 0.02
 POLL_GROWTH = 1.5

@@ -17,7 +17,7 @@ from kjo_django.models import Worker
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import Observer, batched, tell_after_commit
 from kjo_django.operations.status import alive_within
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 CHUNK = 100
 """Workers asked in one transaction."""

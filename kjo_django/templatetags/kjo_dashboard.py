@@ -6,7 +6,7 @@ from django import template
 
 from kjo_django.admin.dashboard import figures
 from kjo_django.admin.display import badge, show_text, show_value
-from kjo_django.operations.inert import inert
+from kjo_django.operations.safe_text import inert
 
 register = template.Library()
 register.filter("number", figures.number)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import serializer_for
 from kjo_django.models import Job
-from kjo_django.producer.definition import JobDefinition
-from kjo_django.producer.dispatch import jobs_database
-from kjo_django.queue import Queue
+from kjo_django.patterns.queue import Queue
+from kjo_django.store.transactions import jobs_database
 
 Target = JobDefinition | Queue | str
 ANY: Any = type("ANY", (), {"__repr__": lambda self: "ANY"})()

@@ -17,22 +17,23 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.consumer.announcing import tell, value_of
-from kjo_django.consumer.attempts import Start
-from kjo_django.consumer.batches import Batch
-from kjo_django.consumer.execution import call, make_context
-from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.pipeline import Pipeline
-from kjo_django.consumer.timeouts import TimeoutWatch
-from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.coordination.base import Claim
+from kjo_django.engine.admission import Start
+from kjo_django.engine.announcements import tell, value_of
+from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.group import Pipeline
+from kjo_django.engine.handler.call import call, make_context
+from kjo_django.engine.handler.timeouts import TimeoutWatch
+from kjo_django.engine.leases import LeaseBook
+from kjo_django.engine.runners.batch import Batch
+from kjo_django.enqueue import dispatch
+from kjo_django.enqueue.definition import JobDefinition
+from kjo_django.enqueue.storing import EnqueueResult
 from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job
-from kjo_django.producer import dispatch
-from kjo_django.producer.definition import JobDefinition
-from kjo_django.producer.enqueue import EnqueueResult
-from kjo_django.queue import Queue
+from kjo_django.patterns.queue import Queue
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record, Subscription, TopicPartition
 
 logger = logging.getLogger("kjo_django")
@@ -124,7 +125,7 @@ def drain(
 def run_job(job: Job | EnqueueResult | uuid.UUID | str) -> Any:
     """Run one open job, due or not, and return its result; its error is raised once recorded."""
     key = job.pk if isinstance(job, Job) else job.job_id if isinstance(job, EnqueueResult) else job
-    row = Job.objects.using(dispatch.jobs_database()).filter(pk=key).first()
+    row = Job.objects.using(jobs_database()).filter(pk=key).first()
     if row is None:
         raise JobNotFoundError(f"There is no job {key}")
     with _runner() as runner:
@@ -191,7 +192,7 @@ def _companions(job: Job, due: QuerySet[Job]) -> list[Job]:
 
 
 def _due(names: Collection[str], with_retries: bool, with_delayed: bool) -> QuerySet[Job]:
-    rows = Job.objects.using(dispatch.jobs_database()).open().filter(destination="")
+    rows = Job.objects.using(jobs_database()).open().filter(destination="")
     if names:
         rows = rows.filter(queue__in=names)
     wanted = Q(available_at__lte=timezone.now())
@@ -266,7 +267,7 @@ class _Runner:
         """Run jobs of one handler as one group."""
         self._outcomes.clear()
         deliveries = [_delivery_of(job) for job in jobs]
-        with _callbacks_run(dispatch.jobs_database()):
+        with _callbacks_run(jobs_database()):
             deferred = self._pipeline.run_once(deliveries, deliveries[0].mode)
         tell(self._outcomes)
         for job, delivery in zip(jobs, deliveries, strict=True):

@@ -7,10 +7,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer import policies
+from kjo_django.engine import queue_policies
 from kjo_django.models import QueueControl
 from kjo_django.models import Worker as WorkerRow
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 if TYPE_CHECKING:
     from kjo_django.worker.process import Worker
@@ -63,7 +63,7 @@ class Controls:
         wish = own.values_list("wish", flat=True).first() or ""
         self._operators = {row.queue: row.concurrency for row in controls if row.concurrency}
         self._limits = dict(self._operators)
-        policies.learn(controls)
+        queue_policies.learn(controls)
         has_changed = self._obey(wish)
         self._pause(frozenset(row.queue for row in controls if row.is_paused))
         self._worker.lanes.look_again()
@@ -71,11 +71,11 @@ class Controls:
 
     def open(self) -> None:
         """The worker begins."""
-        policies.join()
+        queue_policies.join()
 
     def close(self) -> None:
         """The worker has ended."""
-        policies.leave()
+        queue_policies.leave()
 
     def _obey(self, wish: str) -> bool:
         is_quiet = wish == WorkerRow.Wish.QUIET

@@ -10,7 +10,7 @@ from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf
 from kjo_django.models import Job
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 
 def waiting_records(queues: Iterable[QueueConf]) -> Iterator[int]:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from django.db import DatabaseError, InterfaceError, connections
 
 from kjo_django.backends import get_coordination
-from kjo_django.consumer.connections import drop_broken_connections
+from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.exceptions import CoordinationError, KjoError
 from kjo_django.values import LONGEST
 

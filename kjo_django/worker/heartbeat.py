@@ -12,13 +12,13 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer import row_leases
-from kjo_django.consumer.connections import drop_broken_connections
+from kjo_django.engine import row_leases
+from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.exceptions import KjoError
 from kjo_django.models import Worker as WorkerRow
-from kjo_django.producer.dispatch import jobs_database
-from kjo_django.worker.holding import held
+from kjo_django.store.transactions import jobs_database
 from kjo_django.worker.sessions import end_sessions_of_the_dead
+from kjo_django.worker.worker_snapshot import held
 
 if TYPE_CHECKING:
     from kjo_django.worker.process import Worker

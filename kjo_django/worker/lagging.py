@@ -16,7 +16,7 @@ from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.models import MetricBucket, MetricRollup
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 from kjo_django.worker.duty import Duty
 
 logger = logging.getLogger("kjo_django")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from django.db import connections
 
 from kjo_django.backends import get_coordination
-from kjo_django.consumer.poller import Poller
 from kjo_django.coordination.base import Listener
-from kjo_django.producer.wakeups import LISTEN_AGAIN, topic_channel
+from kjo_django.engine.poller import Poller
+from kjo_django.enqueue.wakeups import LISTEN_AGAIN, topic_channel
 
 logger = logging.getLogger("kjo_django")
 

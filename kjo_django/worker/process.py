@@ -31,27 +31,27 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from kjo_django import collecting, registry, signals
+from kjo_django import garbage_collection, registry, signals
 from kjo_django.backends import close_backends, get_transport
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
-from kjo_django.consumer.announcing import tell, tell_waiters
-from kjo_django.consumer.connections import drop_broken_connections, sever
-from kjo_django.consumer.context import JobContext
-from kjo_django.consumer.current import facts_of
-from kjo_django.consumer.lanes import Lanes
-from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.pipeline import HELD_ELSEWHERE_DELAY, Pipeline
-from kjo_django.consumer.poller import Poller
-from kjo_django.consumer.shards import Group
-from kjo_django.consumer.timeouts import RunAbandoned, TimeoutWatch
-from kjo_django.consumer.work import Delivery, Mode, Outcome
-from kjo_django.current import worker_name
+from kjo_django.engine.announcements import tell, tell_waiters
+from kjo_django.engine.attempt import Delivery, Mode, Outcome
+from kjo_django.engine.group import HELD_ELSEWHERE_DELAY, Pipeline
+from kjo_django.engine.handler.connections import drop_broken_connections, sever
+from kjo_django.engine.handler.context import JobContext
+from kjo_django.engine.handler.inheritance import facts_of
+from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
+from kjo_django.engine.key_queue import Group
+from kjo_django.engine.leases import LeaseBook
+from kjo_django.engine.poller import Poller
+from kjo_django.engine.scheduler import Lanes
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job
 from kjo_django.operations import topics
-from kjo_django.producer.dispatch import jobs_database
-from kjo_django.producer.relay import Relay
+from kjo_django.outbox.relay import Relay
+from kjo_django.running_job import worker_name
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker.controls import Controls
 from kjo_django.worker.draining import waiting_records
@@ -236,7 +236,7 @@ class Worker:
         is_main = threading.current_thread() is threading.main_thread()
         hears = self._installs_signal_handlers and is_main
         restore = hear_stop_signals(self._stopping) if hears else None
-        with collecting.seldom() if self._owns_process else nullcontext():
+        with garbage_collection.seldom() if self._owns_process else nullcontext():
             self._start()
             try:
                 while not self._stopping.is_set():

@@ -28,10 +28,10 @@ from django.db.backends.signals import connection_created
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination
-from kjo_django.consumer.leases import alive_name
+from kjo_django.engine.leases import alive_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Worker
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 

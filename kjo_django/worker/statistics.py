@@ -15,11 +15,11 @@ from django.db.models import QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import QueueConf
-from kjo_django.consumer.deadletters import error_text
-from kjo_django.consumer.work import Outcome, Result
-from kjo_django.models import MetricBucket, MetricRollup, writing
+from kjo_django.engine.attempt import Outcome, Result
+from kjo_django.engine.dead_lettering import error_text
+from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database, writing
 
 _COUNTERS = {
     Result.COMPLETED: "completed_count",

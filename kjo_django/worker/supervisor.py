@@ -12,7 +12,7 @@ from types import FrameType
 
 from django.db import connections
 
-from kjo_django import collecting
+from kjo_django import garbage_collection
 
 logger = logging.getLogger("kjo_django")
 
@@ -41,7 +41,7 @@ def supervise(count: int, work: Callable[[], int]) -> int:
         # Django's pool on PostgreSQL: its idle connections would be shared by all children.
         if close_pool := getattr(connection, "close_pool", None):
             close_pool()
-    collecting.set_apart()
+    garbage_collection.set_apart()
     supervisor = _Supervisor(work)
     for name in STOP_SIGNALS:
         signal.signal(getattr(signal, name), supervisor.pass_on)

@@ -13,7 +13,7 @@ from tests.acceptance.manage import die_with_parent
 if __name__ == "__main__":
     die_with_parent()
     django.setup()
-    from kjo_django.producer import sending
+    from kjo_django.patterns.items import sending
     from tests.items.producers import ItemProducer
 
     def die(self: object, records: object) -> None:

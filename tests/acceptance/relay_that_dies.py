@@ -19,8 +19,8 @@ def wait_for_ever(*arguments: Any) -> set[Any]:
 def main() -> None:
     die_with_parent()
     django.setup()
-    from kjo_django.producer import noting
-    from kjo_django.producer.relay import Relay
+    from kjo_django.outbox import publication_notes
+    from kjo_django.outbox.relay import Relay
 
     batches, record = iter(range(int(sys.argv[1]), 0, -1)), Relay._record
 
@@ -31,7 +31,7 @@ def main() -> None:
 
     Relay._record = record_or_die  # type: ignore[method-assign]
     # What is noted beside the next batch takes too long.
-    noting._note_at_once = wait_for_ever
+    publication_notes._note_at_once = wait_for_ever
     Relay().run()
 
 

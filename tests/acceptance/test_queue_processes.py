@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.db import connections
 
-from kjo_django.queue import CancelResult
+from kjo_django.patterns.queue import CancelResult
 from tests.acceptance.conftest import POSTGRES, REAL
 from tests.acceptance.engine import ALIAS, Engine
 from tests.ledger.jobs import wait_for, wait_outside

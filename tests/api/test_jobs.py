@@ -18,8 +18,8 @@ from rest_framework.test import APIClient
 from kjo_django import signals
 from kjo_django.backends import get_coordination
 from kjo_django.conf import get_settings
-from kjo_django.consumer.leases import alive_name, lease_name
-from kjo_django.consumer.running import dump_progress, progress_name
+from kjo_django.engine.handler.running import dump_progress, progress_name
+from kjo_django.engine.leases import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import Job

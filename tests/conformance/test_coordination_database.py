@@ -9,9 +9,8 @@ import pytest
 from django.db import connections, transaction
 from django.utils import timezone
 
-from kjo_django.coordination import sqlite_leases
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
-from kjo_django.coordination.database import DatabaseCoordination
+from kjo_django.coordination.database import DatabaseCoordination, sqlite
 from kjo_django.models import Lease, Mark
 from kjo_django.testing.coordination_conformance import MINUTE, CoordinationConformance
 from tests.conformance.databases import POSTGRES, SQLITE
@@ -116,7 +115,7 @@ class TestOldSqlite(DatabaseCoordinationConformance):
 
     @pytest.fixture
     def _without_returning(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sqlite_leases, "can_claim", lambda alias: False)
+        monkeypatch.setattr(sqlite, "can_claim", lambda alias: False)
 
 
 @pytest.mark.postgres
@@ -128,7 +127,7 @@ class TestPostgres(DatabaseCoordinationConformance):
         self, coordination: DatabaseCoordination
     ) -> None:
         """A pooler in transaction mode gives the next statement another session."""
-        from kjo_django.coordination.postgres import PostgresListener
+        from kjo_django.coordination.database.postgres import PostgresListener
 
         listener = coordination.listen(["a"])
         assert isinstance(listener, PostgresListener)

@@ -19,10 +19,11 @@ from django.utils import timezone
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
-from kjo_django.transports.database import DatabaseTransport, forget_groups
-from kjo_django.transports.database_claiming import Claimer
-from kjo_django.transports.database_rows import key_hash
-from kjo_django.transports.database_subscription import DatabaseSubscription
+from kjo_django.transports.database import DatabaseTransport
+from kjo_django.transports.database.claiming import Claimer
+from kjo_django.transports.database.rows import key_hash
+from kjo_django.transports.database.subscription import DatabaseSubscription
+from kjo_django.transports.database.transport import forget_groups
 
 
 @pytest.fixture(

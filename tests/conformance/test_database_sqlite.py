@@ -14,10 +14,9 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from kjo_django.testing.conformance import TransportConformance
-from kjo_django.transports import database_claiming
 from kjo_django.transports.base import OutgoingRecord, Subscription
-from kjo_django.transports.database import DatabaseTransport
-from kjo_django.transports.database_changes import Changes
+from kjo_django.transports.database import DatabaseTransport, claiming
+from kjo_django.transports.database.changes import Changes
 from tests.conformance.databases import SQLITE
 
 
@@ -81,7 +80,7 @@ class TestSqlite(DatabaseConformance):
         subscription.close()
 
     def _subscription_that_seldom_looks(self, monkeypatch: pytest.MonkeyPatch) -> Subscription:
-        monkeypatch.setattr(database_claiming, "_SHORTEST_WAIT", 60.0)
+        monkeypatch.setattr(claiming, "_SHORTEST_WAIT", 60.0)
         transport = DatabaseTransport("test", {"DATABASE": self.alias, "POLL_INTERVAL": 60})
         return transport.subscribe(["orders"], "shop")
 

@@ -4,7 +4,8 @@ from typing import cast
 
 from kjo_django.testing.conformance import TransportConformance
 from kjo_django.transports.base import Subscription
-from kjo_django.transports.memory import MemorySubscription, MemoryTransport
+from kjo_django.transports.memory import MemoryTransport
+from kjo_django.transports.memory.transport import MemorySubscription
 
 
 class TestMemory(TransportConformance):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from asgiref.sync import sync_to_async
 
-from kjo_django import PermanentError, current
+from kjo_django import PermanentError, running_job
 from kjo_django.contrib.logging import FIELDS, JobContextFilter
 from kjo_django.models import Job
 from kjo_django.worker import Worker
@@ -103,7 +103,7 @@ def test_a_line_from_deep_below_a_handler_knows_its_job(bench, lines, is_async, 
     }
     if is_async:
         assert lines.one("in a thread")["job_id"] == str(answer.job_id)
-    assert current.running.get() is None
+    assert running_job.running.get() is None
 
 
 def test_jobs_at_once_on_one_event_loop_each_know_theirs(bench, lines):
@@ -181,7 +181,7 @@ def test_a_record_the_broker_refuses_says_whose_it_is(bench, lines, monkeypatch)
     def refuse(job, queue):
         raise ValueError("no such header")
 
-    monkeypatch.setattr("kjo_django.producer.relay.dispatch.record_of", refuse)
+    monkeypatch.setattr("kjo_django.outbox.relay.dispatch.record_of", refuse)
     answer = ledger.write.enqueue(job="a")
     bench.poll()
     for text in ("cannot be made", "can never be published"):

@@ -30,15 +30,15 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kjo_django import BaseEvent, PermanentError, event_handler, publish_event, registry, tracing
-from kjo_django.consumer.work import Result
 from kjo_django.contrib import opentelemetry as contrib
 from kjo_django.contrib.opentelemetry import scopes
 from kjo_django.contrib.opentelemetry import tracer as module
+from kjo_django.engine.attempt import Result
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.dead_letters import Mode as ReplayMode
-from kjo_django.producer.relay import Relay
+from kjo_django.outbox.relay import Relay
 from kjo_django.testing import drain
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS, TOPIC, Service
@@ -371,7 +371,7 @@ def test_each_job_of_a_group_has_a_span_of_its_own(bench, spans):
 
 def test_a_group_that_was_rolled_back_says_so_and_then_how_it_ended(bench, spans, monkeypatch):
     """One bad commit: the jobs run again one by one, and no span is lost or lies."""
-    from kjo_django.consumer import completion
+    from kjo_django.engine import completion
 
     complete, failed = completion.complete, []
 
@@ -562,7 +562,7 @@ def test_what_dies_without_a_run_has_a_span_too(bench, spans):
 
 
 def test_an_interrupted_run_is_told_as_given_back(memory, spans):
-    from kjo_django.consumer.context import Abort
+    from kjo_django.engine.handler.context import Abort
     from kjo_django.exceptions import JobCancelledError
 
     bench = Bench()
@@ -747,7 +747,7 @@ settings.configure(
 {before}
 django.setup()
 from kjo_django import tracing
-import kjo_django.consumer.pipeline, kjo_django.producer.relay, kjo_django.worker
+import kjo_django.engine.group, kjo_django.outbox.relay, kjo_django.worker
 {after}
 """
 

@@ -20,8 +20,6 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.consumer.leases import lease_name
-from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
 from kjo_django.contrib.tasks import handlers
 from kjo_django.contrib.tasks.compat import (
     InvalidTask,
@@ -31,6 +29,8 @@ from kjo_django.contrib.tasks.compat import (
     task_finished,
     task_started,
 )
+from kjo_django.engine.attempt import Delivery, Mode, Outcome, Result
+from kjo_django.engine.leases import lease_name
 from kjo_django.exceptions import PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease, MetricBucket
@@ -352,8 +352,8 @@ def _redirect(path: str) -> None:
     bench.poll()
     bench.close()
     Job.objects.all().delete()
+    from kjo_django.enqueue.storing import store
     from kjo_django.messages.serializers import JSON
-    from kjo_django.producer.enqueue import store
 
     job.pk, job.payload = uuid.uuid4(), JSON.dumps(call)
     job._state.adding = True

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kjo_django import BaseEvent
-from kjo_django.events.event import normalised_version, validated
 from kjo_django.exceptions import MessageError, PayloadError
+from kjo_django.patterns.events.event import normalised_version, validated
 
 SEED = {
     "id": "550e8400-e29b-41d4-a716-446655440000",

@@ -14,8 +14,8 @@ from django.core.management import call_command
 from django.db import connections
 
 from kjo_django import EventIdempotencyService
-from kjo_django.events.idempotency import ProcessOutcome
 from kjo_django.models import ProcessedEvent
+from kjo_django.patterns.events.idempotency import ProcessOutcome
 from tests.events.bench import EVENTS, MEMORY
 from tests.ledger.models import Entry
 

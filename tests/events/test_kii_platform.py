@@ -20,9 +20,9 @@ from kjo_django.conf import get_settings
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations import topics
 from kjo_django.operations.prune import prune
-from kjo_django.producer.relay import Relay
-from kjo_django.producer.relay_leases import LEASE_TTL
-from kjo_django.producer.rests import REST_MAX
+from kjo_django.outbox.publish_backoff import REST_MAX
+from kjo_django.outbox.relay import Relay
+from kjo_django.outbox.relay_leases import LEASE_TTL
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Published, TopicSpec
 from kjo_django.transports.kafka import KafkaTransport

@@ -10,13 +10,13 @@ from django.db import transaction
 
 from kjo_django import BaseEvent, publish_event, registry
 from kjo_django.backends import get_transport
-from kjo_django.events.publishing import apublish_event
+from kjo_django.enqueue.outgoing import carrier_of, store_record
 from kjo_django.exceptions import PayloadError, PublishError
 from kjo_django.models import Job
 from kjo_django.operations import jobs as job_operations
 from kjo_django.operations import topics
-from kjo_django.producer.outgoing import carrier_of, store_record
-from kjo_django.producer.relay import Relay
+from kjo_django.outbox.relay import Relay
+from kjo_django.patterns.events.publishing import apublish_event
 from kjo_django.states import JobState
 from tests.events.bench import EVENTS, MEMORY, TOPIC, read_all
 from tests.unit.deliveries import make_everything_due

@@ -10,12 +10,12 @@ from django.core.management import call_command
 
 from kjo_django import BaseEvent, PermanentError, event_handler, signals
 from kjo_django.exceptions import MessageError
-from kjo_django.kdlq import DlqConfig, ProcessingStatus, kdlq_handler
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode, edit_and_replay
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.replay_topic import TopicReplay, replay_topic
+from kjo_django.patterns.kdlq import DlqConfig, ProcessingStatus, kdlq_handler
 from kjo_django.states import JobState
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, send
 from tests.ledger.models import Entry
@@ -125,7 +125,7 @@ def test_in_place_from_a_topic(settings) -> None:
         Entry.objects.create(job=(record.value or b"").decode())
         return ProcessingStatus.OK
 
-    from kjo_django.producer.relay import Relay
+    from kjo_django.outbox.relay import Relay
 
     bench = Bench("pay")
     send(b"v", "pay")

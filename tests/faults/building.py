@@ -10,14 +10,15 @@ from typing import Any
 
 from kjo_django import conf, registry
 from kjo_django.backends import close_backends
-from kjo_django.consumer import poller
 from kjo_django.coordination.database import DatabaseCoordination
-from kjo_django.events import handlers
-from kjo_django.producer.relay import Relay
+from kjo_django.engine import poller
+from kjo_django.outbox.relay import Relay
+from kjo_django.patterns.events import handlers
 from kjo_django.transports.base import Published
 from kjo_django.transports.database import DatabaseTransport
-from kjo_django.transports.database_subscription import DatabaseSubscription
-from kjo_django.transports.memory import MemorySubscription, MemoryTransport
+from kjo_django.transports.database.subscription import DatabaseSubscription
+from kjo_django.transports.memory import MemoryTransport
+from kjo_django.transports.memory.transport import MemorySubscription
 from tests.declarations import forgetting
 from tests.faults import boundary
 from tests.faults.clock import Clock

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.db import connections
 
-from kjo_django.transports.database import forget_groups
+from kjo_django.transports.database.transport import forget_groups
 from tests.faults.building import TASKS, built, kjo
 from tests.faults.world import World
 from tests.unit.conftest import (  # noqa: F401

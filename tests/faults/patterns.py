@@ -18,13 +18,13 @@ from kjo_django import (
     job,
     publish_event,
 )
-from kjo_django.consumer.stream_template import AbstractStreamConsumer
-from kjo_django.kdlq import ProcessingStatus, kdlq_handler
+from kjo_django.enqueue.outgoing import store_record
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations import jobs as operations
-from kjo_django.producer.outgoing import store_record
-from kjo_django.producer.stream_template import AbstractStreamProducer
+from kjo_django.patterns.kdlq import ProcessingStatus, kdlq_handler
+from kjo_django.patterns.streams.consumer import AbstractStreamConsumer
+from kjo_django.patterns.streams.producer import AbstractStreamProducer
 from kjo_django.transports.base import Record
 from tests.faults.process import Process
 from tests.faults.scenarios import QUEUE, Kinds, scenario

@@ -14,11 +14,11 @@ from typing import Any
 from django.db import connections
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer.pipeline import HELD_ELSEWHERE_DELAY
-from kjo_django.consumer.poller import Poller
-from kjo_django.consumer.work import Delivery, Mode
-from kjo_django.producer import relay
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.engine.attempt import Delivery, Mode
+from kjo_django.engine.group import HELD_ELSEWHERE_DELAY
+from kjo_django.engine.poller import Poller
+from kjo_django.outbox import relay
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Subscription
 from kjo_django.worker import Worker
 from tests.faults.boundary import Boundary, Died, within

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kjo_django import conf, registry
-from kjo_django.events import handlers
+from kjo_django.patterns.events import handlers
 from tests.declarations import forgetting
 from tests.unit.conftest import _migrated_postgres, postgres
 

@@ -6,14 +6,14 @@ from datetime import timedelta
 
 import pytest
 
-from kjo_django.kdlq import (
+from kjo_django.patterns.kdlq import (
     DlqConfig,
     KDLQConfigurationException,
     KDLQMessageConsumer,
     ProcessingStatus,
     Status,
 )
-from kjo_django.kdlq.config import PRODUCER_DEFAULTS
+from kjo_django.patterns.kdlq.config import PRODUCER_DEFAULTS
 
 
 def test_the_defaults_are_kdlqs() -> None:

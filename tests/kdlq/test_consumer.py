@@ -15,7 +15,11 @@ from django.utils import timezone
 
 from kjo_django import signals
 from kjo_django.backends import get_transport
-from kjo_django.kdlq import (
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, DeadLetterState, Job
+from kjo_django.operations import dead_letters
+from kjo_django.outbox.relay import Relay
+from kjo_django.patterns.kdlq import (
     DlqConfig,
     KDLQException,
     KDLQLifecycleException,
@@ -26,11 +30,7 @@ from kjo_django.kdlq import (
     ProcessingStatus,
     Status,
 )
-from kjo_django.kdlq.consumer import as_record
-from kjo_django.messages import headers as names
-from kjo_django.models import DeadLetter, DeadLetterState, Job
-from kjo_django.operations import dead_letters
-from kjo_django.producer.relay import Relay
+from kjo_django.patterns.kdlq.consumer import as_record
 from kjo_django.states import JobState
 from kjo_django.transports.base import Published, Record
 from tests.events.bench import MEMORY, read_all

@@ -10,13 +10,13 @@ from django.db import DatabaseError
 
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
-from kjo_django.kdlq import DlqConfig, ProcessingStatus, kdlq_handler, parking
-from kjo_django.kdlq.handlers import _original_of
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations import dead_letters, jobs
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.replay_topic import TopicReplay, replay_topic
+from kjo_django.patterns.kdlq import DlqConfig, ProcessingStatus, kdlq_handler, parking
+from kjo_django.patterns.kdlq.handlers import _original_of
 from kjo_django.states import OPEN
 from kjo_django.transports.base import OutgoingRecord, Record
 from tests.events.bench import EVENTS, MEMORY, read_all
@@ -176,7 +176,7 @@ def test_an_error_of_the_routing_itself_is_retried_and_loses_nothing(
 
     seen: list[Record] = []
 
-    import kjo_django.kdlq.handlers as module
+    import kjo_django.patterns.kdlq.handlers as module
 
     def broken(*args, **kwargs):
         fails.clear()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from kjo_django.kdlq import DlqConfig, KDLQMessageConsumer, ProcessingStatus, Status
+from kjo_django.patterns.kdlq import DlqConfig, KDLQMessageConsumer, ProcessingStatus, Status
 from kjo_django.transports.base import TopicSpec
 from kjo_django.transports.kafka import KafkaTransport
 

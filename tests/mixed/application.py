@@ -193,8 +193,8 @@ class Application:
     def _copy_message(self, job_id: Any, copies: int) -> None:
         """Publish the job's message again, as a relay does that died before it noted it."""
         from kjo_django.conf import get_settings
+        from kjo_django.enqueue.dispatch import record_of
         from kjo_django.models import Job
-        from kjo_django.producer.dispatch import record_of
 
         job = Job.objects.get(pk=job_id)
         self._publish([record_of(job, get_settings().queue(job.queue))] * copies)

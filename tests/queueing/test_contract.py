@@ -21,7 +21,7 @@ from kjo_django.exceptions import JobCancelledError, JobFailedError, MaxRetriesE
 from kjo_django.messages.msgpack import MSGPACK
 from kjo_django.messages.serializers import JSON
 from kjo_django.models import DeadLetter, Job
-from kjo_django.queue import NO_RESULT, CancelResult, RequeueResult, UpdateTtlResult
+from kjo_django.patterns.queue import NO_RESULT, CancelResult, RequeueResult, UpdateTtlResult
 from tests.queueing.conftest import Recorder, wait_until
 
 STRANGE_IDS = ["host:8080:7", "../../etc/passwd", "völlig egal ✓", "a" * 255, " a ", "%s{}"]

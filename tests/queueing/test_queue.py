@@ -33,8 +33,8 @@ from kjo_django.messages.serializers import (
     serializer_for,
 )
 from kjo_django.models import Job
-from kjo_django.queue import CancelResult, RequeueResult
-from kjo_django.queue.handlers import AfterExecution
+from kjo_django.patterns.queue import CancelResult, RequeueResult
+from kjo_django.patterns.queue.handlers import AfterExecution
 from kjo_django.testing import drain
 from tests.factories import JobFactory
 

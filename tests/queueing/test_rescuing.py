@@ -16,8 +16,8 @@ from django.utils import timezone
 
 from kjo_django import Queue
 from kjo_django.backends import get_coordination
-from kjo_django.consumer.leases import alive_name
-from kjo_django.consumer.running import dump_progress, load_progress
+from kjo_django.engine.handler.running import dump_progress, load_progress
+from kjo_django.engine.leases import alive_name
 from kjo_django.ids import uuid7_floor
 from kjo_django.worker.rescuer import LEASE, Rescuer
 from kjo_django.worker.sessions import end_sessions_of_the_dead

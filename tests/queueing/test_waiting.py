@@ -27,7 +27,7 @@ from kjo_django.exceptions import (
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
 from kjo_django.operations import replies, waiting
-from kjo_django.queue import NO_RESULT, CancelResult
+from kjo_django.patterns.queue import NO_RESULT, CancelResult
 from tests.queueing.conftest import ENGINES, Recorder, wait_until
 
 ONE_HOUR = timedelta(hours=1)

@@ -14,15 +14,15 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
-from kjo_django.consumer.lanes import Lanes
-from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.pipeline import Pipeline
-from kjo_django.consumer.poller import Poller
-from kjo_django.consumer.timeouts import TimeoutWatch
-from kjo_django.consumer.work import Delivery, Mode, Outcome, Result
+from kjo_django.engine.attempt import Delivery, Mode, Outcome, Result
+from kjo_django.engine.group import Pipeline
+from kjo_django.engine.handler.timeouts import TimeoutWatch
+from kjo_django.engine.leases import LeaseBook
+from kjo_django.engine.poller import Poller
+from kjo_django.engine.scheduler import Lanes
+from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job, TransportMessage
-from kjo_django.producer.definition import JobDefinition
-from kjo_django.producer.relay import Relay
+from kjo_django.outbox.relay import Relay
 from kjo_django.registry import HandlerOptions
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription

@@ -7,7 +7,7 @@ import threading
 import pytest
 from django.db import OperationalError, connections
 
-from kjo_django.producer.aside import Aside
+from kjo_django.outbox.aside import Aside
 from kjo_django.testing.conformance import eventually
 
 WAIT = 20

@@ -10,10 +10,10 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.consumer import attempts
-from kjo_django.consumer.attempts import COLUMNS, Start, judge
-from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.engine import admission
+from kjo_django.engine.admission import COLUMNS, Start, judge
+from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.leases import LeaseBook
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import job_headers, read
 from kjo_django.models import Job
@@ -155,4 +155,4 @@ def test_what_dies_unrun_tells_how_many_attempts_there_were():
 
 
 def test_every_column_it_reads_exists():
-    assert {field.name for field in Job._meta.fields} >= set(attempts.COLUMNS)
+    assert {field.name for field in Job._meta.fields} >= set(admission.COLUMNS)

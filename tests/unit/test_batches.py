@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django import PermanentError, job, registry
-from kjo_django.consumer.batches import in_steps
-from kjo_django.consumer.context import Abort
-from kjo_django.consumer.lanes import Lanes
+from kjo_django.engine.handler.context import Abort
+from kjo_django.engine.runners.batch import in_steps
+from kjo_django.engine.scheduler import Lanes
 from kjo_django.exceptions import JobCancelledError, RateLimitExceededError
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kjo_django import collecting
+from kjo_django import garbage_collection
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ class Node:
 
 def test_it_looks_seldom_at_what_is_new_and_not_at_what_was_there():
     gc.set_threshold(700, 10, 10)
-    with collecting.seldom():
-        assert gc.get_threshold() == collecting.THRESHOLDS
+    with garbage_collection.seldom():
+        assert gc.get_threshold() == garbage_collection.THRESHOLDS
         assert gc.get_freeze_count() > 1000
     assert gc.get_threshold() == (700, 10, 10)
     assert gc.get_freeze_count() == 0
@@ -37,10 +37,10 @@ def test_it_looks_seldom_at_what_is_new_and_not_at_what_was_there():
 
 def test_garbage_that_handlers_make_is_freed_all_the_same():
     gc.set_threshold(700, 10, 10)
-    with collecting.seldom():
+    with garbage_collection.seldom():
         gone = weakref.ref(Node())
         kept = []
-        while gone() is not None and len(kept) < 2 * collecting.THRESHOLDS[0]:
+        while gone() is not None and len(kept) < 2 * garbage_collection.THRESHOLDS[0]:
             kept.append([])
     assert gone() is None
 
@@ -48,29 +48,29 @@ def test_garbage_that_handlers_make_is_freed_all_the_same():
 @pytest.mark.parametrize("own", [(50_000, 20, 20), (0, 0, 0)])
 def test_a_projects_own_pace_is_kept(own):
     gc.set_threshold(*own)
-    with collecting.seldom():
+    with garbage_collection.seldom():
         assert gc.get_threshold() == own
         assert gc.get_freeze_count() == 0
 
 
 def test_switched_off_it_stays_off():
     gc.disable()
-    with collecting.seldom():
+    with garbage_collection.seldom():
         assert (gc.isenabled(), gc.get_freeze_count()) == (False, 0)
 
 
 def test_what_is_raised_within_leaves_all_as_it_was():
     gc.set_threshold(700, 10, 10)
-    with pytest.raises(ZeroDivisionError), collecting.seldom():
+    with pytest.raises(ZeroDivisionError), garbage_collection.seldom():
         raise ZeroDivisionError
     assert (gc.get_threshold(), gc.get_freeze_count()) == ((700, 10, 10), 0)
 
 
 def test_paused_it_looks_at_nothing_and_goes_on_afterwards():
     gc.enable()
-    with collecting.paused():
+    with garbage_collection.paused():
         assert not gc.isenabled()
-        with collecting.paused():
+        with garbage_collection.paused():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -78,13 +78,13 @@ def test_paused_it_looks_at_nothing_and_goes_on_afterwards():
 
 def test_what_is_raised_in_a_pause_ends_it():
     gc.enable()
-    with pytest.raises(ZeroDivisionError), collecting.paused():
+    with pytest.raises(ZeroDivisionError), garbage_collection.paused():
         raise ZeroDivisionError
     assert gc.isenabled()
 
 
 def test_a_pause_does_not_switch_on_what_was_off():
     gc.disable()
-    with collecting.paused():
+    with garbage_collection.paused():
         pass
     assert not gc.isenabled()

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from kjo_django import signals, tracing
 from kjo_django.backends import get_coordination
+from kjo_django.enqueue.definition import JobDefinition
+from kjo_django.enqueue.storing import store
 from kjo_django.exceptions import PayloadError
 from kjo_django.models import Job
-from kjo_django.producer import copying
-from kjo_django.producer.definition import JobDefinition
-from kjo_django.producer.enqueue import store
+from kjo_django.store import copying
 from tests.ledger.jobs import write, write_keyed
 
 pytestmark = pytest.mark.postgres

@@ -6,7 +6,7 @@ import pytest
 from django.db import DatabaseError, connection, transaction
 
 from kjo_django import job
-from kjo_django.consumer.context import Abort
+from kjo_django.engine.handler.context import Abort
 from kjo_django.models import Job, ProcessedEvent
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.consumer.deadletters import (
+from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.dead_lettering import (
     MAX_HEADER_MESSAGE,
     MAX_TRACEBACK_LENGTH,
     dead_letter_of,
@@ -22,7 +23,6 @@ from kjo_django.consumer.deadletters import (
     source_id,
     traceback_text,
 )
-from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names

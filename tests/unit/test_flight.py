@@ -16,11 +16,11 @@ from django.db import IntegrityError, OperationalError, connection, transaction
 
 from kjo_django import PermanentError, registry
 from kjo_django.backends import get_coordination
-from kjo_django.consumer.flight import Flight
-from kjo_django.consumer.lanes import Lanes
-from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.plain import PlainRunner
-from kjo_django.consumer.work import Mode
+from kjo_django.engine.attempt import Mode
+from kjo_django.engine.leases import LeaseBook
+from kjo_django.engine.runners.leased import PlainRunner
+from kjo_django.engine.runners.loop import Flight
+from kjo_django.engine.scheduler import Lanes
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.worker import Worker
@@ -231,7 +231,7 @@ def test_a_coroutine_whose_own_task_exits_costs_those_beside_it_nothing(configur
         wait_until(settled)
     assert states() == ["completed"] * 3 + ["failed"]
     assert sorted(beside) == [0, 1, 2]
-    assert DeadLetter.objects.get().error_type == "kjo_django.consumer.flight.TaskExited"
+    assert DeadLetter.objects.get().error_type == "kjo_django.engine.runners.loop.TaskExited"
     assert worker.code == 0
 
 
@@ -244,7 +244,7 @@ def test_a_loop_that_cannot_be_made_is_tried_again_after_a_while(configured, mon
         raise OSError("too many open files")
 
     monkeypatch.setattr(Flight, "_run_loop", broken)
-    monkeypatch.setattr("kjo_django.consumer.flight.RESTART_DELAY", 0.2)
+    monkeypatch.setattr("kjo_django.engine.runners.loop.RESTART_DELAY", 0.2)
     flight = Flight(None, None, None, None, on_landed=None, on_thread=lambda: None)
     thread = threading.Thread(target=flight._fly)
     thread.start()
@@ -375,7 +375,7 @@ def test_one_ending_that_cannot_be_recorded_takes_no_others_with_it(configured, 
         await asyncio.sleep(0.05)
 
     monkeypatch.setattr(PlainRunner, "record", refuse)
-    monkeypatch.setattr("kjo_django.consumer.outages.DELAY_MIN", 0.01)
+    monkeypatch.setattr("kjo_django.engine.outage_retry.DELAY_MIN", 0.01)
     as_job(well, atomic=False).enqueue_many({"job": name} for name in ("a", "poison", "b"))
     with running():
         wait_until(lambda: Job.objects.filter(state="completed").count() == 2)

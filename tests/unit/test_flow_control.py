@@ -15,7 +15,7 @@ from django.db import connection
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
-from kjo_django.consumer.flow_control import FetchPlan, FlowControl
+from kjo_django.engine.flow_control import FetchPlan, FlowControl
 from kjo_django.messages import headers as names
 from kjo_django.operations import topics
 from kjo_django.transports.base import OutgoingRecord, TopicPartition

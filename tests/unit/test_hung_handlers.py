@@ -11,7 +11,7 @@ import pytest
 from django.db import connection
 
 from kjo_django import BatchItem, registry
-from kjo_django.consumer import timeouts
+from kjo_django.engine.handler import timeouts
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.worker import Worker
 from tests.ledger.jobs import write

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kjo_django.consumer import poller as poller_module
-from kjo_django.consumer.lanes import Lanes
-from kjo_django.consumer.poller import Poller
+from kjo_django.engine import poller as poller_module
+from kjo_django.engine.poller import Poller
+from kjo_django.engine.scheduler import Lanes
 from kjo_django.operations import topic_options
 from kjo_django.transports.base import TopicPartition
 from kjo_django.transports.kafka.options import KafkaOptions

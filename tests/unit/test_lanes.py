@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer.lanes import CONCURRENT_GROUP, Group, Lanes
-from kjo_django.consumer.work import Delivery, Mode
+from kjo_django.engine.attempt import Delivery, Mode
+from kjo_django.engine.scheduler import CONCURRENT_GROUP, Group, Lanes
 from kjo_django.exceptions import MessageError
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.transports.base import Record, Subscription, TopicPartition

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from kjo_django.backends import get_coordination
+from kjo_django.enqueue.wakeups import topic_channel, wake
 from kjo_django.exceptions import CoordinationError
-from kjo_django.producer.wakeups import topic_channel, wake
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.worker import listening

@@ -9,8 +9,8 @@ from django.db import OperationalError, connection, transaction
 
 from kjo_django.backends import get_transport
 from kjo_django.models import Job
-from kjo_django.producer import noting
-from kjo_django.producer.relay import Relay
+from kjo_django.outbox import publication_notes
+from kjo_django.outbox.relay import Relay
 from kjo_django.testing.conformance import eventually
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, MEMORY
@@ -60,13 +60,13 @@ def test_given_a_backlog_when_it_is_worked_off_then_each_goes_out_once_in_order_
 
 
 def test_given_a_note_that_takes_long_when_there_is_more_then_that_goes_out_meanwhile(monkeypatch):
-    note, went_out = noting._note_at_once, threading.Event()
+    note, went_out = publication_notes._note_at_once, threading.Event()
 
     def note_slowly(*arguments):
         assert went_out.wait(WAIT), "the second batch waits for the note of the first"
         return note(*arguments)
 
-    monkeypatch.setattr(noting, "_note_at_once", note_slowly)
+    monkeypatch.setattr(publication_notes, "_note_at_once", note_slowly)
     enqueue(4)
     relay = Relay()
     assert relay.publish_due(goes_on=True) == 2
@@ -100,14 +100,14 @@ def test_given_a_caller_who_does_not_go_on_when_a_batch_is_full_then_it_is_noted
 def test_given_notes_the_database_refuses_when_it_takes_them_again_then_nothing_goes_out_twice(
     monkeypatch, refused
 ):
-    note, refusals = noting._note_at_once, iter([True] * refused)
+    note, refusals = publication_notes._note_at_once, iter([True] * refused)
 
     def refuse(*arguments):
         if next(refusals, False):
             raise OperationalError("the server is gone")
         return note(*arguments)
 
-    monkeypatch.setattr(noting, "_note_at_once", refuse)
+    monkeypatch.setattr(publication_notes, "_note_at_once", refuse)
     enqueue(6)
     relay = Relay()
 

@@ -10,7 +10,7 @@ import pytest
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.consumer.context import Abort, JobContext
+from kjo_django.engine.handler.context import Abort, JobContext
 from kjo_django.exceptions import JobCancelledError, Retry
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk, dead_letters, jobs, rows

@@ -12,7 +12,7 @@ from django.utils import timezone
 from kjo_django import signals
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
-from kjo_django.consumer.leases import alive_name, lease_name
+from kjo_django.engine.leases import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetterState, Job, TransportMessage

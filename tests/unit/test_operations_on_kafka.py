@@ -20,7 +20,7 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import status, topics
 from kjo_django.operations.dead_letters import replay
 from kjo_django.operations.replay_topic import TopicReplay, replay_topic
-from kjo_django.producer.relay import Relay
+from kjo_django.outbox.relay import Relay
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicSpec
 from tests.ledger.jobs import write

@@ -8,10 +8,10 @@ import pytest
 from django.utils import timezone
 
 from kjo_django import signals
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
 from kjo_django.models import Job, TransportMessage
 from kjo_django.operations import rescheduling
-from kjo_django.producer.relay import Relay
+from kjo_django.outbox.relay import Relay
 from tests.factories import JobFactory
 from tests.ledger.jobs import write, write_attempt
 from tests.ledger.models import Entry

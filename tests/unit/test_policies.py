@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer import policies, settlement
-from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.engine import failures, queue_policies
+from kjo_django.engine.attempt import Delivery, Outcome, Result
 from kjo_django.models import QueueControl
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.retries import Backoff
@@ -20,13 +20,13 @@ HOUR = timedelta(hours=1)
 
 @pytest.fixture(autouse=True)
 def _reader():
-    policies.join()
+    queue_policies.join()
     yield
-    policies.leave()
+    queue_policies.leave()
 
 
 def ask(**limits) -> None:
-    policies.learn([QueueControl(queue="ledger", **limits)])
+    queue_policies.learn([QueueControl(queue="ledger", **limits)])
 
 
 def failed(
@@ -36,7 +36,7 @@ def failed(
     queue = get_settings().queue("ledger")
     delivery = Delivery(Record("ledger", 0, 0, None, b"", {}), Silent(), queue, None, handler)
     outcome = Outcome(delivery, Result.COMPLETED, attempt=attempt, error=ValueError("no"))
-    settlement.judge_failure(outcome, max_attempts)
+    failures.judge_failure(outcome, max_attempts)
     return outcome
 
 
@@ -61,13 +61,13 @@ def test_the_limit_asked_goes_before_the_jobs_own(asked, attempt, result):
 
 def test_a_limit_lowered_below_what_is_spent_still_grants_the_run_that_was_promised():
     ask(max_attempts=2)
-    assert policies.limit_of("ledger", own=9, spent=4) == 5
-    assert policies.limit_of("other", own=9, spent=4) == 9
+    assert queue_policies.limit_of("ledger", own=9, spent=4) == 5
+    assert queue_policies.limit_of("other", own=9, spent=4) == 9
 
 
 def test_so_does_a_limit_that_is_taken_back():
     """Or the job would end as stalled, whose worker never died."""
-    assert policies.limit_of("ledger", own=3, spent=4) == 5
+    assert queue_policies.limit_of("ledger", own=3, spent=4) == 5
 
 
 def test_the_back_off_asked_goes_before_the_settings_and_behind_the_handlers(settings):
@@ -76,17 +76,17 @@ def test_the_back_off_asked_goes_before_the_settings_and_behind_the_handlers(set
     own = HandlerOptions("tests.own", backoff=Backoff(timedelta(seconds=7), HOUR, 0))
     ask(backoff_base=600)
     # Then
-    assert settlement.policy(None, "ledger").backoff.delay(1) == timedelta(minutes=10)
-    assert settlement.policy(None, "other").backoff.delay(1) == timedelta(seconds=1)
+    assert failures.policy(None, "ledger").backoff.delay(1) == timedelta(minutes=10)
+    assert failures.policy(None, "other").backoff.delay(1) == timedelta(seconds=1)
     handler = Handler(lambda: None, own)
-    assert settlement.policy(handler, "ledger").backoff.delay(1) == timedelta(seconds=7)
+    assert failures.policy(handler, "ledger").backoff.delay(1) == timedelta(seconds=7)
 
 
 def test_they_are_forgotten_with_their_last_reader():
     ask(max_attempts=9)
-    policies.join()
-    policies.leave()
-    assert policies.policy_of("ledger").max_attempts == 9
-    policies.leave()
-    assert policies.policy_of("ledger") == policies.AS_CONFIGURED
-    policies.join()
+    queue_policies.join()
+    queue_policies.leave()
+    assert queue_policies.policy_of("ledger").max_attempts == 9
+    queue_policies.leave()
+    assert queue_policies.policy_of("ledger") == queue_policies.AS_CONFIGURED
+    queue_policies.join()

@@ -10,9 +10,9 @@ import pytest
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
-from kjo_django.consumer.lanes import Lanes
-from kjo_django.consumer.poller import Poller
-from kjo_django.consumer.work import Mode
+from kjo_django.engine.attempt import Mode
+from kjo_django.engine.poller import Poller
+from kjo_django.engine.scheduler import Lanes
 from kjo_django.messages import headers as names
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition

@@ -18,8 +18,8 @@ def test_all_is_what_the_package_promises_to_load():
 
 
 def test_each_name_is_the_one_of_its_module():
+    from kjo_django.enqueue.definition import job
     from kjo_django.exceptions import PermanentError
-    from kjo_django.producer.definition import job
 
     assert kjo_django.job is job
     assert kjo_django.PermanentError is PermanentError

@@ -12,8 +12,8 @@ pytest.importorskip("redis")
 
 from redis import Redis
 
-from kjo_django.coordination import redis_listener
-from kjo_django.coordination.redis_listener import RedisListener
+from kjo_django.coordination.redis import listener as listening
+from kjo_django.coordination.redis.listener import RedisListener
 
 
 class Server:
@@ -70,8 +70,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def listener(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisListener]:
-    monkeypatch.setattr(redis_listener, "_ASK_AFTER", 0.1)
-    monkeypatch.setattr(redis_listener, "_ANSWERS_WITHIN", 0.5)
+    monkeypatch.setattr(listening, "_ASK_AFTER", 0.1)
+    monkeypatch.setattr(listening, "_ANSWERS_WITHIN", 0.5)
     monkeypatch.setattr(RedisListener, "longest_sleep", 0.05)
     client = Redis(port=server.port, protocol=2, socket_timeout=2)
     found = RedisListener("Redis", lambda: client, {"a": "a"})

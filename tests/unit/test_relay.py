@@ -20,21 +20,22 @@ from kjo_django import signals
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.coordination.listeners import LocalListener
+from kjo_django.enqueue import dispatch
+from kjo_django.enqueue.dispatch import record_of
+from kjo_django.enqueue.outgoing import store_record
+from kjo_django.enqueue.wakeups import RELAY_CHANNEL, wake
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations.dead_letters import replay
 from kjo_django.operations.jobs import requeue
-from kjo_django.producer import dispatch, noting, relay_leases, unpublishable
-from kjo_django.producer import relay as relays
-from kjo_django.producer.dispatch import record_of
-from kjo_django.producer.due import due_jobs, due_jobs_of, next_due
-from kjo_django.producer.noting import MOST_PUT_OFF
-from kjo_django.producer.outgoing import store_record
-from kjo_django.producer.relay import Relay
-from kjo_django.producer.relay_leases import lease_of
-from kjo_django.producer.wakeups import RELAY_CHANNEL, wake
+from kjo_django.outbox import publication_notes, relay_leases, unpublishable
+from kjo_django.outbox import relay as relays
+from kjo_django.outbox.publication_notes import MOST_PUT_OFF
+from kjo_django.outbox.relay import Relay
+from kjo_django.outbox.relay_leases import lease_of
+from kjo_django.store.due_rows import due_jobs, due_jobs_of, next_due
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Published
 from tests.factories import JobFactory
@@ -398,14 +399,14 @@ def test_a_job_whose_row_was_locked_is_published_again_though_calls_never_cease(
 def test_what_cannot_be_noted_is_noted_later_and_not_published_again(alone, monkeypatch):
     """A database that is locked, or away, while the relay has its messages out."""
     # Given
-    note, refusals = noting._note_each, iter([True])
+    note, refusals = publication_notes._note_each, iter([True])
 
     def refuse(*arguments):
         if next(refusals, False):
             raise OperationalError("database is locked")
         return note(*arguments)
 
-    monkeypatch.setattr(noting, "_note_each", refuse)
+    monkeypatch.setattr(publication_notes, "_note_each", refuse)
     write.enqueue(job="a")
     # When
     with pytest.raises(OperationalError):

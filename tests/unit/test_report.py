@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from django.utils import timezone
 
-from kjo_django.consumer.work import Outcome, Result
+from kjo_django.engine.attempt import Outcome, Result
 from kjo_django.worker import Worker
 from kjo_django.worker.report import StatusReporter, render, status_of
 from tests.unit.deliveries import KJO

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from kjo_django.backends import get_coordination, get_transport
+from kjo_django.enqueue.outgoing import store_record
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
-from kjo_django.producer import rests
-from kjo_django.producer.due import due_jobs, next_due
-from kjo_django.producer.outgoing import store_record
-from kjo_django.producer.relay import Relay
-from kjo_django.producer.rests import Rests
+from kjo_django.outbox import publish_backoff
+from kjo_django.outbox.publish_backoff import Rests
+from kjo_django.outbox.relay import Relay
+from kjo_django.store.due_rows import due_jobs, next_due
 from kjo_django.transports.base import OutgoingRecord, Published
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, MEMORY
@@ -145,7 +145,7 @@ def test_a_silent_coordination_is_not_waited_for_batch_after_batch(relay, monkey
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(rests, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(publish_backoff, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -166,6 +166,6 @@ def test_a_rest_ends_and_what_nobody_tries_again_is_forgotten(clock):
     assert resting.names() == []
     assert resting.begin("a") == 2
     # And not for ever: there may be any number of topics
-    clock[0] += 2 + rests.REST_MAX + 1
+    clock[0] += 2 + publish_backoff.REST_MAX + 1
     assert resting.names() == []
     assert resting.begin("a") == 1

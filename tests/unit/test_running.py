@@ -9,9 +9,15 @@ import pytest
 from django.utils.translation import gettext_lazy
 
 from kjo_django.backends import get_coordination
-from kjo_django.consumer import running
-from kjo_django.consumer.context import JobContext
-from kjo_django.consumer.running import ABORT_TTL, Progress, RunningJobs, abort_name, progress_name
+from kjo_django.engine.handler import running
+from kjo_django.engine.handler.context import JobContext
+from kjo_django.engine.handler.running import (
+    ABORT_TTL,
+    Progress,
+    RunningJobs,
+    abort_name,
+    progress_name,
+)
 from kjo_django.operations.progress import progress_of
 from tests.unit.deliveries import Silent
 

@@ -10,9 +10,9 @@ from django.db.transaction import TransactionManagementError
 from django.db.utils import DatabaseError
 from django.test.utils import CaptureQueriesContext
 
-from kjo_django.consumer.savepoint import LazySavepoint
+from kjo_django.engine.handler.savepoint import LazySavepoint
+from kjo_django.enqueue.wakeups import after_commit
 from kjo_django.models import QueueControl
-from kjo_django.producer.wakeups import after_commit
 from tests.ledger.models import Entry
 
 pytestmark = pytest.mark.usefixtures("real_database")

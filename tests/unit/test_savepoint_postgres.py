@@ -11,10 +11,10 @@ import pytest
 from django.db import DatabaseError, connection, transaction
 from django.db.transaction import TransactionManagementError
 
-from kjo_django.consumer.savepoint import LazySavepoint
+from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.models import Job, ProcessedEvent
-from kjo_django.models.postgres import text_array
+from kjo_django.store.postgres import text_array
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, benched

@@ -10,12 +10,12 @@ from django.db import ProgrammingError, connection, transaction
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer import completion, settlement
-from kjo_django.consumer.attempts import COLUMNS
-from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.engine import completion, failures
+from kjo_django.engine.admission import COLUMNS
+from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
 from kjo_django.models import DeadLetter, Job, JobFailure
-from kjo_django.producer import dispatch
 from kjo_django.registry import find
 from kjo_django.transports.base import Record
 from tests.factories import JobFactory
@@ -44,13 +44,13 @@ def a_job(**columns) -> Job:
 
 
 def complete(*outcomes: Outcome, token: str | None = None) -> set:
-    with settlement.in_transaction("default"):
+    with failures.in_transaction("default"):
         return completion.complete("default", outcomes, token)
 
 
 def fail(*outcomes: Outcome) -> None:
-    with settlement.in_transaction("default"):
-        settlement.record_failures("default", outcomes, "worker")
+    with failures.in_transaction("default"):
+        failures.record_failures("default", outcomes, "worker")
 
 
 # --- Success --------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_failures_and_letters_are_one_transaction():
     job = a_job()
     outcome = outcome_of(job, Result.DEAD, error=ValueError("no"), reason="exhausted")
     with pytest.raises(RuntimeError), transaction.atomic():
-        settlement.record_failures("default", [outcome], "worker")
+        failures.record_failures("default", [outcome], "worker")
         raise RuntimeError
     job.refresh_from_db()
     assert job.state == "queued"
@@ -224,7 +224,7 @@ def test_failures_and_letters_are_one_transaction():
 )
 def test_a_failed_attempt_is_judged_by_the_policy(error, attempt, result, reason):
     outcome = outcome_of(a_job(), error=error, attempt=attempt)
-    settlement.judge_failure(outcome, 5)
+    failures.judge_failure(outcome, 5)
     assert (outcome.result, outcome.reason) == (result, reason)
     assert (outcome.retry_at is not None) == (result is Result.RETRIED)
 
@@ -238,7 +238,7 @@ def test_the_policy_is_that_of_the_settings(settings):
         "ERROR_RECOVERY_DELAYS": {"network": 11},
         "PAUSABLE_ERRORS": ["builtins.KeyError", "KeyError"],
     }
-    policy = settlement.policy()
+    policy = failures.policy()
     assert policy.decide(ValueError(), 1, 5).delay == timedelta(seconds=7)
     assert policy.decide(ValueError(), 4, 5).delay == timedelta(seconds=9)
     assert policy.decide(ConnectionError(), 1, 5).delay == timedelta(seconds=11)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kjo_django.coordination import silence
-from kjo_django.coordination.silence import LONGEST, Silence
+from kjo_django.coordination import circuit_breaker
+from kjo_django.coordination.circuit_breaker import LONGEST, Silence
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     found = Clock()
-    monkeypatch.setattr(silence, "time", found)
+    monkeypatch.setattr(circuit_breaker, "time", found)
     return found
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django.conf import get_settings
-from kjo_django.consumer.work import Delivery, Outcome, Result
+from kjo_django.engine.attempt import Delivery, Outcome, Result
 from kjo_django.ids import uuid7
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.models.metric_bucket import BOUNDS, bound_of

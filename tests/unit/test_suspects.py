@@ -18,7 +18,7 @@ from django.db import connection
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
 from kjo_django.models import DeadLetter, Job, Lease
 from tests.unit.deliveries import Bench, as_job, benched
 

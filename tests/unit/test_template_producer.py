@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from kjo_django import AbstractProducer, ModelProducer, signals
 from kjo_django.backends import close_backends, get_coordination, get_transport
 from kjo_django.exceptions import CoordinationError, PublishError
-from kjo_django.producer import sending
+from kjo_django.patterns.items import sending
 from kjo_django.transports.base import Published
 from tests.items.models import Item
 
@@ -94,8 +94,8 @@ class Unreachable:
 
 @pytest.fixture
 def redis_down(monkeypatch):
-    for module in ("template", "sending"):
-        monkeypatch.setattr(f"kjo_django.producer.{module}.get_coordination", Unreachable)
+    for module in ("producer", "sending"):
+        monkeypatch.setattr(f"kjo_django.patterns.items.{module}.get_coordination", Unreachable)
 
 
 # --- The contract ---------------------------------------------------------------------------------
@@ -228,9 +228,9 @@ def test_the_key_format_is_configurable():
 
 def test_an_item_has_one_partition_under_every_type(monkeypatch):
     """KJO-101, KJO-F7."""
-    from kjo_django.producer import template
+    from kjo_django.patterns.items import producer
 
-    monkeypatch.setattr(template, "_partition_count", lambda target: 12)
+    monkeypatch.setattr(producer, "_partition_count", lambda target: 12)
     source = Source(items(20))
     for item in source.items:
         partitions = {source.build_message(item, t).partition for t in ("new", "retry", "x")}

@@ -11,11 +11,11 @@ import psycopg
 import pytest
 from django.db import ProgrammingError, connection, transaction
 
-from kjo_django.consumer.settlement import in_transaction
+from kjo_django.engine.failures import in_transaction
+from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job, ProcessedEvent
-from kjo_django.models import postgres as postgres_models
-from kjo_django.models.postgres import BeginAlong, _begin
-from kjo_django.producer.definition import JobDefinition
+from kjo_django.store import postgres as postgres_models
+from kjo_django.store.postgres import BeginAlong, _begin
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, benched

@@ -15,9 +15,9 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.backends import get_coordination
-from kjo_django.consumer import row_leases
-from kjo_django.consumer.plain import PlainRunner
-from kjo_django.consumer.work import Result
+from kjo_django.engine import row_leases
+from kjo_django.engine.attempt import Result
+from kjo_django.engine.runners.leased import PlainRunner
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from kjo_django.worker import Worker
@@ -517,7 +517,7 @@ def test_an_outage_that_was_waited_out_is_no_refusal(make_bench, monkeypatch):
         return record(self, started, endings)
 
     monkeypatch.setattr(PlainRunner, "record", away)
-    monkeypatch.setattr("kjo_django.consumer.outages.answers", lambda using: next(is_there))
+    monkeypatch.setattr("kjo_django.engine.outage_retry.answers", lambda using: next(is_there))
     as_job(noting(ran), "bench.note", atomic=False).enqueue(number=0)
     # When
     deferred = bench.run()
@@ -634,8 +634,8 @@ def test_an_outage_before_they_begin_spends_nothing(make_bench, monkeypatch):
         raise OperationalError("server closed the connection unexpectedly")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kjo_django.consumer.plain.load_rows", away)
-        patch.setattr("kjo_django.consumer.turns.answers", lambda using: False)
+        patch.setattr("kjo_django.engine.runners.leased.load_rows", away)
+        patch.setattr("kjo_django.engine.runners.leased_groups.answers", lambda using: False)
         deferred = bench.run(deliveries)
     # Then
     assert (bench.stopping.waits, deferred, ran) == (1, deliveries, [])

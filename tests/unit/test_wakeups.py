@@ -9,15 +9,15 @@ from django.db import transaction
 
 from kjo_django import signals
 from kjo_django.backends import get_coordination
-from kjo_django.exceptions import CoordinationError
-from kjo_django.producer import wakeups
-from kjo_django.producer.wakeups import (
+from kjo_django.enqueue import wakeups
+from kjo_django.enqueue.wakeups import (
     REPLY_CHANNELS,
     after_commit,
     call_waiters,
     topic_channel,
     wake,
 )
+from kjo_django.exceptions import CoordinationError
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -19,7 +19,7 @@ from django.utils import timezone
 from kjo_django import registry, signals
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
-from kjo_django.consumer.leases import LeaseBook, alive_name
+from kjo_django.engine.leases import LeaseBook, alive_name
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.assignments import Assignment, assignments, rebalanced_at
@@ -350,7 +350,7 @@ def test_no_thread_outlives_it():
 
 def test_a_lane_survives_an_error_nobody_expected(monkeypatch, caplog):
     # Given: a bug in the pipeline
-    from kjo_django.consumer.pipeline import Pipeline
+    from kjo_django.engine.group import Pipeline
 
     run, broken = Pipeline.run, iter([True])
 
@@ -402,7 +402,7 @@ def test_a_handler_that_panics_takes_no_lane_with_it(options):
 def test_a_lane_that_failed_holds_no_leases(monkeypatch):
     """They would be renewed for ever, although a rebalance may have taken the records away."""
     # Given: a bug, in what runs a job
-    from kjo_django.consumer.atomic import AtomicRunner
+    from kjo_django.engine.runners.transaction import AtomicRunner
 
     failed = threading.Event()
 

@@ -23,7 +23,7 @@ from django.utils.translation import get_language
 from django.utils.translation import gettext as _
 
 from kjo_django.admin.dashboard.figures import number
-from kjo_django.operations.inert import inert
+from kjo_django.operations.safe_text import inert
 
 WIDTH, HEIGHT = 640, 190
 LEFT, RIGHT, TOP, BOTTOM = 58, 630, 14, 160

@@ -28,7 +28,7 @@ from kjo_django.operations.queues import overview
 from kjo_django.operations.rates import MINUTES, Trend, add_rates
 from kjo_django.operations.status import add_lags
 from kjo_django.operations.status import workers as known_workers
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 SHOWN = 200
 PARTITIONS_SHOWN = 500

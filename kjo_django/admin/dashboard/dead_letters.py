@@ -28,7 +28,7 @@ from kjo_django.operations.internal import is_internal
 from kjo_django.operations.redaction import LONGEST_SHOWN
 from kjo_django.operations.reports import ReplayReport
 from kjo_django.operations.republishing import processed
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 SIZE = 50
 GROUPS = 50

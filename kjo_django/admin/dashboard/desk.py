@@ -31,9 +31,9 @@ from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
 from django.utils.translation import gettext as _
 
-from kjo_django.admin.telling import attempted, audited
-from kjo_django.operations.inert import inert
+from kjo_django.admin.outcome_messages import attempted, audited
 from kjo_django.operations.internal import UserActor
+from kjo_django.operations.safe_text import inert
 
 CACHE_SECONDS = 2.0
 """How long what a screen shows is shared: many who look cost one look a time."""

@@ -12,7 +12,7 @@ from django.utils.translation import gettext_lazy
 from kjo_django.admin.dashboard.desk import Desk, Screen, shared
 from kjo_django.models import ProcessedEvent
 from kjo_django.operations import metrics
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 SHOWN = 50
 LONGEST_ID = 255

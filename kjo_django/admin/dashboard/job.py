@@ -16,15 +16,15 @@ from django.utils.translation import gettext as _
 
 from kjo_django import registry, states
 from kjo_django.admin.dashboard.desk import Desk, Screen
-from kjo_django.admin.telling import tell_outcomes
+from kjo_django.admin.outcome_messages import tell_outcomes
 from kjo_django.conf import get_settings
-from kjo_django.consumer.leases import lease_name
+from kjo_django.engine.leases import lease_name
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import jobs, redaction, rescheduling
 from kjo_django.operations.jobs import Outcomes, live_leases
 from kjo_django.operations.progress import progress_of
-from kjo_django.producer.dispatch import jobs_database
 from kjo_django.states import JobState, JobStatus
+from kjo_django.store.transactions import jobs_database
 
 SHOWN_FAILURES = 50
 SHOWN_LETTERS = 10

@@ -13,7 +13,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.dashboard.desk import Desk, Screen, shared
-from kjo_django.admin.telling import tell_outcomes
+from kjo_django.admin.outcome_messages import tell_outcomes
 from kjo_django.models import Job
 from kjo_django.operations import bulk, jobs, rescheduling, search
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count

@@ -18,7 +18,7 @@ from kjo_django.admin.dashboard.desk import Desk, Screen, forget, shared
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.models import QueueControl
 from kjo_django.operations import metrics, queues, status
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 
 MOST_COUNTED = 20_000
 """Jobs of a state that are told apart by queue, for which their rows must be read."""

@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from kjo_django.admin.dashboard.dead_letters import address_of, selection_of
 from kjo_django.admin.dashboard.desk import Desk, Screen
-from kjo_django.admin.telling import tell_replay
+from kjo_django.admin.outcome_messages import tell_replay
 from kjo_django.models import Job
 from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count

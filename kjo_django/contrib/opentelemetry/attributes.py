@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kjo_django.backends import transport_class
-from kjo_django.consumer.context import JobContext
-from kjo_django.consumer.work import Delivery
+from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.handler.context import JobContext
 from kjo_django.models import Job
 
 Attributes = dict[str, str | int]

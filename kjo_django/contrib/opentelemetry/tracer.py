@@ -17,8 +17,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kjo_django import __version__
 from kjo_django.conf import get_settings
-from kjo_django.consumer.context import JobContext
-from kjo_django.consumer.work import Delivery, Outcome, Result
 from kjo_django.contrib.opentelemetry import attributes as told
 from kjo_django.contrib.opentelemetry.scopes import (
     Open,
@@ -29,6 +27,8 @@ from kjo_django.contrib.opentelemetry.scopes import (
     note_error,
     quiet,
 )
+from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.handler.context import JobContext
 from kjo_django.messages import headers as names
 from kjo_django.models import Job
 from kjo_django.transports.base import OutgoingRecord, Record

@@ -24,7 +24,7 @@ from kjo_django.operations.counting import COUNT_LIMIT, grouped_counts, seconds_
 from kjo_django.operations.health import lag_by_partition
 from kjo_django.operations.queues import overview
 from kjo_django.operations.rows import streamed
-from kjo_django.producer.dispatch import jobs_database
+from kjo_django.store.transactions import jobs_database
 from kjo_django.worker.sessions import PREFIX
 
 logger = logging.getLogger("kjo_django")

@@ -14,9 +14,6 @@ from django.utils.dateparse import parse_datetime, parse_duration
 from django.utils.duration import duration_iso_string
 
 from kjo_django import conf, states
-from kjo_django.consumer.context import JobContext
-from kjo_django.consumer.leases import lease_name
-from kjo_django.consumer.work import Outcome, Result
 from kjo_django.contrib.tasks import handlers
 from kjo_django.contrib.tasks.compat import (
     InvalidTask,
@@ -34,14 +31,17 @@ from kjo_django.contrib.tasks.definition import (
     restored,
 )
 from kjo_django.contrib.tasks.handlers import NAME, TaskCall, find_task
+from kjo_django.engine.attempt import Outcome, Result
+from kjo_django.engine.handler.context import JobContext
+from kjo_django.engine.leases import lease_name
+from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
+from kjo_django.enqueue.storing import milliseconds, result_of, store
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations.jobs import live_leases
-from kjo_django.producer.definition import EnqueueOptions, dumped, new_job
-from kjo_django.producer.dispatch import jobs_database
-from kjo_django.producer.enqueue import milliseconds, result_of, store
 from kjo_django.states import JobState, JobStatus
+from kjo_django.store.transactions import jobs_database
 from kjo_django.values import duration
 
 logger = logging.getLogger("kjo_django")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from kjo_django.events.check import check_idempotency
 from kjo_django.management.commands._shared import KjoCommand, seconds
+from kjo_django.patterns.events.check import check_idempotency
 
 
 class Command(KjoCommand):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kjo_django.backends import close_backends
-from kjo_django.producer.relay import Relay
+from kjo_django.outbox.relay import Relay
 from tests.benchmarks.completions import measured_jobs
 from tests.benchmarks.counters import Queries, Redis
 from tests.benchmarks.errors import BenchmarkError

@@ -6,7 +6,7 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from kjo_django.consumer.savepoint import LazySavepoint
+from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.models import Job
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import writing_nothing

@@ -10,8 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django import Queue, conf, event_handler, job, registry
 from kjo_django.contrib.tasks import task
-from kjo_django.kdlq import kdlq_handler
 from kjo_django.models import Job
+from kjo_django.patterns.kdlq import kdlq_handler
 from kjo_django.retries import Backoff
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import writing_nothing

@@ -8,11 +8,11 @@ import pytest
 from django.db import transaction
 from django.utils import timezone
 
+from kjo_django.enqueue.storing import result_of
 from kjo_django.exceptions import StorageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import Job
-from kjo_django.producer.enqueue import result_of
 from tests.factories import JobFactory
 from tests.ledger.jobs import write, write_keyed
 from tests.unit.enqueue.stored import messages
@@ -167,7 +167,7 @@ def test_a_row_that_is_pruned_while_it_is_revived_is_told_as_what_it_is(monkeypa
         known.delete()
         return 0
 
-    monkeypatch.setattr("kjo_django.producer.enqueue.transition", pruned)
+    monkeypatch.setattr("kjo_django.enqueue.storing.transition", pruned)
     # When, then
     with pytest.raises(StorageError, match="Enqueue it again"), transaction.atomic():
         write.using(id="u").enqueue(job="again")

@@ -9,8 +9,8 @@ from django.db import OperationalError
 
 from kjo_django import signals
 from kjo_django.backends import get_coordination
-from kjo_django.consumer import settlement
-from kjo_django.consumer.work import Result
+from kjo_django.engine import failures
+from kjo_django.engine.attempt import Result
 from kjo_django.models import Job, JobFailure
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench, as_job, states
@@ -36,7 +36,7 @@ def bench(settings, bench):
 @pytest.fixture
 def announced(bench, monkeypatch):
     """The results of job_completed and job_retried, as a worker sends them."""
-    from kjo_django.consumer.announcing import tell
+    from kjo_django.engine.announcements import tell
 
     seen = []
 
@@ -85,14 +85,14 @@ def is_all_settled(bench):
 
 def once_away(monkeypatch, name="record_failures"):
     """The database is away for one call."""
-    original, left = getattr(settlement, name), [OperationalError("gone")]
+    original, left = getattr(failures, name), [OperationalError("gone")]
 
     def away(*arguments, **named):
         if left:
             raise left.pop()
         return original(*arguments, **named)
 
-    monkeypatch.setattr(settlement, name, away)
+    monkeypatch.setattr(failures, name, away)
 
 
 @both
@@ -145,7 +145,7 @@ def test_a_worker_that_stops_in_the_outage_hands_back_the_failure_alone(
 
 def commits_without_an_answer(monkeypatch, is_lost):
     """The connection breaks once, after a COMMIT by which ``is_lost()`` came to hold."""
-    original, left = settlement.in_transaction, [OperationalError("server closed the connection")]
+    original, left = failures.in_transaction, [OperationalError("server closed the connection")]
 
     @contextmanager
     def without_an_answer(using):
@@ -154,7 +154,7 @@ def commits_without_an_answer(monkeypatch, is_lost):
         if left and is_lost():
             raise left.pop()
 
-    monkeypatch.setattr(settlement, "in_transaction", without_an_answer)
+    monkeypatch.setattr(failures, "in_transaction", without_an_answer)
     return left
 
 
@@ -191,7 +191,7 @@ def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
     """Found by the fault matrix: its second recording found the row changed, by itself, or made the
     message a second row."""
     # Given
-    original, left = settlement.in_transaction, [OperationalError("server closed the connection")]
+    original, left = failures.in_transaction, [OperationalError("server closed the connection")]
 
     @contextmanager
     def without_an_answer(using):
@@ -206,7 +206,7 @@ def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
         for number in range(3):
             named = {"kjo_id": f"foreign-{number}", "kjo_type": "bench.second_fails"}
             bench.publish(b'{"number": %d}' % number, **named)
-    monkeypatch.setattr(settlement, "in_transaction", without_an_answer)
+    monkeypatch.setattr(failures, "in_transaction", without_an_answer)
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     # When
     bench.run()

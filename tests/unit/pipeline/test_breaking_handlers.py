@@ -8,8 +8,8 @@ import pytest
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 
 from kjo_django import registry
-from kjo_django.consumer.connections import freshen_connections
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
+from kjo_django.engine.handler.connections import freshen_connections
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent

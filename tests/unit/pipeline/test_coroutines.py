@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
-from kjo_django.consumer.work import Mode, Result
+from kjo_django.engine.attempt import Mode, Result
+from kjo_django.enqueue.storing import result_of
 from kjo_django.models import Job
-from kjo_django.producer.enqueue import result_of
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries
 from tests.unit.pipeline.bench import both, settled

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 
 from kjo_django.backends import get_coordination
-from kjo_django.consumer.leases import alive_name
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
+from kjo_django.engine.leases import alive_name
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry

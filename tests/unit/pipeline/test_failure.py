@@ -12,7 +12,7 @@ from django.utils import timezone
 
 from kjo_django import PermanentError, Retry
 from kjo_django.backends import get_transport
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
 from kjo_django.exceptions import MessageError, RateLimitExceededError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent

@@ -12,8 +12,8 @@ from django.utils import timezone
 
 from kjo_django import Queue, conf, job, publish_event, registry
 from kjo_django.backends import get_coordination
-from kjo_django.consumer.leases import LeaseBook
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
+from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
@@ -233,7 +233,7 @@ def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
     """While coordination is away two workers run a copy each, and the one that fails writes its
     retry down last: every attempt of that would be a duplicate, and no end in sight."""
     # Given
-    from kjo_django.consumer import settlement
+    from kjo_django.engine import failures
 
     def away(*args, **kwargs):
         raise CoordinationError("away")
@@ -252,14 +252,14 @@ def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
     as_job(fail_once, "bench.fail_once", atomic=atomic)
     bench.publish(b'{"job": "a"}', **GOOD | {"kjo_type": "bench.fail_once"})
     deliveries = bench.poll()
-    publish_dead, copies = settlement.publish_dead, iter([list(deliveries)])
+    publish_dead, copies = failures.publish_dead, iter([list(deliveries)])
 
     def let_the_other_go_first(outcomes):
         for copy in next(copies, ()):
             another.run([another.read(copy.record)])
         return publish_dead(outcomes)
 
-    monkeypatch.setattr(settlement, "publish_dead", let_the_other_go_first)
+    monkeypatch.setattr(failures, "publish_dead", let_the_other_go_first)
     # When
     bench.run(deliveries)
     # Then

@@ -9,8 +9,8 @@ import pytest
 from django.db import connections
 
 from kjo_django import registry
-from kjo_django.consumer import settlement
-from kjo_django.consumer.work import Result
+from kjo_django.engine import failures
+from kjo_django.engine.attempt import Result
 from kjo_django.messages import serializers
 from kjo_django.models import DeadLetter, Job, JobFailure
 from tests.unit.deliveries import as_job, make_everything_due, states
@@ -134,7 +134,7 @@ def test_an_outcome_that_can_never_be_recorded_ends_as_stalled(
 ):
     """Its failure cannot be, or its completion cannot be."""
     # Given
-    from kjo_django.consumer import completion
+    from kjo_django.engine import completion
 
     def maybe():
         if failing:
@@ -154,8 +154,8 @@ def test_an_outcome_that_can_never_be_recorded_ends_as_stalled(
 
         return record
 
-    record = settlement.record_failures
-    monkeypatch.setattr(settlement, "record_failures", refusing(record, {Result.RETRIED}))
+    record = failures.record_failures
+    monkeypatch.setattr(failures, "record_failures", refusing(record, {Result.RETRIED}))
     monkeypatch.setattr(completion, "complete", refusing(completion.complete, {Result.COMPLETED}))
     # When
     run_to_its_end(bench)

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from tests.ledger import jobs as ledger

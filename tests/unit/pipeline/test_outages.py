@@ -26,7 +26,7 @@ def test_an_outage_of_the_database_spends_no_attempt_and_loses_nothing(bench, mo
 
     # When
     with monkeypatch.context() as patch:
-        patch.setattr("kjo_django.consumer.atomic.mark_and_load", away)
+        patch.setattr("kjo_django.engine.runners.transaction.mark_and_load", away)
         deferred = bench.run(deliveries)
     # Then: it was waited for, and what could not be settled is handed back
     assert bench.stopping.waits == 1
@@ -49,16 +49,16 @@ def test_an_outage_while_failures_are_written_repeats_nothing_that_is_durable(be
     broken = iter([True])
     original = Job.objects.bulk_create
 
-    from kjo_django.consumer import settlement
+    from kjo_django.engine import failures
 
-    record = settlement.record_failures
+    record = failures.record_failures
 
     def once_away(*args, **kwargs):
         if next(broken, False):
             raise OperationalError("gone")
         return record(*args, **kwargs)
 
-    monkeypatch.setattr(settlement, "record_failures", once_away)
+    monkeypatch.setattr(failures, "record_failures", once_away)
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     # When
     bench.run(deliveries)
@@ -76,14 +76,14 @@ def test_what_the_database_refuses_again_and_again_keeps_neither_its_lane_nor_ot
 ):
     """Its handler fails, and the failure cannot be written, for what it is: nothing is away."""
     # Given
-    from kjo_django.consumer import settlement
+    from kjo_django.engine import failures
 
     ledger.always_fails.using(key="bad").enqueue(job="bad")
     ledger.always_fails.using(key="bad").enqueue(job="behind")
     ledger.always_fails.using(key="good").enqueue(job="good")
     deliveries = bench.poll()
     bad, behind, good = (delivery.message.job_id for delivery in deliveries)
-    record = settlement.record_failures
+    record = failures.record_failures
 
     def refuse(using, outcomes, worker):
         if any(outcome.delivery.message.job_id == bad for outcome in outcomes):
@@ -97,7 +97,7 @@ def test_what_the_database_refuses_again_and_again_keeps_neither_its_lane_nor_ot
         assert len(waits) < 10, "it keeps its lane for ever"
         return False
 
-    monkeypatch.setattr(settlement, "record_failures", refuse)
+    monkeypatch.setattr(failures, "record_failures", refuse)
     monkeypatch.setattr(bench.stopping, "wait", wait)
     # When
     deferred = bench.pipeline.run(deliveries, deliveries[0].mode)

@@ -11,9 +11,10 @@ from django.db import connection
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination
-from kjo_django.consumer import attempts, running
-from kjo_django.consumer.leases import alive_name
-from kjo_django.consumer.work import Result
+from kjo_django.engine import admission
+from kjo_django.engine.attempt import Result
+from kjo_django.engine.handler import running
+from kjo_django.engine.leases import alive_name
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
@@ -52,7 +53,7 @@ def test_a_plain_job_is_claimed_on_sqlite_without_holding_up_those_who_write(ben
         connection.close()
         written.append(True)
 
-    judge = attempts.judge
+    judge = admission.judge
 
     def judge_while_another_writes(*arguments, **options):
         writer = threading.Thread(target=write)
@@ -60,7 +61,7 @@ def test_a_plain_job_is_claimed_on_sqlite_without_holding_up_those_who_write(ben
         writer.join(5)
         return judge(*arguments, **options)
 
-    monkeypatch.setattr(attempts, "judge", judge_while_another_writes)
+    monkeypatch.setattr(admission, "judge", judge_while_another_writes)
     as_job(lambda: None, atomic=False).enqueue()
     bench.run()
     assert written == [True]

@@ -8,7 +8,7 @@ import pytest
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination
-from kjo_django.consumer.work import Result
+from kjo_django.engine.attempt import Result
 from kjo_django.exceptions import CoordinationError, PausableError, RateLimitExceededError
 from kjo_django.models import DeadLetter, Job, JobFailure, Mark
 from tests.ledger import jobs as ledger
@@ -171,7 +171,7 @@ def test_without_coordination_a_worker_remembers_its_own_pauses(settings, bench,
 
 def test_a_command_that_runs_a_job_itself_has_no_partition_to_rest(bench):
     """It does not wait: the attempt counts, as it did."""
-    from kjo_django.consumer.pipeline import Pipeline
+    from kjo_django.engine.group import Pipeline
 
     service = Service()
     service.job("a transaction").enqueue(number=0)

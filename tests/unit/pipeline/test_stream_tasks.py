@@ -12,16 +12,17 @@ from django.db import OperationalError
 from kjo_django import conf, registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
-from kjo_django.consumer import settlement
-from kjo_django.consumer.stream_template import AbstractStreamConsumer
-from kjo_django.consumer.work import Result
+from kjo_django.engine import failures
+from kjo_django.engine.attempt import Result
+from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import jobs as operations
-from kjo_django.producer import dispatch
-from kjo_django.producer.due import due_jobs
-from kjo_django.producer.noting import note_others
-from kjo_django.producer.stream_template import AbstractStreamProducer
+from kjo_django.outbox.publication_notes import note_others
+from kjo_django.patterns.streams.consumer import AbstractStreamConsumer
+from kjo_django.patterns.streams.producer import AbstractStreamProducer
+from kjo_django.store.due_rows import due_jobs
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Published
 from tests.declarations import forgetting
 from tests.ledger.jobs import write
@@ -208,12 +209,12 @@ def test_a_relay_that_notes_late_does_not_complete_a_task_that_has_failed(tasks)
     # Given a task that has been read, and has failed, before the relay notes that it was sent
     id = Producer().send_task("a")
     tasks.failures["a"] = 1
-    (due,) = due_jobs(dispatch.jobs_database(), [STREAM], 10)
+    (due,) = due_jobs(jobs_database(), [STREAM], 10)
     tasks.run(taken_unnoted(tasks, Job.objects.get(pk=id)))
     assert the_job().state == "failing"
     # When
-    note_others(dispatch.jobs_database(), [(due, Published())])
-    dispatch.mark_sent(dispatch.jobs_database(), [due])
+    note_others(jobs_database(), [(due, Published())])
+    dispatch.mark_sent(jobs_database(), [due])
     # Then
     assert the_job().state == "failing"
     tasks.run_until_done()
@@ -231,14 +232,14 @@ def test_a_task_whose_first_failure_is_recorded_at_the_second_try_is_tried_again
     # Given a database that goes away before the failure is committed
     id = Producer().send_task("a")
     tasks.failures["a"] = 1
-    record, left = settlement.record_failures, [OperationalError("gone")]
+    record, left = failures.record_failures, [OperationalError("gone")]
 
     def once_gone(*arguments):
         record(*arguments)
         if left:
             raise left.pop()
 
-    monkeypatch.setattr(settlement, "record_failures", once_gone)
+    monkeypatch.setattr(failures, "record_failures", once_gone)
     monkeypatch.setattr(tasks.stopping, "wait", lambda seconds: False)
     # When
     tasks.run()

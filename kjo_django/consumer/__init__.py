@@ -1,1 +1,0 @@
-"""Getting work done: poll, lanes, groups, attempts, settlement."""

@@ -1,0 +1,380 @@
+"""The default coordination: leases and marks in the project's own database. No server needed.
+
+On PostgreSQL wake-up calls reach other processes (NOTIFY); elsewhere only this one, and the others
+find out by polling. LISTEN needs a session of its own: a pooler in transaction mode swallows it,
+which costs the wake-ups and nothing else, unless there is a way around it. Where the database
+compares text without regard to case, as MySQL and MariaDB do by default, names that differ only in
+case exclude each other.
+
+``OPTIONS``:
+
+``DATABASE``
+    Alias of the database with the tables; ``KJO["DATABASE"]`` or the router's choice if not given.
+``LISTEN_DATABASE``
+    Alias of a direct connection to the same database, to listen on, where the other goes through a
+    pooler in transaction mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+from django.db import InterfaceError, OperationalError, connections, router, transaction
+from django.db.models import F, QuerySet
+from django.utils import timezone
+
+from kjo_django.conf import get_settings
+from kjo_django.coordination.base import Claim, Coordination, Listener
+from kjo_django.coordination.database import sqlite
+from kjo_django.coordination.listeners import LocalListener, call_local_listeners
+from kjo_django.exceptions import CoordinationError
+from kjo_django.models import Lease, Mark
+from kjo_django.probing import answer_within
+from kjo_django.store.transactions import atomic_along
+
+T = TypeVar("T")
+
+_LONGEST_NAME = 255
+_BATCH = 900
+"""Names in one statement, within what SQLite binds."""
+_DELIVERIES_KEPT = timedelta(days=1)
+_PRUNE_EVERY = 600.0
+_TRIES = 10
+_NEVER = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
+
+
+class DatabaseCoordination(Coordination):
+    """See the module."""
+
+    known_options = frozenset({"DATABASE", "LISTEN_DATABASE"})
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.supports_wake_ups = _can_listen(self.database)
+        self._cannot_listen: CoordinationError | None = None
+        # The first prune at a random moment: not every process of a deployment at once.
+        self._prune_at = time.monotonic() + _PRUNE_EVERY * random.random()  # noqa: S311
+
+    @property
+    def database(self) -> str:
+        """The alias of the database with the tables."""
+        option: str | None = self.options.get("DATABASE")
+        return option or get_settings().database or router.db_for_write(Lease)
+
+    @property
+    def writes_concurrently(self) -> bool:
+        """SQLite knows one writer at a time."""
+        return not self._is_sqlite
+
+    def releases_within(self, using: str) -> bool:
+        """On SQLite, where each transaction waits for the one writer. Elsewhere the rows would stay
+        locked until the commit, in an order that claims do not keep."""
+        return self._is_sqlite and self.database == using
+
+    @property
+    def _is_sqlite(self) -> bool:
+        return bool(connections[self.database].vendor == "sqlite")
+
+    # --- Leases -----------------------------------------------------------------------------------
+
+    def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:
+        """Take the leases in one short transaction of its own (KJO-F1).
+
+        :raises RuntimeError: inside ``atomic``. Nobody else would see the leases before its commit,
+            and they would block everybody who asks for the same names.
+        """
+        stored = {name: _stored(name) for name in names}
+        answers: dict[str, Claim] = {}
+        with self._reached():
+            for batch in _batches(sorted(set(stored.values()))):
+                answers.update(self._again(partial(self._claim, batch, token, ttl)))
+        self._prune_sometimes()
+        return [answers[stored[name]] for name in names]
+
+    def _claim(self, names: list[str], token: str, ttl: timedelta) -> dict[str, Claim]:
+        with _own_transaction(self.database):
+            if self._is_sqlite and sqlite.can_claim(self.database):
+                return sqlite.claim(self.database, names, token, ttl)
+            found = self._lock_rows(names)
+            now = timezone.now()
+            ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
+            free = {n for n, row in found.items() if row.expires_at <= now}
+            if ours:
+                self._leases(ours).update(expires_at=now + ttl)
+            if free:
+                self._leases(free).update(
+                    token=token, expires_at=now + ttl, deliveries=F("deliveries") + 1
+                )
+        return {
+            name: Claim(
+                name in ours or name in free,
+                found[name].deliveries + (name in free) if name in found else 0,
+            )
+            for name in names
+        }
+
+    def _lock_rows(self, names: list[str]) -> dict[str, Lease]:
+        """Make sure each name has a row, and lock them in one order: claimers cannot deadlock.
+
+        The INSERT comes first: with it an old SQLite's transaction waits for the write lock instead
+        of failing on a stale snapshot. A row may be released (deleted) between the two statements;
+        then it is inserted again.
+        """
+        found: dict[str, Lease] = {}
+        missing = names
+        for _ in range(3):
+            self._all_leases().bulk_create(
+                [Lease(name=name, expires_at=_NEVER) for name in missing], ignore_conflicts=True
+            )
+            rows = self._leases(missing).order_by("name").select_for_update()
+            found.update({row.name: row for row in rows})
+            missing = [name for name in names if name not in found]
+            if not missing:
+                break
+        return found
+
+    def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
+        """Extend in one statement; a second one asks which, if not all were extended (KJO-F11)."""
+        stored = [_stored(name) for name in names]
+        held: set[str] = set()
+        with self._reached():
+            for batch in _batches(stored):
+                held.update(self._again(partial(self._renew, batch, token, ttl)))
+        return [name in held for name in stored]
+
+    def _renew(self, names: list[str], token: str, ttl: timedelta) -> set[str]:
+        now = timezone.now()
+        live = self._leases(names).filter(token=token, expires_at__gt=now)
+        extended = live.update(expires_at=now + ttl)
+        if extended == len(set(names)):
+            return set(names)
+        return set(live.values_list("name", flat=True)) if extended else set()
+
+    def release(
+        self,
+        names: Sequence[str],
+        token: str,
+        *,
+        count_delivery: bool = False,
+        undo_claim: bool = False,
+    ) -> None:
+        """Give up in one statement what ``token`` still holds (KJO-F10)."""
+        with self._reached():
+            for batch in _batches([_stored(name) for name in names]):
+                self._again(partial(self._release, batch, token, count_delivery, undo_claim))
+
+    def _release(
+        self, names: list[str], token: str, count_delivery: bool, undo_claim: bool
+    ) -> None:
+        held = self._leases(names).filter(token=token)
+        if undo_claim:
+            held.update(token="", expires_at=timezone.now(), deliveries=F("deliveries") - 1)
+        elif count_delivery:
+            held.update(token="", expires_at=timezone.now())
+        elif self._is_sqlite:
+            sqlite.release(self.database, names, token)
+        else:
+            held._raw_delete(self.database)
+
+    def holders(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the token of each name that has a live lease."""
+        stored = {_stored(name): name for name in names}
+        with self._reached():
+            return {
+                stored[name]: token
+                for batch in _batches(list(stored))
+                for name, token in self._leases(batch)
+                .filter(expires_at__gt=timezone.now())
+                .values_list("name", "token")
+            }
+
+    def names(self, prefix: str) -> Iterable[str]:
+        """Return the names with a live lease that start with ``prefix``, taken literally.
+
+        A name beyond 255 characters is shown with its tail hashed.
+        """
+        live = self._all_leases().filter(expires_at__gt=timezone.now(), name__startswith=prefix)
+        with self._reached():
+            names = list(live.order_by("name").values_list("name", flat=True))
+        # SQLite's and MySQL's LIKE ignore case.
+        return [name for name in names if name.startswith(prefix)]
+
+    def _all_leases(self) -> QuerySet[Lease]:
+        return Lease.objects.using(self.database)
+
+    def _leases(self, names: Iterable[str]) -> QuerySet[Lease]:
+        return self._all_leases().filter(name__in=list(names))
+
+    # --- Marks ------------------------------------------------------------------------------------
+
+    def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
+        """Insert or replace, in one statement where the database takes them all."""
+        expires_at = timezone.now() + ttl
+        alias = self.database
+        rows = [
+            # In one order, so that two writers of the same marks cannot deadlock.
+            Mark(name=_stored(name), value=value, expires_at=expires_at)
+            for name, value in sorted(marks.items())
+        ]
+        has_target = connections[alias].features.supports_update_conflicts_with_target
+        with self._reached():
+            Mark.objects.using(alias).bulk_create(
+                rows,
+                update_conflicts=True,
+                unique_fields=["name"] if has_target else None,
+                update_fields=["value", "expires_at"],
+            )
+        self._prune_sometimes()
+
+    def get_marks(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the live values among ``names``."""
+        stored = {_stored(name): name for name in names}
+        live = Mark.objects.using(self.database).filter(expires_at__gt=timezone.now())
+        with self._reached():
+            return {
+                stored[name]: value
+                for batch in _batches(list(stored))
+                for name, value in live.filter(name__in=batch).values_list("name", "value")
+            }
+
+    # --- Wake-up calls ----------------------------------------------------------------------------
+
+    def notify(self, channel: str) -> None:
+        """Call the listeners when the caller's transaction commits, at once if there is none."""
+        self.notify_all([channel])
+
+    def notify_all(self, channels: Collection[str]) -> None:
+        """The same for several, in one query."""
+        alias = self.database
+        if not self.supports_wake_ups:
+            for channel in channels:
+                call = partial(call_local_listeners, alias, channel)
+                transaction.on_commit(call, using=alias)
+            return
+        from kjo_django.coordination.database.postgres import send
+
+        with self._reached():
+            send(alias, channels)
+
+    def listen(self, channels: Sequence[str]) -> Listener:
+        """Open a listener; on PostgreSQL with a connection of its own.
+
+        :raises CoordinationError: it cannot be made, or a pooler would swallow what it listens for.
+            The latter is found out once: it takes a restart of this process to try again.
+        """
+        if not self.supports_wake_ups:
+            return LocalListener(self.database, channels)
+        from kjo_django.coordination.database.postgres import PostgresListener, SessionLentError
+
+        if self._cannot_listen is not None:
+            raise self._cannot_listen
+        try:
+            return PostgresListener(self.options.get("LISTEN_DATABASE") or self.database, channels)
+        except SessionLentError as error:
+            self._cannot_listen = error
+            raise
+
+    # --- Health and cleaning ----------------------------------------------------------------------
+
+    def probe(self, timeout: float) -> str:
+        """Look for a row."""
+        alias = self.database
+
+        def look() -> str:
+            self._all_leases().exists()
+            return f"{connections[alias].display_name} database {alias!r}"
+
+        try:
+            return answer_within(timeout, look)
+        except Exception as error:
+            raise CoordinationError(_unreachable(alias, error)) from error
+
+    def prune(self) -> int:
+        """Delete what expired: marks at once, leases when their delivery counts are a day old."""
+        now = timezone.now()
+        with self._reached():
+            marks = Mark.objects.using(self.database).filter(expires_at__lte=now)
+            leases = self._all_leases().filter(expires_at__lte=now - _DELIVERIES_KEPT)
+            return marks._raw_delete(self.database) + leases._raw_delete(self.database)
+
+    def _prune_sometimes(self) -> None:
+        if time.monotonic() < self._prune_at or connections[self.database].in_atomic_block:
+            return
+        self._prune_at = time.monotonic() + _PRUNE_EVERY
+        self.prune()
+
+    def _again(self, action: Callable[[], T]) -> T:
+        """Repeat a transaction the database broke off: InnoDB also locks the gaps between names, in
+        which others insert, and so finds deadlocks where no two want the same name."""
+        for remaining in reversed(range(_TRIES)):
+            try:
+                return action()
+            except OperationalError as error:
+                is_over = not remaining or connections[self.database].in_atomic_block
+                if is_over or "deadlock" not in str(error).lower():
+                    raise
+                time.sleep(random.uniform(0, 0.02))  # noqa: S311
+        raise AssertionError("unreachable")
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Turn an outage into ``CoordinationError`` and drop the connection if it is broken."""
+        alias = self.database
+        try:
+            yield
+        except (OperationalError, InterfaceError) as error:
+            connection = connections[alias]
+            if not connection.in_atomic_block:
+                connection.close_if_unusable_or_obsolete()
+            raise CoordinationError(_unreachable(alias, error)) from error
+
+
+def _unreachable(alias: str, error: Exception) -> str:
+    return f"Database {alias!r} (KJO['COORDINATION']) cannot be used: {error}"
+
+
+@contextmanager
+def _own_transaction(alias: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            # Durable: Django itself refuses to nest it, but for the transaction of a TestCase.
+            stack.enter_context(atomic_along(alias, durable=True))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "claim() must be called outside transaction.atomic(): others would not see the "
+                "lease before the commit"
+            ) from error
+        connection = connections[alias]
+        if connection.vendor == "postgresql":
+            # A lease lost in a crash of the server harms nobody: no need to wait for its disk.
+            with connection.cursor() as cursor:
+                cursor.execute("SET LOCAL synchronous_commit TO off")
+        yield
+
+
+def _stored(name: str) -> str:
+    """Return the name as the column holds it: a long one ends in a hash of the whole."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f"{name[: _LONGEST_NAME - len(digest) - 1]}:{digest}"
+
+
+def _batches(names: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(names), _BATCH):
+        yield list(names[start : start + _BATCH])
+
+
+def _can_listen(alias: str) -> bool:
+    if connections[alias].vendor != "postgresql":
+        return False
+    from django.db.backends.postgresql.psycopg_any import is_psycopg3
+
+    return bool(is_psycopg3)

@@ -1,0 +1,5 @@
+"""Coordination through Redis or Valkey."""
+
+from kjo_django.coordination.redis.coordination import RedisCoordination
+
+__all__ = ["RedisCoordination"]

@@ -1,0 +1,177 @@
+"""What lanes carry: deliveries and the outcomes they end with."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from kjo_django.conf import QueueConf
+from kjo_django.engine.leases import lease_name
+from kjo_django.exceptions import MessageError
+from kjo_django.messages.envelope import Message
+from kjo_django.models import EventKey
+from kjo_django.registry import Handler
+from kjo_django.transports.base import Record, Subscription, TopicPartition
+
+
+class Mode(enum.Enum):
+    """How a group of deliveries is run; groups are of one mode."""
+
+    ATOMIC = "atomic"
+    PLAIN = "plain"
+    """``atomic=False``: outside a transaction, under a renewed lease."""
+    CONCURRENT = "concurrent"
+    """``atomic=False`` and ``async def``: all of a group at once on one event loop."""
+    POISON = "poison"
+    """Nothing to run: the record is dead-lettered."""
+
+
+class Delivery:
+    """One record on its way through a lane.
+
+    What many ask of it is worked out once, when it is made.
+
+    :param problem: why it is poison.
+    :param deliveries: times it was begun since its last durable outcome, this one included.
+    """
+
+    __slots__ = (
+        "_lease",
+        "batch",
+        "deliveries",
+        "ending",
+        "handler",
+        "is_settled",
+        "kind",
+        "message",
+        "mode",
+        "paused_since",
+        "problem",
+        "queue",
+        "record",
+        "shard",
+        "subscription",
+        "trace",
+        "waiting_since",
+    )
+
+    def __init__(
+        self,
+        record: Record,
+        subscription: Subscription,
+        queue: QueueConf,
+        message: Message | None,
+        handler: Handler | None,
+        problem: MessageError | None = None,
+        deliveries: int = 1,
+    ) -> None:
+        self.record = record
+        self.subscription = subscription
+        self.queue = queue
+        self.message = message
+        self.handler = handler
+        self.problem = problem
+        self.deliveries = deliveries
+        self.ending: Outcome | None = None
+        """What it ended with, in hand until that is known to be durable: a failure that could not
+        be recorded yet, a dead letter its topic refused, an outcome that could not be acknowledged,
+        or a completion whose COMMIT was not answered."""
+        self.paused_since: datetime | None = None
+        """When it first met an error that pauses its partition; None: not in this worker."""
+        self.is_settled = False
+        """Whether its outcome is durable, acknowledged and announced: it is not to run again."""
+        self.waiting_since = 0.0
+        """When it came to the lanes (monotonic)."""
+        self.trace: Any = None
+        """What a tracer keeps of its run until that is settled."""
+        self.kind = ""
+        """Its handler's name, by which its run time is estimated."""
+        self.batch: int | None = None
+        """Most deliveries its handler takes in one call; None for a handler of one."""
+        if handler is not None:
+            self.kind, self.batch = handler.options.name, handler.options.batch
+        self.mode = _mode_of(handler, problem)
+        """How it is run."""
+        self.shard: object
+        """What its order is kept by: its record's key, or the item several keys speak of. A record
+        without either asks for no order and is a shard of its own, the same one should it be handed
+        out again while it still runs here."""
+        if message is not None and message.lease_id:
+            self.shard = (record.topic, message.lease_id)
+        elif record.key is not None:
+            self.shard = (record.topic, record.key)
+        else:
+            self.shard = (*record.position, queue.consumer_group)
+        self._lease = ""
+
+    @property
+    def lease(self) -> str:
+        """Its lease's name."""
+        if not self._lease:
+            assert self.message is not None
+            self._lease = lease_name(self.queue, self.message.lease_id or self.message.id)
+        return self._lease
+
+    @property
+    def place(self) -> TopicPartition:
+        """The partition it came from."""
+        return TopicPartition(self.record.topic, self.record.partition)
+
+    def event_key(self, service: str) -> EventKey:
+        """Its row in ``processed_events``."""
+        message, handler = self.message, self.handler
+        assert message is not None
+        owner = handler.service if handler is not None else ""
+        return EventKey(message.id, owner or service, message.type)
+
+
+def _mode_of(handler: Handler | None, problem: MessageError | None) -> Mode:
+    if problem is not None or handler is None:
+        return Mode.POISON
+    if handler.options.atomic:
+        return Mode.ATOMIC
+    return Mode.CONCURRENT if handler.is_async else Mode.PLAIN
+
+
+class Result(enum.Enum):
+    """How a delivery ended."""
+
+    COMPLETED = "completed"
+    DUPLICATE = "duplicate"
+    SKIPPED = "skipped"
+    """Cancelled, deleted or of an earlier generation or attempt: its job's row says what became of
+    it."""
+    RETRIED = "retried"
+    DEAD = "dead"
+    CANCELLED = "cancelled"
+    """Asked to end while it ran, it did: its writes are undone, it is not retried."""
+    DEFERRED = "deferred"
+    """Not now: somebody else holds it. It stays unacknowledged and comes up again here."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a delivery ended with, and what is to be written about it."""
+
+    delivery: Delivery
+    result: Result
+    attempt: int = 0
+    job: dict[str, Any] | None = None
+    """The columns of its row read when it began, None when it has none."""
+    value: bytes | None = None
+    """The wrapped, serialized return value."""
+    error: BaseException | None = None
+    reason: str = ""
+    retry_at: datetime | None = None
+    pause_seconds: float | None = None
+    started_at: datetime | None = None
+    seconds: float = 0.0
+    max_attempts: int = 0
+    """Of its job, when the attempt began; 0 when none did."""
+    is_announced: bool = False
+    """Whether hooks, signals and statistics have been told of it."""
+    is_confirmed: bool = False
+    """Whether it is a completion whose COMMIT was not answered, and which was found committed."""
+    notes: dict[str, Any] = field(default_factory=dict)

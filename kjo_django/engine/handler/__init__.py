@@ -1,0 +1,1 @@
+"""One call of one handler, and everything that surrounds it."""

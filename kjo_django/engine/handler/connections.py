@@ -1,0 +1,257 @@
+"""Database connections of a lane's thread, which no request cycle looks after."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
+
+from kjo_django.store.postgres import is_aborted, is_in_transaction
+
+logger = logging.getLogger("kjo_django")
+
+
+def freshen_connections(
+    *, is_own: bool = False, outer: Mapping[str, int] | None = None
+) -> TransactionManagementError | None:
+    """Close this thread's connections that are broken, left without autocommit or past their
+    CONN_MAX_AGE, as Django does between requests; a CONN_MAX_AGE of 0 is not taken as a wish to
+    reconnect for every group.
+
+    :param is_own: whether the thread is a worker's. A transaction that is open between its jobs is
+        nobody's: a handler left it, or was torn out of ``atomic()`` by its timeout. It would take
+        with it what the thread commits from now on.
+    :param outer: of other threads, the ``open_blocks`` that are somebody's; all, if not given.
+    :returns: what to raise for the handler that ran last, if it has left a transaction that is now
+        undone. Whatever the handler believes, that was never committed.
+    """
+    left: TransactionManagementError | None = None
+    for connection in connections.all(initialized_only=True):
+        # With DEBUG on, Django keeps the latest queries; a worker's are large, and nobody asks.
+        connection.queries_log.clear()
+        if connection.in_atomic_block:
+            blocks: list[Any] = connection.atomic_blocks
+            if is_own:
+                around = sum(block._from_testcase for block in blocks)
+            else:
+                around = len(blocks) if outer is None else outer.get(connection.alias, 0)
+            if len(blocks) > around:
+                left = _left(connection, BLOCK)
+                _abandon(connection, around)
+            continue
+        if connection.connection is None:
+            if connection.closed_in_transaction:
+                left = _left(connection, CLOSED)
+                connection.closed_in_transaction = False
+            continue
+        is_left_open = connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
+        if is_own and connection.autocommit:
+            # Django was torn from noting that it had begun one, or the handler did it by hand.
+            is_left_open = is_left_open or _is_in_transaction(connection)
+        # One that broke is in none any more, and what was written before it broke is committed.
+        if is_left_open and not getattr(connection.connection, "closed", False):
+            left = _left(connection, TRANSACTION)
+        if is_left_open or (connection.errors_occurred and not connection.is_usable()):
+            connection.close()
+            continue
+        connection.errors_occurred = False
+        max_age = connection.settings_dict["CONN_MAX_AGE"]
+        if max_age and connection.close_at is not None and time.monotonic() >= connection.close_at:
+            connection.close()
+    return left
+
+
+def sever(connection: BaseDatabaseWrapper, *, terminates: bool = True) -> None:
+    """End the database session of another thread: its transaction is undone, and whatever that
+    thread still asks of the connection fails.
+
+    :param terminates: whether a statement in progress on PostgreSQL is ended, too, by a session of
+        this thread; else the server undoes the transaction when that has ended.
+    """
+    raw: Any = connection.connection
+    if raw is None:
+        return
+    try:
+        if connection.vendor == "sqlite":
+            if not getattr(connection, "is_in_memory_db", lambda: True)():
+                raw.interrupt()
+                raw.rollback()
+                raw.close()
+            return
+        with socket.socket(fileno=os.dup(raw.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+        if terminates and connection.vendor == "postgresql":
+            _terminate(connection.alias, raw.info.backend_pid)
+    except Exception as error:
+        logger.error("A session on %r cannot be ended: %s", connection.alias, error)
+
+
+def _terminate(using: str, pid: int) -> None:
+    """End a session whose server process is busy and does not see that its client has gone. Behind
+    a pooler the number may be somebody else's: only a session of this worker's name is ended."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s"
+            " AND pid <> pg_backend_pid() AND application_name LIKE 'kjo-%%'"
+            " AND application_name = current_setting('application_name')",
+            [pid],
+        )
+
+
+def open_blocks() -> dict[str, int]:
+    """Return how many blocks of ``atomic()`` this thread is in, by database."""
+    return {
+        connection.alias: len(connection.atomic_blocks)
+        for connection in connections.all(initialized_only=True)
+        if connection.in_atomic_block
+    }
+
+
+def left_elsewhere(using: str, outer: Mapping[str, int]) -> TransactionManagementError | None:
+    """Undo what handlers have left open on other databases than ``using``, in whose transaction
+    they ran; return what to raise for it.
+
+    :param outer: the ``open_blocks`` before they ran.
+    """
+    left: TransactionManagementError | None = None
+    for connection in connections.all(initialized_only=True):
+        if connection.alias == using:
+            continue
+        around = outer.get(connection.alias, 0)
+        if len(connection.atomic_blocks) > around:
+            left = _left(connection, BLOCK)
+            _abandon(connection, around)
+        elif not connection.in_atomic_block and (
+            connection.connection is not None
+            and connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
+        ):
+            left = _left(connection, TRANSACTION)
+            connection.close()
+    return left
+
+
+def refusal_of(connection: BaseDatabaseWrapper, blocks: int) -> TransactionManagementError:
+    """Return what to raise for a handler that has broken the transaction it runs in, and forget the
+    blocks it has entered: their savepoints go with its own.
+
+    :param blocks: in how many it was called.
+    """
+    how = CLOSED if connection.closed_in_transaction else BLOCK
+    del connection.atomic_blocks[blocks:]
+    return _left(connection, how)
+
+
+def undone_with_others(left: TransactionManagementError) -> TransactionManagementError:
+    """Return what to raise for each of several handlers that shared the connection."""
+    return TransactionManagementError(f"One of the coroutines that ran at the same time: {left}")
+
+
+BLOCK = "entered atomic() and did not leave it"
+CLOSED = "closed the connection within atomic()"
+TRANSACTION = "left a transaction open, or autocommit off"
+
+
+def _left(connection: BaseDatabaseWrapper, how: str) -> TransactionManagementError:
+    what = f"The handler {how} (database {connection.alias!r}); what it wrote there was undone."
+    return TransactionManagementError(what)
+
+
+def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:
+    """End all blocks but those ``around`` somebody's own doing, and undo what they did."""
+    logger.error("A transaction on %r was left open by a handler; undone", connection.alias)
+    if around:
+        why = TransactionManagementError("left open")
+        while len(connection.atomic_blocks) > around:
+            block: Any = connection.atomic_blocks[-1]
+            block.__exit__(TransactionManagementError, why, None)
+        return
+    connection.in_atomic_block = connection.needs_rollback = False
+    connection.savepoint_ids, connection.atomic_blocks = [], []
+    connection.run_on_commit = []
+    connection.close()
+    # Closed by the handler itself, it is still there as far as Django knows.
+    connection.connection = None
+    connection.closed_in_transaction = False
+
+
+def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    if connection.vendor == "sqlite":
+        return bool(connection.connection.in_transaction)
+    return is_in_transaction(connection)
+
+
+@contextmanager
+def leaving_no_blocks(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """End with this block the blocks of ``atomic()`` that handlers have entered within it and not
+    left: the transaction around it would take itself for one of them, and never be committed."""
+    savepoints, blocks = len(connection.savepoint_ids), len(connection.atomic_blocks)
+    try:
+        yield
+    finally:
+        del connection.savepoint_ids[savepoints:]
+        del connection.atomic_blocks[blocks:]
+
+
+def drop_broken_connections() -> None:
+    """Close what no longer answers; the next query connects anew."""
+    for connection in connections.all(initialized_only=True):
+        if not connection.in_atomic_block and not connection.is_usable():
+            connection.close()
+
+
+def is_broken(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the connection can no longer carry its transaction."""
+    # closed_in_transaction: by the handler itself; SQLite's is_usable() would not tell.
+    if connection.connection is None or connection.closed_in_transaction:
+        return True
+    if connection.needs_rollback:  # its savepoint was not there any more
+        return True
+    if connection.in_atomic_block and _is_undone(connection):
+        return True
+    return bool(connection.errors_occurred and not connection.is_usable())
+
+
+def is_unusable(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether an error was swallowed after which nothing can be committed here."""
+    if connection.needs_rollback or is_aborted(connection):
+        return True
+    return _is_undone(connection)
+
+
+def _is_undone(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether SQLite has undone the transaction by itself, as it does when its disk is full:
+    it goes on without one, and each statement is committed as it comes."""
+    return connection.vendor == "sqlite" and not getattr(
+        connection.connection, "in_transaction", True
+    )
+
+
+def answers(using: str) -> bool:
+    """Return whether the database can be used now, on a new connection where the old one broke."""
+    connection = connections[using]
+    try:
+        if connection.connection is not None and not connection.is_usable():
+            connection.close()
+        connection.ensure_connection()
+        return connection.is_usable()
+    except (DatabaseError, InterfaceError, OSError):
+        return False
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether a database says that somebody else is in the way: locks waited for in vain, deadlocks
+    and conflicts it resolved. That passes, whatever it was asked for."""
+    cause = error.__cause__
+    return getattr(cause, "sqlstate", None) in _BUSY_STATES or "is locked" in str(error)
+
+
+_BUSY_STATES = frozenset({"40001", "40P01", "55P03", "57014"})
+"""Serialization failure, deadlock, lock not available, statement ended by its time limit."""

@@ -1,0 +1,195 @@
+"""A savepoint that is opened by the first query, so a handler that needs none pays for none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from django.db import Error, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from kjo_django.exceptions import JobTimeoutError
+from kjo_django.store.postgres import is_aborted, pass_over, takes_several
+
+CAUGHT = (
+    "The handler caught a database error without an atomic() block around it; its writes were "
+    "undone."
+)
+# The server has one of ours at a time. Two names in turn: to go back to one that was never opened
+# must fail, and not find its predecessor. No more than two: psycopg, which keeps what it has found
+# out about a text, is to meet the same texts again.
+_NAMES = ("kjo_handler_a", "kjo_handler_b")
+_numbers = itertools.count(1)
+
+_Query = tuple[Callable[..., Any], Any, Any, bool, Any]
+"""What a wrapper of queries is given: who executes it, text, parameters, whether many, context."""
+
+
+class LazySavepoint:
+    """Separates one handler's writes from those of its group, inside the group's transaction.
+
+    On success its writes join the group's; on an exception they and the ``on_commit`` callbacks it
+    registered are undone, and the exception goes on. Stands below any ``atomic()`` the handler
+    opens itself. To be entered by one handler after the other, all within ``group``.
+
+    On PostgreSQL it costs no round trip: the first query carries it along, together with the
+    release of the one before, which is left open behind a handler that succeeded; the group's own
+    next query closes the last. (A query with a syntax error is refused before any of that is done.
+    So it costs the group its transaction, and the handler fails when it runs alone.)
+
+    :raises TransactionManagementError: on leaving, when the handler swallowed an error that left
+        the transaction unusable; its writes are undone.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+        self._rides_along = connection.vendor == "postgresql"
+        self._left_open = ""
+        self._name = ""
+        self._sid: str | None = None
+        # Only between a handler's beginning and its first query is there something to open.
+        self._opens = False
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Look at every query of the connection, of the handlers' and of those between and after
+        them."""
+        self._connection.execute_wrappers.append(self._before_query)
+        try:
+            yield
+        finally:
+            self._connection.execute_wrappers.remove(self._before_query)
+
+    def __enter__(self) -> LazySavepoint:
+        self._sid = None
+        self._opens = True
+        self._depth = len(self._connection.savepoint_ids)
+        self._callbacks = len(self._connection.run_on_commit)
+        return self
+
+    def _before_query(
+        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+    ) -> Any:
+        query = execute, sql, params, many, context
+        if not self._opens:
+            if self._left_open and self._sid is None:
+                releasing, self._left_open = _releasing(self._left_open), ""
+                return (self._ahead if _goes_alone(*query) else _along)(releasing, *query)
+            return execute(sql, params, many, context)
+        self._opens = False
+        if self._rides_along:
+            return self._open_along(query)
+        sid = self._connection.savepoint()
+        if sid is not None:
+            self._note(sid)
+        return execute(sql, params, many, context)
+
+    def _note(self, sid: str) -> None:
+        # Below what the handler's own atomic blocks have pushed meanwhile. Callbacks registered
+        # from now on share its fate, not that of the handler's before.
+        self._connection.savepoint_ids.insert(self._depth, sid)
+        self._sid = sid
+
+    def _open_along(self, query: _Query) -> Any:
+        """Open it with the query itself, or with one of its own before one that must go alone."""
+        left_open, self._left_open = self._left_open, ""
+        self._name = _NAMES[left_open == _NAMES[0]]
+        opening = f"{_releasing(left_open)}SAVEPOINT {self._name}; "
+        self._note(f"{self._name}_{next(_numbers)}")
+        if _goes_alone(*query):
+            return self._ahead(opening, *query)
+        try:
+            return _along(opening, *query)
+        except JobTimeoutError:
+            # Raised from outside, mostly while the answer was waited for: it was sent. If it was
+            # not, going back fails, which costs the group its transaction.
+            raise
+        except Exception:
+            if self._sid is not None and not is_aborted(self._connection):
+                # Refused before it was sent, by wrong parameters say.
+                self._connection.savepoint_ids.remove(self._sid)
+                self._sid, self._left_open, self._opens = None, left_open, True
+            raise
+
+    def _ahead(self, opening: str, execute: Callable[..., Any], *query: Any) -> Any:
+        """Send statements, then a query that must go alone."""
+        with self._connection.cursor() as own:
+            own.execute(opening)
+        return execute(*query)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        connection, is_open = self._connection, self._sid is not None
+        self._opens = False
+        if error is not None:
+            try:
+                self._undo()
+            except Error:
+                pass  # the original error says why
+        elif connection.needs_rollback or (is_open and is_aborted(connection)):
+            self._undo()
+            raise transaction.TransactionManagementError(CAUGHT)
+        elif is_open:
+            self._keep()
+
+    def _keep(self) -> None:
+        connection, sid = self._connection, self._sid
+        if self._rides_along:
+            self._left_open = self._name
+        elif sid is not None:
+            try:
+                connection.savepoint_commit(sid)
+            except Exception:
+                self._undo()
+                raise
+        self._sid = None
+        del connection.savepoint_ids[self._depth :]
+
+    def _undo(self) -> None:
+        connection, sid = self._connection, self._sid
+        self._sid = None
+        connection.needs_rollback = False
+        # Left behind on a broken connection, they would pass for blocks that are still open.
+        del connection.savepoint_ids[self._depth :]
+        try:
+            if sid is None:
+                return
+            if self._rides_along:
+                with connection.cursor() as cursor:
+                    cursor.execute(f"ROLLBACK TO SAVEPOINT {self._name}; {_releasing(self._name)}")
+            else:
+                connection.savepoint_rollback(sid)
+                connection.savepoint_commit(sid)
+        except Error:
+            # The connection is broken or the transaction lost as a whole, as SQLite loses it when
+            # its disk is full: with it what the handlers before have written.
+            connection.errors_occurred = connection.needs_rollback = True
+            raise
+        finally:
+            del connection.run_on_commit[self._callbacks :]
+
+
+def _goes_alone(
+    execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
+) -> bool:
+    return many or not isinstance(sql, str) or not takes_several(context["cursor"].cursor)
+
+
+def _along(
+    opening: str, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any
+) -> Any:
+    """Send statements with a query, in one go."""
+    result = execute(f"{opening}{sql}", params, many, context)
+    pass_over(context["cursor"].cursor, opening.count(";"))
+    return result
+
+
+def _releasing(name: str) -> str:
+    return f"RELEASE SAVEPOINT {name}; " if name else ""

@@ -1,0 +1,1 @@
+"""What web code touches: ``@job``, its options, and storing the rows of jobs."""

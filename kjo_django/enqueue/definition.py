@@ -1,0 +1,383 @@
+"""``@job``: a function that can be enqueued."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
+from itertools import repeat
+from typing import Any, Never, TypeVar, overload
+
+from asgiref.sync import sync_to_async
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.enqueue.storing import (
+    Content,
+    Contents,
+    EnqueueResult,
+    check_payload_size,
+    milliseconds,
+    store,
+    store_alike,
+)
+from kjo_django.exceptions import PayloadError
+from kjo_django.ids import uuid7
+from kjo_django.messages.carried import inherited
+from kjo_django.messages.serializers import JSON, Serializer, storable_text
+from kjo_django.models import Job
+from kjo_django.retries.policy import LONGEST_DELAY
+from kjo_django.values import (
+    attempts,
+    duration,
+    flag,
+    lifetime,
+    refuse_unknown,
+    text,
+    texts,
+    whole,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class EnqueueOptions:
+    """What ``using(...)`` may set for one enqueue; None leaves it to the job and the settings."""
+
+    id: str | None = None
+    """Unique id: one job per queue and id; see ``EnqueueResult`` for what a second one is told."""
+    key: str | None = None
+    delay: timedelta | None = None
+    run_at: datetime | None = None
+    expires_at: datetime | None = None
+    """Not started by then, never started; it ends as a dead letter that says so."""
+    max_attempts: int | None = None
+    result_ttl: timedelta | int | None = None
+    """A timedelta, or whole milliseconds."""
+    queue: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.id is not None:
+            _check_id(self.id)
+        if self.key is not None and not (isinstance(self.key, str) and len(self.key) <= 255):
+            raise ValueError("key must be text of at most 255 characters")
+        _check_storable(self.key or "", "key")
+        if self.delay is not None and not (
+            isinstance(self.delay, timedelta) and self.delay <= LONGEST_DELAY
+        ):
+            most = LONGEST_DELAY.days
+            raise ValueError(
+                f"delay must be a timedelta of at most {most} days, not {self.delay!r}"
+            )
+        if self.delay is not None and self.run_at is not None:
+            raise ValueError("Give delay or run_at, not both")
+        for name in ("run_at", "expires_at"):
+            moment = getattr(self, name)
+            if moment is None:
+                continue
+            if not isinstance(moment, datetime) or timezone.is_naive(moment):
+                raise ValueError(f"{name} must be an aware datetime")
+            if not 1970 <= moment.year < 9000:
+                # No page could show it: other time zones do not have it.
+                raise ValueError(f"{name} must be between the years 1970 and 9000, not {moment}")
+        if self.headers is not None and not _are_headers(self.headers):
+            # A header nobody can encode would stop the relay, which meets it later.
+            raise ValueError("headers must be a dict of text to text that UTF-8 can encode")
+        if self.max_attempts is not None:
+            try:
+                attempts(self.max_attempts)
+            except ValueError as error:
+                raise ValueError(f"max_attempts must be {error}") from None
+        if self.result_ttl is not None:
+            milliseconds(self.result_ttl, timedelta(1))
+
+
+def _are_headers(headers: Any) -> bool:
+    return isinstance(headers, Mapping) and all(
+        isinstance(part, str) and storable_text(part) == part
+        for item in headers.items()
+        for part in item
+    )
+
+
+class JobDefinition:
+    """A registered handler: call it to run the function here and now, ``enqueue`` it for later."""
+
+    def __init__(self, handler: registry.Handler, options: EnqueueOptions | None = None) -> None:
+        self.handler = handler
+        self.options = options or EnqueueOptions()
+        functools.update_wrapper(self, handler.function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function directly, as if it were not a job."""
+        return self.handler.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<job {self.handler.name}>"
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        return self.handler.name
+
+    def using(self, **options: Any) -> JobDefinition:
+        """Return a copy with options for the next enqueues, see ``EnqueueOptions``."""
+        refuse_unknown(options, {f.name for f in fields(EnqueueOptions)}, "using")
+        return JobDefinition(self.handler, replace(self.options, **options))
+
+    def enqueue(self, /, *arguments: Never, **payload: Any) -> EnqueueResult:
+        """Store a job that will call the function with this payload, given by keyword.
+
+        Joins the caller's transaction: rolled back with it, never run before it commits.
+
+        :raises TypeError: the function does not take these arguments.
+        :raises PayloadError: the payload cannot be serialized or is too large. Nothing is written.
+        """
+        if arguments:
+            raise TypeError(
+                f"{self.name}.enqueue() takes the arguments by keyword: "
+                f"{self.handler.example_of('enqueue')}, not by place"
+            )
+        return store([self.build(payload)])[0]
+
+    async def aenqueue(self, /, *arguments: Never, **payload: Any) -> EnqueueResult:
+        """``enqueue`` from asynchronous code."""
+        return await sync_to_async(self.enqueue)(*arguments, **payload)
+
+    def enqueue_many(
+        self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
+    ) -> list[EnqueueResult]:
+        """Store many jobs with one INSERT (on PostgreSQL one COPY), all or none.
+
+        :param ids: a unique id for each payload; then each answer tells whether it was new.
+        :raises TypeError: the function does not take the arguments of one of them.
+        :raises PayloadError: one cannot be serialized or is too large. A note on the exception says
+            which. Nothing is written.
+        """
+        wanted = (
+            zip(payloads, repeat(self.options.id))
+            if ids is None
+            else zip(payloads, ids, strict=True)
+        )
+        contents = Contents()
+        try:
+            for payload, id in wanted:
+                contents.append(self._content(dict(payload), id))
+        except Exception as error:
+            error.add_note(f"Raised by payloads[{len(contents)}] of enqueue_many().")
+            raise
+        return store_alike(self._row(next(iter(contents))), contents) if contents else []
+
+    def build(self, payload: dict[str, Any]) -> Job:
+        """Return the unsaved row of a job; everything is validated here, before any write."""
+        return self._row(self._content(payload, self.options.id))
+
+    def _content(self, payload: dict[str, Any], id: str | None) -> Content:
+        """Return what tells a job from others of one call, validated."""
+        problem = self.handler.check_arguments(payload)
+        if problem is not None:
+            raise TypeError(f"{self.name}: {problem}")
+        if id is not None and id is not self.options.id:
+            _check_id(id)
+        key = self.options.key
+        if key is None:
+            key = self.handler.key_of(payload)
+            self._check_key(key)
+        return Content(id, key, dumped(payload, self.handler.options.serializer))
+
+    def _check_key(self, key: str) -> None:
+        if len(key) > 255:
+            raise ValueError(f"{self.name}: the key has {len(key)} characters, 255 are allowed")
+        _check_storable(key, f"{self.name}: the key")
+
+    def _row(self, content: Content) -> Job:
+        declared, given = self.handler.options, self.options
+        queue = get_settings().queue(known_queue(given.queue) if given.queue else declared.queue)
+        return new_job(
+            given,
+            queue=queue,
+            handler=declared.name,
+            payload=content.payload,
+            serializer=declared.serializer,
+            key=content.key,
+            max_attempts=given.max_attempts or declared.max_attempts or queue.max_attempts,
+            result_ttl=milliseconds(given.result_ttl or declared.result_ttl, queue.result_ttl),
+        )
+
+
+def new_job(
+    options: EnqueueOptions,
+    *,
+    queue: QueueConf,
+    handler: str,
+    payload: bytes,
+    serializer: Serializer,
+    key: str,
+    max_attempts: int,
+    result_ttl: int,
+) -> Job:
+    """Return the unsaved row of a job with everything resolved.
+
+    :param payload: ``dumped`` by this serializer.
+    """
+    now = timezone.now()
+    return Job(
+        id=uuid7(),
+        queue=queue.name,
+        handler=handler,
+        unique_id=options.id,
+        key=key,
+        max_attempts=max_attempts,
+        payload=payload,
+        content_type=serializer.content_type,
+        headers={**inherited(), **(options.headers or {})} or None,
+        available_at=options.run_at or (now + options.delay if options.delay else now),
+        expires_at=options.expires_at,
+        created_at=now,
+        result_ttl=result_ttl,
+    )
+
+
+def dumped(payload: Any, serializer: Serializer) -> bytes:
+    """Return a payload as it is stored and sent.
+
+    :raises PayloadError: it cannot be serialized or is too large.
+    """
+    return check_payload_size(serializer.dumps(payload))
+
+
+def known_queue(name: str) -> str:
+    """Return the name, or refuse a queue that no worker would ever consume."""
+    known = registry.queue_names()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
+        raise ValueError(f"No queue is named {name!r}; declare it in KJO['QUEUES']. {hint}")
+    return name
+
+
+def _queue_name(value: Any) -> str:
+    if len(text(value)) > MAX_QUEUE_LENGTH:
+        raise ValueError(f"text of at most {MAX_QUEUE_LENGTH} characters")
+    return str(value)
+
+
+def _key(value: Any) -> Any:
+    if not callable(value):
+        try:
+            text(value)
+        except ValueError:
+            raise ValueError("the name of an argument, or a function of the arguments") from None
+    return value
+
+
+def _serializer(value: Any) -> Any:
+    if not all(hasattr(value, name) for name in ("content_type", "dumps", "loads")):
+        raise ValueError("an object with content_type, dumps() and loads()")
+    return value
+
+
+def _lifetime(value: Any) -> timedelta:
+    if not isinstance(value, timedelta):
+        raise ValueError("a timedelta of at least a millisecond")
+    return lifetime(value)
+
+
+MAX_QUEUE_LENGTH = 100
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "queue": _queue_name,
+    "key": _key,
+    "atomic": flag,
+    "database_only": flag,
+    "takes_context": flag,
+    "serializer": _serializer,
+    "batch": whole(1),
+    "max_attempts": attempts,
+    "timeout": duration,
+    "result_ttl": _lifetime,
+    "redact": texts,
+}
+"""Every option of ``@job`` but its name, and what it must be."""
+
+
+@overload
+def job(function: F, /) -> JobDefinition: ...
+@overload
+def job(
+    *,
+    name: str | None = None,
+    queue: str = "default",
+    key: str | Callable[..., Any] | None = None,
+    max_attempts: int | None = None,
+    timeout: timedelta | float | None = None,
+    result_ttl: timedelta | None = None,
+    atomic: bool = True,
+    database_only: bool = False,
+    takes_context: bool = False,
+    batch: int | None = None,
+    serializer: Serializer = JSON,
+    redact: Sequence[str] = (),
+) -> Callable[[F], JobDefinition]: ...
+def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
+    """Declare a function, sync or ``async def``, as a job's handler.
+
+    :param name: registered name, ``<app label>.<function>`` by default; it is stored with every
+        job, so it must outlive renamings of the function.
+    :param queue: queue its jobs go to.
+    :param key: payload field, or function of the payload, whose value orders jobs: those of one
+        key run one at a time and in order.
+    :param max_attempts: executions before a job is dead-lettered.
+    :param timeout: longest run of an attempt, timedelta or seconds; past it the attempt failed.
+    :param result_ttl: how long its results and errors are kept.
+    :param atomic: run in the one transaction that also records the outcome, so its writes to the
+        database happen once. False: outside any transaction, under a renewed lease; use it for slow
+        calls to other systems, with ``context.idempotency_key``.
+    :param database_only: promise that it has no effect but in the job's database: no mail, no call,
+        no file, no cache. Its jobs then share a transaction without savepoints between them; when
+        one fails, all of its group are undone and run again with them, in the same attempt.
+    :param takes_context: pass a ``JobContext`` as the first argument.
+    :param batch: most jobs one call takes: the function gets a list of ``BatchItem`` instead of
+        arguments, and returns None or a list of one result for each. It is called with what is
+        there: nothing waits for a batch to be full.
+    :param serializer: how its payloads and results become bytes.
+    :param redact: fields of its payloads and results that no screen shows, beside those of
+        ``KJO["REDACT"]``: those whose name has one of these in it, in any case.
+    :raises TypeError: there is no such option.
+    :raises ValueError: the value of one means nothing.
+    :raises ImproperlyConfigured: the function cannot be called as they ask, or the name is taken.
+    """
+    refuse_unknown(options, {"name", *_CHECKS}, "job")
+    for option, check in _CHECKS.items():
+        if options.get(option) is not None:
+            try:
+                options[option] = check(options[option])
+            except (TypeError, ValueError) as error:
+                message = f"job({option}={options[option]!r}): {option} must be {error}"
+                raise ValueError(message) from None
+
+    if options.get("database_only") and not options.get("atomic", True):
+        raise ValueError("job(database_only=True): atomic=False has no roll-back to rely on")
+
+    def declare(function: Callable[..., Any]) -> JobDefinition:
+        own = registry.HandlerOptions(name=name or registry.default_name(function), **options)
+        handler = registry.handler_of(function, own)
+        registry.register(handler)
+        return JobDefinition(handler)
+
+    return declare if function is None else declare(function)
+
+
+def _check_id(id: Any) -> None:
+    if not (isinstance(id, str) and len(id) <= 255 and id.strip()):
+        raise ValueError("id must be text of 1 to 255 characters that are not all blank")
+    _check_storable(id, "id")
+
+
+def _check_storable(text: str, what: str) -> None:
+    if text and storable_text(text) != text:
+        raise PayloadError(f"{what} holds a character no database keeps: {text!r:.80}")

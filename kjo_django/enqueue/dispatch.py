@@ -1,0 +1,132 @@
+"""Handing a job's message to its transport: the one place that builds it.
+
+On a transactional transport the message is written with the row, in the caller's transaction. On
+any other the row waits as ``pending`` (or ``failing``) for the relay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from django.utils import timezone
+
+from kjo_django.backends import get_transport, transport_class
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.enqueue.wakeups import RELAY_CHANNEL, after_commit, topic_channel
+from kjo_django.messages import headers as names
+from kjo_django.messages.envelope import job_headers
+from kjo_django.models import Job, transition
+from kjo_django.models.job import message_id, origin_of
+from kjo_django.states import JobState
+from kjo_django.store.due_rows import Due
+from kjo_django.store.transactions import jobs_database
+from kjo_django.transports.base import OutgoingRecord
+
+OUTGOING = "outgoing"
+"""The queue of records for topics that no queue is declared for, on the default transport."""
+
+
+def is_transactional(queue: QueueConf) -> bool:
+    """Return whether the queue's transport publishes inside the caller's transaction."""
+    return transport_class(queue.transport).capabilities.transactional
+
+
+def channel_of(queue: QueueConf) -> str:
+    """Return whom to wake for a job of this queue: its consumers, or the relay before them."""
+    return topic_channel(queue.topic) if is_transactional(queue) else RELAY_CHANNEL
+
+
+def record_of(
+    job: Job | Due, queue: QueueConf, available_at: datetime | None = None
+) -> OutgoingRecord:
+    """Build the message of a job's next attempt; of a record for others, that record."""
+    if job.destination:
+        headers = names.from_row(job.headers)
+        raw_key = headers.pop(names.RAW_KEY, None)
+        is_tombstone = headers.pop(names.NO_VALUE, None) is not None
+        if names.REDELIVERY in headers:
+            # A requeue is a wish to have it handled again.
+            headers[names.REDELIVERY] = message_id(str(job.pk), job.generation).encode()
+        return OutgoingRecord(
+            topic=job.destination,
+            key=raw_key if raw_key is not None else job.key.encode() or None,
+            value=None if is_tombstone else bytes(job.payload),
+            headers=headers,
+            available_at=available_at,
+        )
+    id = str(job.pk)
+    # Without a key of its own a job is its own key: partitions fill evenly, nothing waits.
+    key: bytes | None = (job.key or id).encode()
+    value: bytes | None = bytes(job.payload)
+    headers = job_headers(
+        id=message_id(origin_of(job.headers) or id, job.generation),
+        type=job.handler,
+        job_id=id,
+        service=get_settings().service_name,
+        generation=job.generation,
+        attempt=job.attempts + 1,
+        content_type=job.content_type,
+        extra=job.headers,
+    )
+    if job.headers:
+        # A message nobody enqueued here keeps the key it came with.
+        key = headers.pop(names.RAW_KEY, key)
+        key = key if headers.pop(names.NO_KEY, None) is None else None
+        value = value if headers.pop(names.NO_VALUE, None) is None else None
+    return OutgoingRecord(queue.topic, value, key, headers, available_at)
+
+
+def initial_state(queue: QueueConf) -> JobState:
+    """Return the state a job is stored in: on a transactional transport it is queued at once."""
+    return JobState.QUEUED if is_transactional(queue) else JobState.PENDING
+
+
+def hand_over(jobs: Sequence[Job], queue: QueueConf) -> None:
+    """Send stored jobs of one queue on their way, inside the caller's transaction.
+
+    Transactional transport: publish their messages now. Otherwise: wake the relay on commit.
+    """
+    using = jobs_database()
+    if not is_transactional(queue):
+        after_commit(using, RELAY_CHANNEL)
+        return
+    get_transport(queue.transport).publish(
+        [record_of(job, queue, job.available_at) for job in jobs]
+    )
+    mark_sent(using, [job for job in jobs if job.destination])
+    for topic in {job.destination or queue.topic for job in jobs} or {queue.topic}:
+        after_commit(using, topic_channel(topic))
+
+
+def is_waited_for(job: Job | Due) -> bool:
+    """Whether others of its key wait until a record has been handled; that completes its row."""
+    return names.PARKED_ROW in (job.headers or {})
+
+
+def mark_sent(
+    using: str, jobs: Sequence[Job | Due], places: Sequence[tuple[Any, Any]] = ()
+) -> None:
+    """Complete records for others: with their publishing all is done that this row asked for.
+
+    :param places: partition and offset of each, where the transport tells.
+    """
+    now = timezone.now()
+    for number, job in enumerate(jobs):
+        partition, offset = places[number] if places else (None, None)
+        rows = Job.objects.using(using).at(job.pk, job.generation).exclude(destination="")
+        if is_waited_for(job):
+            transition("publish", rows, topic=job.destination, queued_at=now)
+            continue
+        transition(
+            "complete",
+            rows,
+            topic=job.destination,
+            partition=partition,
+            offset=offset,
+            queued_at=now,
+            finished_at=now,
+            attempts=job.attempts + 1,
+            error="",
+        )

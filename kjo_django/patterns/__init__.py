@@ -1,0 +1,1 @@
+"""The interfaces of the systems this one unites, each on the same engine."""

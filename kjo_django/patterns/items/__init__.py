@@ -1,0 +1,1 @@
+"""Template producers and consumers of items."""

@@ -1,0 +1,170 @@
+"""What a KDLQ consumer does with what it cannot process."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from kjo_django.exceptions import KDLQConfigurationException
+from kjo_django.patterns.kdlq.listeners import KDLQMessageLifecycleListener
+
+DEFAULT_DELAY = timedelta(seconds=1)
+MAX_ID_LENGTH = 100
+
+PRODUCER_DEFAULTS: Mapping[str, Any] = {
+    "acks": "all",
+    "retries": 5,
+    "linger.ms": 50,
+    "delivery.timeout.ms": 120_000,
+    "request.timeout.ms": 30_000,
+    "client.id": "KDLQ",
+}
+"""Of a producer of its own (KDLQ-20). We wait for each delivery report, that is for at least the
+delivery timeout: what counts as failed is never delivered later (KDLQ-F7)."""
+
+
+class ProcessingStatus(enum.Enum):
+    """What a processor answers (KDLQ-05)."""
+
+    OK = "OK"
+    MUST_BE_REDELIVERED = "MUST_BE_REDELIVERED"
+    ERROR = "ERROR"
+
+
+class Status(enum.Enum):
+    """What became of a message (KDLQ-06)."""
+
+    OK = "OK"
+    ROUTED_TO_DLQ = "ROUTED_TO_DLQ"
+    SKIPPED_DLQ_MAX_ATTEMPTS_REACHED = "SKIPPED_DLQ_MAX_ATTEMPTS_REACHED"
+    REDELIVERED = "REDELIVERED"
+
+
+class Ordering(enum.StrEnum):
+    """What a redelivery does to the order of a key."""
+
+    NONE = "none"
+    """A redelivered message comes after later ones of its key (KDLQ-F10)."""
+    KEY = "key"
+    """Later messages of its key wait for it; only in the pipeline, see ``kdlq_handler``."""
+
+
+@dataclass(frozen=True)
+class DlqConfig:
+    """Immutable and validated (KDLQ-01).
+
+    :raises KDLQConfigurationException: naming the field at fault.
+    """
+
+    dlq_topic: str
+    """Where killed messages go."""
+    servers: Collection[str] | None = None
+    """Brokers of a Kafka of its own, ``host:port``; else ``transport`` is used."""
+    producer_properties: Mapping[str, Any] = field(default_factory=dict)
+    """librdkafka's keys for the producer of ``servers``."""
+    transport: str = "default"
+    """Alias in ``KJO["TRANSPORTS"]``."""
+    redelivery_topic: str | None = None
+    """The topic the message came from, if not given (KDLQ-11)."""
+    max_redeliveries: int = -1
+    """Redeliveries before a message is killed; negative: no end; 0: killed at once (KDLQ-12)."""
+    max_kills: int = -1
+    """Times a message is sent to the dead-letter topic; then it is discarded and recorded.
+    Negative: no end; 0: never sent (KDLQ-13)."""
+    listeners: Collection[KDLQMessageLifecycleListener] = ()
+    informational_headers: bool = False
+    """Add offset, partition and time of the original (KDLQ-17)."""
+    redelivery_delay: timedelta | None = None
+    """Until the first redelivery. One second if not given; none with ``servers``, where nobody
+    could wait: a delayed message waits in our database, for the relay of our transport."""
+    redelivery_multiplier: float = 1.5
+    max_redelivery_delay: timedelta = timedelta(minutes=10)
+    default_on_exception: Literal["dlq", "redeliver"] = "dlq"
+    """What an exception means that does not say: ``dlq`` as KDLQ 1 did, ``redeliver`` as KDLQ 2
+    does (KDLQ-F9)."""
+    ordering: Ordering | str = Ordering.NONE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "listeners", tuple(self.listeners))
+        object.__setattr__(self, "producer_properties", dict(self.producer_properties))
+        self._check_topics()
+        self._check_servers()
+        self._check_numbers()
+        if self.default_on_exception not in ("dlq", "redeliver"):
+            _refuse("default_on_exception", "'dlq' or 'redeliver'", self.default_on_exception)
+        try:
+            object.__setattr__(self, "ordering", Ordering(self.ordering))
+        except ValueError:
+            _refuse("ordering", "'none' or 'key'", self.ordering)
+
+    def _check_topics(self) -> None:
+        if not isinstance(self.dlq_topic, str) or not self.dlq_topic.strip():
+            _refuse("dlq_topic", "the name of a topic", self.dlq_topic)
+        topic = self.redelivery_topic
+        if topic is not None and (not isinstance(topic, str) or not topic.strip()):
+            _refuse("redelivery_topic", "the name of a topic, or None", topic)
+
+    def _check_servers(self) -> None:
+        if self.servers is None:
+            if self.producer_properties:
+                _refuse("producer_properties", "given with servers", "them without servers")
+            return
+        if isinstance(self.servers, str) or not self.servers:
+            _refuse("servers", "a collection of host:port that is not empty", self.servers)
+        if not all(isinstance(server, str) and server.strip() for server in self.servers):
+            _refuse("servers", "a collection of host:port", self.servers)
+        object.__setattr__(self, "servers", tuple(sorted(set(self.servers))))
+        if self.redelivery_delay:
+            _refuse("redelivery_delay", "left out with servers", self.redelivery_delay)
+
+    def _check_numbers(self) -> None:
+        for name in ("max_redeliveries", "max_kills"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                _refuse(name, "a whole number", value)
+        delay, longest = self.redelivery_delay, self.max_redelivery_delay
+        if delay is not None and (not isinstance(delay, timedelta) or delay < timedelta(0)):
+            _refuse("redelivery_delay", "a timedelta that is not negative", delay)
+        # Zero would switch every delay off, which nobody means by a cap (a fault of KDLQ 2).
+        if not isinstance(longest, timedelta) or longest <= timedelta(0):
+            _refuse("max_redelivery_delay", "a positive timedelta", longest)
+        multiplier = self.redelivery_multiplier
+        if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):
+            _refuse("redelivery_multiplier", "a number", multiplier)
+        if not 1 <= multiplier < float("inf"):
+            _refuse("redelivery_multiplier", "a number of at least 1", multiplier)
+        for listener in self.listeners:
+            if not isinstance(listener, KDLQMessageLifecycleListener):
+                _refuse("listeners", "lifecycle listeners", listener)
+
+    @property
+    def id(self) -> str:
+        """Equal for configurations that can share a producer (KDLQ-03)."""
+        if self.servers is None:
+            return f"transport:{self.transport}"
+        told = json.dumps([list(self.servers), self.producer_properties], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    def delay_of(self, redelivered: int) -> timedelta:
+        """Return how long the next redelivery waits, given how many there were."""
+        first = self.redelivery_delay
+        if first is None:
+            first = timedelta(0) if self.servers is not None else DEFAULT_DELAY
+        if not first:
+            return first
+        longest = self.max_redelivery_delay.total_seconds()
+        try:
+            # The count comes with the message: a power of whole numbers might take hours.
+            seconds = first.total_seconds() * float(self.redelivery_multiplier) ** redelivered
+        except OverflowError:
+            seconds = longest
+        return timedelta(seconds=min(seconds, longest))
+
+
+def _refuse(name: str, wanted: str, value: object) -> None:
+    raise KDLQConfigurationException(f"DlqConfig: {name} must be {wanted}, not {value!r:.80}")

@@ -1,0 +1,428 @@
+"""``Queue``: enqueue, wait, cancel and look, by ids of the caller's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Never, overload
+
+from asgiref.sync import sync_to_async
+from django.db import connections, transaction
+
+from kjo_django import registry, states, values
+from kjo_django.conf import declare_queue, declared_queues, settings_as_read
+from kjo_django.enqueue.storing import EnqueueResult, store
+from kjo_django.exceptions import JobNotFoundError, JobStateError
+from kjo_django.messages.envelope import MAX_TYPE_LENGTH
+from kjo_django.messages.serializers import JSON, Serializer
+from kjo_django.models import DeadLetter, Job, source_of_job
+from kjo_django.operations import jobs as operations
+from kjo_django.operations import results
+from kjo_django.operations.jobs import CancelResult, RequeueResult
+from kjo_django.operations.results import NO_RESULT, MessageStatus, UpdateTtlResult
+from kjo_django.operations.waiting import (
+    DEFAULT_TIMEOUT,
+    Awaited,
+    Waiter,
+    refuse_in_transaction,
+)
+from kjo_django.patterns.queue.building import JobBuilder
+from kjo_django.patterns.queue.events import Events, Listener
+from kjo_django.patterns.queue.handlers import Hook, QueueHandler, adapt
+from kjo_django.patterns.queue.local import LocalWorker
+from kjo_django.states import JobState
+from kjo_django.store.transactions import jobs_database
+from kjo_django.values import refuse_unknown, whole
+
+_OPTIONS = frozenset(
+    {
+        *("max_attempts", "max_retries", "result_ttl", "concurrency"),
+        *("serializer", "result_serializer", "worker_id"),
+    }
+)
+_HANDLER_OPTIONS = frozenset({"atomic", "timeout", "after_execution"})
+_ENQUEUE_OPTIONS = frozenset(
+    {
+        *("retry_failed", "max_attempts", "result_ttl", "delay", "run_at", "expires_at", "key"),
+        *("headers", "correlation_id", "serializer"),
+    }
+)
+
+
+class Queue:
+    """A queue of messages known by their callers' ids. Thread-safe.
+
+    :param name: of the queue, as in ``KJO["QUEUES"]``.
+    :param max_attempts: executions of a job, unless its enqueue says otherwise; if neither this nor
+        ``KJO["QUEUES"]`` does, 3.
+    :param max_retries: the same by its other name: 3 retries are 3 executions (X-1).
+    :param result_ttl: how long results and errors are kept; a timedelta or whole milliseconds. It
+        is resolved when a job is enqueued and stored with it (PJQ-41).
+    :param concurrency: groups of this queue one worker runs at once. For a queue that
+        ``KJO["QUEUES"]`` does not name, 1 if not given: first in, first out.
+    :param serializer: of payloads.
+    :param result_serializer: of results, where it is another one.
+    :param worker_id: name of the worker that ``start`` begins; ``<host>-<pid>`` if not given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_attempts: int | None = None,
+        max_retries: int | None = None,
+        result_ttl: timedelta | int | None = None,
+        concurrency: int | None = None,
+        serializer: Serializer = JSON,
+        result_serializer: Serializer | None = None,
+        worker_id: str | None = None,
+        **unknown: Never,
+    ) -> None:
+        refuse_unknown(unknown, _OPTIONS, "Queue")
+        if max_attempts is not None and max_retries is not None:
+            raise ValueError("Give max_attempts or max_retries, not both: they are the same count")
+        self.name = name
+        self.job_type = f"queue:{name}"
+        if not isinstance(name, str) or not name or len(self.job_type) > MAX_TYPE_LENGTH:
+            longest = MAX_TYPE_LENGTH - len("queue:")
+            raise ValueError(f"Queue: name must be text of 1 to {longest} characters")
+        """What its jobs name as their handler."""
+        attempts = self._checked("max_attempts", max_attempts, values.attempts)
+        attempts = attempts or self._checked("max_retries", max_retries, values.attempts)
+        concurrency = self._checked("concurrency", concurrency, whole(1))
+        self._builder = JobBuilder(name, self.job_type, attempts, result_ttl, serializer)
+        self._serializer = serializer
+        self._result_serializer = result_serializer
+        self._worker_id = worker_id
+        self._events = Events(name, self.job_type)
+        self._lock = threading.RLock()
+        self._is_started = False
+        self._worker: LocalWorker | None = None
+        self._declare(concurrency)
+
+    def __repr__(self) -> str:
+        return f"<queue {self.name}>"
+
+    def _checked(self, option: str, value: Any, check: Callable[[Any], int]) -> int | None:
+        if value is None:
+            return None
+        try:
+            return check(value)
+        except ValueError as error:
+            told = f"{option} must be {error}, not {value!r:.80}"
+            raise ValueError(f"Queue({self.name!r}): {told}") from None
+
+    def _declare(self, concurrency: int | None) -> None:
+        if concurrency is None and self.name not in settings_as_read().queues:
+            concurrency = 1
+        if concurrency is not None and self.name not in declared_queues():
+            declare_queue(self.name, concurrency=concurrency)
+
+    # --- Handling ---------------------------------------------------------------------------------
+
+    def execute(
+        self,
+        handler: Callable[..., Any],
+        *,
+        atomic: bool = True,
+        timeout: timedelta | None = None,
+        after_execution: Hook | None = None,
+        **unknown: Never,
+    ) -> None:
+        """Run this queue's jobs with ``handler(job)``: sync, async, or ``handler(job, callback)``.
+
+        Before or after ``start``; at import time for workers that are processes of their own.
+
+        :param atomic: run in the transaction that records the outcome, see ``@job``.
+        :param timeout: longest run of an attempt.
+        :param after_execution: may change result, error and lifetime before they are stored.
+        """
+        refuse_unknown(unknown, _HANDLER_OPTIONS, "Queue.execute")
+        function = adapt(handler, after_execution, self._complain)
+        lasts = self._builder.result_ttl
+        options = registry.HandlerOptions(
+            name=self.job_type,
+            queue=self.name,
+            max_attempts=self._builder.max_attempts,
+            result_ttl=timedelta(milliseconds=lasts) if lasts is not None else None,
+            timeout=timeout,
+            atomic=atomic,
+            takes_context=True,
+            serializer=self._serializer,
+            result_serializer=self._result_serializer,
+        )
+        registry.register(QueueHandler(function, options))
+        with self._lock:
+            if self._is_started:
+                self._ensure_worker()
+
+    @overload
+    def handler(self, function: Callable[..., Any], /) -> Callable[..., Any]: ...
+    @overload
+    def handler(
+        self,
+        /,
+        *,
+        atomic: bool = True,
+        timeout: timedelta | None = None,
+        after_execution: Hook | None = None,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+    def handler(self, function: Any = None, /, **options: Any) -> Any:
+        """``execute`` as a decorator; the function stays callable as it was."""
+        refuse_unknown(options, _HANDLER_OPTIONS, "Queue.handler")
+
+        def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.execute(function, **options)
+            return function
+
+        return declare if function is None else declare(function)
+
+    def start(self) -> None:
+        """Begin to run jobs in a thread of this process, if there is a handler. Idempotent.
+
+        For scripts, tests and small services. Elsewhere run ``manage.py kjo_consume`` and do not
+        call it: enqueueing, waiting and looking need no start.
+        """
+        with self._lock:
+            was_started, self._is_started = self._is_started, True
+            self._ensure_worker()
+        if not was_started:
+            self._events.emit("started")
+
+    def stop(self) -> None:
+        """Let what runs end within ``SHUTDOWN_GRACE`` and hand the rest back. Idempotent."""
+        with self._lock:
+            was_started, self._is_started = self._is_started, False
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop()
+        if was_started:
+            self._events.emit("stopped")
+
+    def _ensure_worker(self) -> None:
+        if self._worker is None and registry.find(self.job_type) is not None:
+            self._worker = LocalWorker(self.name, self._worker_id, self._complain)
+            self._worker.start()
+
+    def on(self, event: str, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` when ``event`` happens in this process; returns what undoes it.
+
+        ``completed(id, result)``, ``failed(id, error)``, ``failing(id, error, attempt)``,
+        ``enqueued(id)``, ``stalled(id)``, ``cancelled(id)``, ``requeued(id)``, ``started()``,
+        ``stopped()``, ``error(error)``.
+        """
+        return self._events.on(event, listener)
+
+    def _complain(self, error: Exception) -> None:
+        self._events.emit("error", error)
+
+    # --- Enqueueing -------------------------------------------------------------------------------
+
+    def enqueue(
+        self, id: str, payload: Any, *, retry_failed: bool = False, **options: Any
+    ) -> EnqueueResult:
+        """Store a job, once per id, joining the caller's transaction (PJQ-03, PJQ-F1, PJQ-F2).
+
+        The first accepted enqueue decides payload, lifetime and attempts. Everything is validated
+        before anything is written.
+
+        :param retry_failed: begin anew where the job of this id has failed, instead of answering
+            ``duplicate`` until its error expires.
+        :param options: ``max_attempts``, ``result_ttl`` (timedelta or whole milliseconds),
+            ``delay``, ``run_at``, ``expires_at``, ``key``, ``headers``, ``correlation_id``,
+            ``serializer``.
+        """
+        refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.enqueue")
+        return self._store(self.build(id, payload, **options), retry_failed)
+
+    def build(self, id: str, payload: Any, **options: Any) -> Job:
+        """Return the unsaved row of a job; everything is validated here, before any write."""
+        refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.build")
+        return self._builder.build(id, payload, **options)
+
+    def enqueue_and_wait(
+        self,
+        id: str,
+        payload: Any,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry_failed: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Enqueue and return the handler's result (PJQ-04, PJQ-61).
+
+        A living result of the same id is returned at once; a job of this id that is under way is
+        waited for.
+
+        :param timeout: seconds.
+        :raises JobTimeoutError: the time is over; the job may still complete (PJQ-63).
+        :raises JobFailedError: it failed for good, now or before (PJQ-F3).
+        :raises JobCancelledError: it was cancelled meanwhile.
+        :raises UncommittedJobError: called inside a transaction.
+        """
+        with Waiter(timeout) as waiter:
+            is_known, awaited = self._enqueue_for(waiter, id, payload, retry_failed, options)
+            return awaited if is_known else waiter.wait(awaited)
+
+    def wait(self, id: str, *, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """Return the result of a job enqueued before, found by polling.
+
+        :param timeout: seconds.
+        :raises JobNotFoundError: no job has this id, or its result or error has expired.
+        :raises JobTimeoutError: the time is over; the job may still complete.
+        :raises JobFailedError: it failed for good.
+        :raises JobCancelledError: it was cancelled, or enqueued anew meanwhile.
+        :raises UncommittedJobError: called inside a transaction, and it has not ended.
+        """
+        with Waiter(timeout) as waiter:
+            job = self._find(id)
+            if results.is_expired(job):
+                told = f"The result of job {id!r} has expired"
+                raise JobNotFoundError(told)
+            if job.state in states.OPEN:
+                refuse_in_transaction(id)
+            return waiter.wait(Awaited(job.pk, id, job.created_at))
+
+    def _enqueue_for(
+        self, waiter: Waiter, id: str, payload: Any, retry_failed: bool, options: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Return True and the result if it is known, else False and whom to wait for."""
+        refuse_unknown(options, _ENQUEUE_OPTIONS | {"timeout"}, "Queue.enqueue_and_wait")
+        job = self._builder.build(id, payload, reply_to=waiter.channel, **options)
+        if connections[jobs_database()].in_atomic_block:
+            status = results.status_of(self.name, id)
+            if status is None or (status.result is NO_RESULT and status.state != "failed"):
+                refuse_in_transaction(id)
+        answer = self._store(job, retry_failed)
+        if answer.status == "completed":
+            return True, answer.result
+        if answer.is_new:
+            is_called = waiter.channel is not None
+            return False, Awaited(answer.job_id, id, job.created_at, is_called)
+        if answer.existing_state == "failed":
+            raise results.failure_of(id, self._find(id))
+        return False, Awaited(answer.job_id, id)
+
+    def _store(self, job: Job, retry_failed: bool) -> EnqueueResult:
+        (answer,) = self._store_anew(job) if retry_failed else store([job])
+        if answer.existing_state in ("queued", "failing"):
+            # A running atomic job shows by its lease, not in its row.
+            status = results.status_of(self.name, job.unique_id or "")
+            if status is not None and status.state == "processing":
+                return replace(answer, existing_state="processing")
+        return answer
+
+    def _store_anew(self, job: Job) -> list[EnqueueResult]:
+        """Store it even if a job of this id has failed; what told of that failure is closed."""
+        using = jobs_database()
+        with transaction.atomic(using=using, savepoint=False):
+            answers = store([job], revives_failed=True)
+            if answers[0].is_new:
+                failed = source_of_job(answers[0].job_id, job.generation - 1)
+                letters = DeadLetter.objects.using(using).filter(source_id=failed)
+                operations.close_as_replayed(letters, "a new enqueue")
+            return answers
+
+    # --- Looking and changing ---------------------------------------------------------------------
+
+    def cancel(self, id: str, *, abort: bool = False) -> CancelResult:
+        """Cancel a job that is not running; ``cancelled``, ``not_found``, ``processing``,
+        ``completed`` or ``failed`` (PJQ-05, PJQ-F5).
+
+        :param abort: ask a running one to end, see ``JobContext.aborted``. The answer is
+            ``processing`` all the same: whether it ends as cancelled, its handler decides.
+        """
+        key = self._key_of(id)
+        if key is None:
+            return CancelResult.NOT_FOUND
+        return operations.cancel_one(key, abort=abort)
+
+    def get_status(self, id: str) -> MessageStatus | None:
+        """Return what is known of a job, None for an unknown id (PJQ-07)."""
+        return results.status_of(self.name, id)
+
+    def get_states(self, ids: Collection[str]) -> dict[str, str | None]:
+        """Return the state of each job, None for an unknown id, in one go (PJQ-57)."""
+        return results.states_of(self.name, ids)
+
+    def get_result(self, id: str, default: Any = NO_RESULT) -> Any:
+        """Return a completed job's result while it lives, else ``default`` (PJQ-06).
+
+        A handler that returned None has a result, which is None; ``NO_RESULT`` is none.
+        """
+        found = results.result_for(self.name, id)
+        return default if found is NO_RESULT else found
+
+    def update_result_ttl(self, id: str, result_ttl: timedelta | int) -> UpdateTtlResult:
+        """Keep a finished job's result or error for this long from now on (O-02)."""
+        return results.update_result_ttl(self.name, id, result_ttl)
+
+    def retry(self, id: str) -> RequeueResult:
+        """Give a failed or cancelled job a new run with its own payload and all its attempts.
+
+        :raises JobStateError: it neither failed nor was cancelled; nothing was changed.
+        """
+        jobs = results.named(self.name, id)
+        ended = jobs.filter(state__in=(JobState.FAILED, JobState.CANCELLED))
+        outcomes = operations.requeue(ended)
+        result = next(iter(outcomes.counts), RequeueResult.NOT_FOUND)
+        state = jobs.values_list("state", flat=True).first()
+        if result == RequeueResult.NOT_FOUND and state is not None:
+            raise JobStateError(f"Job {id!r} is {state}; only failed ones can be retried")
+        return RequeueResult(result)
+
+    def retry_failed(self) -> int:
+        """Give every failed job of this queue a new run; return how many."""
+        failed = Job.objects.using(jobs_database()).filter(
+            queue=self.name, handler=self.job_type, state=JobState.FAILED
+        )
+        return operations.requeue(failed).changed_count
+
+    def _key_of(self, id: str) -> Any:
+        return results.named(self.name, id).values_list("pk", flat=True).first()
+
+    def _find(self, id: str) -> Job:
+        job = results.find(self.name, id)
+        if job is None:
+            raise JobNotFoundError(f"Queue {self.name!r} knows no job {id!r}")
+        return job
+
+    # --- The same from asynchronous code ----------------------------------------------------------
+
+    async def aenqueue(self, id: str, payload: Any, **options: Any) -> EnqueueResult:
+        """``enqueue``."""
+        return await sync_to_async(self.enqueue)(id, payload, **options)
+
+    async def aenqueue_and_wait(
+        self,
+        id: str,
+        payload: Any,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry_failed: bool = False,
+        **options: Any,
+    ) -> Any:
+        """``enqueue_and_wait``, holding no thread while it waits."""
+        waiter = Waiter(timeout)
+        await sync_to_async(waiter.__enter__)()
+        try:
+            is_known, awaited = await sync_to_async(self._enqueue_for)(
+                waiter, id, payload, retry_failed, options
+            )
+            return awaited if is_known else await waiter.await_(awaited)
+        finally:
+            waiter.__exit__()
+
+    async def acancel(self, id: str, *, abort: bool = False) -> CancelResult:
+        """``cancel``."""
+        return await sync_to_async(self.cancel)(id, abort=abort)
+
+    async def aget_status(self, id: str) -> MessageStatus | None:
+        """``get_status``."""
+        return await sync_to_async(self.get_status)(id)
+
+    async def aget_result(self, id: str, default: Any = NO_RESULT) -> Any:
+        """``get_result``."""
+        return await sync_to_async(self.get_result)(id, default)

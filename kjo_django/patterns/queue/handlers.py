@@ -1,0 +1,191 @@
+"""From a queue's message to the call of its handler."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from kjo_django import registry
+from kjo_django.conf import QueueConf
+from kjo_django.engine.handler.context import JobContext
+from kjo_django.enqueue.storing import milliseconds
+from kjo_django.patterns.queue.building import attempts_in
+
+logger = logging.getLogger("kjo_django")
+
+CALLBACK_LOOK = 0.1
+"""Seconds between looks at the abort flag while a handler's callback is awaited."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueJob:
+    """What a queue's handler is given (PJQ-20)."""
+
+    payload: Any
+    context: JobContext
+
+    @property
+    def id(self) -> str:
+        """The id it was enqueued under; the message's where nobody enqueued it here."""
+        return self.context.unique_id or self.context.job_id
+
+    @property
+    def attempts(self) -> int:
+        """Which execution this is, from 1 (PJQ-22)."""
+        return self.context.attempt
+
+    @property
+    def max_attempts(self) -> int:
+        """Executions it gets at most."""
+        return self.context.max_attempts
+
+    @property
+    def created_at(self) -> datetime | None:
+        """When it was enqueued (PJQ-F19)."""
+        return self.context.created_at
+
+    @property
+    def signal(self) -> threading.Event:
+        """Set when the run is aborted: timeout, shutdown, cancellation, lost lease (PJQ-21)."""
+        return self.context.cancel_event
+
+    cancel_event = signal
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the handler should end soon."""
+        return self.context.aborted
+
+    @property
+    def correlation_id(self) -> str | None:
+        """Of the request it belongs to (PJQ-24)."""
+        return self.context.correlation_id
+
+    @property
+    def idempotency_key(self) -> str:
+        """Equal for all attempts; for systems outside the database."""
+        return self.context.idempotency_key
+
+    def raise_if_aborted(self) -> None:
+        """Raise ``JobCancelledError`` if the run was aborted."""
+        self.context.raise_if_aborted()
+
+    def progress(self, percent: float | None = None, text: str = "") -> None:
+        """Say how far the run has got; see ``JobContext.progress``."""
+        self.context.progress(percent, text)
+
+
+@dataclass(slots=True)
+class AfterExecution:
+    """What ``after_execution`` may look at and change before the outcome is stored (O-01)."""
+
+    job: QueueJob
+    result: Any = None
+    error: Exception | None = None
+    """Set to None to let a failed run count as completed, or the other way round."""
+    result_ttl: timedelta | int | None = None
+    """How long its result or error is kept, where it shall differ from what was enqueued."""
+
+
+Hook = Callable[[AfterExecution], None]
+Complain = Callable[[Exception], None]
+
+
+class QueueHandler(registry.Handler):
+    """A queue's function. Any value is a payload, not only an object."""
+
+    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hand the value over as it is."""
+        return (value,), {}
+
+    def max_attempts(self, queue: QueueConf) -> int:
+        """Return what an enqueue in this queue would give."""
+        return attempts_in(queue.name, self.options.max_attempts)
+
+
+def adapt(
+    function: Callable[..., Any], after: Hook | None, complain: Complain
+) -> Callable[..., Any]:
+    """Return what the consumer calls: ``(context, payload)``, sync or async as the function is."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def run_async(context: JobContext, payload: Any) -> Any:
+            job, result, error = QueueJob(payload, context), None, None
+            try:
+                result = await function(job)
+            except Exception as raised:
+                error = raised
+            return _ended(job, result, error, after, complain)
+
+        return run_async
+    call = _with_callback(function) if _takes_callback(function) else function
+
+    @functools.wraps(function)
+    def run(context: JobContext, payload: Any) -> Any:
+        job, result, error = QueueJob(payload, context), None, None
+        try:
+            result = call(job)
+        except Exception as raised:
+            error = raised
+        return _ended(job, result, error, after, complain)
+
+    return run
+
+
+def _ended(
+    job: QueueJob, result: Any, error: Exception | None, after: Hook | None, complain: Complain
+) -> Any:
+    if after is not None:
+        ended = AfterExecution(job, result, error)
+        try:
+            after(ended)
+            if ended.result_ttl is not None:
+                job.context.result_ttl = milliseconds(ended.result_ttl, timedelta(1))
+            result, error = ended.result, ended.error
+        except Exception as problem:
+            # The outcome stays what it was: a hook adds to a run, it does not decide its fate.
+            logger.exception("The after_execution hook failed for job %s", job.id)
+            complain(problem)
+    if error is not None:
+        raise _as_error(error)
+    return result
+
+
+def _as_error(told: Any) -> BaseException:
+    """Return what can be raised: callbacks are told errors as text too, which is not to be lost."""
+    return told if isinstance(told, BaseException) else RuntimeError(str(told))
+
+
+def _takes_callback(function: Callable[..., Any]) -> bool:
+    """Whether it is of the callback style: ``handler(job, callback)`` (PJQ-08)."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    return len(needed) == 2
+
+
+def _with_callback(function: Callable[..., Any]) -> Callable[[QueueJob], Any]:
+    def call(job: QueueJob) -> Any:
+        is_done = threading.Event()
+        answers: list[tuple[Exception | None, Any]] = []
+
+        def callback(error: Exception | None = None, result: Any = None) -> None:
+            answers.append((error, result))
+            is_done.set()
+
+        function(job, callback)
+        while not is_done.wait(CALLBACK_LOOK):
+            job.raise_if_aborted()
+        error, result = answers[0]  # what is said later is not heard
+        if error is not None:
+            raise _as_error(error)
+        return result
+
+    return call

@@ -1,0 +1,217 @@
+"""Template consumers of tasks on a stream (seed 4), on the pipeline every job goes through.
+
+    fields ─> parse_payload ─> should_skip? ─> mark_processing ─> process_business ─> mark_completed
+                 │ None                              │ raised
+            dead letter              attempts left: retry_message, due again with a growing delay
+                                     none left: mark_failed and a dead letter
+
+The steps run outside a transaction, so others see the task being processed (``atomic = False``). A
+copy of a task that is completed does not run again (RST-F11), an error while its state is written
+fails the attempt instead of acknowledging it (RST-F7), and what a crashed consumer held comes to
+another one (RST-F1).
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+from datetime import timedelta
+from typing import Any, ClassVar, Generic, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext as _
+
+from kjo_django import registry
+from kjo_django.conf import declare_queue
+from kjo_django.engine.attempt import Outcome, Result
+from kjo_django.engine.dead_lettering import error_text
+from kjo_django.engine.handler.context import JobContext
+from kjo_django.exceptions import MessageError
+from kjo_django.messages import headers as names
+from kjo_django.messages.envelope import MAX_ID_LENGTH, Message
+from kjo_django.messages.serializers import JSON, loads_for_display, storable_text
+from kjo_django.patterns.streams.producer import truncate_error
+from kjo_django.retries import Backoff
+from kjo_django.retries.policy import max_attempts_from_stream_retries
+from kjo_django.transports.base import Record
+
+logger = logging.getLogger("kjo_django.consumer")
+
+T = TypeVar("T")
+BACKOFF = Backoff(timedelta(seconds=1), timedelta(seconds=60), jitter=0.2, is_minimum=True)
+"""min(1000 · 2^n, 60000) ms, and up to a fifth more, drawn at random."""
+
+
+class AbstractStreamConsumer(abc.ABC, Generic[T]):
+    """Runs the tasks of one stream. Defining a concrete class with its three names is enough;
+    ``manage.py kjo_consume <stream_key>`` works on it.
+
+    One instance serves all threads of a worker: keep nothing of one task on it.
+    """
+
+    task_display_name: ClassVar[str]
+    stream_key: ClassVar[str]
+    group_name: ClassVar[str]
+    transport: ClassVar[str] = "default"
+    max_retry_count: ClassVar[int] = 3
+    """Retries after the first execution: 3 are 4 executions (RST-18, X-1)."""
+    timeout: ClassVar[timedelta | None] = None
+
+    def __init_subclass__(cls, *, register: bool = True, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        given = [n for n in ("task_display_name", "stream_key", "group_name") if hasattr(cls, n)]
+        is_abstract = any(
+            getattr(getattr(cls, name, None), "__isabstractmethod__", False) for name in dir(cls)
+        )
+        if not register or is_abstract or not given:
+            return
+        if len(given) < 3:
+            raise ImproperlyConfigured(
+                f"{cls.__name__} needs task_display_name, stream_key and group_name."
+            )
+        _register(cls)
+
+    @abc.abstractmethod
+    def parse_payload(self, fields: dict[str, Any]) -> T | None:
+        """Make the payload of an entry's fields; None, or raising, makes it a dead letter."""
+
+    @abc.abstractmethod
+    def payload_identifier(self, payload: T) -> str:
+        """Return what the task is about, for logs."""
+
+    @abc.abstractmethod
+    def mark_processing(self, payload: T) -> None:
+        """Set the task's state to PROCESSING and clear its error."""
+
+    @abc.abstractmethod
+    def process_business(self, payload: T) -> None:
+        """Do the work. Raise ``PermanentError`` when trying again cannot help (RST-25)."""
+
+    @abc.abstractmethod
+    def mark_completed(self, payload: T) -> None:
+        """Set the task's state to COMPLETED and clear its error."""
+
+    @abc.abstractmethod
+    def mark_failed(self, payload: T, error: str) -> None:
+        """Set the task's state to FAILED; ``error`` has at most 500 characters. Called in the
+        transaction of its dead letter."""
+
+    def should_skip(self, payload: T) -> bool:
+        """Return whether there is nothing to do: completed, or what it is about is gone
+        (RST-16, RST-32)."""
+        return False
+
+    def retry_message(self, payload: T, retry_count: int) -> None:
+        """Called in the transaction that schedules retry number ``retry_count``, from 1."""
+
+
+class _StreamHandler(registry.Handler):
+    """Calls the methods of one consumer, in the order of seed 4 (RST-12)."""
+
+    observes = True
+
+    def __init__(
+        self, consumer: AbstractStreamConsumer[Any], options: registry.HandlerOptions
+    ) -> None:
+        def run(context: JobContext, fields: dict[str, Any]) -> None:
+            self.run(context, fields)
+
+        run.__module__, run.__qualname__ = type(consumer).__module__, type(consumer).__qualname__
+        super().__init__(run, options)
+        self.consumer = consumer
+
+    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not isinstance(value, dict):
+            raise MessageError("invalid", "The entry's fields must be an object")
+        return (value,), {}
+
+    def run(self, context: JobContext, fields: dict[str, Any]) -> None:
+        consumer, name = self.consumer, self.consumer.task_display_name
+        payload = self.parse(fields)
+        who = consumer.payload_identifier(payload)
+        if consumer.should_skip(payload):
+            logger.warning("%s of %s skipped: nothing to do", name, who)
+            return
+        logger.info("%s of %s begins, retry %d", name, who, context.attempt - 1)
+        consumer.mark_processing(payload)
+        consumer.process_business(payload)
+        consumer.mark_completed(payload)
+        logger.info("%s of %s completed", name, who)
+
+    def parse(self, fields: dict[str, Any]) -> Any:
+        try:
+            payload = self.consumer.parse_payload(fields)
+        except Exception as error:
+            raise MessageError("invalid", f"The entry cannot be parsed: {error!r}") from error
+        if payload is None:
+            raise MessageError("invalid", "The entry lacks a field of its task")
+        return payload
+
+    def on_failure(self, outcome: Outcome) -> None:
+        message = outcome.delivery.message
+        fields = loads_for_display(message.payload, message.content_type) if message else None
+        if not isinstance(fields, dict) or isinstance(outcome.error, MessageError):
+            return  # nobody knows whose task it was
+        payload = self.parse(fields)
+        if outcome.result is Result.RETRIED:
+            self.consumer.retry_message(payload, outcome.attempt)
+        elif outcome.result is Result.DEAD:
+            told = _("%(task)s failed (retried %(count)d times): %(error)s") % {
+                "task": self.consumer.task_display_name,
+                "count": max(0, outcome.attempt - 1),
+                "error": error_text(outcome.error),
+            }
+            self.consumer.mark_failed(payload, truncate_error(told) or "")
+
+
+class StreamRoute(registry.Route):
+    """Entries of a stream: fields as a JSON object, named by our row or by their place."""
+
+    def __init__(self, handler: _StreamHandler) -> None:
+        self.handler = handler
+
+    def read(
+        self, record: Record, *, max_bytes: int
+    ) -> tuple[Message, registry.Handler | None] | None:
+        """Read an entry; a retry of one carries our envelope around the same fields."""
+        if names.JOB_ID in record.headers:
+            return super().read(record, max_bytes=max_bytes)
+        if not record.value:
+            raise MessageError("invalid", "The entry has no fields")
+        if len(record.value) > max_bytes:
+            raise MessageError(
+                "too_large", f"The entry has {len(record.value)} bytes; the limit is {max_bytes}"
+            )
+        place = f"{record.topic}:{record.partition}:{record.offset}"
+        message = Message(
+            id=storable_text(names.text(record.headers, names.ID) or place, MAX_ID_LENGTH),
+            type=self.handler.name,
+            payload=record.value,
+            content_type=JSON.content_type,
+            replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
+            timestamp=record.timestamp,
+        )
+        return message, self.handler
+
+
+def _register(cls: type[AbstractStreamConsumer[Any]]) -> None:
+    handler = _StreamHandler(
+        cls(),
+        registry.HandlerOptions(
+            name=registry.default_name(cls),
+            queue=cls.stream_key,
+            max_attempts=max_attempts_from_stream_retries(cls.max_retry_count),
+            timeout=cls.timeout,
+            backoff=BACKOFF,
+            atomic=False,
+            takes_context=True,
+        ),
+    )
+    registry.register(handler)
+    declare_queue(
+        cls.stream_key,
+        topic=cls.stream_key,
+        consumer_group=cls.group_name,
+        transport=cls.transport,
+    )
+    registry.bind(cls.stream_key, StreamRoute(handler))

@@ -1,0 +1,343 @@
+"""A consumer group's view of the message table.
+
+Many processes share a group: each claims rows under its own token (``database_claiming``), for as
+long as it shows signs of life. Clocks are the hosts' own, so they must agree to well within the
+lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import timedelta
+
+from django.db import connections, transaction
+from django.utils import timezone
+
+from kjo_django.models import TransportSubscription
+from kjo_django.store.transactions import jobs_database
+from kjo_django.transports.base import (
+    AssignedCallback,
+    Record,
+    RevokedCallback,
+    Subscription,
+    TopicKey,
+    TopicPartition,
+)
+from kjo_django.transports.database.changes import Changes
+from kjo_django.transports.database.claiming import Claimer, Collision, Pace
+from kjo_django.transports.database.rows import (
+    OUTAGES,
+    Backoff,
+    batches,
+    count_lag,
+    delete_held,
+    group_rows,
+    held_rows,
+    is_locked,
+    mend_connection,
+)
+
+logger = logging.getLogger("kjo_django.transports.database")
+
+_HOUSEKEEPING = 2.0
+_TRIES_OF_FLUSH = 5
+_PATIENCE_WITH_LOCKS = 3
+"""Lock errors in a row before they are reported: each has waited for SQLite's own timeout."""
+
+
+class DatabaseSubscription(Subscription):
+    """See ``Subscription``. Each topic is one partition; there is no rebalancing.
+
+    :param on_registered: told when the group's interest in its topics is committed.
+    """
+
+    def __init__(
+        self,
+        alias: str,
+        topics: Sequence[str],
+        group: str,
+        *,
+        lease: timedelta,
+        poll_interval: float,
+        on_registered: Callable[[], None],
+        on_revoked: RevokedCallback | None = None,
+        on_assigned: AssignedCallback | None = None,
+    ) -> None:
+        self._alias = alias
+        # On another database an acknowledgement would be durable before the outcome is.
+        self.joins_transactions = alias == jobs_database()
+        self._topics = list(dict.fromkeys(topics))
+        self._group = group
+        self._lease = lease
+        self._token = uuid.uuid4().hex
+        self._on_registered = on_registered
+        self._on_revoked = on_revoked
+        self._on_assigned = on_assigned
+        self._lock = threading.Lock()
+        self._held: set[int] = set()
+        self._settled: set[int] = set()
+        self._wake = threading.Event()
+        self._backoff = Backoff()
+        self._pace = Pace(poll_interval)
+        self._changes = Changes(alias)
+        self._claimer = Claimer(alias, self._topics, group, self._token, lease, self._pace)
+        self._may_have_strays = False
+        self._renew_at = 0.0
+        self._housekeep_at = 0.0
+        self._closed = False
+        self._attempt(0)
+
+    # --- Polling ----------------------------------------------------------------------------------
+
+    def poll(self, max_records: int, timeout: float) -> list[Record]:
+        """Claim rows that are due. While it waits it renews leases and writes acknowledgements.
+
+        It looks by a plain SELECT, every ``POLL_INTERVAL`` at least, and on SQLite soon after
+        somebody has committed: an idle consumer writes nothing. A database that is away or locked
+        makes it wait longer, see ``last_error``.
+        """
+        if self._closed:
+            return []
+        deadline = time.monotonic() + timeout
+        self._announce()
+        while True:
+            records = self._attempt(max_records)
+            remaining = deadline - time.monotonic()
+            if records or remaining <= 0:
+                return records
+            if self._wait(min(self._next_wait(), remaining)):
+                self._wake.clear()
+                self._pace.quicken()
+                return []
+
+    def _announce(self) -> None:
+        callback, self._on_assigned = self._on_assigned, None
+        if callback is not None:
+            callback(self.assignment())
+
+    def _next_wait(self) -> float:
+        """Short after activity, doubling up to POLL_INTERVAL; longer while the database is away."""
+        return max(self._pace.next_wait(), self._backoff.remaining)
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for somebody who wakes it, or has committed; whether it was woken."""
+        if self._backoff.remaining:
+            return self._wake.wait(seconds)
+        try:
+            return self._changes.wait(self._wake, seconds)
+        except OUTAGES as error:
+            self._note_outage(error)
+            return False
+
+    def _attempt(self, max_records: int) -> list[Record]:
+        """One round of everything that needs the database; an outage ends it, empty."""
+        if self._backoff.remaining:
+            return []
+        try:
+            self._housekeep()
+            self._free_strays()
+            self._write_settled()
+            self._renew()
+            records = self._claimer.claim(max_records)
+        except OUTAGES as error:
+            self._note_outage(error)
+            return []
+        except Collision:
+            self._pace.quicken()
+            return []
+        if records:
+            with self._lock:
+                self._held.update(record.offset for record in records)
+        self._backoff.succeeded()
+        self.last_error = None
+        return records
+
+    def _note_outage(self, error: Exception) -> None:
+        self._backoff.failed()
+        if is_locked(error):
+            # What it was to look at is there still: come back soon.
+            self._pace.quicken()
+            if self._backoff.failures < _PATIENCE_WITH_LOCKS:
+                return
+        else:
+            self._may_have_strays = True
+            mend_connection(self._alias)
+        if self.last_error is None:
+            logger.warning("Database %r cannot be polled, trying again: %s", self._alias, error)
+        self.last_error = str(error)
+
+    # --- Membership -------------------------------------------------------------------------------
+
+    def _housekeep(self) -> None:
+        """Keep the group registered, and adopt what was published before anybody subscribed.
+
+        Again and again, since a publisher that saw no group may commit after we registered, and
+        since the tables may be emptied under a running worker.
+        """
+        if time.monotonic() < self._housekeep_at:
+            return
+        subscriptions = TransportSubscription.objects.using(self._alias)
+        known = set(
+            subscriptions.filter(topic__in=self._topics, consumer_group=self._group).values_list(
+                "topic", flat=True
+            )
+        )
+        for topic in self._topics:
+            if topic not in known:
+                subscriptions.get_or_create(topic=topic, consumer_group=self._group)
+        if len(known) < len(self._topics):
+            self._on_registered()
+        orphans = group_rows(self._alias, "").filter(topic__in=self._topics)
+        if orphans.exists():
+            orphans.update(consumer_group=self._group)
+        self._housekeep_at = time.monotonic() + _HOUSEKEEPING
+
+    def _free_strays(self) -> None:
+        """Free rows of ours that nobody was handed, since the answer to the commit of their claim
+        was lost. They would be renewed with the others, and looked at by nobody."""
+        if not self._may_have_strays:
+            return
+        with self._lock:
+            known = self._held | self._settled
+        rows = held_rows(self._alias, self._token)
+        strays = [id for id in rows.values_list("id", flat=True) if id not in known]
+        for chunk in batches(self._alias, strays):
+            rows.filter(id__in=chunk).update(lease_token="", lease_expires_at=None)
+        self._may_have_strays = False
+
+    def _renew(self) -> None:
+        if time.monotonic() < self._renew_at:
+            return
+        if self._held:
+            held_rows(self._alias, self._token).update(
+                lease_expires_at=timezone.now() + self._lease
+            )
+        self._renew_at = time.monotonic() + self._lease.total_seconds() / 3
+
+    # --- Acknowledging ----------------------------------------------------------------------------
+
+    def acknowledge(self, records: Iterable[Record]) -> None:
+        """Note settled records; they are deleted in one statement by the next poll or flush."""
+        ids = self._mine(records)
+        with self._lock:
+            self._settled.update(ids)
+
+    def acknowledge_in_transaction(self, records: Iterable[Record]) -> None:
+        """Delete the records now, on this thread's connection.
+
+        Inside ``atomic`` the acknowledgement commits or rolls back with everything else there;
+        after a roll-back the records are this consumer's still, to settle in another way.
+        """
+        ids = self._mine(records)
+        delete_held(self._alias, ids, self._token)
+        transaction.on_commit(lambda: self._forget(ids), using=self._alias)
+
+    def _mine(self, records: Iterable[Record]) -> list[int]:
+        if self._closed:
+            return []
+        return [record.offset for record in records if record.token == self._token]
+
+    def _forget(self, ids: Iterable[int]) -> None:
+        with self._lock:
+            self._held.difference_update(ids)
+
+    def _write_settled(self) -> None:
+        with self._lock:
+            ids = sorted(self._settled)
+        if not ids:
+            return
+        delete_held(self._alias, ids, self._token)
+        # Only now: what a failing statement did not delete is tried again.
+        with self._lock:
+            self._settled.difference_update(ids)
+            self._held.difference_update(ids)
+
+    def flush(self) -> None:
+        """Write acknowledgements now; while the database is away they stay noted."""
+        self._insist(self._write_settled)
+
+    def _insist(self, action: Callable[[], object]) -> bool:
+        """Run ``action``, again after short waits while the database refuses."""
+        backoff = Backoff(first=0.02, longest=0.5)
+        for _ in range(_TRIES_OF_FLUSH):
+            try:
+                action()
+            except OUTAGES as error:
+                mend_connection(self._alias)
+                self.last_error = str(error)
+                backoff.failed()
+                time.sleep(backoff.remaining)
+            else:
+                return True
+        return False
+
+    # --- The rest ---------------------------------------------------------------------------------
+
+    hands_back = True
+
+    def hand_back(self, records: Iterable[Record]) -> None:
+        """Free these rows; while the database is away they stay held, until it is asked again."""
+        ids = self._mine(records)
+        rows = held_rows(self._alias, self._token)
+
+        def free() -> None:
+            for chunk in batches(self._alias, ids):
+                rows.filter(id__in=chunk).update(lease_token="", lease_expires_at=None)
+
+        if not self._insist(free):
+            self._may_have_strays = True
+        self._forget(ids)
+
+    def holds(self, record: Record) -> bool:
+        """Whether the row is this consumer's by all it knows."""
+        with self._lock:
+            is_held = record.offset in self._held
+        return is_held and record.token == self._token and not self._closed
+
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        """Leave these topics alone; rows already handed out stay this consumer's."""
+        self._claimer.pause(partitions)
+
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        """Claim from these topics again, at the next poll."""
+        self._claimer.resume(partitions)
+
+    def skip_keys(self, keys: Collection[TopicKey]) -> None:
+        """Claim no row of these keys; what is held of them stays held."""
+        self._claimer.skip_keys(keys)
+
+    def assignment(self) -> list[TopicPartition]:
+        """Return all topics: a group shares rows, not partitions."""
+        return [] if self._closed else [TopicPartition(topic, 0) for topic in self._topics]
+
+    def wake(self) -> None:
+        """Make a waiting ``poll`` return; the next one returns early if none waits."""
+        self._wake.set()
+
+    def lag(self) -> dict[TopicPartition, int]:
+        """Count the rows not acknowledged, those in flight included, delayed ones before their time
+        not."""
+        return count_lag(self._alias, self._topics, self._group)
+
+    def close(self) -> None:
+        """Write acknowledgements, hand back the rest at once and close this thread's connection.
+
+        If the database is away the rows come back when the lease ends.
+        """
+        if self._closed:
+            return
+        if self._on_revoked is not None:
+            self._on_revoked(self.assignment(), False)
+        self._closed = True
+        if not (self._insist(self._write_settled) and self._insist(self._hand_back)):
+            logger.warning("Leases of %s were left to expire: %s", self._group, self.last_error)
+        connection = connections[self._alias]
+        if not connection.in_atomic_block:
+            connection.close()
+
+    def _hand_back(self) -> None:
+        held_rows(self._alias, self._token).update(lease_token="", lease_expires_at=None)
