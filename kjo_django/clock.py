@@ -1,0 +1,31 @@
+"""The clock of this process; tests give another one to run in virtual time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import datetime
+
+from django.utils import timezone
+
+
+class Clock:
+    """Reads the system's clocks and waits on them."""
+
+    def now(self) -> datetime:
+        """Return the current instant, aware."""
+        return timezone.now()
+
+    def monotonic(self) -> float:
+        """Return seconds of a clock that never goes back, for durations and deadlines."""
+        return time.monotonic()
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        """Wait for an event, so many seconds at most; None: without a limit.
+
+        :returns: whether the event is set.
+        """
+        return event.wait(seconds)
+
+
+CLOCK = Clock()
