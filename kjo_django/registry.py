@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
@@ -21,6 +21,9 @@ from kjo_django.messages.serializers import JSON, Serializer, register_serialize
 from kjo_django.retries import Backoff
 from kjo_django.transports.base import Record
 from kjo_django.values import listed
+
+if TYPE_CHECKING:  # The registry is imported before there are models.
+    from kjo_django.store.rows import JobRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class Handler:
         """Return what runs a message with these headers: itself, where they change nothing."""
         return self
 
-    def refusal(self, message: Message, row: Mapping[str, Any] | None) -> MessageError | None:
+    def refusal(self, message: Message, row: JobRow | None) -> MessageError | None:
         """Return why a message is never to run, whoever sent it; None for one that may.
 
         :param row: the columns of its job's row that were read, None where it has no row.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from django.utils import timezone
 
@@ -16,26 +15,7 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
 from kjo_django.models import DeadLetterReason
 from kjo_django.models.job import message_id
-
-COLUMNS = (
-    "id",
-    "state",
-    "generation",
-    "attempts",
-    "max_attempts",
-    "available_at",
-    "expires_at",
-    "lease_token",
-    "lease_expires_at",
-    "result_ttl",
-    "created_at",
-    "unique_id",
-)
-"""What is read of a job's row before it runs."""
-
-
-NAMED_BY_OTHERS = 0
-"""The generation given to the row of an open job of ours whose id a message of others bears."""
+from kjo_django.store.rows import NAMED_BY_OTHERS, JobRow
 
 _OPEN = frozenset(state.value for state in states.OPEN)
 
@@ -54,7 +34,7 @@ class Start:
 
 def judge(
     delivery: Delivery,
-    row: dict[str, Any] | None,
+    row: JobRow | None,
     *,
     is_fresh: bool,
     leases: LeaseBook,
@@ -72,7 +52,7 @@ def judge(
     assert handler is not None
     if not is_fresh and not handler.judges_itself:
         return Outcome(delivery, Result.DUPLICATE, job=row)
-    if row is not None and row["generation"] == NAMED_BY_OTHERS:
+    if row is not None and row.generation == NAMED_BY_OTHERS:
         return _dead(delivery, None, 0, named_like_ours(row), DeadLetterReason.INVALID)
     if row is None:
         if message.job_id is not None and message.service == get_settings().service_name:
@@ -82,7 +62,7 @@ def judge(
         skipped = why_skip(delivery, row)
         if skipped:
             return Outcome(delivery, Result.SKIPPED, job=row, reason=skipped)
-        if row["lease_token"] and _is_held_by_another(row, leases, now or timezone.now()):
+        if row.lease_token and _is_held_by_another(row, leases, now or timezone.now()):
             return Outcome(delivery, Result.DEFERRED, job=row, reason="leased")
     refusal = handler.refusal(message, row)
     if refusal is not None:
@@ -90,7 +70,7 @@ def judge(
         return Outcome(delivery, Result.DEAD, error=refusal, reason=refusal.reason)
     attempts, limit = spent_and_limit(delivery, row)
     attempt = attempts + delivery.deliveries
-    expires_at = row["expires_at"] if row is not None else None
+    expires_at = row.expires_at if row is not None else None
     if expires_at is not None and expires_at <= (now or timezone.now()):
         error: KjoError = ExpiredError(f"Not started by {expires_at.isoformat()}")
         return _dead(delivery, row, attempts, error, DeadLetterReason.EXPIRED)
@@ -103,17 +83,17 @@ def judge(
     return Start(attempt, limit)
 
 
-def named_like_ours(row: dict[str, Any]) -> MessageError:
+def named_like_ours(row: JobRow) -> MessageError:
     """Return why a message of others that bears the id of an open job of ours is not run: its
     marker would say that the job is done."""
-    text = f"Its id is that of the job {row['id']} of this service, which has not ended"
+    text = f"Its id is that of the job {row.id} of this service, which has not ended"
     return MessageError("invalid", text)
 
 
-def spent_and_limit(delivery: Delivery, row: dict[str, Any] | None) -> tuple[int, int]:
+def spent_and_limit(delivery: Delivery, row: JobRow | None) -> tuple[int, int]:
     """Return how many attempts have an outcome that is recorded, and after how many it ends."""
     if row is not None:
-        spent, own = row["attempts"], row["max_attempts"]
+        spent, own = row.attempts, row.max_attempts
     else:
         handler = delivery.handler
         spent = 0
@@ -121,18 +101,18 @@ def spent_and_limit(delivery: Delivery, row: dict[str, Any] | None) -> tuple[int
     return spent, queue_policies.limit_of(delivery.queue.name, own, spent)
 
 
-def why_skip(delivery: Delivery, row: dict[str, Any]) -> str:
+def why_skip(delivery: Delivery, row: JobRow) -> str:
     """Return why the row forbids the run, or "" when it does not."""
     message = delivery.message
     assert message is not None
-    if row["state"] not in _OPEN:
-        return str(row["state"])
+    if row.state not in _OPEN:
+        return str(row.state)
     if message.job_id is None:
         # A second copy of a foreign message whose retries are in the hands of its row.
         return "has_row"
-    if message.generation != row["generation"]:
+    if message.generation != row.generation:
         return "generation"
-    return "attempt" if message.attempt <= row["attempts"] else ""
+    return "attempt" if message.attempt <= row.attempts else ""
 
 
 def is_left_open(outcome: Outcome) -> bool:
@@ -142,15 +122,15 @@ def is_left_open(outcome: Outcome) -> bool:
     without the other, somebody has used the job's name, and it is not done for that.
     """
     message, row = outcome.delivery.message, outcome.job
-    if row is None or message is None or message.job_id != str(row["id"]):
+    if row is None or message is None or message.job_id != str(row.id):
         return False
-    own_name = message_id(message.job_id, row["generation"])
-    is_born_here = message.id == own_name and row["unique_id"] != message.id
+    own_name = message_id(message.job_id, row.generation)
+    is_born_here = message.id == own_name and row.unique_id != message.id
     return not is_born_here and not why_skip(outcome.delivery, row)
 
 
-def _is_held_by_another(row: dict[str, Any], leases: LeaseBook, now: datetime) -> bool:
-    holder, expires_at = row["lease_token"], row["lease_expires_at"]
+def _is_held_by_another(row: JobRow, leases: LeaseBook, now: datetime) -> bool:
+    holder, expires_at = row.lease_token, row.lease_expires_at
     if not holder or holder == leases.token or expires_at is None or expires_at <= now:
         return False
     return not leases.is_vanished(holder)
@@ -158,7 +138,7 @@ def _is_held_by_another(row: dict[str, Any], leases: LeaseBook, now: datetime) -
 
 def _dead(
     delivery: Delivery,
-    row: dict[str, Any] | None,
+    row: JobRow | None,
     attempt: int,
     error: KjoError,
     reason: DeadLetterReason,

@@ -51,7 +51,7 @@ def _tell_one(outcome: Outcome) -> None:
     delivery, message = outcome.delivery, outcome.delivery.message
     facts: dict[str, Any] = {
         "job_id": (message.job_id or message.id) if message else None,
-        "unique_id": outcome.job["unique_id"] if outcome.job else None,
+        "unique_id": outcome.job.unique_id if outcome.job else None,
         "queue": delivery.queue.name,
         "handler": message.type if message else "",
     }

@@ -13,6 +13,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.messages.envelope import Message
 from kjo_django.models import EventKey
 from kjo_django.registry import Handler
+from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import Record, Subscription, TopicPartition
 
 
@@ -158,7 +159,7 @@ class Outcome:
     delivery: Delivery
     result: Result
     attempt: int = 0
-    job: dict[str, Any] | None = None
+    job: JobRow | None = None
     """The columns of its row read when it began, None when it has none."""
     value: bytes | None = None
     """The wrapped, serialized return value."""

@@ -11,10 +11,10 @@ from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.engine.attempt import Outcome
-from kjo_django.engine.job_rows import ID_TEXT
 from kjo_django.models import Job, transition
 from kjo_django.states import JobState
 from kjo_django.store.postgres import array_text, execute_last, text_array
+from kjo_django.store.rows import JobRow
 
 
 def complete(
@@ -53,14 +53,12 @@ def close_known(using: str, outcomes: Sequence[Outcome]) -> None:
         assert message is not None
         transition(
             "complete",
-            Job.objects.using(using)
-            .at(job["id"], job["generation"])
-            .filter(attempts=job["attempts"]),
+            Job.objects.using(using).at(job.id, job.generation).filter(attempts=job.attempts),
             finished_at=now,
             error="",
             lease_token="",
             lease_expires_at=None,
-            result_expires_at=now + timedelta(milliseconds=job["result_ttl"]),
+            result_expires_at=now + timedelta(milliseconds=job.result_ttl),
             **publication(outcome),
         )
 
@@ -75,10 +73,10 @@ def publication(outcome: Outcome) -> dict[str, Any]:
     not have run.
     """
     job, record = outcome.job, outcome.delivery.record
-    if job is None or job["state"] not in _AWAITING:
+    if job is None or job.state not in _AWAITING:
         return {}
     # Some clocks are read to the millisecond only: nothing is published before it is there.
-    since = max(record.timestamp or job["created_at"], job["created_at"])
+    since = max(record.timestamp or job.created_at, job.created_at)
     return {
         "topic": record.topic,
         "partition": record.partition,
@@ -93,7 +91,7 @@ def _change_lifetimes(using: str, outcomes: Sequence[Outcome], now: datetime) ->
         job = outcome.job
         assert job is not None
         lasts = outcome.notes["result_ttl"]
-        Job.objects.using(using).at(job["id"], job["generation"]).update(
+        Job.objects.using(using).at(job.id, job.generation).update(
             result_ttl=lasts, result_expires_at=now + timedelta(milliseconds=lasts)
         )
 
@@ -101,12 +99,12 @@ def _change_lifetimes(using: str, outcomes: Sequence[Outcome], now: datetime) ->
 def _complete_one_by_one(
     using: str, done: Sequence[Outcome], now: datetime, token: str | None
 ) -> set[Any]:
-    ids = {outcome.job["id"] for outcome in done if outcome.job is not None}
+    ids = {outcome.job.id for outcome in done if outcome.job is not None}
     recorded = _recorded(using, ids, _complete_many(using, done, now, token), now)
     for outcome in done:
         job, missing = outcome.job, publication(outcome)
-        if job is not None and missing and job["id"] in recorded:
-            Job.objects.using(using).at(job["id"], job["generation"]).update(**missing)
+        if job is not None and missing and job.id in recorded:
+            Job.objects.using(using).at(job.id, job.generation).update(**missing)
     return recorded
 
 
@@ -131,7 +129,7 @@ def _complete_many(using: str, done: Sequence[Outcome], now: datetime, token: st
     jobs = [(job, outcome) for outcome in done if (job := outcome.job) is not None]
     expiry = {
         ttl: stored("result_expires_at", now + timedelta(milliseconds=ttl))
-        for ttl in {job["result_ttl"] for job, _ in jobs}
+        for ttl in {job.result_ttl for job, _ in jobs}
     }
     rows = [
         (
@@ -139,9 +137,9 @@ def _complete_many(using: str, done: Sequence[Outcome], now: datetime, token: st
             outcome.attempt,
             stored("started_at", outcome.started_at),
             None if outcome.value is None else stored("result", outcome.value),
-            expiry[job["result_ttl"]],
-            stored("id", job["id"]),
-            job["generation"],
+            expiry[job.result_ttl],
+            stored("id", job.id),
+            job.generation,
             *conditions,
         )
         for job, outcome in jobs
@@ -188,8 +186,8 @@ def _complete_at_once(
     jobs = [(job, outcome) for outcome in done if (job := outcome.job) is not None]
     values = [outcome.value for _, outcome in jobs]
     columns: list[Any] = [
-        text_array([job.get(ID_TEXT) or str(job["id"]) for job, _ in jobs]),
-        array_text(job["generation"] for job, _ in jobs),
+        text_array([job.id_text for job, _ in jobs]),
+        array_text(job.generation for job, _ in jobs),
         array_text(outcome.attempt for _, outcome in jobs),
         array_text(outcome.started_at for _, outcome in jobs),
         # Of arrays that end early, unnest takes NULL for the rest.
@@ -204,13 +202,13 @@ def _complete_at_once(
         else:
             cursor.execute(_COMPLETE, parameters)
         changed = cursor.rowcount
-    return _recorded(using, {job["id"] for job, _ in jobs}, changed, now)
+    return _recorded(using, {job.id for job, _ in jobs}, changed, now)
 
 
-def _publications(jobs: Sequence[tuple[dict[str, Any], Outcome]]) -> Sequence[Any]:
+def _publications(jobs: Sequence[tuple[JobRow, Outcome]]) -> Sequence[Any]:
     """Return a column for each field of a publication; empty where all have been noted, as they
     have been in a backlog."""
-    if not any(job["state"] in _AWAITING for job, _ in jobs):
+    if not any(job.state in _AWAITING for job, _ in jobs):
         return ("{}",) * len(_PUBLICATION)
     each = [publication(outcome) for _, outcome in jobs]
     return [[one.get(name) for one in each] for name in _PUBLICATION]

@@ -135,11 +135,11 @@ def _unique_id(outcome: Outcome) -> dict[str, bytes]:
     """Return the header that keeps the id a job was enqueued under: only its row knows it, and
     that may be given to another payload, or pruned, before the dead letter is replayed."""
     message, row = outcome.delivery.message, outcome.job
-    if message is None or row is None or not row.get("unique_id"):
+    if message is None or row is None or not row.unique_id:
         return {}
-    if row["unique_id"] == message.row_name:
+    if row.unique_id == message.row_name:
         return {}  # a message nobody enqueued here: its own id
-    return names.encode({names.UNIQUE_ID: row["unique_id"]})
+    return names.encode({names.UNIQUE_ID: row.unique_id})
 
 
 def first_place(record: Record) -> tuple[str, int, int]:

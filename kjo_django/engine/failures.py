@@ -146,7 +146,7 @@ def _note_published(dead: Sequence[Outcome]) -> None:
 
 def _source_of(outcome: Outcome) -> str:
     message, job = outcome.delivery.message, outcome.job
-    job_id = None if job is None else job["id"]
+    job_id = None if job is None else job.id
     return source_id(outcome.delivery, job_id, message.generation if message else 1)
 
 
@@ -155,21 +155,21 @@ def record_lost_attempts(using: str, delivery: Delivery) -> None:
     row = load_rows(using, [delivery], lock=False).get(
         row_id(delivery, get_settings().service_name)
     )
-    if row is None or row["state"] not in states.OPEN:
+    if row is None or row.state not in states.OPEN:
         return
     spent, limit = spent_and_limit(delivery, row)
     # That of the last attempt is written with the dead letter.
     lost = range(spent + 1, min(spent + delivery.deliveries, limit))
     failures = JobFailure.objects.using(using)
     known = set(
-        failures.filter(
-            job_id=row["id"], generation=row["generation"], attempt__in=lost
-        ).values_list("attempt", flat=True)
+        failures.filter(job_id=row.id, generation=row.generation, attempt__in=lost).values_list(
+            "attempt", flat=True
+        )
     )
     failures.bulk_create(
         JobFailure(
-            job_id=row["id"],
-            generation=row["generation"],
+            job_id=row.id,
+            generation=row.generation,
             attempt=attempt,
             error_type=import_path(StalledError),
             error="Its worker died or froze during this attempt, or could not record its outcome",
@@ -221,7 +221,7 @@ def _was_recorded(using: str, outcome: Outcome) -> bool:
         # Not the row that sent the message, whose id the new one takes.
         rows = Job.objects.using(using).filter(destination="")
         return born is not None and rows.filter(pk=born).exists()
-    rows = Job.objects.using(using).at(job["id"], job["generation"])
+    rows = Job.objects.using(using).at(job.id, job.generation)
     state = rows.filter(attempts=outcome.attempt).values_list("state", flat=True).first()
     if outcome.result is Result.RETRIED:
         return state in states.OPEN
@@ -280,7 +280,7 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
             _send_retry(using, row)
         return row.pk, True
     if not is_retry:
-        changes["result_ttl"] = outcome.notes.get("result_ttl", job["result_ttl"])
+        changes["result_ttl"] = outcome.notes.get("result_ttl", job.result_ttl)
         changes["result_expires_at"] = now + timedelta(milliseconds=changes["result_ttl"])
     changes.update(publication(outcome))
     if names.TRACE_FOLLOWS in delivery.record.headers:
@@ -288,16 +288,14 @@ def _record_job(using: str, outcome: Outcome, now: datetime) -> tuple[Any, bool]
         own = delivery.record.headers.items()
         kept = {name: value for name, value in own if name not in names.OF_A_MESSAGE}
         changes["headers"] = _headers_for_row(kept, delivery.record)
-    rows = (
-        Job.objects.using(using).at(job["id"], job["generation"]).filter(attempts=job["attempts"])
-    )
+    rows = Job.objects.using(using).at(job.id, job.generation).filter(attempts=job.attempts)
     if "lease_token" in outcome.notes:
         # "" of one that was given back, while its dead letter was refused.
         rows = rows.filter(lease_token__in=("", outcome.notes["lease_token"]))
     changed = transition(action, rows, **changes)
     if changed and is_retry:
-        _send_retry(using, Job.objects.using(using).get(pk=job["id"]))
-    return job["id"], bool(changed)
+        _send_retry(using, Job.objects.using(using).get(pk=job.id))
+    return job.id, bool(changed)
 
 
 def _send_retry(using: str, job: Job) -> None:

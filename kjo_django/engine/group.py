@@ -199,7 +199,7 @@ class Pipeline:
         using, service = jobs_database(), get_settings().service_name
         left = _unsettled(deliveries, None)
         rows = load_rows(using, left, lock=False)
-        ids = [row["id"] for row in rows.values() if row.get("lease_token") == self._leases.token]
+        ids = [row.id for row in rows.values() if row.lease_token == self._leases.token]
         self._leases.let_rows_go(ids)
         row_leases.give_back(using, ids, self._leases.token)
         for context, seconds, delivery in hung:

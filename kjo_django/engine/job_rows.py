@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
@@ -14,7 +15,6 @@ from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.conf import get_settings
-from kjo_django.engine.admission import COLUMNS, NAMED_BY_OTHERS
 from kjo_django.engine.attempt import Delivery
 from kjo_django.models import EventKey, Job, ProcessedEvent
 from kjo_django.models.processed_event import Marking
@@ -23,9 +23,7 @@ from kjo_django.store.postgres import (
     read_times_natively,
     text_array,
 )
-
-ID_TEXT = "id_text"
-"""Of a row read on PostgreSQL, its id as text: the server writes it in a tenth of Python's time."""
+from kjo_django.store.rows import COLUMNS, NAMED_BY_OTHERS, JobRow
 
 
 def row_id(delivery: Delivery, service: str) -> str:
@@ -40,7 +38,7 @@ def row_id(delivery: Delivery, service: str) -> str:
     return f"unique:{message.row_name}"
 
 
-def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict[str, Any]:
+def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict[str, JobRow]:
     """Return the job rows of a group in one query (two when foreign messages are among them)."""
     wanted = _Wanted(deliveries)
     found = _rows_of(using, wanted.ids, lock=lock) if wanted.ids else {}
@@ -49,7 +47,7 @@ def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict
 
 def mark_and_load(
     using: str, keys: Sequence[EventKey], deliveries: Sequence[Delivery]
-) -> tuple[set[EventKey], dict[str, Any]]:
+) -> tuple[set[EventKey], dict[str, JobRow]]:
     """Mark a group's effects, then lock and return its rows; return which keys were new, too.
 
     The write comes first: SQLite takes its write lock at once instead of failing half-way. On
@@ -92,7 +90,7 @@ class _Wanted:
             elif _IS_ID(id):
                 self.ids.append(id)
 
-    def of_foreign(self, using: str) -> dict[str, Any]:
+    def of_foreign(self, using: str) -> dict[str, JobRow]:
         """Return the rows of foreign messages: those their first failures bore; and the open jobs
         of ours whose ids they bear, with the generation ``NAMED_BY_OTHERS``.
 
@@ -105,12 +103,15 @@ class _Wanted:
         wanted = Q(queue=self._queue, unique_id__in=list(foreign))
         if self._named:
             wanted |= Q(pk__in=list(self._named), state__in=states.OPEN, destination="")
-        found: dict[str, Any] = {}
-        for row in Job.objects.using(using).filter(wanted).values(*COLUMNS, "queue"):
-            if named := self._named.get(str(row["id"])):
-                found.setdefault(named, {**row, "generation": NAMED_BY_OTHERS})
-            if row["unique_id"] in foreign and row["queue"] == self._queue:
-                found[foreign[row["unique_id"]]] = row
+        found: dict[str, JobRow] = {}
+        for queue, *values in (
+            Job.objects.using(using).filter(wanted).values_list("queue", *COLUMNS)
+        ):
+            row = JobRow.read(values)
+            if named := self._named.get(row.id_text):
+                found.setdefault(named, replace(row, generation=NAMED_BY_OTHERS))
+            if row.unique_id in foreign and queue == self._queue:
+                found[foreign[row.unique_id]] = row
         return found
 
 
@@ -121,7 +122,7 @@ _IS_NAMED = re.compile(rf"({_ID})(?::\d+)?").fullmatch
 """As the messages of our jobs are named."""
 
 
-def _rows_of(using: str, ids: Sequence[str], *, lock: bool) -> dict[str, Any]:
+def _rows_of(using: str, ids: Sequence[str], *, lock: bool) -> dict[str, JobRow]:
     """Return the rows keyed by the id's text, locked against everybody else where that exists."""
     if connections[using].vendor == "postgresql":
         with connections[using].cursor() as cursor:
@@ -134,39 +135,38 @@ def _rows_of(using: str, ids: Sequence[str], *, lock: bool) -> dict[str, Any]:
     features = connections[using].features
     if lock and features.has_select_for_update:
         rows = rows.select_for_update(no_key=features.has_select_for_no_key_update)
-    return {str(row["id"]): row for row in rows.values(*COLUMNS)}
+    found = map(JobRow.read, rows.values_list(*COLUMNS))
+    return {row.id_text: row for row in found}
 
 
-_SELECTED = (*COLUMNS, ID_TEXT)
 # A statement whose text does not grow with the group, and times read by psycopg's own loader
 # instead of Django's in Python (both aware; only the class differs).
 _ROWS = f"""
-SELECT {", ".join(COLUMNS)}, id::text AS {ID_TEXT} FROM kjo_job WHERE id = ANY(%s::uuid[])
+SELECT {", ".join(COLUMNS)}, id::text FROM kjo_job WHERE id = ANY(%s::uuid[])
 ORDER BY kjo_job.id
 """  # noqa: S608 - column names of ours
 
 
-def _rows_of_sqlite(connection: BaseDatabaseWrapper, ids: Sequence[str]) -> dict[str, Any]:
+def _rows_of_sqlite(connection: BaseDatabaseWrapper, ids: Sequence[str]) -> dict[str, JobRow]:
     """Read what Django would, without its converters, which take longer than the query."""
     columns, places = ", ".join(COLUMNS), ", ".join(["%s"] * len(ids))
-    found: dict[str, Any] = {}
+    found: dict[str, JobRow] = {}
     with connection.cursor() as cursor:
         cursor.execute(
             f"SELECT {columns} FROM kjo_job WHERE id IN ({places})",  # noqa: S608 - names of ours
             [id.replace("-", "") for id in ids],
         )
         for values in cursor:
-            row = dict(zip(COLUMNS, values, strict=True))
-            row["id"] = UUID(row["id"])
+            row = JobRow.read([UUID(values[0]), *values[1:]])
             for name in _TIMES:
-                if row[name] is not None:
-                    row[name] = row[name].replace(tzinfo=connection.timezone)
-            found[str(row["id"])] = row
+                if (moment := getattr(row, name)) is not None:
+                    setattr(row, name, moment.replace(tzinfo=connection.timezone))
+            found[row.id_text] = row
     return found
 
 
 _TIMES = ("available_at", "expires_at", "lease_expires_at", "created_at")
 
 
-def _by_name(rows: Iterable[Sequence[Any]]) -> dict[str, Any]:
-    return {row[-1]: dict(zip(_SELECTED, row, strict=True)) for row in rows}
+def _by_name(rows: Iterable[Sequence[Any]]) -> dict[str, JobRow]:
+    return {row[-1]: JobRow(*row) for row in rows}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from django.db import transaction
 from django.utils import timezone
@@ -21,6 +20,7 @@ from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import JobCancelledError
 from kjo_django.messages.serializers import one_line
+from kjo_django.store.rows import JobRow
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import TopicPartition
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("kjo_django")
 _HANDED_BACK = (Abort.SHUTDOWN, Abort.LOST)
 
 
-def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: dict[str, Any] | None) -> Outcome:
+def outcome_of(delivery: Delivery, ran: Ran, start: Start, row: JobRow | None) -> Outcome:
     """Turn how a handler ended into an outcome."""
     outcome = Outcome(
         delivery,

@@ -18,12 +18,11 @@ from kjo_django import states
 from kjo_django.engine import failures
 from kjo_django.models import Job
 from kjo_django.store.postgres import array_text
-
-Row = dict[str, Any]
+from kjo_django.store.rows import JobRow
 
 
 def take(
-    using: str, rows: Sequence[Row], token: str, now: datetime, expires_at: datetime
+    using: str, rows: Sequence[JobRow], token: str, now: datetime, expires_at: datetime
 ) -> set[UUID]:
     """Write a worker's lease into rows, unless they have changed since they were read.
 
@@ -75,15 +74,15 @@ WHERE id IN (
 
 
 def _take_at_once(
-    using: str, rows: Sequence[Row], token: str, now: datetime, expires_at: datetime
+    using: str, rows: Sequence[JobRow], token: str, now: datetime, expires_at: datetime
 ) -> set[UUID]:
-    ids = array_text(row["id"] for row in rows)
+    ids = array_text(row.id for row in rows)
     judged: list[Any] = [
         ids,
-        array_text(row["generation"] for row in rows),
-        array_text(row["attempts"] for row in rows),
-        [row["lease_token"] for row in rows],
-        [row["lease_expires_at"] for row in rows],
+        array_text(row.generation for row in rows),
+        array_text(row.attempts for row in rows),
+        [row.lease_token for row in rows],
+        [row.lease_expires_at for row in rows],
     ]
     with connections[using].cursor() as cursor:
         cursor.execute(
@@ -93,13 +92,13 @@ def _take_at_once(
 
 
 def _take_alike(
-    using: str, rows: Sequence[Row], token: str, now: datetime, expires_at: datetime
+    using: str, rows: Sequence[JobRow], token: str, now: datetime, expires_at: datetime
 ) -> set[UUID]:
     """The same for other databases: a statement for all that were read alike, mostly one."""
     alike: dict[tuple[Any, ...], list[UUID]] = {}
     for row in rows:
-        judged = (row["generation"], row["attempts"], row["lease_token"], row["lease_expires_at"])
-        alike.setdefault(judged, []).append(row["id"])
+        judged = (row.generation, row.attempts, row.lease_token, row.lease_expires_at)
+        alike.setdefault(judged, []).append(row.id)
     won: set[UUID] = set()
     # It begins with a write, so SQLite waits for its turn.
     with failures.in_transaction(using):

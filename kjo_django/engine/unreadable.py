@@ -7,6 +7,7 @@ from kjo_django.engine import admission
 from kjo_django.engine.attempt import Delivery, Outcome, Result
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.exceptions import MessageError
+from kjo_django.store.rows import NAMED_BY_OTHERS
 from kjo_django.store.transactions import jobs_database
 
 
@@ -22,11 +23,11 @@ def poison_outcome(delivery: Delivery) -> Outcome:
         using = jobs_database()
         rows = load_rows(using, [delivery], lock=False)
         row = rows.get(row_id(delivery, get_settings().service_name))
-        if row is not None and row["generation"] == admission.NAMED_BY_OTHERS:
+        if row is not None and row.generation == NAMED_BY_OTHERS:
             row = None
         if row is not None and (skipped := admission.why_skip(delivery, row)):
             return Outcome(delivery, Result.SKIPPED, job=row, reason=skipped)
-    attempt = row["attempts"] if row else 0
+    attempt = row.attempts if row else 0
     return Outcome(
         delivery, Result.DEAD, attempt=attempt, job=row, error=problem, reason=problem.reason
     )

@@ -21,6 +21,7 @@ from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import JSON
 from kjo_django.models import Job
 from kjo_django.operations.reports import checked_rate
+from kjo_django.store.rows import JobRow
 from kjo_django.store.transactions import jobs_database
 
 
@@ -159,15 +160,15 @@ def _request_of(job: Job) -> Request | None:
 class InternalHandler(registry.Handler):
     """A handler of an internal job."""
 
-    def refusal(self, message: Message, row: Mapping[str, Any] | None) -> MessageError | None:
+    def refusal(self, message: Message, row: JobRow | None) -> MessageError | None:
         """Refuse a message that is not made of a row of ours: anybody who can write to a topic
         could otherwise have done what needs a permission, under any name."""
-        if row is None or message.job_id != str(row["id"]) or not _is_ours(message):
+        if row is None or message.job_id != str(row.id) or not _is_ours(message):
             return MessageError("invalid", f"{self.name} runs only as a job that was enqueued here")
-        stored = Job.objects.using(jobs_database()).filter(pk=row["id"], handler=self.name)
+        stored = Job.objects.using(jobs_database()).filter(pk=row.id, handler=self.name)
         known = stored.values_list("payload", "content_type").first()
         if known is None or (bytes(known[0]), known[1]) != (message.payload, message.content_type):
-            return MessageError("invalid", f"The message is not that of the job {row['id']}")
+            return MessageError("invalid", f"The message is not that of the job {row.id}")
         return None
 
 

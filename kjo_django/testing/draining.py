@@ -33,6 +33,7 @@ from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job
 from kjo_django.patterns.queue import Queue
+from kjo_django.store.rows import JobRow
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record, Subscription, TopicPartition
 
@@ -156,7 +157,7 @@ def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fi
         raise delivery.problem
     if delivery.handler is None:
         raise MessageError("unknown_type", f"No handler is registered for {row.handler!r}")
-    known = {"created_at": row.created_at, "unique_id": row.unique_id}
+    known = JobRow.of(row)
     watch = TimeoutWatch()
     try:
         if delivery.batch is None:

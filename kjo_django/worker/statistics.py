@@ -96,7 +96,7 @@ class Statistics:
         if outcome.started_at is not None:
             bucket.runs[bound_of(outcome.seconds)] += 1
             bucket.run_seconds += outcome.seconds
-            due = outcome.job["available_at"] if outcome.job else outcome.delivery.record.timestamp
+            due = outcome.job.available_at if outcome.job else outcome.delivery.record.timestamp
             if due is not None:
                 # A clock that stepped back counts as no time: a sum never falls.
                 waited = max(0.0, (outcome.started_at - due).total_seconds())

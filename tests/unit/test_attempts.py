@@ -10,13 +10,13 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.engine import admission
-from kjo_django.engine.admission import COLUMNS, Start, judge
+from kjo_django.engine.admission import Start, judge
 from kjo_django.engine.attempt import Delivery, Outcome, Result
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import job_headers, read
 from kjo_django.models import Job
+from kjo_django.store.rows import COLUMNS, JobRow
 from kjo_django.transports.base import Record
 from tests.factories import JobFactory
 from tests.unit.deliveries import Silent
@@ -53,12 +53,12 @@ def delivery(*, deliveries: int = 1, is_foreign: bool = False, **told) -> Delive
     )
 
 
-def row(**columns) -> dict:
+def row(**columns) -> JobRow:
     job = JobFactory.build(**{"state": "queued", "max_attempts": 3, **columns})
-    return {name: getattr(job, name) for name in COLUMNS}
+    return JobRow.of(job)
 
 
-def verdict(one: Delivery, of: dict | None, *, is_fresh: bool = True) -> tuple | str:
+def verdict(one: Delivery, of: JobRow | None, *, is_fresh: bool = True) -> tuple | str:
     """``(attempt, limit)`` of a start, else the result and its reason."""
     with override_settings(KJO={"SERVICE_NAME": "tests", "QUEUES": {"ledger": {}}}):
         answer = judge(one, of, is_fresh=is_fresh, leases=Leases(), now=NOW)
@@ -155,4 +155,4 @@ def test_what_dies_unrun_tells_how_many_attempts_there_were():
 
 
 def test_every_column_it_reads_exists():
-    assert {field.name for field in Job._meta.fields} >= set(admission.COLUMNS)
+    assert {field.name for field in Job._meta.fields} >= set(COLUMNS)

@@ -11,12 +11,12 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.engine import completion, failures
-from kjo_django.engine.admission import COLUMNS
 from kjo_django.engine.attempt import Delivery, Outcome, Result
 from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.registry import find
+from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import Record
 from tests.factories import JobFactory
 from tests.unit.deliveries import KJO, MEMORY, Bench, Silent
@@ -35,8 +35,7 @@ def outcome_of(job: Job, result: Result = Result.COMPLETED, **facts) -> Outcome:
     record = Record(sent.topic, 0, 5, sent.key, sent.value, dict(sent.headers))
     delivery = Bench().read(record)
     defaults = {"attempt": job.attempts + 1, "started_at": timezone.now()}
-    columns = {name: getattr(job, name) for name in COLUMNS}
-    return Outcome(delivery, result, job=columns, **{**defaults, **facts})
+    return Outcome(delivery, result, job=JobRow.of(job), **{**defaults, **facts})
 
 
 def a_job(**columns) -> Job:
@@ -126,10 +125,9 @@ def test_the_planner_expects_the_groups_rows_whatever_statistics_say(real_databa
     Job.objects.update(state="queued", lease_token="mine")
     # When
     done, plans = [outcome_of(a_job(lease_token="mine"))], []
-    columns = {name: getattr(jobs[0], name) for name in COLUMNS}
     first = done[0].delivery
     for job in jobs[:200]:
-        done.append(Outcome(first, Result.COMPLETED, 1, {**columns, "id": job.pk}))
+        done.append(Outcome(first, Result.COMPLETED, 1, JobRow.of(job)))
     for outcome in done:
         outcome.started_at = timezone.now()
 

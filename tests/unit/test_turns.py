@@ -20,6 +20,7 @@ from kjo_django.engine.attempt import Result
 from kjo_django.engine.runners.leased import PlainRunner
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
+from kjo_django.store.rows import JobRow
 from kjo_django.worker import Worker
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
@@ -387,15 +388,14 @@ def test_a_row_that_has_changed_in_any_way_since_it_was_judged_is_not_leased(mak
     now = timezone.now()
     old, new = now - timedelta(minutes=1), now + timedelta(minutes=1)
     job = JobFactory(queued=True, lease_token="dead", lease_expires_at=old)
-    names = ("id", "generation", "attempts", "lease_token", "lease_expires_at", "state")
-    (row,) = Job.objects.values(*names)
+    row = JobRow.of(Job.objects.get())
     # When
     Job.objects.update(**changed)
     # Then
     assert not row_leases.take("default", [row], "bench", now, new)
     assert Job.objects.get().lease_token != "bench"
     # And as it was it is
-    Job.objects.update(**{name: row[name] for name in changed})
+    Job.objects.update(**{name: getattr(row, name) for name in changed})
     assert row_leases.take("default", [row], "bench", now, new) == {job.pk}
 
 

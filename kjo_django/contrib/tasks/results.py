@@ -298,9 +298,9 @@ def _row_after(outcome: Outcome) -> Job:
     assert row is not None
     assert message is not None
     if outcome.result is not Result.COMPLETED:
-        return Job.objects.using(jobs_database()).get(pk=row["id"])
+        return Job.objects.using(jobs_database()).get(pk=row.id)
     after = {
-        **row,
+        **row.columns(),
         "state": JobState.COMPLETED,
         "attempts": outcome.attempt,
         "started_at": outcome.started_at,

@@ -21,6 +21,7 @@ from kjo_django.exceptions import HandlerTimeout, JobTimeoutError, PayloadError,
 from kjo_django.messages import headers as names
 from kjo_django.messages.carried import inheritable
 from kjo_django.messages.serializers import dump_result, load_value, serializer_for
+from kjo_django.store.rows import JobRow
 
 ENDINGS = BaseException
 """What ends an attempt: ``sys.exit()``, a cancelled task or a panic of a library in Rust must not
@@ -58,7 +59,7 @@ C = TypeVar("C", bound=JobContext)
 
 
 def make_context(
-    delivery: Delivery, attempt: int, max_attempts: int, row: dict[str, Any] | None
+    delivery: Delivery, attempt: int, max_attempts: int, row: JobRow | None
 ) -> JobContext:
     """Describe the run to the handler."""
     return describe(JobContext, delivery, attempt, max_attempts, row)
@@ -69,7 +70,7 @@ def describe(
     delivery: Delivery,
     attempt: int,
     max_attempts: int,
-    row: dict[str, Any] | None,
+    row: JobRow | None,
 ) -> C:
     """Describe the run by a context of this class."""
     message = delivery.message
@@ -81,7 +82,7 @@ def describe(
         message.id,
         delivery.queue.name,
         names.texts(delivery.record.headers) if _is_seen(kind, delivery) else {},
-        row["created_at"] if row is not None else message.timestamp,
+        row.created_at if row is not None else message.timestamp,
         _unique_id(delivery, row),
         message.generation,
         None,
@@ -90,12 +91,12 @@ def describe(
     )
 
 
-def _unique_id(delivery: Delivery, row: dict[str, Any] | None) -> str | None:
+def _unique_id(delivery: Delivery, row: JobRow | None) -> str | None:
     """Return the id the job was enqueued under; of one that replays the dead letter of another
     job, that job's."""
     if told := delivery.record.headers.get(names.UNIQUE_ID):
         return told.decode("utf-8", "replace")
-    return row["unique_id"] if row is not None else None
+    return row.unique_id if row is not None else None
 
 
 def _is_seen(kind: type[JobContext], delivery: Delivery) -> bool:

@@ -183,9 +183,9 @@ class RunningJobs:
         rows = load_rows(using, [delivery for _, delivery in runs], lock=False)
         found = []
         for context, delivery in runs:
-            row = rows.get(row_id(delivery, service), {})
+            row = rows.get(row_id(delivery, service))
             judges_itself = delivery.handler is not None and delivery.handler.judges_itself
             is_done = keys[id(context)] in known and not judges_itself
-            if is_done or row.get("lease_token", token) != token:
+            if is_done or (row is not None and row.lease_token != token):
                 found.append(context)
         return found

@@ -37,13 +37,14 @@ from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.exceptions import JobCancelledError, PermanentError, text_of
 from kjo_django.messages.carried import INHERITED
 from kjo_django.messages.serializers import load_value
+from kjo_django.store.rows import JobRow
 
 logger = logging.getLogger("kjo_django")
 
 UNWANTED = (Abort.CANCELLED, Abort.SHUTDOWN, Abort.LOST)
 """Reasons to end for which nobody is to run it again now."""
 
-Started = tuple[Delivery, Start, dict[str, Any] | None]
+Started = tuple[Delivery, Start, JobRow | None]
 """A delivery that may run, how it starts, and its job's row."""
 
 

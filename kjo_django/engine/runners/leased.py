@@ -92,7 +92,7 @@ class PlainRunner:
                 ended.append(start)
             else:
                 started.append((delivery, start, row))
-        judged = {row["id"]: row for _, _, row in started if row is not None}
+        judged = {row.id: row for _, _, row in started if row is not None}
         # Another record of a job may be with another lane, and its lease is this worker's too.
         free = self._leases.hold_rows(judged)
         won: set[UUID] = set()
@@ -110,10 +110,10 @@ class PlainRunner:
         mine: list[Started] = []
         for delivery, start, row in started:
             if row is not None:
-                if row["id"] not in won:
+                if row.id not in won:
                     ended.append(Outcome(delivery, Result.DEFERRED, job=row, reason="leased"))
                     continue
-                won.discard(row["id"])  # a second record of the job waits for the first
+                won.discard(row.id)  # a second record of the job waits for the first
             mine.append((delivery, start, row))
         return mine, ended
 
@@ -131,7 +131,7 @@ class PlainRunner:
 
     def give_back_of(self, outcomes: Sequence[Outcome]) -> None:
         """Let others have at once what ran and comes again."""
-        ids = [outcome.job["id"] for outcome in outcomes if outcome.job is not None]
+        ids = [outcome.job.id for outcome in outcomes if outcome.job is not None]
         row_leases.give_back(jobs_database(), ids, self._leases.token)
 
     def call(self, step: Sequence[Started]) -> list[Ran]:
@@ -195,7 +195,7 @@ class PlainRunner:
             for outcome in done:
                 if id(outcome) not in won:
                     outcome.result, outcome.reason = Result.DUPLICATE, "lease lost"
-                elif outcome.job is not None and outcome.job["id"] not in recorded:
+                elif outcome.job is not None and outcome.job.id not in recorded:
                     outcome.result, outcome.reason = Result.SKIPPED, "lease lost"
             lost = [keys[id(o)] for o in done if o.result is Result.SKIPPED]
             lost = [key for key in lost if key in fresh]
@@ -206,7 +206,7 @@ class PlainRunner:
 
 
 def _ids(started: Collection[Started]) -> list[UUID]:
-    return [row["id"] for _, _, row in started if row is not None]
+    return [row.id for _, _, row in started if row is not None]
 
 
 def _judges_itself(outcome: Outcome) -> bool:

@@ -46,6 +46,7 @@ from kjo_django.engine.outcomes import (
 )
 from kjo_django.engine.runners.batch import UNWANTED, Batch, Started, in_steps, run_batch
 from kjo_django.models import EventKey, ProcessedEvent
+from kjo_django.store.rows import JobRow
 from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
@@ -315,7 +316,7 @@ def _as_told(error: BaseException, connection: BaseDatabaseWrapper, blocks: int)
     return refusal
 
 
-def _repeated(delivery: Delivery, row: dict[str, Any] | None, earlier: Outcome) -> Outcome:
+def _repeated(delivery: Delivery, row: JobRow | None, earlier: Outcome) -> Outcome:
     """Judge another record of a message that has just been run."""
     if earlier.result is Result.COMPLETED:
         return Outcome(delivery, Result.DUPLICATE, job=row)

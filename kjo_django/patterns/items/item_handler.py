@@ -136,7 +136,7 @@ class ItemHandler(Handler):
         if outcome.result is not Result.DEAD or message is None:
             return
         if outcome.job is not None:
-            _free_identity(outcome.job["id"])
+            _free_identity(outcome.job.id)
         try:
             with transaction.atomic(using=self.consumer.get_database()):
                 _call(self.consumer.mark_item_as_failed, message.lease_id)

@@ -1,0 +1,54 @@
+"""Rows as the hot path reads them: a model instance of each would cost more than its query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from kjo_django.models import Job
+
+NAMED_BY_OTHERS = 0
+"""The generation given to the row of an open job of this service whose id a foreign message
+bears."""
+
+
+@dataclass(slots=True, eq=False)
+class JobRow:
+    """What is read of a job's row before the job runs; the columns stand in the SELECT's order."""
+
+    id: UUID
+    state: str
+    generation: int
+    attempts: int
+    max_attempts: int
+    available_at: datetime
+    expires_at: datetime | None
+    lease_token: str
+    lease_expires_at: datetime | None
+    result_ttl: int
+    created_at: datetime
+    unique_id: str | None
+    id_text: str
+    """The id as messages write it."""
+
+    @classmethod
+    def of(cls, job: Job) -> JobRow:
+        """Return what would be read of this job."""
+        return cls.read([getattr(job, name) for name in COLUMNS])
+
+    @classmethod
+    def read(cls, values: Sequence[Any]) -> JobRow:
+        """Return a row of the values of ``COLUMNS``."""
+        complete = [*values, str(values[0])]
+        return cls(*complete)
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns' values by name."""
+        return {name: getattr(self, name) for name in COLUMNS}
+
+
+COLUMNS = tuple(name for name in JobRow.__slots__ if name != "id_text")
+"""The columns of ``kjo_job`` that a ``JobRow`` holds."""
