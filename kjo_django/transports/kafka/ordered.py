@@ -155,6 +155,8 @@ class OrderedSend:
 
     def _cut(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the next portion, and what waits for the one after it."""
+        if self._fits_one_batch(indices):
+            return list(indices), []
         portion: list[int] = []
         later: list[int] = []
         seen: set[_Key] = set()
@@ -180,6 +182,20 @@ class OrderedSend:
             sizes[topic], counts[topic] = size, count
             portion.append(index)
         return portion, later
+
+    def _fits_one_batch(self, indices: Sequence[int]) -> bool:
+        """Return whether all of these certainly go into one batch: the common case, in which their
+        keys need not be looked at."""
+        topic = self._records[indices[0]].topic
+        if topic not in self._client.topics or len(indices) > self._limits.records:
+            return False
+        size, most = 0, self._limits.size
+        for index in indices:
+            record = self._records[index]
+            size += size_of(record)
+            if size > most or record.topic != topic:
+                return False
+        return True
 
     # --- One portion ------------------------------------------------------------------------------
 
@@ -225,8 +241,7 @@ class OrderedSend:
         :raises BufferError: its queue is full.
         """
         record, outcome = self._records[index], self.outcomes[index]
-        key = key_of(record)
-        if key is not None and key in self._failed:
+        if self._failed and (key := key_of(record)) is not None and key in self._failed:
             outcome.error = f"held back behind an earlier record of its key: {self._failed[key]}"
             return False
         arguments: dict[str, Any] = {"value": record.value, "key": record.key}
@@ -258,11 +273,12 @@ class OrderedSend:
         errors = [error for error in reports if error is not None]
         self.errors += errors
         purged = {describe(error) for error in errors if error.code() in PURGED}
+        topics = self._client.topics
         for index in sent:
             outcome = self.outcomes[index]
             if outcome.error is None:
                 self._is_taken = True
-                self._client.topics.add(self._records[index].topic)
+                topics.add(self._records[index].topic)
             elif outcome.error in purged:
                 outcome.error = self._why_purged()
 
@@ -276,8 +292,11 @@ class OrderedSend:
 
     def _note(self, index: int) -> None:
         """Hold back the key of a record that was not taken and may be another time."""
-        outcome, key = self.outcomes[index], key_of(self._records[index])
-        if key is not None and outcome.error is not None and not outcome.is_final:
+        outcome = self.outcomes[index]
+        if outcome.error is None or outcome.is_final:
+            return
+        key = key_of(self._records[index])
+        if key is not None:
             self._failed.setdefault(key, outcome.error)
 
 
@@ -295,10 +314,10 @@ def key_of(record: OutgoingRecord) -> _Key | None:
 
 def size_of(record: OutgoingRecord) -> int:
     """Return what a record takes of a batch, in bytes; rather too much."""
-    headers = sum(
-        len(name) * 4 + len(value) + HEADER_OVERHEAD for name, value in record.headers.items()
-    )
-    return len(record.value or b"") + len(record.key or b"") + headers + RECORD_OVERHEAD
+    headers = record.headers
+    names, values = len("".join(headers)), len(b"".join(headers.values()))
+    inside = names * 4 + values + HEADER_OVERHEAD * len(headers)
+    return len(record.value or b"") + len(record.key or b"") + inside + RECORD_OVERHEAD
 
 
 def report(
