@@ -20,10 +20,10 @@ class Clock:
         """Return seconds of a clock that never goes back, for durations and deadlines."""
         return time.monotonic()
 
-    def wait(self, event: threading.Event, seconds: float | None) -> bool:
-        """Wait for an event, so many seconds at most; None: without a limit.
+    def wait(self, event: threading.Event | threading.Condition, seconds: float | None) -> bool:
+        """Wait for an event or a condition, so many seconds at most; None: without a limit.
 
-        :returns: whether the event is set.
+        :returns: whether the event is set, or the condition was notified.
         """
         return event.wait(seconds)
 

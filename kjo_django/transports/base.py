@@ -11,11 +11,12 @@ import abc
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
 
+from kjo_django.clock import CLOCK, Clock
 from kjo_django.messages.headers import listed
 from kjo_django.values import unknown_key
 
@@ -269,6 +270,8 @@ class Transport(abc.ABC):
     """Names of its ``OPTIONS``, where others are a mistake; None where any may be passed on."""
     topic_name: ClassVar[re.Pattern[str] | None] = None
     """What the whole name of a topic must match; None where any text will do."""
+    clock: Clock = CLOCK
+    """The clock by which it waits and leases; a test may set another before the first use."""
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
         self.alias = alias
@@ -334,3 +337,13 @@ class Transport(abc.ABC):
         Raises ``PublishError`` with the reason when it cannot be reached.
         """
         return "in process"
+
+
+def timestamp_of(milliseconds: int) -> datetime | None:
+    """Return when a record was published, None for what no calendar, or not that of every time
+    zone, holds: producers may send anything, and pages show it in the zone of their reader."""
+    try:
+        found = datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return found if 1970 <= found.year < 9000 else None

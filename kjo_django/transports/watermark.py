@@ -16,7 +16,7 @@ from kjo_django.transports.base import Record, TopicPartition
 
 
 class Assignment:
-    """One partition under one epoch. Its fields belong to the `Watermark` that made it."""
+    """One partition under one epoch. Only the `Watermark` that made it changes its fields."""
 
     __slots__ = (
         "alive",
@@ -34,34 +34,17 @@ class Assignment:
         self.alive = True
         self.next_offset: int | None = None
         self.in_order = True
+        """Whether the first key of ``unsettled`` is the lowest one."""
         self.delivered_count = 0
-        # A dict for its order: offsets enter ascending, so the first key is the lowest. Each has
-        # the number of records handed out before it.
         self.unsettled: dict[int, int] = {}
-
-    def track(self, offsets: Sequence[int]) -> None:
-        """Note offsets handed out, in the order of the log."""
-        if self.next_offset is not None and offsets[0] < self.next_offset:
-            # Handed out again after a seek: the first key need no longer be the lowest.
-            self.in_order = False
-        self.unsettled.update(zip(offsets, count(self.delivered_count), strict=False))
-        self.delivered_count += len(offsets)
-        last = offsets[-1] + 1
-        if self.next_offset is None or last > self.next_offset:
-            self.next_offset = last
+        """Offsets in the order of delivery, each with the number of records delivered before it."""
 
     def position(self) -> int | None:
-        """Return the offset to commit, None before anything was handed out."""
+        """Return the offset to commit, None before the first delivery."""
         if not self.unsettled:
             self.in_order = True
             return self.next_offset
         return next(iter(self.unsettled)) if self.in_order else min(self.unsettled)
-
-    def uncommitted(self) -> int:
-        """Return how many were handed out from the lowest unsettled one on."""
-        if not self.unsettled:
-            return 0
-        return self.delivered_count - next(iter(self.unsettled.values()))
 
 
 class Watermark:
@@ -73,7 +56,7 @@ class Watermark:
         self._epochs = count(1)
 
     def assign(self, partition: TopicPartition) -> Assignment:
-        """Start a new epoch of ``partition``; what was tracked under an older one is dropped."""
+        """Start a new epoch of ``partition``; results of an older epoch are dropped."""
         with self._lock:
             self._retire(partition)
             assignment = Assignment(partition, next(self._epochs))
@@ -86,6 +69,11 @@ class Watermark:
             for partition in partitions:
                 self._retire(partition)
 
+    def _retire(self, partition: TopicPartition) -> None:
+        assignment = self._assignments.pop(partition, None)
+        if assignment is not None:
+            assignment.alive = False
+
     def get(self, partition: TopicPartition) -> Assignment | None:
         """Return the live assignment of ``partition``, None when it is not assigned."""
         return self._assignments.get(partition)
@@ -95,18 +83,20 @@ class Watermark:
         with self._lock:
             return list(self._assignments)
 
-    def rotate(self, partition: TopicPartition) -> None:
-        """Move ``partition`` to the end of ``assigned()``."""
-        with self._lock:
-            if partition in self._assignments:
-                self._assignments[partition] = self._assignments.pop(partition)
-
     def deliver(self, assignment: Assignment, offsets: Sequence[int]) -> None:
         """Note ascending ``offsets`` as handed out and not settled."""
         if not offsets:
             return
         with self._lock:
-            assignment.track(offsets)
+            following = assignment.next_offset
+            if following is not None and offsets[0] < following:
+                # A seek went back: the first key need no longer be the lowest.
+                assignment.in_order = False
+            assignment.unsettled.update(
+                zip(offsets, count(assignment.delivered_count), strict=False)
+            )
+            assignment.delivered_count += len(offsets)
+            assignment.next_offset = max(offsets[-1] + 1, following or 0)
 
     def settle(self, records: Iterable[Record]) -> None:
         """Note records as settled. Those of a stale epoch, unknown or settled before, are ignored.
@@ -120,7 +110,7 @@ class Watermark:
                     assignment.unsettled.pop(record.offset, None)
 
     def holds(self, record: Record) -> bool:
-        """Return whether the record's partition is assigned as it was when it was handed out."""
+        """Return whether the assignment under which the record was handed out is still live."""
         assignment = record.token
         return bool(assignment.alive and assignment.epoch == record.epoch)
 
@@ -141,20 +131,12 @@ class Watermark:
                     found[partition] = position
             return found
 
-    def outstanding(self, partition: TopicPartition | None = None) -> int:
-        """Count what is handed out and not settled, in one partition or in all."""
-        with self._lock:
-            if partition is None:
-                return sum(len(each.unsettled) for each in self._assignments.values())
-            assignment = self._assignments.get(partition)
-            return len(assignment.unsettled) if assignment else 0
-
     def uncommitted(self) -> dict[TopicPartition, int]:
-        """Return how many records of each partition would be handed out again after a crash."""
+        """Return how many records of each partition a crash would deliver again."""
         with self._lock:
-            return {where: each.uncommitted() for where, each in self._assignments.items()}
-
-    def _retire(self, partition: TopicPartition) -> None:
-        assignment = self._assignments.pop(partition, None)
-        if assignment is not None:
-            assignment.alive = False
+            return {
+                partition: each.delivered_count - next(iter(each.unsettled.values()))
+                if each.unsettled
+                else 0
+                for partition, each in self._assignments.items()
+            }

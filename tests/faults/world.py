@@ -197,7 +197,7 @@ class World:
         )
         transports = [get_transport(queue.transport) for queue in queues]
         memories = [each for each in transports if isinstance(each, MemoryTransport)]
-        return rows.exists() or any(each._log.delayed for each in memories)
+        return rows.exists() or any(each.delayed for each in memories)
 
     # --- What must hold ---------------------------------------------------------------------------
 

@@ -19,9 +19,8 @@ from confluent_kafka import TopicPartition as KafkaPartition
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.testing.conformance import eventually
-from kjo_django.transports.base import OutgoingRecord, TopicPartition
+from kjo_django.transports.base import OutgoingRecord, TopicPartition, timestamp_of
 from kjo_django.transports.kafka import KafkaTransport, fetching, ordered, reading, records
-from kjo_django.transports.timestamps import moment
 from tests.mock_kafka import OFFSET_COMMIT, PRODUCE, MockKafka
 
 # The mock learns of a member that left when its session ends.
@@ -824,7 +823,7 @@ def test_a_header_name_that_is_not_text_holds_nothing_up(transport, mock, topic,
 
 @pytest.mark.parametrize("milliseconds", [-1, 0, 1_700_000_000_123, 2**62, -(2**62)])
 def test_any_timestamp_is_survived(milliseconds):
-    found = moment(milliseconds)
+    found = timestamp_of(milliseconds)
 
     assert found is None or found.utcoffset() is not None
 
@@ -833,7 +832,7 @@ def test_any_timestamp_is_survived(milliseconds):
 @pytest.mark.parametrize("zone", ["Asia/Tokyo", "America/New_York"])
 def test_a_timestamp_can_be_shown_in_every_time_zone(milliseconds, zone):
     """A row that took it over as its time of creation broke every page that lists it."""
-    found = moment(milliseconds)
+    found = timestamp_of(milliseconds)
 
     assert found is None or found.astimezone(ZoneInfo(zone))
 

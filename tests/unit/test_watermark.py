@@ -47,7 +47,6 @@ def test_the_position_is_the_lowest_unsettled_offset_or_the_end(case):
 
         left = set(delivered) - set(settled[:done])
         assert watermark.positions() == {PARTITION: min(left, default=max(delivered) + 1)}
-        assert watermark.outstanding() == watermark.outstanding(PARTITION) == len(left)
 
 
 @given(deliveries(), st.data())
@@ -74,7 +73,7 @@ def test_nothing_is_committed_before_something_is_handed_out():
     watermark.assign(PARTITION)
 
     assert watermark.positions() == {}
-    assert watermark.outstanding() == 0
+    assert watermark.uncommitted() == {PARTITION: 0}
 
 
 def test_settling_twice_or_what_was_never_handed_out_changes_nothing():
@@ -85,7 +84,7 @@ def test_settling_twice_or_what_was_never_handed_out_changes_nothing():
     settle(watermark, assignment, 3, 3, 99)
 
     assert watermark.positions() == {PARTITION: 4}
-    assert watermark.outstanding() == 1
+    assert watermark.uncommitted() == {PARTITION: 1}
 
 
 def test_a_record_handed_out_again_below_the_rest_holds_the_position():
@@ -113,7 +112,7 @@ def test_results_of_a_stale_epoch_are_dropped():
 
     assert new.epoch > old.epoch
     assert watermark.positions() == {PARTITION: 0}
-    assert watermark.outstanding() == 2
+    assert watermark.uncommitted() == {PARTITION: 2}
 
 
 def test_a_record_that_claims_another_epoch_is_dropped():
@@ -125,7 +124,7 @@ def test_a_record_that_claims_another_epoch_is_dropped():
 
     watermark.settle([forged])
 
-    assert watermark.outstanding() == 1
+    assert watermark.uncommitted() == {PARTITION: 1}
 
 
 def test_revoked_partitions_are_forgotten():
@@ -138,7 +137,7 @@ def test_revoked_partitions_are_forgotten():
     assert watermark.assigned() == []
     assert watermark.get(PARTITION) is None
     assert watermark.positions() == watermark.positions([PARTITION]) == {}
-    assert watermark.outstanding() == watermark.outstanding(PARTITION) == 0
+    assert watermark.uncommitted() == {}
 
 
 def test_partitions_are_independent():
@@ -152,7 +151,7 @@ def test_partitions_are_independent():
 
     assert watermark.positions() == {PARTITION: 0, other: 12}
     assert watermark.positions([other]) == {other: 12}
-    assert watermark.outstanding(other) == 0
+    assert watermark.uncommitted() == {PARTITION: 2, other: 0}
 
 
 def test_threads_settle_while_others_deliver():

@@ -38,8 +38,7 @@ from kjo_django.patterns.kdlq.config import (
 from kjo_django.patterns.kdlq.letters import DECIDED
 from kjo_django.patterns.kdlq.listeners import tell
 from kjo_django.patterns.kdlq.routing import Decision, Processor, Verdict, decide, judge
-from kjo_django.transports.base import OutgoingRecord, Record, Transport
-from kjo_django.transports.timestamps import moment
+from kjo_django.transports.base import OutgoingRecord, Record, Transport, timestamp_of
 
 logger = logging.getLogger("kjo_django")
 
@@ -217,7 +216,7 @@ def as_record(message: Any) -> Record:
     if isinstance(message, Record):
         return message
     _kind, milliseconds = message.timestamp()
-    stamp = moment(milliseconds) if milliseconds > 0 else None
+    stamp = timestamp_of(milliseconds) if milliseconds > 0 else None
     return Record(
         topic=message.topic(),
         partition=message.partition(),

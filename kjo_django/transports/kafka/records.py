@@ -8,9 +8,8 @@ from typing import Any
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE
 
 from kjo_django.messages.headers import HEADER_LIST, folded
-from kjo_django.transports.base import Record
+from kjo_django.transports.base import Record, timestamp_of
 from kjo_django.transports.kafka.clients import describe
-from kjo_django.transports.timestamps import moment
 from kjo_django.transports.watermark import Assignment
 
 UNREADABLE_HEADERS = "kjo-unreadable-headers"
@@ -33,7 +32,7 @@ def record_of(message: Any, offset: int, assignment: Assignment) -> Record:
         message.key(),
         message.value(),
         headers_of(message),
-        None if kind == TIMESTAMP_NOT_AVAILABLE else moment(milliseconds),
+        None if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_of(milliseconds),
         assignment.epoch,
         assignment,
     )

@@ -17,8 +17,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from kjo_django.messages.headers import from_json, to_json
-from kjo_django.transports.base import OutgoingRecord, Record
-from kjo_django.transports.timestamps import moment
+from kjo_django.transports.base import OutgoingRecord, Record, timestamp_of
 
 HEADERS, VALUE, KEY = b"kjo:h", b"kjo:v", b"kjo:k"
 PAGE, MOST_COUNTED = 1_000, 10_000
@@ -55,7 +54,7 @@ def record_of(topic: str, id: bytes, fields: Mapping[bytes, bytes], name: str) -
         key=key,
         value=value,
         headers=headers,
-        timestamp=moment(_pair(id)[0]),
+        timestamp=timestamp_of(_pair(id)[0]),
         token=(name, id),
     )
 
