@@ -34,7 +34,7 @@ class KjoConfig(AppConfig):
 
 
 def _ensure_topics(queues: Sequence[str]) -> list[str]:
-    from kjo_django.operations import topics
+    from kjo_django.operations.maintenance import topics
 
     return topics.ensure_topics(queues)
 

@@ -80,7 +80,7 @@ def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
     """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
     if any(message.is_serious() for message in check_settings()):
         return []
-    from kjo_django.operations.deploy_checks import (
+    from kjo_django.operations.monitoring.deploy_checks import (
         meet_poolers,
         reach_coordination,
         reach_transports,
@@ -382,16 +382,16 @@ def _error_of(problem: conf.Problem) -> checks.Error:
 
 
 def _topic_findings(settings: Settings) -> list[Any]:
-    from kjo_django.operations import topics
+    from kjo_django.operations.maintenance import topics
 
     return list(topics.findings().values())
 
 
 def _topic_retention(settings: Settings, queue: str) -> timedelta | None:
     """Return how long a queue's topic keeps messages; None where it is not said."""
-    from kjo_django.operations import topic_options
+    from kjo_django.operations.maintenance import topics
 
-    options, _ = topic_options.read(settings.queue(queue).topic_options, "")
+    options, _ = topics.read_options(settings.queue(queue).topic_options, "")
     retention = options.config.get("retention.ms", "")
     if retention == "-1":
         return timedelta.max

@@ -25,7 +25,7 @@ from django.utils.functional import cached_property
 
 from kjo_django.admin.display import inert_row
 from kjo_django.admin.outcome_messages import Tell, attempted
-from kjo_django.operations.auditing import log_entries
+from kjo_django.operations.audit import log_entries
 from kjo_django.operations.counting import bounded_count
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.safe_text import InertName, inert

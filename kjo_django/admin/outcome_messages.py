@@ -13,9 +13,9 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
 from kjo_django.exceptions import KjoError
-from kjo_django.operations.auditing import audit_of
+from kjo_django.operations.audit import audit_of
+from kjo_django.operations.dead_letters.table import ReplayReport
 from kjo_django.operations.jobs import Outcomes
-from kjo_django.operations.reports import ReplayReport
 
 Tell = Callable[[str, int], None]
 """Shows a text on the next page, with a level of ``django.contrib.messages``."""

@@ -16,7 +16,7 @@ from kjo_django.admin.jobs import may_see_payloads
 from kjo_django.models import ProcessedEvent, Worker
 from kjo_django.operations import redaction
 from kjo_django.operations.safe_text import inert
-from kjo_django.operations.status import alive_within
+from kjo_django.operations.workers import alive_within
 
 
 @admin.register(ProcessedEvent)

@@ -19,7 +19,7 @@ from rest_framework.views import APIView
 from kjo_django.api import problems
 from kjo_django.api.fields import Body, Query
 from kjo_django.api.parsing import StrictJSONParser
-from kjo_django.operations.auditing import audit_of
+from kjo_django.operations.audit import audit_of
 from kjo_django.operations.internal import UserActor
 
 logger = logging.getLogger("kjo_django")

@@ -22,9 +22,9 @@ from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterState
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.dead_letters.table import ReplayReport
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.redaction import hide_texts
-from kjo_django.operations.reports import ReplayReport
 from kjo_django.store.transactions import jobs_database
 
 TAG = "dead letters"

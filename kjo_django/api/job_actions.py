@@ -17,7 +17,7 @@ from kjo_django.api.openapi import ID, documented
 from kjo_django.api.problems import Conflict
 from kjo_django.operations import jobs, rescheduling
 from kjo_django.operations.jobs import CancelResult, Outcomes, RequeueResult
-from kjo_django.operations.rescheduling import MoveResult, RunNowResult
+from kjo_django.operations.jobs.rescheduling import MoveResult, RunNowResult
 
 REFUSALS: dict[str, str] = {
     RequeueResult.PROCESSING: "The job is being processed; try again later.",

@@ -26,11 +26,11 @@ from kjo_django.engine.leases import lease_name
 from kjo_django.exceptions import KjoError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import search
-from kjo_django.operations.job_filter import JobFilter
 from kjo_django.operations.jobs import live_leases
+from kjo_django.operations.jobs.search import JobFilter
+from kjo_django.operations.jobs.waiting import Awaited, Waiter
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts, shown_headers
-from kjo_django.operations.waiting import Awaited, Waiter
 from kjo_django.states import JobState, JobStatus
 from kjo_django.store.transactions import jobs_database
 

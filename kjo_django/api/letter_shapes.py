@@ -24,7 +24,7 @@ from kjo_django.api.paging import MAX_LIMIT, PageQuery
 from kjo_django.models import DeadLetterReason, DeadLetterState
 from kjo_django.operations.bulk import PATIENT_SECONDS, SYNCHRONOUS_LIMIT
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.reports import RATE_MAX, RATE_MIN
+from kjo_django.operations.rows import RATE_MAX, RATE_MIN
 
 FILTERS = ("queue", "handler", "reason", "error", "fingerprint", "since", "until")
 MAX_IDS = 500

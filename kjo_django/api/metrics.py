@@ -13,8 +13,8 @@ from rest_framework.response import Response
 from kjo_django.api.base import KjoView
 from kjo_django.api.fields import Query, Shape
 from kjo_django.api.openapi import documented
-from kjo_django.operations import metrics
-from kjo_django.operations.metrics import Summary
+from kjo_django.operations.monitoring import metrics
+from kjo_django.operations.monitoring.metrics import Summary
 
 TAG = "metrics"
 HOUR, DAY = 3600, 86_400

@@ -15,7 +15,7 @@ from kjo_django.api.fields import JSONValue, Query, QueryNumber, Shape
 from kjo_django.api.openapi import documented
 from kjo_django.api.showing import shown_event
 from kjo_django.models import ProcessedEvent as ProcessedEventRow
-from kjo_django.operations.health import Thresholds, health, is_healthy
+from kjo_django.operations.monitoring.health import Thresholds, health, is_healthy
 from kjo_django.store.transactions import jobs_database
 
 TAG = "system"

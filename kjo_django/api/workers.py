@@ -18,10 +18,8 @@ from kjo_django.api.paging import PageQuery, page
 from kjo_django.api.problems import Conflict
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations import workers
-from kjo_django.operations.assignments import assignments, rebalanced_at
 from kjo_django.operations.redaction import hide_texts
-from kjo_django.operations.status import alive_within
-from kjo_django.operations.workers import AskResult
+from kjo_django.operations.workers import AskResult, alive_within, assignments, rebalanced_at
 from kjo_django.store.transactions import jobs_database
 
 TAG = "workers"

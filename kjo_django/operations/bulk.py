@@ -22,14 +22,14 @@ from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.definition import JobDefinition, known_queue
 from kjo_django.exceptions import PermanentError, Retry
 from kjo_django.models import DeadLetter, Job
-from kjo_django.operations import dead_letters, jobs, rescheduling, search
+from kjo_django.operations import dead_letters, jobs
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
-from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.dead_letters.table import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import Action, Request, UserActor, actor_of
-from kjo_django.operations.jobs import Outcomes
-from kjo_django.operations.reports import ReplayReport, checked_rate
-from kjo_django.operations.rows import Observer, Progress, no_progress
-from kjo_django.operations.search import JobFilter
+from kjo_django.operations.jobs import rescheduling, search
+from kjo_django.operations.jobs.changes import Outcomes
+from kjo_django.operations.jobs.search import JobFilter
+from kjo_django.operations.rows import Observer, Progress, checked_rate, no_progress
 from kjo_django.store.transactions import jobs_database
 
 SYNCHRONOUS_LIMIT = 1000

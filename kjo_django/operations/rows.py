@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from django.db import connections, transaction
 from django.db.models import F, Model, QuerySet
+
+from kjo_django.values import number
 
 M = TypeVar("M", bound=Model)
 T = TypeVar("T")
@@ -86,3 +89,43 @@ def lock(rows: QuerySet[M], keys: Sequence[Any]) -> list[M]:
 def tell_after_commit(using: str, tell: Callable[[], None]) -> None:
     """Call ``tell`` once the current transaction is committed; what it raises is logged."""
     transaction.on_commit(tell, using=using, robust=True)
+
+
+# --- Pace ---------------------------------------------------------------------------------------
+
+RATE_MIN, RATE_MAX = 0.01, 100_000
+"""A second. A slower run would look like one that hangs; of a faster one nobody would notice."""
+
+
+def checked_rate(rate: float | None) -> float | None:
+    """Return the rate, or None for no limit.
+
+    :raises ValueError: it is out of bounds, infinite or no number.
+    """
+    if rate is None:
+        return None
+    try:
+        return number(RATE_MIN, RATE_MAX)(rate)
+    except ValueError as error:
+        raise ValueError(f"The rate must be {error} a second, not {rate!r}") from None
+
+
+class Pace:
+    """Spreads work evenly: at most ``rate`` a second, without bursts; None means no limit.
+
+    :raises ValueError: it is no rate, see ``checked_rate``.
+    """
+
+    def __init__(self, rate: float | None) -> None:
+        rate = checked_rate(rate)
+        self._interval = 0.0 if rate is None else 1 / rate
+        self._next = time.monotonic()
+
+    def wait(self) -> None:
+        """Sleep until the next one is due."""
+        if not self._interval:
+            return
+        now = time.monotonic()
+        if self._next > now:
+            time.sleep(self._next - now)
+        self._next = max(self._next, now) + self._interval

@@ -48,7 +48,7 @@ from kjo_django.engine.scheduler import Lanes
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job
-from kjo_django.operations import topics
+from kjo_django.operations.maintenance import topics
 from kjo_django.outbox.relay import Relay
 from kjo_django.running_job import worker_name
 from kjo_django.store.transactions import jobs_database

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from kjo_django.conf import get_settings
-from kjo_django.operations.rescue import rescue
+from kjo_django.operations.maintenance.rescue import rescue
 from kjo_django.worker.duty import Duty
 
 LEASE = "RESCUE"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from django.utils import timezone
 
-from kjo_django.operations.assignments import Assignment, RunningJob
+from kjo_django.operations.workers import Assignment, RunningJob
 from kjo_django.transports.base import TopicPartition
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Producer
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import CoordinationError
-from kjo_django.operations import topics
+from kjo_django.operations.maintenance import topics
 from kjo_django.patterns.items.partitioning import partition_of
 from tests.acceptance.items import ItemEngine
 from tests.items.models import Item

@@ -12,7 +12,7 @@ from rest_framework.test import APIClient
 
 from kjo_django import signals
 from kjo_django.models import QueueControl, Worker
-from kjo_django.operations.health import Check
+from kjo_django.operations.monitoring.health import Check
 from kjo_django.transports.base import GroupOffsets, TopicPartition
 from kjo_django.transports.database import DatabaseTransport
 from tests.api.conftest import Login, errors_of, problem_of

@@ -18,8 +18,8 @@ from kjo_django import BaseEvent, event_handler, publish_event
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
-from kjo_django.operations import topics
-from kjo_django.operations.prune import prune
+from kjo_django.operations.maintenance import topics
+from kjo_django.operations.maintenance.prune import prune
 from kjo_django.outbox.publish_backoff import REST_MAX
 from kjo_django.outbox.relay import Relay
 from kjo_django.outbox.relay_leases import LEASE_TTL

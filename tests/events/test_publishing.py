@@ -14,7 +14,7 @@ from kjo_django.enqueue.outgoing import carrier_of, store_record
 from kjo_django.exceptions import PayloadError, PublishError
 from kjo_django.models import Job
 from kjo_django.operations import jobs as job_operations
-from kjo_django.operations import topics
+from kjo_django.operations.maintenance import topics
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.events.publishing import apublish_event
 from kjo_django.states import JobState

@@ -21,7 +21,7 @@ from django.db import connections
 
 from kjo_django import Queue, conf, registry
 from kjo_django.backends import get_transport
-from kjo_django.operations import replies
+from kjo_django.operations.jobs import waiting
 from tests.settings import database as settings_of
 from tests.unit.conftest import DEFAULT, led_to, sqlite_settings
 
@@ -142,7 +142,7 @@ def _forget(queue: Queue) -> None:
 
 
 def _hang_up() -> None:
-    board = replies.switchboard()
+    board = waiting.switchboard()
     if board is not None:
         board.close()
     connections.close_all()

@@ -14,10 +14,11 @@ from kjo_django import Queue, conf, registry
 from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job
-from kjo_django.operations import dead_letters, jobs, replay_topic
+from kjo_django.operations import dead_letters, jobs
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
-from kjo_django.operations.prune import Retention, prune
-from kjo_django.operations.replay_topic import TopicReplay
+from kjo_django.operations.dead_letters import topic as replay_topic
+from kjo_django.operations.dead_letters.topic import TopicReplay
+from kjo_django.operations.maintenance.prune import Retention, prune
 from tests.queueing.conftest import Recorder, wait_until
 from tests.unit.deliveries import KJO, MEMORY, Bench
 

@@ -26,7 +26,7 @@ from kjo_django.exceptions import (
 )
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
-from kjo_django.operations import replies, waiting
+from kjo_django.operations.jobs import waiting
 from kjo_django.patterns.queue import NO_RESULT, CancelResult
 from tests.queueing.conftest import ENGINES, Recorder, wait_until
 
@@ -139,14 +139,14 @@ def test_a_hundred_timeouts_leave_nothing_behind(
             connections.close_all()
         return False
 
-    monkeypatch.setattr(replies, "IDLE", 0.2)
+    monkeypatch.setattr(waiting, "IDLE", 0.2)
     assert give_up(-1)
     wait_until(lambda: not waiting_threads())
     descriptors = descriptor_count()
     # When a hundred wait in vain, several at once
     with ThreadPoolExecutor(10) as pool:
         assert all(pool.map(give_up, range(100)))
-    board = replies.switchboard()
+    board = waiting.switchboard()
     assert board is not None
     assert board.waiting_count == 0
     # Then one listener served them all, and ends when nobody has waited for a while
@@ -245,14 +245,14 @@ def test_asynchronous_twins(running: Queue) -> None:
         return list(results)
 
     assert async_to_sync(go)() == list(range(10))
-    board = replies.switchboard()
+    board = waiting.switchboard()
     assert board is None or board.waiting_count == 0
 
 
 def test_more_waiters_than_channels(running: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who share a channel are woken for one another and go on waiting."""
-    monkeypatch.setattr(replies, "CHANNELS", 2)
-    monkeypatch.setattr(replies, "_switchboard", None)
+    monkeypatch.setattr(waiting, "CHANNELS", 2)
+    monkeypatch.setattr(waiting, "_switchboard", None)
 
     def wait(number: int) -> Any:
         try:

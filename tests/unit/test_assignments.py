@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kjo_django.operations.assignments import (
+from kjo_django.operations.workers import (
     MOST,
     Assignment,
     RunningJob,

@@ -16,7 +16,7 @@ from kjo_django.operations import bulk, dead_letters, jobs, rescheduling
 from kjo_django.operations.bulk import Action, start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.internal import UserActor
-from kjo_django.operations.search import parse
+from kjo_django.operations.jobs.search import parse
 from tests.factories import DeadLetterFactory, JobFactory
 from tests.unit.deliveries import KJO, Bench
 

@@ -13,7 +13,7 @@ import pytest
 from kjo_django.engine import poller as poller_module
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import Lanes
-from kjo_django.operations import topic_options
+from kjo_django.operations.maintenance import topics
 from kjo_django.transports.base import TopicPartition
 from kjo_django.transports.kafka.options import KafkaOptions
 from tests.unit.deliveries import Silent
@@ -54,7 +54,7 @@ def test_the_production_profile_of_the_documentation():
     """KJO-97, KJO-98, KJO-F16: it is read without complaint, and survives a broker."""
     page = (ROOT / "docs" / "how-to" / "template-producers-and-consumers.md").read_text()
     (source,) = re.findall(r"topic_options = (\{.*?\n\})", page, re.DOTALL)
-    options, findings = topic_options.read(eval(source), "here")
+    options, findings = topics.read_options(eval(source), "here")
     assert findings.errors == findings.warnings == []
     assert (options.partitions, options.replication_factor) == (4, 3)
     assert options.config["compression.type"] == "gzip"

@@ -11,7 +11,7 @@ from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.models import MetricBucket, MetricRollup
-from kjo_django.operations import metrics
+from kjo_django.operations.monitoring import metrics
 from kjo_django.worker import lagging
 from kjo_django.worker.lagging import LagWatch, note_lag
 from tests.ledger.jobs import write

@@ -27,7 +27,7 @@ from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import DeadLetter
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
-from kjo_django.operations import topics
+from kjo_django.operations.maintenance import topics
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
 from kjo_django.transports.memory import MemoryTransport
 from tests.conformance.test_coordination_redis import cache_at

@@ -17,7 +17,7 @@ import yaml
 from kjo_django.contrib.prometheus.collecting import collect
 from kjo_django.contrib.prometheus.exposition import render
 from kjo_django.coordination.redis import RedisCoordination
-from kjo_django.operations.health import Thresholds
+from kjo_django.operations.monitoring.health import Thresholds
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MONITORING_FILES = DOCS / "monitoring"

@@ -14,9 +14,10 @@ from kjo_django import signals
 from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, TransportMessage
-from kjo_django.operations import dead_letters, jobs, reports
-from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.replay_topic import TopicReplay
+from kjo_django.operations import dead_letters, rows
+from kjo_django.operations.dead_letters import DeadLetterFilter, table
+from kjo_django.operations.dead_letters.topic import TopicReplay
+from kjo_django.operations.jobs import changes
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
 from tests.unit.deliveries import KJO, MEMORY, Bench
@@ -176,7 +177,7 @@ def test_a_run_stops_when_the_transport_is_down(memory):
     # When
     report = dead_letters.replay(EVERYTHING)
     # Then
-    assert report.failed == dead_letters.FAILURES_IN_A_ROW
+    assert report.failed == table.FAILURES_IN_A_ROW
     assert "run it again later" in report.stopped
 
 
@@ -189,7 +190,7 @@ def test_letters_replayed_too_often_are_refused_counted_and_shown(memory):
     report = dead_letters.replay(EVERYTHING)
     # Then
     assert report.replayed == 1
-    assert dict(report.refused) == {reports.REFUSED_LOOP: 1}
+    assert dict(report.refused) == {table.REFUSED_LOOP: 1}
     assert "2 times" in report.samples[0]["detail"]
     # When forced
     assert dead_letters.replay(EVERYTHING, force=True).replayed == 1
@@ -223,7 +224,7 @@ def test_a_message_that_took_effect_is_refused_and_forced_under_a_new_id(memory)
 
 def test_a_letter_without_any_source_is_refused(memory):
     DeadLetterFactory(queue="", topic="")
-    assert dict(dead_letters.replay(EVERYTHING).refused) == {reports.REFUSED_NO_SOURCE: 1}
+    assert dict(dead_letters.replay(EVERYTHING).refused) == {table.REFUSED_NO_SOURCE: 1}
 
 
 def test_a_dry_run_changes_nothing_and_shows_what_is_there(memory):
@@ -242,7 +243,7 @@ def test_a_dry_run_changes_nothing_and_shows_what_is_there(memory):
         ("exhausted", "tests.add", "A"): 2,
         ("exhausted", "tests.add", "B"): 2,
     }
-    assert dict(report.refused) == {reports.REFUSED_LOOP: 1, reports.REFUSED_PROCESSED: 1}
+    assert dict(report.refused) == {table.REFUSED_LOOP: 1, table.REFUSED_PROCESSED: 1}
     assert DeadLetter.objects.filter(state="open").count() == 4
     assert memory.records("default") == []
     assert report.as_dict()["dry_run"] is True
@@ -280,8 +281,8 @@ def test_the_rate_spreads_replays_evenly(memory, monkeypatch):
     # Given
     clock = itertools.count(0, 0)
     slept = []
-    monkeypatch.setattr(reports.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(reports.time, "sleep", slept.append)
+    monkeypatch.setattr(rows.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(rows.time, "sleep", slept.append)
     DeadLetterFactory.create_batch(3)
     # When
     dead_letters.replay(EVERYTHING, rate=2)
@@ -291,9 +292,9 @@ def test_the_rate_spreads_replays_evenly(memory, monkeypatch):
 
 def test_the_slowest_rate_waits_as_long_as_it_says(memory, monkeypatch):
     slept = []
-    monkeypatch.setattr(reports.time, "sleep", slept.append)
+    monkeypatch.setattr(rows.time, "sleep", slept.append)
     DeadLetterFactory.create_batch(2)
-    dead_letters.replay(EVERYTHING, rate=reports.RATE_MIN)
+    dead_letters.replay(EVERYTHING, rate=rows.RATE_MIN)
     assert slept == [pytest.approx(100, rel=0.01)]
 
 
@@ -379,13 +380,13 @@ def test_discarding_needs_a_note():
 def test_a_job_that_moves_on_before_it_is_locked_is_left_alone(memory, monkeypatch):
     """Or what has completed would run again."""
     letter = DeadLetterFactory(of_job=True)
-    take = jobs.take
+    take = changes.take
 
     def late(keys):
         Job.objects.update(state="completed")
         return take(keys)
 
-    monkeypatch.setattr(jobs, "take", late)
+    monkeypatch.setattr(changes, "take", late)
     report = dead_letters.edit_and_replay(letter.pk, b'{"a": 2}')
     assert dict(report.refused) == {"the job is completed": 1}
     job = Job.objects.get()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kjo_django.models import MetricBucket, MetricRollup, Worker
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
-from kjo_django.operations import metrics
+from kjo_django.operations.monitoring import metrics
 from tests.factories import WorkerFactory
 
 NOW = datetime(2026, 5, 4, 10, 37, 20, tzinfo=UTC)

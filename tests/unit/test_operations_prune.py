@@ -19,8 +19,8 @@ from kjo_django.models import (
     ProcessedEvent,
     Worker,
 )
-from kjo_django.operations import prune as module
-from kjo_django.operations.prune import Retention, prune
+from kjo_django.operations.maintenance import prune as module
+from kjo_django.operations.maintenance.prune import Retention, prune
 from tests.factories import (
     DeadLetterFactory,
     JobFactory,

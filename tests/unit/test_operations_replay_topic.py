@@ -11,10 +11,10 @@ from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import TransportMessage
 from kjo_django.operations import jobs
-from kjo_django.operations import replay_topic as module
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.replay_topic import TopicReplay, replay_topic
-from kjo_django.operations.reports import REFUSED_LOOP, REFUSED_PROCESSED
+from kjo_django.operations.dead_letters import topic as module
+from kjo_django.operations.dead_letters.table import REFUSED_LOOP, REFUSED_PROCESSED
+from kjo_django.operations.dead_letters.topic import TopicReplay, replay_topic
 from kjo_django.transports.base import OutgoingRecord, TopicSpec
 from tests.factories import JobFactory, ProcessedEventFactory
 
@@ -131,13 +131,13 @@ def test_what_comes_after_the_start_waits_for_the_next_run(monkeypatch):
     """Messages that die again at once do not keep a run going for ever."""
     # Given
     fill(2)
-    publish = module.republishing.publish_one
+    publish = module.publish_one
 
     def die_again(record, transport):
         publish(record, transport)
         fill(1)
 
-    monkeypatch.setattr(module.republishing, "publish_one", die_again)
+    monkeypatch.setattr(module, "publish_one", die_again)
     # When
     report = replay_topic(TopicReplay(SOURCE))
     # Then
@@ -168,7 +168,7 @@ def test_a_record_that_is_not_accepted_stops_the_run_and_is_the_next_ones_first(
         raise PublishError("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.republishing, "publish_one", refuse)
+        patch.setattr(module, "publish_one", refuse)
         # When
         report = replay_topic(TopicReplay(SOURCE))
     # Then

@@ -15,7 +15,7 @@ from kjo_django.ids import uuid7_floor
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, TransportMessage
 from kjo_django.operations import queues
-from kjo_django.operations.rescue import rescue
+from kjo_django.operations.maintenance.rescue import rescue
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import GroupOffsets, OutgoingRecord, TopicPartition, TopicSpec
 from kjo_django.transports.memory import MemoryTransport

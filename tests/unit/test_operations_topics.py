@@ -6,7 +6,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.backends import get_transport
-from kjo_django.operations import topic_options, topics
+from kjo_django.operations.maintenance import topics
 from kjo_django.transports.base import TopicSpec
 
 MEMORY = {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}
@@ -18,7 +18,7 @@ def configure(settings, **queues):
 
 
 def read(**options):
-    return topic_options.read(options, "here")
+    return topics.read_options(options, "here")
 
 
 def test_the_defaults_are_one_partition_one_replica_and_automatic_creation():

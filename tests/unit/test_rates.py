@@ -9,8 +9,8 @@ import pytest
 from django.utils import timezone
 
 from kjo_django.models import MetricBucket
-from kjo_django.operations import rates
-from kjo_django.operations.rates import Trend, change_per_minute, trend_of
+from kjo_django.operations.monitoring import metrics
+from kjo_django.operations.monitoring.metrics import Trend, change_per_minute, trend_of
 
 NOW = datetime(2026, 5, 4, 10, 37, 20, tzinfo=UTC)
 WHOLE = NOW.replace(second=0)
@@ -61,7 +61,7 @@ def test_whatever_is_settled_in_the_last_whole_minutes_counts():
     bucket(0, handler="a", completed_count=1000)
     bucket(2, queue="other", handler="c", completed_count=50)
     # When
-    found = rates.by_queue()
+    found = metrics.rates_by_queue()
     # Then
     assert {queue: rate.per_minute for queue, rate in found.items()} == {
         "mails": 5.0,
@@ -74,7 +74,7 @@ def test_a_lag_is_followed_to_the_present_minute():
     for ago, lag in ((7, 10_000), (4, 100), (2, 60), (0, 20)):
         bucket(ago, handler="", lag=lag)
         bucket(ago, handler="a", completed_count=1)
-    rate = rates.by_queue()["mails"]
+    rate = metrics.rates_by_queue()["mails"]
     assert (rate.lag_per_minute, rate.trend) == (-20.0, Trend.SHRINKING)
 
 
@@ -84,7 +84,7 @@ def test_one_query_tells_of_all_queues(django_assert_num_queries):
         bucket(1, queue=f"queue-{number}", handler="a", completed_count=number)
     rows = [{"queue": f"queue-{number}"} for number in range(21)]
     with django_assert_num_queries(1):
-        rates.add_rates(rows)
+        metrics.add_rates(rows)
     assert rows[10] == {
         "queue": "queue-10",
         "per_minute": 2.0,

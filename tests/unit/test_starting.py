@@ -12,7 +12,7 @@ from django.db import connection
 from kjo_django import registry
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job
-from kjo_django.operations import topics
+from kjo_django.operations.maintenance import topics
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, as_job

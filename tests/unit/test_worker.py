@@ -22,7 +22,7 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.leases import LeaseBook, alive_name
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
-from kjo_django.operations.assignments import Assignment, assignments, rebalanced_at
+from kjo_django.operations.workers import Assignment, assignments, rebalanced_at
 from kjo_django.worker import Worker
 from kjo_django.worker.controls import Controls
 from tests.ledger.jobs import (
@@ -705,7 +705,7 @@ def test_a_heartbeat_survives_an_error_nobody_expected(monkeypatch, caplog):
 def test_a_topic_found_missing_later_stops_no_heartbeat(monkeypatch):
     # Given: the broker is away when the worker starts, and when it is back a topic is missing
     from kjo_django.exceptions import PublishError
-    from kjo_django.operations import topics
+    from kjo_django.operations.maintenance import topics
 
     answers = iter([PublishError("away")])
 
@@ -725,7 +725,7 @@ def test_a_broker_that_lets_the_question_for_topics_wait_holds_up_no_heartbeat(m
     """Half a minute without a sign of life, and others take over what runs here."""
     # Given: the broker is away when the worker starts, and then answers nothing at all
     from kjo_django.exceptions import PublishError
-    from kjo_django.operations import topics
+    from kjo_django.operations.maintenance import topics
 
     first, asked, answered = iter([PublishError("away")]), threading.Event(), threading.Event()
 

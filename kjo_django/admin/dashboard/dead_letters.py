@@ -23,11 +23,10 @@ from kjo_django.messages.serializers import JSON, Serializer, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations import dead_letters, redaction
 from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.dead_letters.table import ReplayReport, processed
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.internal import is_internal
 from kjo_django.operations.redaction import LONGEST_SHOWN
-from kjo_django.operations.reports import ReplayReport
-from kjo_django.operations.republishing import processed
 from kjo_django.store.transactions import jobs_database
 
 SIZE = 50

@@ -11,7 +11,7 @@ from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.dashboard.desk import Desk, Screen, shared
 from kjo_django.models import ProcessedEvent
-from kjo_django.operations import metrics
+from kjo_django.operations.monitoring import metrics
 from kjo_django.store.transactions import jobs_database
 
 SHOWN = 50

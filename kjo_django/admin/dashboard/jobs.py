@@ -17,7 +17,7 @@ from kjo_django.admin.outcome_messages import tell_outcomes
 from kjo_django.models import Job
 from kjo_django.operations import bulk, jobs, rescheduling, search
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
-from kjo_django.operations.overview import state_counts
+from kjo_django.operations.monitoring.status import state_counts
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.states import JobStatus
 

@@ -17,7 +17,8 @@ from kjo_django.admin.dashboard.charts import sparkline
 from kjo_django.admin.dashboard.desk import Desk, Screen, forget, shared
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.models import QueueControl
-from kjo_django.operations import metrics, queues, status
+from kjo_django.operations import queues
+from kjo_django.operations.monitoring import metrics, status
 from kjo_django.store.transactions import jobs_database
 
 MOST_COUNTED = 20_000

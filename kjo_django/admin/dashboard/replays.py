@@ -21,7 +21,7 @@ from kjo_django.models import Job
 from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.reports import RATE_MAX, RATE_MIN
+from kjo_django.operations.rows import RATE_MAX, RATE_MIN
 
 LOOKED_AT = 500
 """Letters a preview looks at one by one; all are counted."""

@@ -7,7 +7,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.dashboard.desk import Desk, Screen, shared
-from kjo_django.operations import health
+from kjo_django.operations.monitoring import health
 
 TIMEOUT = 4.0
 

@@ -14,7 +14,7 @@ from django.http import HttpRequest, JsonResponse
 from django.utils import timezone
 from django.views import View
 
-from kjo_django.operations.health import (
+from kjo_django.operations.monitoring.health import (
     Check,
     Thresholds,
     health,

@@ -19,9 +19,9 @@ from kjo_django.contrib.prometheus.exposition import Family
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState, Job, MetricBucket
 from kjo_django.models.metric_bucket import BOUNDS
-from kjo_django.operations import status
 from kjo_django.operations.counting import COUNT_LIMIT, grouped_counts, seconds_since
-from kjo_django.operations.health import lag_by_partition
+from kjo_django.operations.monitoring import status
+from kjo_django.operations.monitoring.health import lag_by_partition
 from kjo_django.operations.queues import overview
 from kjo_django.operations.rows import streamed
 from kjo_django.store.transactions import jobs_database

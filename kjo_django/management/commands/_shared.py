@@ -24,8 +24,8 @@ from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
 from kjo_django.exceptions import KjoError
-from kjo_django.operations.health import missing_tables
-from kjo_django.operations.reports import RATE_MAX, RATE_MIN, checked_rate
+from kjo_django.operations.monitoring.health import missing_tables
+from kjo_django.operations.rows import RATE_MAX, RATE_MIN, checked_rate
 from kjo_django.values import LONGEST, number
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}

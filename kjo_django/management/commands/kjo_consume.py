@@ -16,7 +16,7 @@ from django.utils import autoreload
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.management.commands._shared import ParsedCommand, check_queues, positive, seconds
-from kjo_django.operations.health import missing_tables
+from kjo_django.operations.monitoring.health import missing_tables
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import supervise
 

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from kjo_django.management.commands._shared import KjoCommand, duration, seconds, share
-from kjo_django.operations.health import Thresholds, health, is_healthy
+from kjo_django.operations.monitoring.health import Thresholds, health, is_healthy
 
 RATE = "Share of the finished jobs that may have failed, 0 to 1."
 WAIT = "How long due work may wait, such as 90s, 5m or 2h; a bare number counts seconds."

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from kjo_django.management.commands._shared import KjoCommand, duration
-from kjo_django.operations.prune import Retention, prune
+from kjo_django.operations.maintenance.prune import Retention, prune
 
 RETENTIONS = ("completed", "failed", "processed_events", "metrics")
 

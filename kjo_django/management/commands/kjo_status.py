@@ -6,8 +6,8 @@ from argparse import ArgumentParser
 from typing import Any
 
 from kjo_django.management.commands._shared import KjoCommand, check_queues
+from kjo_django.operations.monitoring.status import COUNTED, status
 from kjo_django.operations.queues import overview
-from kjo_django.operations.status import COUNTED, status
 
 
 class Command(KjoCommand):

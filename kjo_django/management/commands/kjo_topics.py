@@ -7,7 +7,7 @@ from typing import Any
 
 from kjo_django import registry
 from kjo_django.management.commands._shared import KjoCommand, check_queues
-from kjo_django.operations import topics
+from kjo_django.operations.maintenance import topics
 
 
 class Command(KjoCommand):

@@ -19,12 +19,13 @@ from kjo_django.messages.envelope import MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import JSON, Serializer
 from kjo_django.models import DeadLetter, Job, source_of_job
 from kjo_django.operations import jobs as operations
-from kjo_django.operations import results
-from kjo_django.operations.jobs import CancelResult, RequeueResult
-from kjo_django.operations.results import NO_RESULT, MessageStatus, UpdateTtlResult
-from kjo_django.operations.waiting import (
+from kjo_django.operations.jobs import CancelResult, RequeueResult, waiting
+from kjo_django.operations.jobs.waiting import (
     DEFAULT_TIMEOUT,
+    NO_RESULT,
     Awaited,
+    MessageStatus,
+    UpdateTtlResult,
     Waiter,
     refuse_in_transaction,
 )
@@ -278,7 +279,7 @@ class Queue:
         """
         with Waiter(timeout) as waiter:
             job = self._find(id)
-            if results.is_expired(job):
+            if waiting.is_expired(job):
                 told = f"The result of job {id!r} has expired"
                 raise JobNotFoundError(told)
             if job.state in states.OPEN:
@@ -292,7 +293,7 @@ class Queue:
         refuse_unknown(options, _ENQUEUE_OPTIONS | {"timeout"}, "Queue.enqueue_and_wait")
         job = self._builder.build(id, payload, reply_to=waiter.channel, **options)
         if connections[jobs_database()].in_atomic_block:
-            status = results.status_of(self.name, id)
+            status = waiting.status_of(self.name, id)
             if status is None or (status.result is NO_RESULT and status.state != "failed"):
                 refuse_in_transaction(id)
         answer = self._store(job, retry_failed)
@@ -302,14 +303,14 @@ class Queue:
             is_called = waiter.channel is not None
             return False, Awaited(answer.job_id, id, job.created_at, is_called)
         if answer.existing_state == "failed":
-            raise results.failure_of(id, self._find(id))
+            raise waiting.failure_of(id, self._find(id))
         return False, Awaited(answer.job_id, id)
 
     def _store(self, job: Job, retry_failed: bool) -> EnqueueResult:
         (answer,) = self._store_anew(job) if retry_failed else store([job])
         if answer.existing_state in ("queued", "failing"):
             # A running atomic job shows by its lease, not in its row.
-            status = results.status_of(self.name, job.unique_id or "")
+            status = waiting.status_of(self.name, job.unique_id or "")
             if status is not None and status.state == "processing":
                 return replace(answer, existing_state="processing")
         return answer
@@ -341,30 +342,30 @@ class Queue:
 
     def get_status(self, id: str) -> MessageStatus | None:
         """Return what is known of a job, None for an unknown id (PJQ-07)."""
-        return results.status_of(self.name, id)
+        return waiting.status_of(self.name, id)
 
     def get_states(self, ids: Collection[str]) -> dict[str, str | None]:
         """Return the state of each job, None for an unknown id, in one go (PJQ-57)."""
-        return results.states_of(self.name, ids)
+        return waiting.states_of(self.name, ids)
 
     def get_result(self, id: str, default: Any = NO_RESULT) -> Any:
         """Return a completed job's result while it lives, else ``default`` (PJQ-06).
 
         A handler that returned None has a result, which is None; ``NO_RESULT`` is none.
         """
-        found = results.result_for(self.name, id)
+        found = waiting.result_for(self.name, id)
         return default if found is NO_RESULT else found
 
     def update_result_ttl(self, id: str, result_ttl: timedelta | int) -> UpdateTtlResult:
         """Keep a finished job's result or error for this long from now on (O-02)."""
-        return results.update_result_ttl(self.name, id, result_ttl)
+        return waiting.update_result_ttl(self.name, id, result_ttl)
 
     def retry(self, id: str) -> RequeueResult:
         """Give a failed or cancelled job a new run with its own payload and all its attempts.
 
         :raises JobStateError: it neither failed nor was cancelled; nothing was changed.
         """
-        jobs = results.named(self.name, id)
+        jobs = waiting.named(self.name, id)
         ended = jobs.filter(state__in=(JobState.FAILED, JobState.CANCELLED))
         outcomes = operations.requeue(ended)
         result = next(iter(outcomes.counts), RequeueResult.NOT_FOUND)
@@ -381,10 +382,10 @@ class Queue:
         return operations.requeue(failed).changed_count
 
     def _key_of(self, id: str) -> Any:
-        return results.named(self.name, id).values_list("pk", flat=True).first()
+        return waiting.named(self.name, id).values_list("pk", flat=True).first()
 
     def _find(self, id: str) -> Job:
-        job = results.find(self.name, id)
+        job = waiting.find(self.name, id)
         if job is None:
             raise JobNotFoundError(f"Queue {self.name!r} knows no job {id!r}")
         return job

@@ -19,7 +19,7 @@ import psutil
 
 from kjo_django.models import Worker
 from kjo_django.operations import queues
-from kjo_django.operations.assignments import assignments
+from kjo_django.operations.workers import assignments
 from tests.benchmarks import completions
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.workloads import WORKLOADS

@@ -87,7 +87,7 @@ def test_the_seeds_configuration_declares_the_queue():
     assert (queue.consumer_group, queue.key_prefix) == ("email-processors", "EMAIL")
     assert queue.processing_ttl == timedelta(seconds=300)
     assert queue.sent_ttl == timedelta(seconds=20)
-    from kjo_django.operations import topics
+    from kjo_django.operations.maintenance import topics
 
     spec = topics.wanted(["email-queue"])[0].spec
     assert (spec.partitions, spec.replication_factor) == (4, 2)

@@ -26,7 +26,8 @@ from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.conf import QueueConf, Settings, get_settings
 from kjo_django.ids import ago
 from kjo_django.models import Job, MetricBucket
-from kjo_django.operations import status, topics
+from kjo_django.operations.maintenance import topics
+from kjo_django.operations.monitoring import status
 from kjo_django.operations.queues import overview, paused_queues
 from kjo_django.probing import answer_within
 from kjo_django.store.transactions import jobs_database

@@ -25,8 +25,8 @@ from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import ago, uuid7_floor
 from kjo_django.models import Job, transition
-from kjo_django.operations.jobs import send, take
-from kjo_django.operations.notifications import tell_of_jobs
+from kjo_django.operations.audit import tell_of_jobs
+from kjo_django.operations.jobs.changes import send, take
 from kjo_django.operations.queues import paused_queues
 from kjo_django.operations.rows import chunks
 from kjo_django.states import JobState

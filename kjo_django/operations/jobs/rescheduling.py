@@ -22,8 +22,8 @@ from kjo_django.enqueue import dispatch
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.models import Job, transition
 from kjo_django.operations import internal
-from kjo_django.operations.jobs import Outcomes, Selection, send, take
-from kjo_django.operations.notifications import log_change, tell_of_jobs
+from kjo_django.operations.audit import log_change, tell_of_jobs
+from kjo_django.operations.jobs.changes import Outcomes, Selection, send, take
 from kjo_django.operations.rows import (
     Observer,
     Progress,

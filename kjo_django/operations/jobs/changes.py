@@ -33,7 +33,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
 from kjo_django.operations import internal
-from kjo_django.operations.notifications import log_change, tell_of_jobs, tell_of_letters
+from kjo_django.operations.audit import log_change, tell_of_jobs, tell_of_letters
 from kjo_django.operations.rows import (
     Observer,
     Progress,

@@ -12,7 +12,7 @@ from django.db import connections
 from kjo_django import backends
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import CoordinationError, KjoError
-from kjo_django.operations import topics
+from kjo_django.operations.maintenance import topics
 from kjo_django.probing import answer_within
 from kjo_django.store.postgres import is_psycopg3
 from kjo_django.store.transactions import jobs_database

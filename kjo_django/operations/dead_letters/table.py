@@ -1,0 +1,782 @@
+"""Replay and discard: what operators do to open dead letters.
+
+A dead letter of a job is replayed by requeueing the job; if the job's id has been enqueued again
+since, as a job of its own with what the letter holds; that of a message nobody enqueued here by
+publishing it again, byte for byte. Each letter changes in a transaction of its own, so a run that
+is interrupted is simply run again: it goes on with what is still open.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import uuid
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import connections, transaction
+from django.db.models import Q, QuerySet
+from django.utils import timezone
+
+from kjo_django import registry, signals
+from kjo_django.backends import get_transport
+from kjo_django.conf import QueueConf, get_settings
+from kjo_django.engine.attempt import Result
+from kjo_django.enqueue import dispatch
+from kjo_django.enqueue.outgoing import only_in_rows, row_key
+from kjo_django.enqueue.storing import check_payload_size, store
+from kjo_django.enqueue.wakeups import after_commit
+from kjo_django.exceptions import MessageError, PublishError
+from kjo_django.ids import uuid7
+from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import JSON, serializer_for
+from kjo_django.models import DeadLetter, DeadLetterState, Job, ProcessedEvent, source_of_job
+from kjo_django.models.job import ORIGIN_ID
+from kjo_django.operations import internal, redaction
+from kjo_django.operations.audit import tell_of_letters
+from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
+from kjo_django.operations.dead_letters.reprocessing import NOWHERE, Reprocessor
+from kjo_django.operations.internal import is_internal
+from kjo_django.operations.jobs.changes import (
+    Outcomes,
+    RequeueResult,
+    close_as_replayed,
+    requeue_chunk,
+)
+from kjo_django.operations.rows import (
+    Observer,
+    Pace,
+    Progress,
+    chunks,
+    lock,
+    no_progress,
+    tell_after_commit,
+)
+from kjo_django.patterns.kdlq import headers as kdlq
+from kjo_django.states import JobState
+from kjo_django.store.transactions import jobs_database
+from kjo_django.transports.base import OutgoingRecord, Record
+
+SAMPLES = 20
+"""Refusals and failures told one by one; all are counted."""
+
+REFUSED_LOOP = "replayed too often"
+REFUSED_PROCESSED = "already processed"
+REFUSED_NO_SOURCE = "no source topic"
+REFUSED_INTERNAL = "an internal job"
+
+
+@dataclass(slots=True)
+class ReplayReport:
+    """Counts of one run; a dry run fills ``matched`` and the histogram only."""
+
+    source: str
+    is_dry_run: bool = False
+    is_capped: bool = False
+    """Of a dry run: whether there are more than it looked at."""
+    matched: int = 0
+    """Dead letters the filter found, as far as the limit let it look."""
+    replayed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """By reason; what is refused stays open."""
+    failed: int = 0
+    """Not accepted by the transport; these stay open and are tried by the next run."""
+    skipped: int = 0
+    """Changed by somebody else meanwhile, or (from a topic) not matching the filter."""
+    already_processed: int = 0
+    """Of those matched, how many have taken effect here before."""
+    histogram: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """By reason, handler and error type."""
+    samples: list[dict[str, str]] = field(default_factory=list)
+    ended: Counter[str] = field(default_factory=Counter)
+    """Of those run here and now: how, by result."""
+    unknown_ids: list[str] = field(default_factory=list)
+    """From a topic read to its end: the ids asked for that no record has."""
+    stopped: str = ""
+    """Why the run ended early, if it did."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing failed; refusals are answers, not failures."""
+        return not self.failed and not self.stopped
+
+    def count(self, reason: str, handler: str, error_type: str) -> None:
+        """Count one that matched."""
+        self.matched += 1
+        self.histogram[reason, handler, error_type] += 1
+
+    def refuse(self, id: str, reason: str, detail: str = "") -> None:
+        """Count one that is refused."""
+        self.refused[reason] += 1
+        self._sample(id, "refused", f"{reason}: {detail}" if detail else reason)
+
+    def skip(self, id: str, why: str) -> None:
+        """Count one that nothing is to be done with."""
+        self.skipped += 1
+        self._sample(id, "skipped", why)
+
+    def fail(self, id: str, error: object) -> None:
+        """Count one the transport did not take."""
+        self.failed += 1
+        self._sample(id, "failed", str(error))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it ready for JSON."""
+        return {
+            "source": self.source,
+            "dry_run": self.is_dry_run,
+            "is_capped": self.is_capped,
+            "matched": self.matched,
+            "replayed": self.replayed,
+            "refused": dict(self.refused),
+            "failed": self.failed,
+            "skipped": self.skipped,
+            "already_processed": self.already_processed,
+            "histogram": [
+                {"reason": reason, "handler": handler, "error_type": error, "count": count}
+                for (reason, handler, error), count in self.histogram.most_common()
+            ],
+            "ended": dict(self.ended),
+            "samples": self.samples,
+            "stopped": self.stopped or None,
+            "ok": self.is_ok,
+        }
+
+    def _sample(self, id: str, outcome: str, detail: str) -> None:
+        if len(self.samples) < SAMPLES:
+            self.samples.append({"id": id, "outcome": outcome, "detail": detail})
+
+
+REPLAY_OF = "kjo-replay-of"
+"""The id a message had before a forced replay gave it a new one."""
+
+_BUDGET = frozenset({kdlq.REDELIVERED, names.REDELIVERY})
+"""Redeliveries start anew, their counter and what the last one was known by; the counter of deaths
+stays (KDLQ-F6)."""
+_ORIGIN = names.FIRST_WINS - {names.DLQ_FIRST_FAILED_AT}
+_OF_A_JOB = frozenset({names.JOB_ID, names.GENERATION, names.ATTEMPT})
+
+
+class NotPublishedError(PublishError):
+    """The transport refused the record; its dead letter stays as it was."""
+
+
+def replay_headers(
+    headers: Mapping[str, bytes], replay_count: int, *, new_id: bool = False
+) -> dict[str, bytes]:
+    """Return the headers of a replayed message: all of its own, of what the dead-letter queue added
+    only where it was read first, and the number of replays."""
+    # What KDLQ killed is known by that: its copies in the table and in the topic have no id.
+    stays = _ORIGIN | {names.DLQ_MESSAGE_ID} if kdlq.MARKER in headers else _ORIGIN
+    kept = {
+        name: value
+        for name, value in headers.items()
+        if (not name.startswith(names.DLQ_PREFIX) or name in stays) and name not in _BUDGET
+    }
+    if names.JOB_ID in kept and is_ours(kept):
+        job = find_job(kept)
+        if job is None or job.generation != generation_of(kept):
+            # The row was deleted, or given to another payload; a consumer drops a message that
+            # claims to have one.
+            kept = {name: value for name, value in kept.items() if name not in _OF_A_JOB}
+            new_id = new_id or job is not None
+    if new_id and names.ID in kept:
+        kept[REPLAY_OF] = kept[names.ID]
+        kept[names.ID] = str(uuid7()).encode()
+    kept[names.REPLAY_COUNT] = b"%d" % replay_count
+    return kept
+
+
+def generation_of(headers: Mapping[str, bytes]) -> int:
+    """Return the generation of the job that a message is of."""
+    return names.number(headers, names.GENERATION, 1)
+
+
+def job_of(letter: DeadLetter, job: Job, value: bytes | None) -> Job:
+    """Return the unsaved row of a job of its own that runs what a letter holds.
+
+    :param job: the letter's, which has begun another generation since.
+    :param value: the payload, if not the letter's.
+    """
+    told = names.from_json(letter.headers)
+    replayed = replay_headers(told, letter.replay_count + 1, new_id=True)
+    kept = {name: data for name, data in replayed.items() if name not in names.OF_A_MESSAGE}
+    kept.pop(ORIGIN_ID, None)
+    key = None if letter.key is None else bytes(letter.key)
+    extra = only_in_rows(key, b"" if value is not None or letter.value is not None else None)
+    if key == str(job.pk).encode():
+        key = None  # a job without a key travels under its id
+    return Job(
+        id=uuid7(),
+        queue=job.queue,
+        handler=letter.handler,
+        key=row_key(key),
+        max_attempts=job.max_attempts,
+        payload=bytes(letter.value or b"") if value is None else value,
+        content_type=letter.content_type,
+        headers=names.for_row({**names.in_order(kept), **extra}),
+        result_ttl=job.result_ttl,
+    )
+
+
+def is_ours(headers: Mapping[str, bytes]) -> bool:
+    """Whether this service's database holds, or held, the message's job."""
+    return names.text(headers, names.SERVICE) == get_settings().service_name
+
+
+def find_job(headers: Mapping[str, bytes]) -> Job | None:
+    """Return the job a message belongs to, if this service's database has it."""
+    if not is_ours(headers):
+        return None
+    try:
+        id = uuid.UUID(names.text(headers, names.JOB_ID))
+    except ValueError:
+        return None
+    rows = Job.objects.using(jobs_database()).only("id", "state", "generation", "queue", "handler")
+    return rows.filter(pk=id).first()
+
+
+def processed(message_ids: Mapping[str, str]) -> set[str]:
+    """Return those of the messages (id → type) whose effects are committed here."""
+    wanted = [id for id in message_ids if id]
+    rows = ProcessedEvent.objects.using(jobs_database()).filter(
+        event_id__in=wanted, service_name=get_settings().service_name
+    )
+    return {
+        id for id, kind in rows.values_list("event_id", "event_type") if message_ids[id] == kind
+    }
+
+
+def publish_one(record: OutgoingRecord, transport: str) -> None:
+    """Publish and wait for the delivery report.
+
+    :raises PublishError: when it was not accepted.
+    """
+    outcome = get_transport(transport).publish([record])[0]
+    if outcome.error is not None:
+        raise NotPublishedError(outcome.error)
+
+
+def replay_topic_of(queue: QueueConf) -> str:
+    """Return where a message of a queue is published again: in the queue's topic, but never where
+    other services, for whom it was no failure, would read it once more."""
+    return get_settings().queue(queue.retries).topic
+
+
+def queue_of(queue: str, topic: str) -> QueueConf | None:
+    """Return the queue a dead letter came from: by name, else the one that reads its topic."""
+    conf = get_settings()
+    if queue:
+        return conf.queue(queue)
+    declared = [conf.queue(name) for name in registry.queue_names()]
+    return next((found for found in declared if found.topic == topic), None)
+
+
+NEEDS_PERMISSION = "it needs the permission of what it does"
+
+
+class Replayer:
+    """Replays one letter at a time into a report."""
+
+    def __init__(
+        self,
+        report: ReplayReport,
+        *,
+        force: bool,
+        actor: str,
+        on_changed: Observer | None,
+        reprocessor: Reprocessor | None = None,
+        value: bytes | None = None,
+    ) -> None:
+        self._report = report
+        self._reprocessor = reprocessor
+        self._value = value
+        self._force = force
+        self._actor = actor
+        self._on_changed = on_changed
+        self._using = jobs_database()
+        self._max_replays = get_settings().max_replays
+
+    @property
+    def _open(self) -> QuerySet[DeadLetter]:
+        rows = DeadLetter.objects.using(self._using).filter(state=DeadLetterState.OPEN)
+        return rows.defer("traceback")
+
+    def replay(self, key: Any) -> None:
+        """Replay the letter, or say in the report why not."""
+        letter = self._open.filter(pk=key).first()
+        if letter is None:
+            self._report.skipped += 1
+            return
+        self._report.count(letter.reason, letter.handler, letter.error_type)
+        self.replay_counted(letter)
+
+    def replay_counted(self, letter: DeadLetter) -> None:
+        """Replay a letter that the report has counted, or say in the report why not."""
+        if letter.replay_count >= self._max_replays and not self._force:
+            self._refuse(letter, REFUSED_LOOP, f"{letter.replay_count} times; --force replays it")
+        elif letter.job_id is not None:
+            self._replay_job(letter)
+        else:
+            self._replay_message(letter)
+
+    def _refuse(self, letter: DeadLetter, reason: str, detail: str = "") -> None:
+        self._report.refuse(str(letter.pk), reason, detail)
+
+    # --- Of a job ---------------------------------------------------------------------------------
+
+    def _replay_job(self, letter: DeadLetter) -> None:
+        assert letter.job_id is not None
+        with transaction.atomic(using=self._using):
+            if not lock(self._open, [letter.pk]):
+                self._report.skipped += 1
+                return
+            job = self._rows_of(letter).defer("payload", "result").first()
+            if job is None or letter.source_id == source_of_job(job.pk, job.generation):
+                again = self._requeue(letter, job)
+            else:
+                again = self._store_again(letter, job)
+        if again is not None and self._reprocessor is not None:
+            found = Job.objects.using(self._using).filter(pk=again).first()
+            if found is not None:
+                self._report.ended[self._reprocessor.run_job(found).value] += 1
+
+    def _rows_of(self, letter: DeadLetter) -> QuerySet[Job]:
+        assert letter.job_id is not None
+        return Job.objects.using(self._using).filter(pk=letter.job_id)
+
+    def _requeue(self, letter: DeadLetter, job: Job | None) -> Any:
+        """Requeue the job whose present failure the letter tells of; return its key, or None."""
+        still = self._rows_of(letter)
+        if job is not None:
+            still = still.filter(generation=job.generation)
+        if not self._force:
+            still = still.filter(state=JobState.FAILED)
+        outcomes = Outcomes()
+        # The job's row is taken as everybody takes it, never waited for: whoever requeues the
+        # job holds that row and waits for this letter.
+        requeue_chunk(
+            [letter.job_id], outcomes, still=still, payload=self._value, actor=self._actor
+        )
+        if outcomes.changed_count:
+            self._changed(letter)
+            return letter.job_id
+        state = next(iter(outcomes.counts))
+        if state == RequeueResult.FORBIDDEN:
+            self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
+        elif state == RequeueResult.NOT_FOUND:
+            # It was requeued or enqueued again meanwhile.
+            now = self._rows_of(letter).values_list("state", flat=True).first()
+            self._refuse(letter, f"the job is {now}", "--force runs it again")
+        else:
+            self._refuse(letter, f"the job is {state}")
+        return None
+
+    def _store_again(self, letter: DeadLetter, job: Job) -> Any:
+        """Store what the letter holds as a job of its own, and return its key: the letter's job was
+        enqueued again since, with another payload that is not to run, or to be lost, by this."""
+        again = job_of(letter, job, self._value)
+        if not internal.may_run_again(again, self._actor):
+            self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
+            return None
+        internal.reassign(again, self._actor)
+        store([again])
+        self._close(letter)
+        return again.pk
+
+    # --- Of a message nobody enqueued here --------------------------------------------------------
+
+    def _replay_message(self, letter: DeadLetter) -> None:
+        queue = queue_of(letter.queue, letter.topic)
+        topic = replay_topic_of(queue) if queue else ""
+        if queue is None or not topic:
+            self._refuse(letter, REFUSED_NO_SOURCE)
+            return
+        # What KDLQ killed has taken effect by that; it is processed once its row is closed.
+        is_killed = kdlq.MARKER in letter.headers
+        known = not is_killed and processed({letter.message_id: letter.handler})
+        if known:
+            self._report.already_processed += 1
+            if not self._force:
+                self._refuse(letter, REFUSED_PROCESSED, "--force runs it again under a new id")
+                return
+        record = _record_of(letter, topic, new_id=bool(known))
+        if self._value is not None:
+            record = replace(record, value=self._value)
+        if self._reprocessor is not None:
+            self._reprocess(letter, record, queue, self._reprocessor)
+            return
+        try:
+            self._publish_and_close(letter, record, queue)
+        except PublishError as error:
+            self._report.fail(str(letter.pk), error)
+
+    def _publish_and_close(
+        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf
+    ) -> None:
+        """Publish, then mark; one transaction keeps other replayers away meanwhile.
+
+        Not on a database that would lock everybody else out while a broker is waited for (SQLite):
+        there two replayers at once may publish a message twice, which its consumer absorbs.
+        """
+        is_transactional = dispatch.is_transactional(queue)
+        features = connections[self._using].features
+        if not is_transactional and not features.has_select_for_update_skip_locked:
+            publish_one(record, queue.transport)
+        with transaction.atomic(using=self._using):
+            held = lock(self._open, [letter.pk])
+            if not held:
+                self._report.skipped += 1
+                return
+            if is_transactional or features.has_select_for_update_skip_locked:
+                publish_one(record, queue.transport)
+            if is_transactional:
+                after_commit(self._using, dispatch.channel_of(queue))
+            self._close(letter)
+
+    def _reprocess(
+        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf, reprocessor: Reprocessor
+    ) -> None:
+        """Run it, then mark; a crash in between runs it again, which its marker absorbs."""
+        place = Record(
+            topic=letter.topic or record.topic,
+            partition=NOWHERE if letter.partition is None else letter.partition,
+            offset=NOWHERE if letter.offset is None else letter.offset,
+            key=record.key,
+            value=record.value,
+            headers=dict(record.headers),
+            # With its place this names a death: the next one is another, and has a letter too.
+            timestamp=letter.failed_at,
+        )
+        result = reprocessor.run(place, queue)
+        self._report.ended[result.value] += 1
+        if result in (Result.DEFERRED, Result.SKIPPED):
+            self._refuse(letter, f"it was {result.value}")
+            return
+        with transaction.atomic(using=self._using):
+            # If it died again there is a new dead letter of that.
+            self._close(letter)
+
+    def _close(self, letter: DeadLetter) -> None:
+        close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
+        tell = functools.partial(tell_of_letters, signals.message_replayed, [letter])
+        tell_after_commit(self._using, tell)
+        self._changed(letter)
+
+    def _changed(self, letter: DeadLetter) -> None:
+        self._report.replayed += 1
+        if self._on_changed is not None:
+            self._on_changed([letter])
+
+
+def _origin_headers(letter: DeadLetter) -> dict[str, bytes]:
+    return names.encode(
+        {
+            names.DLQ_ORIGINAL_TOPIC: letter.topic or None,
+            names.DLQ_ORIGINAL_PARTITION: letter.partition,
+            names.DLQ_ORIGINAL_OFFSET: letter.offset,
+        }
+    )
+
+
+def _record_of(letter: DeadLetter, topic: str, *, new_id: bool) -> OutgoingRecord:
+    headers = names.from_json(letter.headers)
+    # KDLQ's messages say so in headers of their own.
+    if kdlq.MARKER not in headers and names.DLQ_ORIGINAL_TOPIC not in headers:
+        headers = {**_origin_headers(letter), **headers}
+    count = max(letter.replay_count, names.number(headers, names.REPLAY_COUNT, 0)) + 1
+    return OutgoingRecord(
+        topic=topic,
+        key=None if letter.key is None else bytes(letter.key),
+        value=None if letter.value is None else bytes(letter.value),
+        headers=replay_headers(headers, count, new_id=new_id),
+    )
+
+
+class Mode(enum.StrEnum):
+    """How dead letters are replayed."""
+
+    REPUBLISH = "republish"
+    """Publish the message, or requeue the job: a worker runs it."""
+    REPROCESS = "reprocess"
+    """Run it here and now, in this process."""
+
+
+PREVIEW_LIMIT = 1000
+"""Dead letters a preview looks at, unless it is told otherwise."""
+FAILURES_IN_A_ROW = 3
+"""After so many refusals of the transport a run stops: it is down, not picky."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterFilter:
+    """Which open dead letters; what is not given does not restrict."""
+
+    ids: Collection[UUID | str] | None = None
+    queue: str | None = None
+    """Of this queue, and of the one that carries its messages' retries."""
+    handler: str | None = None
+    reason: str | None = None
+    error: str | None = None
+    """Part of the error's text or type, in any case."""
+    fingerprint: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it takes everything."""
+        return self == DeadLetterFilter()
+
+
+Selection = DeadLetterFilter | QuerySet[DeadLetter]
+
+
+def select(selection: Selection) -> QuerySet[DeadLetter]:
+    """Return the open dead letters of a selection, oldest first."""
+    using = jobs_database()
+    if isinstance(selection, QuerySet):
+        return selection.using(using).filter(state=DeadLetterState.OPEN).order_by("pk")
+    rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
+    return restricted(rows, selection).order_by("pk")
+
+
+def restricted(rows: QuerySet[DeadLetter], selection: DeadLetterFilter) -> QuerySet[DeadLetter]:
+    """Return those of the rows, of any state, that a filter describes."""
+    exact = {"handler": selection.handler, "reason": selection.reason}
+    exact["fingerprint"] = selection.fingerprint
+    rows = rows.filter(**{name: value for name, value in exact.items() if value is not None})
+    if selection.queue is not None:
+        retries = get_settings().queue(selection.queue).retries
+        rows = rows.filter(queue__in={selection.queue, retries})
+    if selection.ids is not None:
+        rows = rows.filter(pk__in=[_id(each) for each in selection.ids])
+    if selection.error:
+        rows = rows.filter(
+            Q(error__icontains=selection.error) | Q(error_type__icontains=selection.error)
+        )
+    if selection.since is not None:
+        rows = rows.filter(failed_at__gte=selection.since)
+    if selection.until is not None:
+        rows = rows.filter(failed_at__lt=selection.until)
+    return rows
+
+
+def replay(
+    selection: Selection,
+    *,
+    limit: int | None = None,
+    rate: float | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    mode: Mode = Mode.REPUBLISH,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
+) -> ReplayReport:
+    """Replay open dead letters, oldest first, up to those there are now.
+
+    :param limit: replay at most so many.
+    :param rate: at most so many a second, from ``reports.RATE_MIN`` to ``RATE_MAX``.
+    :param dry_run: change nothing; report what would be replayed and what would be refused.
+    :param force: replay also what has been replayed too often or has taken effect before; a message
+        of the latter kind gets a new id, or it would be dropped as a duplicate.
+    :param mode: publish them for the workers, or run them here and now.
+    :param actor: who asked, for the log and the letters' notes.
+    :param on_changed: told of each letter inside its transaction.
+    """
+    pace = Pace(rate)
+    rows = select(selection)
+    if dry_run:
+        return preview(rows, limit=limit, force=force, progress=progress)
+    report = ReplayReport("table")
+    known = bounded_count(rows)
+    total = None if known == COUNT_LIMIT else known
+    if limit is not None:
+        total = min(limit, known)
+    failures = 0
+    with ExitStack() as stack:
+        reprocessor = stack.enter_context(Reprocessor()) if mode == Mode.REPROCESS else None
+        replayer = Replayer(
+            report, force=force, actor=actor, on_changed=on_changed, reprocessor=reprocessor
+        )
+        for key in _keys(rows):
+            if limit is not None and report.replayed >= limit:
+                break
+            pace.wait()
+            failed_before = report.failed
+            replayer.replay(key)
+            failures = failures + 1 if report.failed > failed_before else 0
+            progress(report.matched, total)
+            if failures == FAILURES_IN_A_ROW:
+                report.stopped = f"{failures} in a row were not accepted; run it again later"
+                break
+    return report
+
+
+def edit_and_replay(
+    id: UUID | str,
+    value: bytes,
+    *,
+    actor: str = "",
+    on_changed: Observer | None = None,
+) -> ReplayReport:
+    """Replay one open dead letter with another value; it keeps the value it died with.
+
+    Whoever calls this for somebody has checked the permission ``edit_payload``.
+
+    :param value: the payload, or the event's bytes, repaired. Where it says ``[redacted]``, as
+        ``redaction.shown_value`` showed it, what the letter has there is kept.
+    :raises MessageError: it is not what its content type says.
+    :raises ValueError: it is too large, or nothing was hidden where it says so, or it is that of an
+        internal job.
+    """
+    check_payload_size(value)
+    letter = select(DeadLetterFilter(ids=[id])).select_related("job").first()
+    if letter is not None:
+        of_job = letter.job.handler if letter.job is not None else ""
+        if is_internal(letter.handler) or is_internal(of_job):
+            raise ValueError("An internal job cannot be edited: its payload says who may do what")
+        value = _with_hidden(letter, value)
+        check_payload_size(value)
+    report = ReplayReport("table")
+    replayer = Replayer(report, force=False, actor=actor, on_changed=on_changed, value=value)
+    replayer.replay(_id(id))
+    return report
+
+
+def not_open(ids: Collection[UUID | str]) -> tuple[list[str], dict[str, str]]:
+    """Return those of the ids that no dead letter has, and the states of those that are closed.
+
+    :raises ValueError: one is no id.
+    """
+    wanted = {_id(each): str(each) for each in ids}
+    rows = DeadLetter.objects.using(jobs_database()).filter(pk__in=wanted)
+    states = dict(rows.values_list("pk", "state"))
+    unknown = [given for id, given in wanted.items() if id not in states]
+    closed = {str(id): state for id, state in states.items() if state != DeadLetterState.OPEN}
+    return unknown, closed
+
+
+def count(selection: Selection) -> tuple[int, bool]:
+    """Return how many there are among the newest 100,000 open dead letters, and whether there may
+    be more beyond them."""
+    every = select(DeadLetterFilter()).order_by("-pk").values_list("pk", flat=True)
+    floor = next(iter(every[COUNT_LIMIT:][:1]), None)
+    rows = select(selection)
+    return (rows if floor is None else rows.filter(pk__gt=floor)).count(), floor is not None
+
+
+def preview(
+    selection: Selection,
+    *,
+    limit: int | None = PREVIEW_LIMIT,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> ReplayReport:
+    """Report what a replay would do, with what it would refuse and what has taken effect already;
+    changes nothing.
+
+    :param limit: look at no more than the oldest so many, ``report.is_capped`` says if there are
+        more; None for all.
+    """
+    rows = select(selection)
+    report = ReplayReport("table", is_dry_run=True)
+    columns = (
+        *("pk", "reason", "handler", "error_type", "replay_count", "message_id", "source_id"),
+        *("job_id", "job__state", "job__generation"),
+    )
+    for keys in chunks(rows):
+        found = list(rows.filter(pk__in=keys).values(*columns))
+        done = processed({row["message_id"]: row["handler"] for row in found})
+        for row in found:
+            if limit is not None and report.matched >= limit:
+                report.is_capped = True
+                return report
+            report.count(row["reason"], row["handler"], row["error_type"])
+            report.already_processed += row["message_id"] in done
+            refusal = None if force else _foreseen_refusal(row, is_done=row["message_id"] in done)
+            if refusal is not None:
+                report.refuse(str(row["pk"]), refusal)
+        progress(report.matched, None)
+    return report
+
+
+def _foreseen_refusal(row: dict[str, Any], *, is_done: bool) -> str | None:
+    if row["replay_count"] >= get_settings().max_replays:
+        return REFUSED_LOOP
+    if row["job__state"] is not None:
+        if row["source_id"] != source_of_job(row["job_id"], row["job__generation"]):
+            return None  # it runs as a job of its own
+        return None if row["job__state"] == JobState.FAILED else f"the job is {row['job__state']}"
+    return REFUSED_PROCESSED if is_done else None
+
+
+def discard(
+    selection: Selection,
+    *,
+    note: str,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
+) -> int:
+    """Close open dead letters without replay; returns how many.
+
+    :param note: why, for whoever finds them.
+    """
+    if not note.strip():
+        raise ValueError("A note is needed that says why these dead letters are discarded")
+    using = jobs_database()
+    text = f"{note.strip()} ({actor})" if actor else note.strip()
+    count = 0
+    for keys in chunks(select(selection)):
+        with transaction.atomic(using=using):
+            open_rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
+            letters = lock(open_rows.only("pk", "queue", "handler", "topic", "message_id"), keys)
+            count += open_rows.filter(pk__in=[letter.pk for letter in letters]).update(
+                state=DeadLetterState.DISCARDED, closed_at=timezone.now(), note=text[:500]
+            )
+            if on_changed is not None and letters:
+                on_changed(letters)
+            tell = functools.partial(
+                tell_of_letters, signals.message_discarded, letters, note=note.strip()
+            )
+            tell_after_commit(using, tell)
+        progress(count, None)
+    return count
+
+
+# --- Details --------------------------------------------------------------------------------------
+
+
+def _id(given: UUID | str) -> UUID:
+    try:
+        return given if isinstance(given, UUID) else UUID(given)
+    except ValueError:
+        raise ValueError(f"{given!r:.80} is no id of a dead letter") from None
+
+
+def _with_hidden(letter: DeadLetter, value: bytes) -> bytes:
+    """Return an edited value, with what its editor was not shown; byte for byte if it was all."""
+    serializer = serializer_for(letter.content_type or JSON.content_type)
+    edited = serializer.loads(value)
+    try:
+        if not redaction.is_marked(edited):
+            return value
+        try:
+            original = [serializer.loads(bytes(letter.value))] if letter.value is not None else []
+        except MessageError:
+            original = []  # nothing was shown of it, so nothing was hidden
+        return serializer.dumps(redaction.restored(edited, *original))
+    except RecursionError:
+        raise ValueError("The value is nested too deeply") from None
+
+
+def _keys(rows: QuerySet[DeadLetter]) -> Iterator[Any]:
+    for keys in chunks(rows):
+        yield from keys
