@@ -16,6 +16,7 @@ E010    a queue in TASKS that cannot carry tasks (contrib.tasks)
 E011    USE_TZ is off
 E012    messages in another database than their jobs
 E013    a topic that the transport cannot name so
+E014    middleware that cannot be imported, or cannot stand around a handler
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats
@@ -186,6 +187,21 @@ def _check_topic_names(settings: Settings) -> Messages:
                     id="kjo.E013",
                 )
                 break
+
+
+def _check_middleware(settings: Settings) -> Messages:
+    from kjo_django.engine.handler.middleware import refusals
+
+    try:
+        for refused in refusals():
+            yield checks.Error(
+                refused,
+                hint="Django's sync_and_async_middleware, of django.utils.decorators, makes one "
+                "that is both; docs/how-to/middleware.md shows how.",
+                id="kjo.E014",
+            )
+    except ImproperlyConfigured as error:
+        yield checks.Error(str(error), id="kjo.E014")
 
 
 # --- Warnings -----------------------------------------------------------------------------------
@@ -434,6 +450,7 @@ _CHECKS = (
     _check_coordination,
     _check_topics,
     _check_errors,
+    _check_middleware,
 )
 _WARNINGS = (
     _warn_ttls,

@@ -111,6 +111,9 @@ class Settings:
         mapping, {"BACKEND": DEFAULT_COORDINATION}, "The coordination backend."
     )
     queues: dict[str, Any] = option(mapping, {}, "Options by queue name.")
+    middleware: tuple[str, ...] = option(
+        texts, (), "Import paths of what surrounds each call of a handler, outermost first."
+    )
     concurrency: int = option(whole(1), 4, "Lanes (threads running handlers) of a worker.")
     max_attempts: int = option(attempts, 5, "Executions of a job before it is dead-lettered.")
     backoff_base: timedelta = option(

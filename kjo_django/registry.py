@@ -153,6 +153,9 @@ class Handler:
     service: str = ""
     """Whose markers its messages get in ``processed_events``; SERVICE_NAME's if empty."""
 
+    runs_middleware: bool = True
+    """Whether ``KJO["MIDDLEWARE"]`` surrounds it."""
+
     observes: bool = False
     """Whether the two hooks below do anything; the hot path asks no more of handlers that do not
     care."""

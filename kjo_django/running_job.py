@@ -13,12 +13,12 @@ class Run(Protocol):
     """A handler's run, of one job or of a batch."""
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What a log record says of it."""
+    def log_fields(self) -> dict[str, Any]:
+        """What a log record says of the run."""
 
     @property
     def trace_id(self) -> str:
-        """Of the trace its message carries, or ""."""
+        """The id of the trace that its message carries, or ""."""
 
 
 running: ContextVar[Run | None] = ContextVar("kjo_running", default=None)

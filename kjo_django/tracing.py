@@ -17,6 +17,8 @@ class Tracer(Protocol):
     Jobs, records, deliveries and outcomes are those of the layers above, which import this one.
     """
 
+    def __hash__(self) -> int: ...
+
     def headers(self) -> dict[str, str]:
         """Return the headers that carry what is current here; none where nothing is."""
 

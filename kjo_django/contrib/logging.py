@@ -39,7 +39,7 @@ class JobContextFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Add what is missing; let every record pass."""
         run = running.get()
-        facts = {} if run is None else run.facts
+        facts = {} if run is None else run.log_fields
         tracer = tracing.tracer
         trace_id = "" if tracer is None else tracer.trace_id()
         facts["trace_id"] = trace_id or ("" if run is None else run.trace_id)

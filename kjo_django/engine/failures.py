@@ -31,7 +31,7 @@ from kjo_django.engine.dead_lettering import (
 )
 from kjo_django.engine.handler.call import ENDINGS, is_interrupt
 from kjo_django.engine.handler.connections import is_unusable
-from kjo_django.engine.handler.inheritance import facts_of
+from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.enqueue import dispatch
 from kjo_django.enqueue.outgoing import only_in_rows, row_key

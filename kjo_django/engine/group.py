@@ -28,8 +28,7 @@ from kjo_django.engine.handler.connections import (
     drop_broken_connections,
     freshen_connections,
 )
-from kjo_django.engine.handler.context import JobContext
-from kjo_django.engine.handler.inheritance import facts_of
+from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.engine.leases import LeaseBook

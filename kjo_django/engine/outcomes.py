@@ -14,8 +14,7 @@ from kjo_django.engine.admission import Start, spent_and_limit
 from kjo_django.engine.attempt import Delivery, Outcome, Result
 from kjo_django.engine.failures import judge_failure
 from kjo_django.engine.handler.call import Ran
-from kjo_django.engine.handler.context import Abort
-from kjo_django.engine.handler.inheritance import facts_of
+from kjo_django.engine.handler.context import Abort, facts_of
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import JobCancelledError

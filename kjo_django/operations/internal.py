@@ -158,7 +158,9 @@ def _request_of(job: Job) -> Request | None:
 
 
 class InternalHandler(registry.Handler):
-    """A handler of an internal job."""
+    """A handler of an internal job; the project's middleware, made for its own jobs, is not run."""
+
+    runs_middleware = False
 
     def refusal(self, message: Message, row: JobRow | None) -> MessageError | None:
         """Refuse a message that is not made of a row of ours: anybody who can write to a topic

@@ -38,8 +38,7 @@ from kjo_django.engine.announcements import tell, tell_waiters
 from kjo_django.engine.attempt import Delivery, Mode, Outcome
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY, Pipeline
 from kjo_django.engine.handler.connections import drop_broken_connections, sever
-from kjo_django.engine.handler.context import JobContext
-from kjo_django.engine.handler.inheritance import facts_of
+from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
 from kjo_django.engine.key_queue import Group
 from kjo_django.engine.leases import LeaseBook

@@ -35,7 +35,8 @@ def jobs(monkeypatch):
     ]
     get_coordination().claim([context.lease for context in contexts], "me", ABORT_TTL)
     for context in contexts:
-        found.enter(context, Silent())  # type: ignore[arg-type]
+        context.delivery = Silent()  # type: ignore[assignment]
+        found.enter(context)
     return found, *contexts
 
 

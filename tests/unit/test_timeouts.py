@@ -9,9 +9,8 @@ import time
 import pytest
 
 from kjo_django.coordination.listeners import LocalListener
-from kjo_django.engine.handler.call import with_limit
 from kjo_django.engine.handler.context import JobContext
-from kjo_django.engine.handler.timeouts import TimeoutWatch
+from kjo_django.engine.handler.timeouts import TimeoutWatch, with_limit
 from kjo_django.exceptions import HandlerTimeout, JobCancelledError, JobTimeoutError
 
 SOON, NEVER = 0.05, 3600.0

@@ -1,31 +1,26 @@
-"""Calling a handler: payload in, result or exception out."""
+"""One call of one handler: payload in, result or exception out."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
-from asgiref.sync import async_to_sync
 from django.utils import timezone
 
+from kjo_django import tracing
 from kjo_django.engine.attempt import Delivery, Mode
-from kjo_django.engine.handler.context import Abort, Abortable, JobContext
-from kjo_django.engine.handler.inheritance import Running
+from kjo_django.engine.handler.context import Abort, BatchContext, BatchItem, JobContext
+from kjo_django.engine.handler.middleware import chain, project_middleware
+from kjo_django.engine.handler.timeouts import ENDINGS as ENDINGS
 from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
-from kjo_django.exceptions import HandlerTimeout, JobTimeoutError, PayloadError, PermanentError
+from kjo_django.exceptions import PayloadError, PermanentError
 from kjo_django.messages import headers as names
-from kjo_django.messages.carried import inheritable
 from kjo_django.messages.serializers import dump_result, load_value, serializer_for
 from kjo_django.store.rows import JobRow
-
-ENDINGS = BaseException
-"""What ends an attempt: ``sys.exit()``, a cancelled task or a panic of a library in Rust must not
-end the lane with it. All but ``is_interrupt``."""
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -41,7 +36,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 @dataclass(slots=True)
-class Ran:
+class CallResult:
     """How one call of a handler ended."""
 
     started_at: datetime
@@ -55,13 +50,15 @@ class Ran:
     """Milliseconds its outcome is kept, where the run changed that."""
 
 
+Ran = CallResult
+"""The old name, until nobody uses it."""
 C = TypeVar("C", bound=JobContext)
 
 
 def make_context(
     delivery: Delivery, attempt: int, max_attempts: int, row: JobRow | None
 ) -> JobContext:
-    """Describe the run to the handler."""
+    """Return the context of a run."""
     return describe(JobContext, delivery, attempt, max_attempts, row)
 
 
@@ -72,22 +69,29 @@ def describe(
     max_attempts: int,
     row: JobRow | None,
 ) -> C:
-    """Describe the run by a context of this class."""
-    message = delivery.message
+    """Return the context of a run, as an object of this class."""
+    message, handler = delivery.message, delivery.handler
     assert message is not None
+    assert handler is not None
+    # Reading headers takes its time, and mostly nobody is going to see them.
+    is_seen = handler.options.takes_context or kind is not JobContext or project_middleware()
+    limit = handler.options.timeout or delivery.queue.timeout
     return kind(  # by place: made for every job, and by name takes half as long again
         message.job_id or message.id,
         attempt,
         max_attempts,
         message.id,
         delivery.queue.name,
-        names.texts(delivery.record.headers) if _is_seen(kind, delivery) else {},
+        names.texts(delivery.record.headers) if is_seen else {},
         row.created_at if row is not None else message.timestamp,
         _unique_id(delivery, row),
         message.generation,
         None,
         delivery.lease,
         delivery.mode is Mode.ATOMIC,
+        None,
+        delivery,
+        limit.total_seconds() if limit is not None else None,
     )
 
 
@@ -99,61 +103,54 @@ def _unique_id(delivery: Delivery, row: JobRow | None) -> str | None:
     return row.unique_id if row is not None else None
 
 
-def _is_seen(kind: type[JobContext], delivery: Delivery) -> bool:
-    """Return whether anybody is going to see the context; reading headers takes its time."""
-    if kind is not JobContext or delivery.handler is None:
-        return True
-    return delivery.handler.options.takes_context
+def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes | None:
+    """Call the handler from this thread and return its wrapped result.
 
+    An ``async def`` handler runs on an event loop whose database calls come back to this thread,
+    so they are part of its transaction.
 
-def arguments_of(delivery: Delivery, context: JobContext) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Decode the payload into the handler's arguments.
-
-    :raises MessageError: it cannot be decoded.
-    :raises PermanentError: the handler does not take it.
+    :raises MessageError: the payload cannot be decoded.
+    :raises PermanentError: the handler does not take it, or its result cannot be stored.
     """
     message, handler = delivery.message, delivery.handler
     assert message is not None
     assert handler is not None
-    value = load_value(message.payload, message.content_type)
-    positional, named = handler.arguments(value)
-    if handler.options.takes_context:
-        positional = (context, *positional)
-    return positional, named
+    context.payload = load_value(message.payload, message.content_type)
+    return wrapped(delivery, chain(handler, watch, tracing.tracer, False)(context))
 
 
-def time_limit(delivery: Delivery) -> float | None:
-    """Return the seconds one attempt may take, or None."""
-    assert delivery.handler is not None
-    limit = delivery.handler.options.timeout or delivery.queue.timeout
-    return limit.total_seconds() if limit is not None else None
-
-
-def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes | None:
-    """Run the handler in this thread and return its wrapped result.
-
-    An ``async def`` handler runs on an event loop whose database calls come back to this thread,
-    so they are part of its transaction.
-    """
-    handler = delivery.handler
+async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> CallResult:
+    """Call an asynchronous handler on the loop this is awaited on, outside any transaction."""
+    message, handler = delivery.message, delivery.handler
+    assert message is not None
     assert handler is not None
-    limit = time_limit(delivery)
-    watch.running.enter(context, delivery)
+    result, start = CallResult(timezone.now(), 0.0), time.perf_counter()
     try:
-        with Running((delivery,), (context,), inheritable(delivery.record.headers)):
-            positional, named = arguments_of(delivery, context)
-            if handler.is_async:
-                coroutine = handler.function(*positional, **named)
-                with watch.limit(context, limit, interrupts=False):
-                    value, error = async_to_sync(contained)(coroutine, context, limit)
-                if error is not None:
-                    raise error
-            else:
-                with watch.limit(context, limit):
-                    value = handler.function(*positional, **named)
-    finally:
-        watch.running.leave(context)
-    return wrapped(delivery, value)
+        context.payload = load_value(message.payload, message.content_type)
+        value = await chain(handler, watch, tracing.tracer, True)(context)
+        result.value = wrapped(delivery, value)
+    except ENDINGS as error:
+        result.error, result.abort_reason = error, context.abort_reason
+    result.seconds, result.result_ttl = time.perf_counter() - start, context.result_ttl
+    return result
+
+
+def call_batch(items: Sequence[BatchItem], watch: TimeoutWatch) -> Any:
+    """Call a batch handler from this thread; return what it returns."""
+    return _batch_call(items, watch, False)
+
+
+async def acall_batch(items: Sequence[BatchItem], watch: TimeoutWatch) -> Any:
+    """Call an asynchronous batch handler on the loop this is awaited on; return what it returns."""
+    return await _batch_call(items, watch, True)
+
+
+def _batch_call(items: Sequence[BatchItem], watch: TimeoutWatch, on_loop: bool) -> Any:
+    first = items[0]
+    assert first.delivery is not None
+    assert first.delivery.handler is not None
+    context = BatchContext(items, first.time_limit)
+    return chain(first.delivery.handler, watch, tracing.tracer, on_loop)(context)
 
 
 def wrapped(delivery: Delivery, value: Any) -> bytes | None:
@@ -172,55 +169,3 @@ def wrapped(delivery: Delivery, value: Any) -> bytes | None:
         return dump_result(value, payloads, results)
     except PayloadError as error:
         raise PermanentError(f"The handler's result cannot be stored: {error}") from error
-
-
-async def contained(
-    coroutine: Coroutine[Any, Any, Any], context: Abortable, seconds: float | None
-) -> tuple[Any, BaseException | None]:
-    """Keep from the event loop what would end it instead of the attempt."""
-    try:
-        return await with_limit(coroutine, context, seconds), None
-    except ENDINGS as error:
-        return None, error
-
-
-async def with_limit(
-    coroutine: Coroutine[Any, Any, Any], context: Abortable, seconds: float | None
-) -> Any:
-    """Await a coroutine, ending it after so many seconds.
-
-    :raises HandlerTimeout: it took longer.
-    """
-    if seconds is None:
-        return await coroutine
-    try:
-        async with asyncio.timeout(seconds) as scope:
-            return await coroutine
-    except TimeoutError as error:
-        if not scope.expired() or isinstance(error, JobTimeoutError):
-            raise
-        context.abort(Abort.TIMEOUT)
-        told = f"The handler exceeded its timeout of {seconds:g} s"
-        raise HandlerTimeout(told, timeout=seconds) from None
-
-
-async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> Ran:
-    """Run an asynchronous handler on the loop this is awaited on, outside any transaction."""
-    started_at, start = timezone.now(), time.perf_counter()
-    handler = delivery.handler
-    assert handler is not None
-    watch.running.enter(context, delivery)
-    try:
-        with Running((delivery,), (context,), inheritable(delivery.record.headers)):
-            positional, named = arguments_of(delivery, context)
-            coroutine = handler.function(*positional, **named)
-            value = wrapped(delivery, await with_limit(coroutine, context, time_limit(delivery)))
-    except ENDINGS as error:
-        ran = Ran(started_at, time.perf_counter() - start, error=error)
-        ran.abort_reason, ran.result_ttl = context.abort_reason, context.result_ttl
-        return ran
-    finally:
-        watch.running.leave(context)
-    ran = Ran(started_at, time.perf_counter() - start, value)
-    ran.result_ttl = context.result_ttl
-    return ran

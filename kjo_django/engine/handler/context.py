@@ -1,16 +1,21 @@
-"""What a handler may know and ask about its own run."""
+"""What a handler, middleware and log records may know and ask about a run."""
 
 from __future__ import annotations
 
 import enum
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
+from kjo_django.engine.attempt import Delivery
 from kjo_django.exceptions import JobCancelledError, Retry
 from kjo_django.messages import headers as names
+
+_TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
 
 class Abort(enum.Enum):
@@ -23,16 +28,10 @@ class Abort(enum.Enum):
     TIMEOUT = "it exceeded its timeout"
 
 
-class Abortable(Protocol):
-    """What can be asked to end early: a run, or all of a batch."""
-
-    def abort(self, reason: Abort | None = None) -> None:
-        """Ask for it."""
-
-
 @dataclass(slots=True)
 class JobContext:
-    """Passed first to handlers declared with ``takes_context=True``."""
+    """One run of a handler: passed to middleware, and first to handlers that were declared with
+    ``takes_context=True``."""
 
     job_id: str
     """The job's id, or the message's where no job was enqueued here."""
@@ -54,10 +53,33 @@ class JobContext:
     lease: str = ""
     is_atomic: bool = True
     abort_reason: Abort | None = None
+    delivery: Delivery | None = field(default=None, repr=False)
+    """The message as the engine knows it; for the engine's own use."""
+    time_limit: float | None = None
+    """Seconds the attempt may take; None: no limit."""
+    payload: Any = None
+    """The decoded payload: the arguments the job was enqueued with."""
     noted_progress: tuple[float | None, str] | None = None
     """What ``progress`` was told last and nobody has stored yet."""
     _is_aborted: bool = False
     _event: threading.Event | None = None
+
+    @property
+    def handler(self) -> str:
+        """The handler's name."""
+        return self.delivery.kind if self.delivery is not None else ""
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """What a log record says of the run, see ``contrib.logging.FIELDS``; never the payload."""
+        return facts_of(self.delivery, self.attempt) if self.delivery is not None else {}
+
+    @property
+    def trace_id(self) -> str:
+        """The id of the trace that the message carries, or ""."""
+        headers = self.delivery.record.headers if self.delivery is not None else {}
+        found = _TRACE_ID.match(names.text(headers, names.TRACEPARENT))
+        return found[1] if found else ""
 
     @property
     def aborted(self) -> bool:
@@ -67,7 +89,7 @@ class JobContext:
 
     @property
     def cancel_event(self) -> threading.Event:
-        """Set when the run is aborted; to wait on, where a handler would sleep (PJQ-21)."""
+        """Set when the run is aborted; to wait on, where a handler would sleep."""
         # Made for those who ask: a lock and a condition for every job cost more than its row.
         if self._event is None:
             self._event = threading.Event()
@@ -77,7 +99,7 @@ class JobContext:
 
     @property
     def correlation_id(self) -> str | None:
-        """What ties this job to the request it belongs to (PJQ-24)."""
+        """What ties this job to the request it belongs to."""
         return self.headers.get(names.CORRELATION_ID)
 
     def raise_if_aborted(self) -> None:
@@ -120,8 +142,6 @@ class JobContext:
 class BatchItem(JobContext):
     """One job of a batch: its payload, what its run may know, and how it is to end."""
 
-    payload: Any = None
-    """The decoded payload: the arguments it was enqueued with."""
     error: Exception | None = None
     """What ``fail`` was told."""
 
@@ -141,3 +161,81 @@ class BatchItem(JobContext):
         :param delay: until then; the back-off's if not given.
         """
         self.fail(Retry(reason, delay=delay))
+
+
+class BatchContext:
+    """One call of a batch handler, as middleware is passed it.
+
+    What its items do not have in common is theirs alone: look at ``items``.
+    """
+
+    def __init__(self, items: Sequence[BatchItem], time_limit: float | None = None) -> None:
+        self.items = items
+        self.time_limit = time_limit
+        """Seconds the call may take; None: no limit."""
+
+    @property
+    def handler(self) -> str:
+        """The handler's name."""
+        return self.items[0].handler
+
+    @property
+    def queue(self) -> str:
+        """The queue's name."""
+        return self.items[0].queue
+
+    @property
+    def payload(self) -> list[Any]:
+        """The payloads of all items."""
+        return [item.payload for item in self.items]
+
+    @cached_property
+    def headers(self) -> Mapping[str, str]:
+        """The headers that all items have, with one value."""
+        return _common([item.headers for item in self.items])
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """What the log fields of all items have in common."""
+        return _common([item.log_fields for item in self.items])
+
+    @property
+    def trace_id(self) -> str:
+        """The id of the trace that the first item's message carries, or ""."""
+        return self.items[0].trace_id
+
+    def abort(self, reason: Abort | None = None) -> None:
+        """Ask the run of every item to end."""
+        for item in self.items:
+            item.abort(reason)
+
+
+def runs_of(context: JobContext | BatchContext) -> Sequence[JobContext]:
+    """Return the context itself, or those of a batch's items."""
+    return context.items if isinstance(context, BatchContext) else (context,)
+
+
+def _common(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first, *others = found
+    missing = object()
+    return {
+        name: value
+        for name, value in first.items()
+        if all(other.get(name, missing) == value for other in others)
+    }
+
+
+def facts_of(delivery: Delivery, attempt: int | None = None) -> dict[str, Any]:
+    """Return what a log record that concerns a delivery says in its ``extra``; never a payload."""
+    message, record = delivery.message, delivery.record
+    handler = delivery.kind or (message.type if message is not None else "")
+    return {
+        "job_id": (message.job_id or message.id) if message is not None else "",
+        "handler": handler or names.text(record.headers, names.TYPE),
+        "queue": delivery.queue.name,
+        "attempt": attempt,
+        "message_id": message.id if message is not None else "",
+        "topic": record.topic,
+        "partition": record.partition,
+        "offset": record.offset,
+    }

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kjo_django.backends import get_coordination
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery
-from kjo_django.engine.handler.context import Abort, JobContext
+from kjo_django.engine.handler.context import Abort, BatchContext, JobContext, runs_of
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import storable_text
@@ -86,13 +86,17 @@ class RunningJobs:
     def __init__(self) -> None:
         self._contexts: dict[int, tuple[JobContext, float, Delivery]] = {}
 
-    def enter(self, context: JobContext, delivery: Delivery) -> None:
-        """Note that a handler starts."""
-        self._contexts[id(context)] = (context, time.monotonic(), delivery)
+    def enter(self, context: JobContext | BatchContext) -> None:
+        """Note that a run starts."""
+        now = time.monotonic()
+        for run in runs_of(context):
+            if run.delivery is not None:
+                self._contexts[id(run)] = (run, now, run.delivery)
 
-    def leave(self, context: JobContext) -> None:
-        """Note that it ended."""
-        self._contexts.pop(id(context), None)
+    def leave(self, context: JobContext | BatchContext) -> None:
+        """Note that a run has ended."""
+        for run in runs_of(context):
+            self._contexts.pop(id(run), None)
 
     def abort_all(self, reason: Abort) -> None:
         """Ask every handler to end."""

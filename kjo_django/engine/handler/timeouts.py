@@ -10,15 +10,22 @@ their thread stays.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
-from kjo_django.engine.handler.context import Abort, Abortable
+from kjo_django.engine.handler.context import Abort, BatchContext, JobContext
 from kjo_django.engine.handler.running import RunningJobs
-from kjo_django.exceptions import HandlerTimeout
+from kjo_django.exceptions import HandlerTimeout, JobTimeoutError
+
+ENDINGS = BaseException
+"""What ends an attempt: ``sys.exit()``, a cancelled task or a panic of a library in Rust must not
+end the lane with it. All but ``is_interrupt``."""
+T = TypeVar("T")
 
 HUNG_AFTER = 10.0
 """Seconds past its time limit after which a handler that was interrupted counts as hung."""
@@ -30,6 +37,25 @@ class RunAbandoned(BaseException):
 
 def _exceeded(seconds: float) -> str:
     return f"The handler exceeded its timeout of {seconds:g} s"
+
+
+async def with_limit(
+    awaitable: Awaitable[T], context: JobContext | BatchContext, seconds: float | None
+) -> T:
+    """Await a handler's coroutine, ending it after so many seconds.
+
+    :raises HandlerTimeout: it took longer.
+    """
+    if seconds is None:
+        return await awaitable
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            return await awaitable
+    except TimeoutError as error:
+        if not scope.expired() or isinstance(error, JobTimeoutError):
+            raise
+        context.abort(Abort.TIMEOUT)
+        raise HandlerTimeout(_exceeded(seconds), timeout=seconds) from None
 
 
 class _Limit:
@@ -47,7 +73,11 @@ class _Limit:
     )
 
     def __init__(
-        self, watch: TimeoutWatch, context: Abortable, seconds: float, interrupts: bool
+        self,
+        watch: TimeoutWatch,
+        context: JobContext | BatchContext,
+        seconds: float,
+        interrupts: bool,
     ) -> None:
         self._watch = watch
         self._seconds = seconds
@@ -97,7 +127,11 @@ class TimeoutWatch:
         """Whether the watch sleeps until it is called: it had nothing to watch."""
 
     def limit(
-        self, context: Abortable, seconds: float | None, *, interrupts: bool = True
+        self,
+        context: JobContext | BatchContext,
+        seconds: float | None,
+        *,
+        interrupts: bool = True,
     ) -> AbstractContextManager[object, bool | None]:
         """Raise ``HandlerTimeout`` in this thread if the block takes longer.
 

@@ -23,19 +23,16 @@ from kjo_django.engine.handler.call import (
     ENDINGS,
     Ran,
     acall,
-    contained,
+    acall_batch,
+    call_batch,
     describe,
     is_interrupt,
     make_context,
-    time_limit,
-    with_limit,
     wrapped,
 )
 from kjo_django.engine.handler.context import Abort, BatchItem
-from kjo_django.engine.handler.inheritance import Running
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.exceptions import JobCancelledError, PermanentError, text_of
-from kjo_django.messages.carried import INHERITED
 from kjo_django.messages.serializers import load_value
 from kjo_django.store.rows import JobRow
 
@@ -113,21 +110,8 @@ class Batch:
         """
         if not self.items:
             return self._endings([], timezone.now(), 0.0)
-        limit, started_at, clock = self._limit, timezone.now(), time.perf_counter()
-        self._enter(watch)
-        try:
-            with Running(list(self._items), self.items, self._common_headers()):
-                if self.handler.is_async:
-                    coroutine = self.handler.function(list(self.items))
-                    with watch.limit(self, limit, interrupts=False):
-                        value, error = async_to_sync(contained)(coroutine, self, limit)
-                    if error is not None:
-                        raise error
-                else:
-                    with watch.limit(self, limit):
-                        value = self.handler.function(list(self.items))
-        finally:
-            self._leave(watch)
+        started_at, clock = timezone.now(), time.perf_counter()
+        value = call_batch(self.items, watch)
         return self._endings(value, started_at, time.perf_counter() - clock)
 
     async def acall(self, watch: TimeoutWatch) -> list[Ran]:
@@ -135,19 +119,8 @@ class Batch:
         if not self.items:
             return self._endings([], timezone.now(), 0.0)
         started_at, clock = timezone.now(), time.perf_counter()
-        self._enter(watch)
-        try:
-            with Running(list(self._items), self.items, self._common_headers()):
-                coroutine = self.handler.function(list(self.items))
-                value = await with_limit(coroutine, self, self._limit)
-        finally:
-            self._leave(watch)
+        value = await acall_batch(self.items, watch)
         return self._endings(value, started_at, time.perf_counter() - clock)
-
-    def abort(self, reason: Abort | None = None) -> None:
-        """Ask every item's run to end."""
-        for item in self.items:
-            item.abort(reason)
 
     def after(self, error: BaseException) -> list[Ran | Batch]:
         """Return for each of ``started`` how it ended when the call raised, or the batch of it
@@ -180,10 +153,6 @@ class Batch:
         asked = (d for d, item in self._items.items() if item.abort_reason in UNWANTED)
         return {delivery: self._failed(delivery, error) for delivery in asked}
 
-    @property
-    def _limit(self) -> float | None:
-        return time_limit(self.started[0][0])
-
     def _failed(self, delivery: Delivery, error: BaseException) -> Ran:
         item = self._items[delivery]
         if len(self.items) > 1 and not isinstance(error, JobCancelledError):
@@ -193,23 +162,6 @@ class Batch:
         ran = Ran(timezone.now(), 0.0, error=error)
         ran.abort_reason, ran.result_ttl = item.abort_reason, item.result_ttl
         return ran
-
-    def _enter(self, watch: TimeoutWatch) -> None:
-        for delivery, item in self._items.items():
-            watch.running.enter(item, delivery)
-
-    def _leave(self, watch: TimeoutWatch) -> None:
-        for item in self.items:
-            watch.running.leave(item)
-
-    def _common_headers(self) -> dict[str, str]:
-        """What the handler enqueues inherits what all items have in common."""
-        first = self.items[0].headers
-        return {
-            name: first[name]
-            for name in INHERITED
-            if first.get(name) and all(i.headers.get(name) == first[name] for i in self.items)
-        }
 
     def _endings(self, value: Any, started_at: Any, seconds: float) -> list[Ran]:
         """Give each item its ending, and its share of the time.

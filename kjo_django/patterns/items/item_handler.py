@@ -22,8 +22,7 @@ from asgiref.sync import async_to_sync
 from django.db import transaction
 
 from kjo_django.engine.attempt import Outcome, Result
-from kjo_django.engine.handler.context import JobContext
-from kjo_django.engine.handler.inheritance import facts_of
+from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.models import Job
