@@ -1,4 +1,4 @@
-"""Telling what was done to rows: to receivers of signals, and to the log."""
+"""Who did what: signals to receivers, lines in the log, and entries in the admin's log."""
 
 from __future__ import annotations
 
@@ -12,15 +12,50 @@ from kjo_django import signals
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations.safe_text import InertName, inert
 
+logger = logging.getLogger("kjo_django")
+
+
+def send_job_signals(signal: Signal, jobs: Iterable[Job], **facts: Any) -> None:
+    """Send the signal for each of the jobs, with facts that hold for all of them."""
+    for job in jobs:
+        signals.send(
+            signal,
+            sender=job.handler,
+            job_id=str(job.pk),
+            unique_id=job.unique_id,
+            queue=job.queue,
+            handler=job.handler,
+            **facts,
+        )
+
+
+def send_letter_signals(signal: Signal, letters: Iterable[DeadLetter], **facts: Any) -> None:
+    """Send the signal for each of the dead letters, with facts that hold for all of them."""
+    for letter in letters:
+        signals.send(
+            signal,
+            sender=letter.handler,
+            dead_letter_id=str(letter.pk),
+            queue=letter.queue,
+            handler=letter.handler,
+            **facts,
+        )
+
+
+def log_change(verb: str, count: int, actor: str) -> None:
+    """Log how many jobs somebody changed, if any were."""
+    if count:
+        logger.info("%s %d jobs%s", verb, count, f" for {actor}" if actor else "")
+
 
 def log_entries(user_id: Any, rows: Iterable[Any], flag: int, message: Any, **more: Any) -> Any:
-    """Write an entry for each row; names of rows and texts of people are written inert, since every
-    page of the admin shows them as they are.
+    """Write an entry into the admin's log for each row, whatever surface was used.
 
-    To be called where ``django.contrib.admin`` is installed only.
+    Names of rows and texts of people are written inert, since every page of the admin shows them as
+    they are. To be called where ``django.contrib.admin`` is installed only.
 
     :param flag: ``ADDITION``, ``CHANGE`` or ``DELETION`` of ``django.contrib.admin.models``.
-    :param message: a text, or what the admin's own forms say of a change.
+    :param message: a text, or the change that the admin's own forms describe.
     :param more: passed on to Django's ``log_actions``, whose answer is returned.
     """
     from django.contrib.admin.models import LogEntry
@@ -36,46 +71,10 @@ def log_entries(user_id: Any, rows: Iterable[Any], flag: int, message: Any, **mo
 
 
 def audit_of(user_id: Any, flag: int, message: str) -> Callable[[Sequence[Any]], None]:
-    """Return an observer that writes into the log of each row that changed."""
+    """Return an observer that writes into the admin's log of each row that changed."""
 
     def write(rows: Sequence[Any]) -> None:
         if rows:
             log_entries(user_id, rows, flag, message)
 
     return write
-
-
-logger = logging.getLogger("kjo_django")
-
-
-def tell_of_jobs(signal: Signal, jobs: Iterable[Job], **more: Any) -> None:
-    """Send the signal for each of the jobs, and what else there is to say of all of them."""
-    for job in jobs:
-        signals.send(
-            signal,
-            sender=job.handler,
-            job_id=str(job.pk),
-            unique_id=job.unique_id,
-            queue=job.queue,
-            handler=job.handler,
-            **more,
-        )
-
-
-def tell_of_letters(signal: Signal, letters: Iterable[DeadLetter], **more: Any) -> None:
-    """The same for dead letters."""
-    for letter in letters:
-        signals.send(
-            signal,
-            sender=letter.handler,
-            dead_letter_id=str(letter.pk),
-            queue=letter.queue,
-            handler=letter.handler,
-            **more,
-        )
-
-
-def log_change(verb: str, count: int, actor: str) -> None:
-    """Log how many jobs somebody changed, if any were."""
-    if count:
-        logger.info("%s %d jobs%s", verb, count, f" for {actor}" if actor else "")

@@ -15,7 +15,7 @@ from django.utils import timezone
 from kjo_django import registry, signals
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
-from kjo_django.operations.rows import Observer, tell_after_commit
+from kjo_django.operations.rows import Observer, on_commit
 from kjo_django.store.transactions import jobs_database
 
 
@@ -167,5 +167,5 @@ def _change(
             tell = functools.partial(
                 signals.send, signal, sender=queue, queue=queue, actor=actor, **(told or {})
             )
-            tell_after_commit(using, tell)
+            on_commit(using, tell)
     return bool(changed)

@@ -20,7 +20,7 @@ CHUNK = 500
 """Rows of one transaction; keeps locks short and fits the parameters SQLite binds."""
 
 Observer = Callable[[Sequence[Any]], None]
-"""Told of the rows changed, inside the transaction that changes them: for audit trails."""
+"""Called with the rows changed, inside the transaction that changes them: for audit trails."""
 Progress = Callable[[int, int | None], None]
 """Called with how many are done and how many there are in all, if that is known."""
 
@@ -86,9 +86,9 @@ def lock(rows: QuerySet[M], keys: Sequence[Any]) -> list[M]:
     return list(wanted)
 
 
-def tell_after_commit(using: str, tell: Callable[[], None]) -> None:
-    """Call ``tell`` once the current transaction is committed; what it raises is logged."""
-    transaction.on_commit(tell, using=using, robust=True)
+def on_commit(using: str, function: Callable[[], None]) -> None:
+    """Call a function once the current transaction is committed; what it raises is logged."""
+    transaction.on_commit(function, using=using, robust=True)
 
 
 # --- Pace ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kjo_django import signals
 from kjo_django.conf import Settings, get_settings
 from kjo_django.models import Worker
 from kjo_django.operations.jobs.changes import Outcomes
-from kjo_django.operations.rows import Observer, batched, tell_after_commit
+from kjo_django.operations.rows import Observer, batched, on_commit
 from kjo_django.store.transactions import jobs_database
 
 MOST = 5_000
@@ -222,7 +222,7 @@ def _ask(workers: Workers, wish: Worker.Wish, actor: str, on_changed: Observer |
             outcomes.changed_count += len(changed)
             if on_changed is not None and changed:
                 on_changed(changed)
-            tell_after_commit(using, functools.partial(_tell, changed, wish, actor))
+            on_commit(using, functools.partial(_tell, changed, wish, actor))
     return outcomes
 
 

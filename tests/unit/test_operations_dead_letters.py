@@ -380,13 +380,13 @@ def test_discarding_needs_a_note():
 def test_a_job_that_moves_on_before_it_is_locked_is_left_alone(memory, monkeypatch):
     """Or what has completed would run again."""
     letter = DeadLetterFactory(of_job=True)
-    take = changes.take
+    take = changes.lock_jobs
 
     def late(keys):
         Job.objects.update(state="completed")
         return take(keys)
 
-    monkeypatch.setattr(changes, "take", late)
+    monkeypatch.setattr(changes, "lock_jobs", late)
     report = dead_letters.edit_and_replay(letter.pk, b'{"a": 2}')
     assert dict(report.refused) == {"the job is completed": 1}
     job = Job.objects.get()

@@ -303,13 +303,13 @@ def test_of_many_who_requeue_one_job_at_once_one_generation_each_and_none_is_los
 @pytest.fixture
 def completed_before_it_is_locked(monkeypatch):
     """Somebody else requeues what was found, and it completes, before it is locked."""
-    take = changes.take
+    take = changes.lock_jobs
 
     def late(keys):
         Job.objects.filter(state="failed").update(state="completed")
         return take(keys)
 
-    monkeypatch.setattr(changes, "take", late)
+    monkeypatch.setattr(changes, "lock_jobs", late)
 
 
 @pytest.mark.django_db

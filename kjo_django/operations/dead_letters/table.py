@@ -38,7 +38,7 @@ from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterState, Job, ProcessedEvent, source_of_job
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations import internal, redaction
-from kjo_django.operations.audit import tell_of_letters
+from kjo_django.operations.audit import send_letter_signals
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters.reprocessing import NOWHERE, Reprocessor
 from kjo_django.operations.internal import is_internal
@@ -55,7 +55,7 @@ from kjo_django.operations.rows import (
     chunks,
     lock,
     no_progress,
-    tell_after_commit,
+    on_commit,
 )
 from kjo_django.patterns.kdlq import headers as kdlq
 from kjo_django.states import JobState
@@ -464,8 +464,8 @@ class Replayer:
 
     def _close(self, letter: DeadLetter) -> None:
         close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
-        tell = functools.partial(tell_of_letters, signals.message_replayed, [letter])
-        tell_after_commit(self._using, tell)
+        tell = functools.partial(send_letter_signals, signals.message_replayed, [letter])
+        on_commit(self._using, tell)
         self._changed(letter)
 
     def _changed(self, letter: DeadLetter) -> None:
@@ -744,9 +744,9 @@ def discard(
             if on_changed is not None and letters:
                 on_changed(letters)
             tell = functools.partial(
-                tell_of_letters, signals.message_discarded, letters, note=note.strip()
+                send_letter_signals, signals.message_discarded, letters, note=note.strip()
             )
-            tell_after_commit(using, tell)
+            on_commit(using, tell)
         progress(count, None)
     return count
 

@@ -1,8 +1,8 @@
-"""Requeue and cancel: an operator's verbs for jobs.
+"""Requeue and cancel, and what every change of jobs by an operator has in common.
 
-Both refuse a job that is being processed. How that is known: its row is locked (a running atomic
-handler), its row's lease is live (``atomic=False``), or a living worker holds its coordination
-lease. Without coordination the first two, and in the end the conditional UPDATE, decide.
+A change refuses a job that is being processed. Three facts show that: its row is locked (a running
+atomic handler), its row's lease is live (``atomic=False``), or a living worker holds its lease in
+coordination. Without coordination the first two, and in the end the conditional UPDATE, decide.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from django.db import transaction
@@ -33,7 +32,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
 from kjo_django.operations import internal
-from kjo_django.operations.audit import log_change, tell_of_jobs, tell_of_letters
+from kjo_django.operations.audit import log_change, send_job_signals, send_letter_signals
 from kjo_django.operations.rows import (
     Observer,
     Progress,
@@ -41,7 +40,7 @@ from kjo_django.operations.rows import (
     chunks,
     lock,
     no_progress,
-    tell_after_commit,
+    on_commit,
 )
 from kjo_django.store.transactions import jobs_database
 
@@ -55,14 +54,14 @@ PUBLISH_BATCH = 50
 
 
 class CancelResult(enum.StrEnum):
-    """What cancelling one job ended with (PJQ-17)."""
+    """What cancelling one job ended with."""
 
     CANCELLED = "cancelled"
     NOT_FOUND = "not_found"
     PROCESSING = "processing"
     COMPLETED = "completed"
     FAILED = "failed"
-    """It had failed for good already; its record stays (PJQ-F5)."""
+    """It had failed for good already; its record stays."""
 
 
 class RequeueResult(enum.StrEnum):
@@ -88,25 +87,18 @@ class Outcomes:
         if count:
             self.counts[str(result)] = self.counts.get(str(result), 0) + count
 
+    def add_changed(self, result: str, count: int) -> None:
+        """Count ``count`` more jobs that this call has changed."""
+        self.add(result, count)
+        self.changed_count += count
+
     @property
     def total(self) -> int:
         """Jobs asked for."""
         return sum(self.counts.values())
 
 
-@dataclass(slots=True)
-class Taken:
-    """Jobs locked for a change, and those that cannot be had."""
-
-    free: list[Job] = field(default_factory=list)
-    busy: set[Any] = field(default_factory=set)
-    """Keys of those somebody is processing."""
-    missing_count: int = 0
-
-    @property
-    def busy_count(self) -> int:
-        """How many somebody is processing."""
-        return len(self.busy)
+# --- Cancel ---------------------------------------------------------------------------------------
 
 
 def cancel(
@@ -120,42 +112,54 @@ def cancel(
     """Cancel open jobs; a final or running one is left as it is and counted as such.
 
     A message already with the broker cannot be withdrawn: its consumer finds the row cancelled and
-    drops it (X-9).
+    drops it.
 
     :param abort: ask running ones to end. They are still counted as processing: within two seconds
         ``context.aborted`` is true there; a handler that then fails ends as cancelled, with its
         writes undone, and one that completes has completed.
     :param actor: who asked, for the log.
-    :param on_changed: told of the jobs of each chunk inside its transaction.
+    :param on_changed: called with the jobs of each chunk inside its transaction.
     :raises CoordinationError: running jobs cannot be asked; the others are cancelled.
     """
-    outcomes = Outcomes()
-    using = jobs_database()
-    unasked: CoordinationError | None = None
-    for keys in chunks(jobs):
-        with transaction.atomic(using=using):
-            busy = _cancel_chunk(keys, outcomes, on_changed)
-        if abort and busy:
-            try:
-                _ask_to_abort(using, busy)
-            except CoordinationError as error:
-                unasked = error  # the other chunks are cancelled all the same
-        progress(outcomes.total, None)
-    log_change("Cancelled", outcomes.changed_count, actor)
-    if unasked is not None:
-        raise unasked
+    busy: set[Any] = set()
+
+    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
+        open_jobs = lock_open_jobs(keys, outcomes, busy)
+        if not open_jobs:
+            return
+        changed = transition(
+            "cancel",
+            Job.objects.using(jobs_database()).filter(pk__in=[job.pk for job in open_jobs]),
+            finished_at=timezone.now(),
+            lease_token="",
+            lease_expires_at=None,
+        )
+        outcomes.add_changed(CancelResult.CANCELLED, changed)
+        if on_changed is not None:
+            on_changed(open_jobs)
+        on_commit(jobs_database(), functools.partial(_announce_cancelled, open_jobs))
+
+    outcomes = change_in_chunks(jobs, change, "Cancelled", actor, progress)
+    if abort and busy:
+        rows = Job.objects.using(jobs_database()).filter(pk__in=busy)
+        generations = rows.values_list("pk", "generation")
+        marks = {abort_name(str(id)): str(generation) for id, generation in generations}
+        get_coordination().set_marks(marks, ABORT_TTL)
     return outcomes
 
 
 def cancel_one(id: uuid.UUID | str, *, abort: bool = False, actor: str = "") -> CancelResult:
-    """Cancel one job and return what came of it (PJQ-52)."""
+    """Cancel one job and return what came of it."""
     return CancelResult(next(iter(cancel([id], abort=abort, actor=actor).counts)))
 
 
-def _ask_to_abort(using: str, keys: Collection[Any]) -> None:
-    rows = Job.objects.using(using).filter(pk__in=keys).values_list("pk", "generation")
-    marks = {abort_name(str(id)): str(generation) for id, generation in rows}
-    get_coordination().set_marks(marks, ABORT_TTL)
+def _announce_cancelled(jobs: Sequence[Job]) -> None:
+    channels = {str((job.headers or {}).get(names.REPLY_TO, "")) for job in jobs}
+    call_waiters(channels)
+    send_job_signals(signals.job_cancelled, jobs)
+
+
+# --- Requeue --------------------------------------------------------------------------------------
 
 
 def requeue(
@@ -175,16 +179,14 @@ def requeue(
         somebody else has requeued meanwhile does not run twice. The others count as not found.
     :param actor: who asked, for the log and the dead letters' notes. An internal job runs again in
         their name; a ``UserActor`` needs the permission of what it does.
-    :param on_changed: told of the jobs of each chunk inside its transaction.
+    :param on_changed: called with the jobs of each chunk inside its transaction.
     """
-    outcomes = Outcomes()
     still = jobs if isinstance(jobs, QuerySet) and not jobs.query.is_sliced else None
-    for keys in chunks(jobs):
-        with transaction.atomic(using=jobs_database()):
-            requeue_chunk(keys, outcomes, still=still, actor=actor, on_changed=on_changed)
-        progress(outcomes.total, None)
-    log_change("Requeued", outcomes.changed_count, actor)
-    return outcomes
+
+    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
+        requeue_chunk(keys, outcomes, still=still, actor=actor, on_changed=on_changed)
+
+    return change_in_chunks(jobs, change, "Requeued", actor, progress)
 
 
 def requeue_chunk(
@@ -195,40 +197,43 @@ def requeue_chunk(
     payload: bytes | None = None,
     actor: str = "",
     on_changed: Observer | None = None,
-) -> list[Job]:
-    """Requeue up to a chunk of jobs inside the caller's transaction; returns those requeued.
+) -> None:
+    """Requeue up to a chunk of jobs inside the caller's transaction.
 
     :param still: only those in it, asked once they are locked; the others count as not found.
     :param payload: what they run with from now on, if not with what they have; nobody gives an
         internal job another one.
     """
     using = jobs_database()
-    taken = take(keys)
-    done = taken.free
-    if still is not None and done:
-        wanted = still.using(using).filter(pk__in=[job.pk for job in done]).order_by()
-        kept = set(wanted.values_list("pk", flat=True))
-        done = [job for job in done if job.pk in kept]
-    gone_count = len(taken.free) - len(done)
-    outcomes.add(RequeueResult.NOT_FOUND, taken.missing_count + gone_count)
-    outcomes.add(RequeueResult.PROCESSING, taken.busy_count)
-    forbidden = [job for job in done if not _may_requeue(job, payload, actor)]
-    outcomes.add(RequeueResult.FORBIDDEN, len(forbidden))
-    done = [job for job in done if job not in forbidden]
+    locked = lock_jobs(keys)
+    kept = locked.free
+    if still is not None and kept:
+        wanted = still.using(using).filter(pk__in=[job.pk for job in kept]).order_by()
+        pks = set(wanted.values_list("pk", flat=True))
+        kept = [job for job in kept if job.pk in pks]
+    done = [job for job in kept if _may_requeue(job, payload, actor)]
+    missing_count = locked.missing_count + len(locked.free) - len(kept)
+    outcomes.add(RequeueResult.NOT_FOUND, missing_count)
+    outcomes.add(RequeueResult.PROCESSING, len(locked.busy))
+    outcomes.add(RequeueResult.FORBIDDEN, len(kept) - len(done))
     if not done:
-        return []
+        return
     for job in done:
         if internal.reassign(job, actor):
             Job.objects.using(using).filter(pk=job.pk).update(payload=job.payload)
     letters = _close_dead_letters(using, done, actor)
+    now = timezone.now()
+    unexpired = Case(When(expires_at__lte=now, then=Value(None)), default=F("expires_at"))
     for name in sorted({job.queue for job in done}):
-        _requeue_in_queue(using, name, [job.pk for job in done if job.queue == name], payload)
+        ids = [job.pk for job in done if job.queue == name]
+        rows = Job.objects.using(using).filter(pk__in=ids)
+        changes = fresh_run(name) if payload is None else {**fresh_run(name), "payload": payload}
+        transition("requeue", rows, available_at=now, expires_at=unexpired, **changes)
+        send(ids, get_settings().queue(name))
     if on_changed is not None:
         on_changed(done)
-    outcomes.add(RequeueResult.REQUEUED, len(done))
-    outcomes.changed_count += len(done)
-    tell_after_commit(using, functools.partial(_tell_requeued, done, letters))
-    return done
+    outcomes.add_changed(RequeueResult.REQUEUED, len(done))
+    on_commit(using, functools.partial(_announce_requeued, done, letters))
 
 
 def _may_requeue(job: Job, payload: bytes | None, actor: str) -> bool:
@@ -237,36 +242,124 @@ def _may_requeue(job: Job, payload: bytes | None, actor: str) -> bool:
     return internal.may_run_again(job, actor)
 
 
-def send(using: str, keys: Sequence[Any], queue: QueueConf) -> None:
+def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[DeadLetter]:
+    """Close the dead letters of the jobs' present generations. That of an earlier one holds another
+    payload, which does not run by this."""
+    rows = DeadLetter.objects.using(using).filter(
+        source_id__in=[source_of_job(job.pk, job.generation) for job in jobs],
+        state=DeadLetterState.OPEN,
+    )
+    letters = list(rows.only("pk", "queue", "handler", "job_id", "replay_count"))
+    if not letters:
+        return []
+    close_as_replayed(rows.filter(pk__in=[letter.pk for letter in letters]), actor)
+    # The count goes along: should the job die again, its next dead letter knows its past.
+    counts: dict[Any, int] = {}
+    for letter in letters:
+        counts[letter.job_id] = max(counts.get(letter.job_id, 0), letter.replay_count + 1)
+    replayed = [job for job in jobs if job.pk in counts]
+    for job in replayed:
+        job.headers = {**(job.headers or {}), names.REPLAY_COUNT: str(counts[job.pk])}
+    Job.objects.using(using).bulk_update(replayed, ["headers"])
+    return letters
+
+
+def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
+    """Mark open dead letters as replayed once more, in one conditional UPDATE."""
+    changes: dict[str, Any] = {"note": f"replayed by {actor}"[:500]} if actor else {}
+    return letters.filter(state=DeadLetterState.OPEN).update(
+        state=DeadLetterState.REPLAYED,
+        closed_at=timezone.now(),
+        replay_count=F("replay_count") + 1,
+        **changes,
+    )
+
+
+def _announce_requeued(jobs: Sequence[Job], letters: Sequence[DeadLetter]) -> None:
+    send_job_signals(signals.job_requeued, jobs)
+    send_letter_signals(signals.message_replayed, letters)
+
+
+# --- What every change does -----------------------------------------------------------------------
+
+
+def change_in_chunks(
+    jobs: Selection,
+    change: Callable[[Sequence[Any], Outcomes], None],
+    verb: str,
+    actor: str,
+    progress: Progress,
+) -> Outcomes:
+    """Change jobs chunk by chunk, each chunk in a transaction of its own, and log how many.
+
+    :param change: gets the keys of a chunk, and counts what becomes of them.
+    """
+    outcomes = Outcomes()
+    for keys in chunks(jobs):
+        with transaction.atomic(using=jobs_database()):
+            change(keys, outcomes)
+        progress(outcomes.total, None)
+    log_change(verb, outcomes.changed_count, actor)
+    return outcomes
+
+
+def send(keys: Sequence[Any], queue: QueueConf) -> None:
     """Hand stored jobs over inside the caller's transaction, holding few payloads at once."""
     if not dispatch.is_transactional(queue):
         dispatch.hand_over([], queue)
         return
     for batch in batched(keys, PUBLISH_BATCH):
-        rows = Job.objects.using(using).filter(pk__in=batch).order_by("pk").defer("result")
-        dispatch.hand_over(list(rows), queue)
+        rows = Job.objects.using(jobs_database()).filter(pk__in=batch).order_by("pk")
+        dispatch.hand_over(list(rows.defer("result")), queue)
 
 
-def take(keys: Sequence[Any]) -> Taken:
+@dataclass(frozen=True, slots=True)
+class LockedJobs:
+    """Jobs locked for a change, and those that cannot be had."""
+
+    free: list[Job]
+    busy: set[Any]
+    """Keys of those somebody is processing."""
+    missing_count: int
+
+
+def lock_jobs(keys: Sequence[Any]) -> LockedJobs:
     """Lock the jobs nobody is processing, inside the caller's transaction."""
-    using = jobs_database()
     given = list(map(_as_uuid, keys))
     wanted = {key for key in given if key is not None}
-    rows = Job.objects.using(using).defer("payload", "result")
+    rows = Job.objects.using(jobs_database()).defer("payload", "result")
     held = lock(rows, sorted(wanted))
     present = {job.pk for job in held}
     if len(held) < len(wanted):
         present |= set(rows.filter(pk__in=wanted - present).values_list("pk", flat=True))
-        held += _lock_again(rows, present - {job.pk for job in held})
+        # Others hold these rows. Who still holds one after a moment is processing its job.
+        for delay in LOCKED_RETRIES if len(held) < len(present) else ():
+            time.sleep(delay)
+            held += lock(rows, sorted(present - {job.pk for job in held}))
     busy = _being_processed(held)
-    return Taken(
+    return LockedJobs(
         free=[job for job in held if job.pk not in busy],
         busy=present - {job.pk for job in held} | busy,
         missing_count=len(wanted) - len(present) + given.count(None),
     )
 
 
-# --- Details --------------------------------------------------------------------------------------
+def lock_open_jobs(
+    keys: Sequence[Any], outcomes: Outcomes, busy: set[Any] | None = None
+) -> list[Job]:
+    """Lock the open jobs nobody is processing, and count the others.
+
+    :param busy: gets the keys of those somebody is processing.
+    """
+    locked = lock_jobs(keys)
+    outcomes.add(CancelResult.NOT_FOUND, locked.missing_count)
+    outcomes.add(CancelResult.PROCESSING, len(locked.busy))
+    if busy is not None:
+        busy |= locked.busy
+    for job in locked.free:
+        if job.state in states.FINAL:
+            outcomes.add(job.state)
+    return [job for job in locked.free if job.state in states.OPEN]
 
 
 def _as_uuid(value: Any) -> uuid.UUID | None:
@@ -276,15 +369,6 @@ def _as_uuid(value: Any) -> uuid.UUID | None:
         return uuid.UUID(str(value))
     except ValueError:
         return None
-
-
-def _lock_again(rows: QuerySet[Job], keys: set[Any]) -> list[Job]:
-    """Wait a moment for rows others hold; who still holds them then is processing them."""
-    found: list[Job] = []
-    for delay in LOCKED_RETRIES if keys else ():
-        time.sleep(delay)
-        found += lock(rows, sorted(keys - {job.pk for job in found}))
-    return found
 
 
 def _being_processed(jobs: Sequence[Job]) -> set[Any]:
@@ -313,91 +397,3 @@ def live_leases(leases: Sequence[str]) -> set[str]:
         logger.warning("Leases cannot be asked for, the rows decide: %s", error)
         return set()
     return {name for name, token in owners.items() if alive_name(token) in living}
-
-
-def _cancel_chunk(keys: Sequence[Any], outcomes: Outcomes, on_changed: Observer | None) -> set[Any]:
-    """Cancel a chunk in the caller's transaction; return the keys of those being processed."""
-    using = jobs_database()
-    taken = take(keys)
-    outcomes.add(CancelResult.NOT_FOUND, taken.missing_count)
-    outcomes.add(CancelResult.PROCESSING, taken.busy_count)
-    for job in taken.free:
-        if job.state in states.FINAL:
-            outcomes.add(job.state)
-    open_jobs = [job for job in taken.free if job.state in states.OPEN]
-    if not open_jobs:
-        return taken.busy
-    changed = transition(
-        "cancel",
-        Job.objects.using(using).filter(pk__in=[job.pk for job in open_jobs]),
-        finished_at=timezone.now(),
-        lease_token="",
-        lease_expires_at=None,
-    )
-    outcomes.add(CancelResult.CANCELLED, changed)
-    outcomes.changed_count += changed
-    if on_changed is not None:
-        on_changed(open_jobs)
-    tell_after_commit(using, functools.partial(_tell_cancelled, open_jobs))
-    return taken.busy
-
-
-def _requeue_in_queue(using: str, name: str, keys: Sequence[Any], payload: bytes | None) -> None:
-    now = timezone.now()
-    changes = fresh_run(name) if payload is None else {**fresh_run(name), "payload": payload}
-    transition(
-        "requeue",
-        Job.objects.using(using).filter(pk__in=keys),
-        available_at=now,
-        expires_at=Case(When(expires_at__lte=now, then=Value(None)), default=F("expires_at")),
-        **changes,
-    )
-    send(using, keys, get_settings().queue(name))
-
-
-def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[DeadLetter]:
-    """Close the dead letters of the jobs' present generations. That of an earlier one holds another
-    payload, which does not run by this."""
-    rows = DeadLetter.objects.using(using).filter(
-        source_id__in=[source_of_job(job.pk, job.generation) for job in jobs],
-        state=DeadLetterState.OPEN,
-    )
-    letters = list(rows.only("pk", "queue", "handler", "job_id", "replay_count"))
-    if letters:
-        close_as_replayed(rows.filter(pk__in=[letter.pk for letter in letters]), actor)
-        _carry_replay_counts(using, jobs, letters)
-    return letters
-
-
-def _carry_replay_counts(using: str, jobs: Sequence[Job], letters: Sequence[DeadLetter]) -> None:
-    """Send the count along: should the job die again, its next dead letter knows its past."""
-    counts: dict[Any, int] = {}
-    for letter in letters:
-        counts[letter.job_id] = max(counts.get(letter.job_id, 0), letter.replay_count + 1)
-    replayed = [job for job in jobs if job.pk in counts]
-    for job in replayed:
-        job.headers = {**(job.headers or {}), names.REPLAY_COUNT: str(counts[job.pk])}
-    Job.objects.using(using).bulk_update(replayed, ["headers"])
-
-
-def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
-    """Mark open dead letters as replayed once more, in one conditional UPDATE."""
-    changes: dict[str, Any] = {"note": f"replayed by {actor}"[:500]} if actor else {}
-    now: datetime = timezone.now()
-    return letters.filter(state=DeadLetterState.OPEN).update(
-        state=DeadLetterState.REPLAYED,
-        closed_at=now,
-        replay_count=F("replay_count") + 1,
-        **changes,
-    )
-
-
-def _tell_cancelled(jobs: Sequence[Job]) -> None:
-    channels = {str((job.headers or {}).get(names.REPLY_TO, "")) for job in jobs}
-    call_waiters(channels)
-    tell_of_jobs(signals.job_cancelled, jobs)
-
-
-def _tell_requeued(jobs: Sequence[Job], letters: Sequence[DeadLetter]) -> None:
-    tell_of_jobs(signals.job_requeued, jobs)
-    tell_of_letters(signals.message_replayed, letters)

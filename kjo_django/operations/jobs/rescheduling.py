@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,19 +21,17 @@ from kjo_django.enqueue import dispatch
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.models import Job, transition
 from kjo_django.operations import internal
-from kjo_django.operations.audit import log_change, tell_of_jobs
-from kjo_django.operations.jobs.changes import Outcomes, Selection, send, take
-from kjo_django.operations.rows import (
-    Observer,
-    Progress,
-    chunks,
-    no_progress,
-    tell_after_commit,
+from kjo_django.operations.audit import send_job_signals
+from kjo_django.operations.jobs.changes import (
+    Outcomes,
+    Selection,
+    change_in_chunks,
+    lock_open_jobs,
+    send,
 )
+from kjo_django.operations.rows import Observer, Progress, no_progress, on_commit
 from kjo_django.states import JobState
 from kjo_django.store.transactions import jobs_database
-
-logger = logging.getLogger("kjo_django")
 
 
 class RunNowResult(enum.StrEnum):
@@ -78,15 +75,13 @@ def run_now(
 
     :param actor: who asked, for the signal and the log. For an internal job a ``UserActor`` needs
         the permission of what it does; it still runs in the name of who asked for that.
-    :param on_changed: told of the jobs of each chunk inside its transaction.
+    :param on_changed: called with the jobs of each chunk inside its transaction.
     """
-    outcomes = Outcomes()
-    for keys in chunks(jobs):
-        with transaction.atomic(using=jobs_database()):
-            _run_chunk_now(keys, outcomes, actor, on_changed)
-        progress(outcomes.total, None)
-    log_change("Made due", outcomes.changed_count, actor)
-    return outcomes
+
+    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
+        _run_chunk_now(keys, outcomes, actor, on_changed)
+
+    return change_in_chunks(jobs, change, "Made due", actor, progress)
 
 
 def change_queue(
@@ -104,19 +99,18 @@ def change_queue(
 
     :param queue: where to; the jobs keep their handler, so a worker of that queue must have it.
     :param actor: who asked, for the signal and the log.
-    :param on_changed: told of the jobs of each chunk inside its transaction, before they change.
+    :param on_changed: called with the jobs of each chunk inside its transaction, before they
+        change.
     :raises ValueError: no queue has this name, or nobody here consumes it.
     """
     target = get_settings().queue(known_queue(queue))
     if not target.consume:
         raise ValueError(f"No worker of this project consumes the queue {queue!r}")
-    outcomes = Outcomes()
-    for keys in chunks(jobs):
-        with transaction.atomic(using=jobs_database()):
-            _move_chunk(keys, target, outcomes, actor, on_changed)
-        progress(outcomes.total, None)
-    log_change(f"Moved to {queue}", outcomes.changed_count, actor)
-    return outcomes
+
+    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
+        _move_chunk(keys, target, outcomes, actor, on_changed)
+
+    return change_in_chunks(jobs, change, f"Moved to {queue}", actor, progress)
 
 
 # --- Run now --------------------------------------------------------------------------------------
@@ -126,7 +120,7 @@ def _run_chunk_now(
     keys: Sequence[Any], outcomes: Outcomes, actor: str, on_changed: Observer | None
 ) -> None:
     now = timezone.now()
-    open_jobs = _take_open(keys, outcomes)
+    open_jobs = lock_open_jobs(keys, outcomes)
     forbidden = [job for job in open_jobs if not internal.may_run_again(job, actor)]
     outcomes.add(RunNowResult.FORBIDDEN, len(forbidden))
     open_jobs = [job for job in open_jobs if job not in forbidden]
@@ -140,14 +134,12 @@ def _run_chunk_now(
     for name in sorted({job.queue for job in later}):
         ids = [job.pk for job in later if job.queue == name]
         rows.filter(pk__in=ids).update(available_at=now)
-        send(using, ids, get_settings().queue(name))
+        send(ids, get_settings().queue(name))
     if on_changed is not None:
         on_changed(later)
-    outcomes.add(RunNowResult.DUE, len(later))
-    outcomes.changed_count += len(later)
-    tell_after_commit(
-        using, functools.partial(tell_of_jobs, signals.job_run_now, later, actor=actor)
-    )
+    outcomes.add_changed(RunNowResult.DUE, len(later))
+    announce = functools.partial(send_job_signals, signals.job_run_now, later, actor=actor)
+    on_commit(using, announce)
 
 
 # --- Move -----------------------------------------------------------------------------------------
@@ -161,10 +153,10 @@ def _move_chunk(
     on_changed: Observer | None,
 ) -> None:
     leaving = []
-    for job in _take_open(keys, outcomes):
+    for job in lock_open_jobs(keys, outcomes):
         if job.queue == target.name:
             outcomes.add(MoveResult.UNCHANGED)
-        elif job.destination or _kind(job.queue) is not _kind(target.name):
+        elif job.destination or registry.route_of(job.queue) is not registry.route_of(target.name):
             outcomes.add(MoveResult.OTHER_KIND)
         else:
             leaving.append(job)
@@ -180,20 +172,11 @@ def _move_chunk(
         return
     if on_changed is not None:
         on_changed(moved)
-    using = jobs_database()
-    send(using, [job.pk for job in moved], target)
-    outcomes.add(MoveResult.MOVED, len(moved))
-    outcomes.changed_count += len(moved)
-    tell_after_commit(
-        using,
-        functools.partial(
-            tell_of_jobs, signals.job_moved, moved, actor=actor, to_queue=target.name
-        ),
-    )
-
-
-def _kind(queue: str) -> object:
-    return registry.route_of(queue)
+    send([job.pk for job in moved], target)
+    outcomes.add_changed(MoveResult.MOVED, len(moved))
+    facts = {"actor": actor, "to_queue": target.name}
+    announce = functools.partial(send_job_signals, signals.job_moved, moved, **facts)
+    on_commit(jobs_database(), announce)
 
 
 def _move_named(job: Job, target: QueueConf) -> bool:
@@ -227,17 +210,3 @@ def _move(jobs: Sequence[Job], target: QueueConf) -> None:
     is_failing = Q(state=JobState.FAILING)
     transition("requeue", rows.filter(~is_failing, state__in=states.OPEN), state=state, **changes)
     transition("requeue", rows.filter(is_failing), state=JobState.FAILING, **changes)
-
-
-# --- Both -----------------------------------------------------------------------------------------
-
-
-def _take_open(keys: Sequence[Any], outcomes: Outcomes) -> list[Job]:
-    """Lock the open jobs nobody is processing, and count the others."""
-    taken = take(keys)
-    outcomes.add(RunNowResult.NOT_FOUND, taken.missing_count)
-    outcomes.add(RunNowResult.PROCESSING, taken.busy_count)
-    for job in taken.free:
-        if job.state in states.FINAL:
-            outcomes.add(job.state)
-    return [job for job in taken.free if job.state in states.OPEN]

@@ -25,8 +25,8 @@ from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import ago, uuid7_floor
 from kjo_django.models import Job, transition
-from kjo_django.operations.audit import tell_of_jobs
-from kjo_django.operations.jobs.changes import send, take
+from kjo_django.operations.audit import send_job_signals
+from kjo_django.operations.jobs.changes import lock_jobs, send
 from kjo_django.operations.queues import paused_queues
 from kjo_django.operations.rows import chunks
 from kjo_django.states import JobState
@@ -88,8 +88,8 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
         if report.republished >= limit:
             return
         with transaction.atomic(using=using):
-            taken = take(keys[: limit - report.republished])
-            ids = [job.pk for job in taken.free]
+            locked = lock_jobs(keys[: limit - report.republished])
+            ids = [job.pk for job in locked.free]
             rows = stale.filter(pk__in=ids)
             # Only what is still stale: another worker may have rescued it this moment.
             ids = list(rows.values_list("pk", flat=True))
@@ -105,12 +105,12 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
             if unsent:  # of the rows that are left: the others have been queued this moment
                 count += transition("publish", rows, queued_at=now)
             if count:
-                send(using, ids, queue)
+                send(ids, queue)
         report.republished += count
-        for job in taken.free:
+        for job in locked.free:
             if job.pk in set(ids):
-                tell_of_jobs(signals.job_stalled, [job], attempt=job.attempts + 1)
-        report.busy += taken.busy_count
+                send_job_signals(signals.job_stalled, [job], attempt=job.attempts + 1)
+        report.busy += len(locked.busy)
 
 
 def _gone(queue: QueueConf, now: datetime) -> Q:
