@@ -45,7 +45,8 @@ from kjo_django.models.job import ORIGIN_ID
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, Decision, RetryPolicy
 from kjo_django.retries.classification import import_path
-from kjo_django.store.transactions import atomic_along, jobs_database
+from kjo_django.store import store_for
+from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")
@@ -182,7 +183,8 @@ def record_lost_attempts(using: str, delivery: Delivery) -> None:
 def record_failures(using: str, outcomes: Sequence[Outcome], worker: str) -> None:
     """Write retries, deaths and cancellations in the caller's transaction: the failure, the job,
     the dead letter, and on a transactional transport the retry's message."""
-    _take_write_lock(using)
+    # A transaction that has read would be refused its first write on a busy SQLite.
+    store_for(using).take_write_lock()
     now = timezone.now()
     failures, letters = [], []
     for outcome in outcomes:
@@ -410,12 +412,4 @@ def in_transaction(using: str) -> AbstractContextManager[None]:
     A worker's is always the outermost. Within a test's own, a savepoint keeps a failure from
     breaking that one.
     """
-    return atomic_along(using)
-
-
-def _take_write_lock(using: str) -> None:
-    """On SQLite, wait for the lock now. A transaction that has read is not let wait for it: its
-    first write is refused at once, and on a busy database each time again."""
-    if connections[using].vendor == "sqlite":
-        with connections[using].cursor() as cursor:
-            cursor.execute("UPDATE kjo_job SET attempts = attempts WHERE id IS NULL")
+    return store_for(using).transaction()

@@ -20,7 +20,7 @@ from django.utils import timezone
 from kjo_django import tracing
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
-from kjo_django.engine import admission, completion, failures, row_leases
+from kjo_django.engine import admission, completion, failures
 from kjo_django.engine.attempt import Delivery, Mode, Outcome, Result
 from kjo_django.engine.handler.call import ENDINGS, is_interrupt
 from kjo_django.engine.handler.connections import (
@@ -42,6 +42,7 @@ from kjo_django.engine.runners.loop import Flight
 from kjo_django.engine.runners.transaction import AtomicRunner
 from kjo_django.engine.unreadable import poison_outcome
 from kjo_django.exceptions import HandlerTimeout
+from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
@@ -200,7 +201,7 @@ class Pipeline:
         rows = load_rows(using, left, lock=False)
         ids = [row.id for row in rows.values() if row.lease_token == self._leases.token]
         self._leases.let_rows_go(ids)
-        row_leases.give_back(using, ids, self._leases.token)
+        store_for(using).release_row_leases(ids, self._leases.token)
         for context, seconds, delivery in hung:
             outcome = Outcome(
                 delivery,

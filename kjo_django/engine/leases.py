@@ -19,7 +19,7 @@ from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.coordination.circuit_breaker import Silence
 from kjo_django.engine.handler.connections import is_unusable
 from kjo_django.exceptions import CoordinationError
-from kjo_django.models import Job
+from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
@@ -330,15 +330,4 @@ class LeaseBook:
         ids = self.held_rows()
         if not ids:
             return
-        using = jobs_database()
-        features = connections[using].features
-        with transaction.atomic(using=using):
-            jobs = Job.objects.using(using).filter(pk__in=ids, lease_token=self.token)
-            if features.has_select_for_update_skip_locked:
-                # One that is being recorded needs no longer lease, and two statements that wait for
-                # each other's rows would be a deadlock.
-                free = jobs.select_for_update(
-                    skip_locked=True, no_key=features.has_select_for_no_key_update
-                )
-                jobs = jobs.filter(pk__in=list(free.values_list("pk", flat=True)))
-            jobs.update(lease_expires_at=timezone.now() + self.ttl)
+        store_for(jobs_database()).renew_row_leases(ids, self.token, timezone.now() + self.ttl)

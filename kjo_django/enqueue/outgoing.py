@@ -22,7 +22,8 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job
 from kjo_django.states import JobState
-from kjo_django.store.transactions import atomic_along, jobs_database
+from kjo_django.store import store_for
+from kjo_django.store.transactions import jobs_database
 
 MAX_KEY = 255
 
@@ -100,7 +101,7 @@ def store_record(
 
 def _store(job: Job, queue: QueueConf) -> None:
     using = jobs_database()
-    with atomic_along(using, savepoint=False):
+    with store_for(using).transaction(savepoint=False):
         job.save(using=using, force_insert=True)
         dispatch.hand_over([job], queue)
 

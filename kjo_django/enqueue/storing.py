@@ -29,9 +29,9 @@ from kjo_django.ids import uuid7s
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job, transition
 from kjo_django.states import JobState
-from kjo_django.store import copying
+from kjo_django.store import copying, store_for
 from kjo_django.store.postgres import is_psycopg3
-from kjo_django.store.transactions import atomic_along, jobs_database
+from kjo_django.store.transactions import jobs_database
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def _store(jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
         _insert(using, jobs)
         _tell(using, jobs, RELAY_CHANNEL)
         return [EnqueueResult("queued", job.pk) for job in jobs]
-    with atomic_along(using, savepoint=False):
+    with store_for(using).transaction(savepoint=False):
         answers = _store_unique(using, jobs, revives_failed)
         for name, queue in queues.items():
             fresh = [

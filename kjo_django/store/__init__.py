@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from django.db import connections
+
 from kjo_django.store.base import Store
+from kjo_django.store.postgres import PostgresStore
+from kjo_django.store.sqlite import SqliteStore
+
+_STORES: dict[str, type[Store]] = {"postgresql": PostgresStore, "sqlite": SqliteStore}
 
 
 def store_for(alias: str) -> Store:
     """Return the store for a database's alias."""
-    return Store(alias)
+    return _STORES.get(connections[alias].vendor, Store)(alias)
 
 
 __all__ = ["Store", "store_for"]

@@ -2,12 +2,322 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from django.db import connections, transaction
+from django.db.models import Q
+from django.utils import timezone
+
+from kjo_django import states
+from kjo_django.models import EventKey, Job, ProcessedEvent
+from kjo_django.states import JobState
+from kjo_django.store.rows import COLUMNS, NAMED_BY_OTHERS, Completion, JobRow
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models import Model
+
 
 class Store:
-    """The reference implementation; other databases override what they do in fewer round trips.
+    """The reference implementation; subclasses do the same in fewer round trips.
 
-    :param alias: of the database that holds the jobs.
+    A store keeps nothing but the alias: any thread may use it, on its own connection.
+
+    :param alias: of the database.
     """
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
+
+    @property
+    def connection(self) -> BaseDatabaseWrapper:
+        """The calling thread's connection."""
+        return connections[self.alias]
+
+    # --- Transactions -----------------------------------------------------------------------------
+
+    @contextmanager
+    def transaction(self, *, savepoint: bool = True, durable: bool = False) -> Iterator[None]:
+        """Run the block in ``transaction.atomic()``."""
+        with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
+            yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Run the block in a transaction that will write, whatever it reads first."""
+        with transaction.atomic(using=self.alias):
+            self.take_write_lock()
+            yield
+
+    def take_write_lock(self, model: type[Model] = Job) -> None:
+        """Wait until the current transaction may write, where a database has one writer at a time.
+
+        :param model: any whose table this database has.
+        """
+
+    def commit_without_disk(self) -> None:
+        """Let the current transaction be committed before it is on the disk, where a database can.
+
+        For leases, marks and what is written again if a crash of the server loses it.
+        """
+
+    # --- Markers of effects -----------------------------------------------------------------------
+
+    def insert_markers(
+        self, keys: Collection[EventKey], now: datetime | None = None
+    ) -> set[EventKey]:
+        """Insert a marker for each key and return the keys that were new.
+
+        To be called inside the transaction that carries the effects. A concurrent transaction that
+        marks the same key blocks this one until it ends: if it commits, the key is a duplicate
+        here; if it rolls back, the key is new here. All transactions insert keys in one order, so
+        two groups never deadlock.
+
+        :param now: when the effects took place; the present if not given.
+        """
+        if not keys:
+            return set()
+        return self._insert_markers(sorted(set(keys)), now or timezone.now())
+
+    def _insert_markers(self, keys: Sequence[EventKey], now: datetime) -> set[EventKey]:
+        times = {"processed_at": now, "created_at": now, "updated_at": now}
+        rows = [ProcessedEvent(**key._asdict(), **times) for key in keys]
+        markers = ProcessedEvent.objects.using(self.alias)
+        markers.bulk_create(rows, ignore_conflicts=True)
+        # There is no ON CONFLICT … RETURNING: the new rows are those with the ids made above.
+        ids = [row.pk for row in rows]
+        ours = set(markers.filter(pk__in=ids).values_list("pk", flat=True))
+        return {row.event_key for row in rows if row.pk in ours}
+
+    def known_markers(self, keys: Collection[EventKey]) -> set[EventKey]:
+        """Return those of the keys that are marked."""
+        if not keys:
+            return set()
+        ids = sorted({key.event_id for key in keys})
+        services = sorted({key.service_name for key in keys})
+        return {EventKey(*row) for row in self._markers_among(ids, services)}.intersection(keys)
+
+    def _markers_among(self, ids: list[str], services: list[str]) -> Sequence[Sequence[str]]:
+        markers = ProcessedEvent.objects.using(self.alias)
+        marked = markers.filter(service_name__in=services, event_id__in=ids).order_by()
+        return list(marked.values_list(*EventKey._fields))
+
+    def delete_markers(self, keys: Collection[EventKey]) -> None:
+        """Delete markers of the current transaction: their handlers failed or must not run."""
+        for service, event_type in {(key.service_name, key.event_type) for key in keys}:
+            ids = [key.event_id for key in keys if key[1:] == (service, event_type)]
+            ProcessedEvent.objects.using(self.alias).filter(
+                service_name=service, event_type=event_type, event_id__in=ids
+            ).delete()
+
+    # --- Rows of a group --------------------------------------------------------------------------
+
+    def job_rows(self, ids: Sequence[str], *, lock: bool) -> dict[str, JobRow]:
+        """Return rows of jobs, keyed by the ids as given.
+
+        :param ids: lower-case text with hyphens.
+        :param lock: keep all others from changing the rows until the transaction ends.
+        """
+        rows = Job.objects.using(self.alias).filter(pk__in=ids).order_by("pk")
+        features = self.connection.features
+        if lock and features.has_select_for_update:
+            rows = rows.select_for_update(no_key=features.has_select_for_no_key_update)
+        found = map(JobRow.read, rows.values_list(*COLUMNS))
+        return {row.id_text: row for row in found}
+
+    def insert_markers_and_lock(
+        self, keys: Sequence[EventKey], ids: Sequence[str]
+    ) -> tuple[set[EventKey], dict[str, JobRow]]:
+        """Insert a group's markers, then lock and return its rows; return which keys were new, too.
+
+        The write comes first: a transaction on SQLite that reads first may be refused its write.
+        """
+        fresh = self.insert_markers(keys)
+        return fresh, self.job_rows(ids, lock=True) if ids else {}
+
+    def rows_of_foreign(
+        self, queue: str, unique_ids: Collection[str], ids: Collection[str]
+    ) -> tuple[dict[str, JobRow], dict[str, JobRow]]:
+        """Return rows for messages that this service did not enqueue.
+
+        A row with a destination is no open job: it is a record for others, which names itself, and
+        may be read before the relay has recorded that it was sent.
+
+        :param queue: the queue of the messages' retries.
+        :param unique_ids: the unique ids their first failures gave their rows.
+        :param ids: the jobs of this service whose ids the messages bear.
+        :returns: by unique id, the rows of first failures; by id, the open jobs of this service
+            with the generation ``NAMED_BY_OTHERS``.
+        """
+        wanted = Q(queue=queue, unique_id__in=list(unique_ids))
+        if ids:
+            wanted |= Q(pk__in=list(ids), state__in=states.OPEN, destination="")
+        names, of_failures, named = set(unique_ids), {}, {}
+        selected = Job.objects.using(self.alias).filter(wanted).values_list("queue", *COLUMNS)
+        for its_queue, *values in selected:
+            row = JobRow.read(values)
+            if row.unique_id in names and its_queue == queue:
+                of_failures[row.unique_id] = row
+            if row.id_text in ids:
+                named[row.id_text] = replace(row, generation=NAMED_BY_OTHERS)
+        return of_failures, named
+
+    # --- Leases in rows ---------------------------------------------------------------------------
+
+    def take_row_leases(
+        self, rows: Sequence[JobRow], token: str, now: datetime, expires_at: datetime
+    ) -> set[UUID]:
+        """Write a worker's lease into rows, except into those that changed after they were read.
+
+        No row is locked between the read and this write. A transaction over both would hold its
+        rows while its worker asks coordination about their holders.
+
+        :returns: the ids of the jobs that are leased.
+        """
+        alike: dict[tuple[Any, ...], list[UUID]] = {}
+        for row in rows:
+            judged = (row.generation, row.attempts, row.lease_token, row.lease_expires_at)
+            alike.setdefault(judged, []).append(row.id)
+        won: set[UUID] = set()
+        with self.transaction() if alike else nullcontext():
+            for (generation, attempts, holder, until), ids in alike.items():
+                lease = {"lease_expires_at": until} if until else {"lease_expires_at__isnull": True}
+                jobs = Job.objects.using(self.alias).filter(pk__in=ids)
+                changed = jobs.filter(
+                    generation=generation,
+                    attempts=attempts,
+                    lease_token=holder,
+                    state__in=states.OPEN,
+                    **lease,
+                ).update(lease_token=token, lease_expires_at=expires_at, started_at=now)
+                if changed < len(ids):
+                    ours = jobs.filter(lease_token=token, lease_expires_at=expires_at)
+                    won.update(ours.values_list("pk", flat=True))
+                else:
+                    won.update(ids)
+        return won
+
+    def renew_row_leases(self, ids: Collection[UUID], token: str, expires_at: datetime) -> None:
+        """Extend a worker's leases in rows that nobody else holds locked.
+
+        A job that is being recorded needs no longer lease, and two statements that wait for each
+        other's rows would deadlock.
+        """
+        if not ids:
+            return
+        features = self.connection.features
+        with transaction.atomic(using=self.alias):
+            jobs = Job.objects.using(self.alias).filter(pk__in=ids, lease_token=token)
+            if features.has_select_for_update_skip_locked:
+                free = jobs.select_for_update(
+                    skip_locked=True, no_key=features.has_select_for_no_key_update
+                )
+                jobs = jobs.filter(pk__in=list(free.values_list("pk", flat=True)))
+            jobs.update(lease_expires_at=expires_at)
+
+    def release_row_leases(self, ids: Collection[UUID], token: str) -> None:
+        """Take a worker's lease out of the rows of jobs that it has not begun."""
+        if ids:
+            Job.objects.using(self.alias).filter(pk__in=ids, lease_token=token).update(
+                lease_token="", lease_expires_at=None, started_at=None
+            )
+
+    # --- Completions ------------------------------------------------------------------------------
+
+    def complete(
+        self,
+        completions: Sequence[Completion],
+        now: datetime,
+        *,
+        token: str | None = None,
+        is_last: bool = False,
+    ) -> set[UUID]:
+        """Write completions into the jobs' rows, inside the caller's transaction.
+
+        :param now: when they ended.
+        :param token: of a row lease that must still be held; jobs without it are left as they are.
+        :param is_last: the caller does nothing more but commit, whatever is returned: the commit
+            may go along with the statement.
+        :returns: the ids of the jobs recorded.
+        """
+        if not completions:
+            return set()
+        changed_lifetimes = [one for one in completions if one.result_ttl is not None]
+        is_last = is_last and not changed_lifetimes
+        changed = self._complete(completions, now, token, is_last=is_last)
+        recorded = {one.row.id for one in completions}
+        if changed != len(recorded):
+            ended = Job.objects.using(self.alias).filter(pk__in=recorded, finished_at=now)
+            ended = ended.filter(state=JobState.COMPLETED)
+            recorded = set(ended.values_list("pk", flat=True))
+        if not self.completes_places:
+            for one in completions:
+                if one.place is not None and one.row.id in recorded:
+                    jobs = Job.objects.using(self.alias).at(one.row.id, one.row.generation)
+                    jobs.update(**one.place._asdict())
+        for one in changed_lifetimes:
+            assert one.result_ttl is not None
+            expires_at = now + timedelta(milliseconds=one.result_ttl)
+            Job.objects.using(self.alias).at(one.row.id, one.row.generation).update(
+                result_ttl=one.result_ttl, result_expires_at=expires_at
+            )
+        return recorded
+
+    completes_places = False
+    """Whether ``_complete`` writes where the messages were, too."""
+
+    def _complete(
+        self, completions: Sequence[Completion], now: datetime, token: str | None, *, is_last: bool
+    ) -> int:
+        """Execute one statement for each job; return how many rows changed."""
+        connection = self.connection
+
+        def stored(name: str, value: Any) -> Any:
+            return _FIELDS[name].get_db_prep_save(value, connection)
+
+        expected = states.expected("complete")
+        # What the jobs have in common is prepared once: that takes longer than to write it.
+        common = {
+            "state": states.RESULT_OF["complete"],
+            "finished_at": stored("finished_at", now),
+            "error": "",
+            "lease_token": "",
+            "lease_expires_at": None,
+        }
+        conditions = [*expected, *([] if token is None else [token])]
+        expiry = {
+            ttl: stored("result_expires_at", now + timedelta(milliseconds=ttl))
+            for ttl in {one.row.result_ttl for one in completions}
+        }
+        parameters = [
+            (
+                *common.values(),
+                one.attempt,
+                stored("started_at", one.started_at),
+                None if one.result is None else stored("result", one.result),
+                expiry[one.row.result_ttl],
+                stored("id", one.row.id),
+                one.row.generation,
+                *conditions,
+            )
+            for one in completions
+        ]
+        names = (*common, "attempts", "started_at", "result", "result_expires_at")
+        assignments = ", ".join(f"{connection.ops.quote_name(name)} = %s" for name in names)
+        places = ", ".join(["%s"] * len(expected))
+        held = "" if token is None else " AND lease_token = %s"
+        with connection.cursor() as cursor:
+            cursor.executemany(
+                f"UPDATE kjo_job SET {assignments} "  # noqa: S608 - names of columns
+                f"WHERE id = %s AND generation = %s AND state IN ({places}){held}",
+                parameters,
+            )
+            return int(cursor.rowcount)
+
+
+_FIELDS = {field.attname: field for field in Job._meta.concrete_fields}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
-from kjo_django.models import Job
+if TYPE_CHECKING:
+    from kjo_django.models import Job
 
 NAMED_BY_OTHERS = 0
 """The generation given to the row of an open job of this service whose id a foreign message
@@ -52,3 +53,26 @@ class JobRow:
 
 COLUMNS = tuple(name for name in JobRow.__slots__ if name != "id_text")
 """The columns of ``kjo_job`` that a ``JobRow`` holds."""
+
+
+class Place(NamedTuple):
+    """Where a job's message was published, and since when."""
+
+    topic: str
+    partition: int | None
+    offset: int | None
+    queued_at: datetime
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """A completed job, as it is to be written into the job's row."""
+
+    row: JobRow
+    attempt: int
+    started_at: datetime | None
+    result: bytes | None
+    place: Place | None = None
+    """Where the message was, when the relay has not recorded it yet."""
+    result_ttl: int | None = None
+    """Milliseconds the result is kept, when the handler's hook has changed that."""

@@ -12,10 +12,10 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.engine import row_leases
 from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.exceptions import KjoError
 from kjo_django.models import Worker as WorkerRow
+from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 from kjo_django.worker.sessions import end_sessions_of_the_dead
 from kjo_django.worker.worker_snapshot import held
@@ -70,7 +70,7 @@ class Heartbeat:
         leases = self._worker.leases
         try:
             # What is handed back is not to say that it is processed.
-            row_leases.give_back(jobs_database(), leases.held_rows(), leases.token)
+            store_for(jobs_database()).release_row_leases(leases.held_rows(), leases.token)
         except OUTAGES as error:
             logger.error("Leases of jobs that still run are left to expire: %s", error)
             drop_broken_connections()

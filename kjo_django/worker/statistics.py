@@ -19,7 +19,8 @@ from kjo_django.engine.attempt import Outcome, Result
 from kjo_django.engine.dead_lettering import error_text
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
-from kjo_django.store.transactions import jobs_database, writing
+from kjo_django.store import store_for
+from kjo_django.store.transactions import jobs_database
 
 _COUNTERS = {
     Result.COMPLETED: "completed_count",
@@ -116,7 +117,7 @@ class Statistics:
             return
         using = jobs_database()
         try:
-            with writing(using):
+            with store_for(using).writing():
                 for key, bucket in buckets.items():
                     self._write(using, key, bucket)
         except Exception:

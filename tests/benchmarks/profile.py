@@ -41,7 +41,7 @@ STAGES: Mapping[str, Sequence[str]] = {
         "load_rows",
     ),
     "calling handlers": ("AtomicRunner._attempt", "Pipeline._attempt", "call "),
-    "outcomes, one UPDATE a group": ("complete ",),
+    "outcomes, one UPDATE a group": ("Store.complete ",),
     "BEGIN and COMMIT": ("Atomic.__enter__", "Atomic.__exit__"),
     "releasing leases, telling": ("LeaseBook.release", "Pipeline._settle"),
     "statistics, signals": ("Worker._on_outcomes",),

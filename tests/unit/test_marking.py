@@ -1,4 +1,4 @@
-"""``ProcessedEvent.objects.mark``: each key takes effect once, and who marked it is told."""
+"""Markers of effects: each key takes effect once, and the one whose marker is new is known."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from django.db import transaction
 
 from kjo_django.models import EventKey, ProcessedEvent
+from kjo_django.store import store_for
 
 pytestmark = pytest.mark.django_db
 
@@ -18,7 +19,7 @@ def keys(*numbers: int) -> list[EventKey]:
 
 def mark(marked: list[EventKey], **options) -> set[EventKey]:
     with transaction.atomic():
-        return ProcessedEvent.objects.mark(marked, **options)
+        return store_for("default").insert_markers(marked, **options)
 
 
 @pytest.mark.parametrize("count", [1, 950], ids=["one", "more than a statement asks for"])

@@ -15,11 +15,11 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.backends import get_coordination
-from kjo_django.engine import row_leases
 from kjo_django.engine.attempt import Result
 from kjo_django.engine.runners.leased import PlainRunner
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
+from kjo_django.store import store_for
 from kjo_django.store.rows import JobRow
 from kjo_django.worker import Worker
 from tests.factories import JobFactory
@@ -350,19 +350,20 @@ def test_who_lost_its_lease_before_it_is_recorded_is_refused_alone(make_bench, f
 def test_of_two_workers_that_judge_a_group_at_once_each_job_is_one_s(make_bench, monkeypatch):
     # Given two workers without coordination between them
     bench, another = make_bench(AMPLE), make_bench(AMPLE, worker="another")
-    ran, take, lost = [], row_leases.take, []
+    store = type(store_for("default"))
+    ran, take, lost = [], store.take_row_leases, []
     as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(6)])
     deliveries = bench.poll()
     theirs = [another.read(delivery.record) for delivery in deliveries[2:4]]
 
-    def take_after_the_other(using, rows, token, *times):
+    def take_after_the_other(self, rows, token, *times):
         if token == "bench":
-            monkeypatch.setattr(row_leases, "take", take)
+            monkeypatch.setattr(store, "take_row_leases", take)
             started, _ = another.pipeline._plain.claim(theirs)
             assert len(started) == 2
-        return take(using, rows, token, *times)
+        return take(self, rows, token, *times)
 
-    monkeypatch.setattr(row_leases, "take", take_after_the_other)
+    monkeypatch.setattr(store, "take_row_leases", take_after_the_other)
     # When the other is quicker between the judgement and the lease
     lost = bench.run(deliveries)
     # Then
@@ -392,11 +393,11 @@ def test_a_row_that_has_changed_in_any_way_since_it_was_judged_is_not_leased(mak
     # When
     Job.objects.update(**changed)
     # Then
-    assert not row_leases.take("default", [row], "bench", now, new)
+    assert not store_for("default").take_row_leases([row], "bench", now, new)
     assert Job.objects.get().lease_token != "bench"
     # And as it was it is
     Job.objects.update(**{name: getattr(row, name) for name in changed})
-    assert row_leases.take("default", [row], "bench", now, new) == {job.pk}
+    assert store_for("default").take_row_leases([row], "bench", now, new) == {job.pk}
 
 
 def test_what_waits_behind_a_pause_keeps_no_lease(make_bench):

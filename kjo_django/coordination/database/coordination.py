@@ -37,7 +37,7 @@ from kjo_django.coordination.listeners import LocalListener, call_local_listener
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Lease, Mark
 from kjo_django.probing import answer_within
-from kjo_django.store.transactions import atomic_along
+from kjo_django.store import store_for
 
 T = TypeVar("T")
 
@@ -345,7 +345,7 @@ def _own_transaction(alias: str) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             # Durable: Django itself refuses to nest it, but for the transaction of a TestCase.
-            stack.enter_context(atomic_along(alias, durable=True))
+            stack.enter_context(store_for(alias).transaction(durable=True))
         except RuntimeError as error:
             raise RuntimeError(
                 "claim() must be called outside transaction.atomic(): others would not see the "

@@ -21,7 +21,7 @@ from kjo_django.engine.handler.context import Abort, BatchContext, JobContext, r
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import storable_text
-from kjo_django.models import ProcessedEvent
+from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record
 
@@ -183,7 +183,7 @@ class RunningJobs:
             return []
         using, service = jobs_database(), get_settings().service_name
         keys = {id(context): delivery.event_key(service) for context, delivery in runs}
-        known = ProcessedEvent.objects.using(using).known(keys.values())
+        known = store_for(using).known_markers(keys.values())
         rows = load_rows(using, [delivery for _, delivery in runs], lock=False)
         found = []
         for context, delivery in runs:

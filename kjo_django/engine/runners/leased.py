@@ -14,7 +14,7 @@ from uuid import UUID
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.engine import admission, completion, failures, row_leases
+from kjo_django.engine import admission, completion, failures
 from kjo_django.engine.attempt import Delivery, Outcome, Result
 from kjo_django.engine.handler.call import ENDINGS, Ran, call, is_interrupt, make_context
 from kjo_django.engine.handler.connections import (
@@ -27,7 +27,7 @@ from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.outcomes import acknowledge, noting_doubt, outcome_of
 from kjo_django.engine.runners.batch import Batch, Started, call_concurrently, run_batch
-from kjo_django.models import ProcessedEvent
+from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 
 
@@ -78,7 +78,7 @@ class PlainRunner:
         ended: list[Outcome] = []
         wanted = {d: d.event_key(service) for d in deliveries}
         rows = load_rows(using, deliveries, lock=False)
-        known = ProcessedEvent.objects.using(using).known(wanted.values())
+        known = store_for(using).known_markers(wanted.values())
         for delivery in deliveries:
             row = rows.get(row_id(delivery, service))
             start = admission.judge(
@@ -98,8 +98,7 @@ class PlainRunner:
         won: set[UUID] = set()
         try:
             # Whoever else changed a row since, and be it by taking its lease, has it.
-            won = row_leases.take(
-                using,
+            won = store_for(using).take_row_leases(
                 [row for id, row in judged.items() if id in free],
                 self._leases.token,
                 now,
@@ -127,12 +126,12 @@ class PlainRunner:
         """Let others have at once what was claimed and has no ending that was recorded."""
         if self._watch.is_abandoned:
             return
-        row_leases.give_back(jobs_database(), _ids(started), self._leases.token)
+        store_for(jobs_database()).release_row_leases(_ids(started), self._leases.token)
 
     def give_back_of(self, outcomes: Sequence[Outcome]) -> None:
         """Let others have at once what ran and comes again."""
         ids = [outcome.job.id for outcome in outcomes if outcome.job is not None]
-        row_leases.give_back(jobs_database(), ids, self._leases.token)
+        store_for(jobs_database()).release_row_leases(ids, self._leases.token)
 
     def call(self, step: Sequence[Started]) -> list[Ran]:
         """Make one call, for a delivery or for a batch handler's several; return how each ended."""
@@ -188,7 +187,7 @@ class PlainRunner:
             return outcomes
         with noting_doubt() as in_doubt, failures.in_transaction(using):
             keys = {id(o): o.delivery.event_key(service) for o in done}
-            fresh = ProcessedEvent.objects.using(using).mark(list(keys.values()))
+            fresh = store_for(using).insert_markers(keys.values())
             winners = [o for o in done if keys[id(o)] in fresh or _judges_itself(o)]
             recorded = completion.complete(using, winners, self._leases.token)
             won = {id(outcome) for outcome in winners}
@@ -199,7 +198,7 @@ class PlainRunner:
                     outcome.result, outcome.reason = Result.SKIPPED, "lease lost"
             lost = [keys[id(o)] for o in done if o.result is Result.SKIPPED]
             lost = [key for key in lost if key in fresh]
-            ProcessedEvent.objects.using(using).unmark(lost)
+            store_for(using).delete_markers(lost)
             acknowledge(done, in_transaction=True)
             in_doubt += [outcome for outcome in done if outcome.result is Result.COMPLETED]
         return outcomes

@@ -45,7 +45,8 @@ from kjo_django.engine.outcomes import (
     release_leases,
 )
 from kjo_django.engine.runners.batch import UNWANTED, Batch, Started, in_steps, run_batch
-from kjo_django.models import EventKey, ProcessedEvent
+from kjo_django.models import EventKey
+from kjo_django.store import store_for
 from kjo_django.store.rows import JobRow
 from kjo_django.store.transactions import jobs_database
 
@@ -298,7 +299,7 @@ def _is_committed(delivery: Delivery) -> bool:
     if handler.judges_itself and not delivery.ending.notes.get("is_fresh"):
         return False  # its marker is of an earlier message
     key = delivery.event_key(get_settings().service_name)
-    return key in ProcessedEvent.objects.using(jobs_database()).known([key])
+    return key in store_for(jobs_database()).known_markers([key])
 
 
 def _is_database_only(delivery: Delivery) -> bool:
@@ -336,7 +337,7 @@ def _take_markers_back(
     effective = {keys[outcome.delivery] for outcome in completed}
     unused = set(fresh) - effective
     if unused:
-        ProcessedEvent.objects.using(using).unmark(unused)
+        store_for(using).delete_markers(unused)
 
 
 def _make_callbacks_robust(connection: BaseDatabaseWrapper) -> None:

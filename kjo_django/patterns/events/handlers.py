@@ -31,7 +31,7 @@ from kjo_django.messages import carried
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import storable_text
-from kjo_django.models import EventKey, ProcessedEvent
+from kjo_django.models import EventKey
 from kjo_django.models.job import message_id
 from kjo_django.patterns.events.event import (
     MAX_ID_LENGTH,
@@ -43,6 +43,7 @@ from kjo_django.patterns.events.event import (
 )
 from kjo_django.patterns.events.publishing import service_group
 from kjo_django.registry import Handler, HandlerOptions, Route
+from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record
 from kjo_django.values import MAX_NAME_LENGTH
@@ -114,7 +115,7 @@ class EventHandler(Handler):
         """
         service = self.service or get_settings().service_name
         key = EventKey(event.id, service, event.type)
-        ProcessedEvent.objects.using(jobs_database()).mark([key])
+        store_for(jobs_database()).insert_markers([key])
 
 
 def _is_replay(context: JobContext) -> bool:

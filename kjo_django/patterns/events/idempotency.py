@@ -20,6 +20,7 @@ from kjo_django.conf import get_settings
 from kjo_django.messages.serializers import storable_json, storable_text
 from kjo_django.models import EventKey, ProcessedEvent
 from kjo_django.patterns.events.event import MAX_ID_LENGTH, MAX_TYPE_LENGTH
+from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 from kjo_django.values import MAX_NAME_LENGTH
 
@@ -64,7 +65,7 @@ class EventIdempotencyService:
         key, using = self._key(event_id, event_type), jobs_database()
         rows = ProcessedEvent.objects.using(using)
         with transaction.atomic(using=using, savepoint=False):
-            is_new = key in rows.mark([key])
+            is_new = key in store_for(using).insert_markers([key])
             if is_new and event_data is not None:
                 rows.filter(**key._asdict()).update(event_data=storable_json(event_data))
         return is_new

@@ -17,7 +17,7 @@ from django.db.models import QuerySet
 from django.utils import timezone
 
 from kjo_django.models import TransportMessage, TransportSubscription
-from kjo_django.store.transactions import atomic_along, take_write_lock
+from kjo_django.store import store_for
 from kjo_django.transports.base import Record, TopicKey, TopicPartition
 from kjo_django.transports.database.rows import (
     COLUMNS,
@@ -113,7 +113,7 @@ class Claimer:
             self._more = False
             return []
         is_nested = connections[self._alias].in_atomic_block
-        with atomic_along(self._alias):
+        with store_for(self._alias).transaction():
             if not is_nested:
                 commit_lazily(self._alias)
             topics = self._lock_topics(due)
@@ -154,7 +154,7 @@ class Claimer:
         """
         features = connections[self._alias].features
         if not features.has_select_for_update:
-            take_write_lock(self._alias)
+            store_for(self._alias).take_write_lock(TransportSubscription)
             return topics
         locked = (
             TransportSubscription.objects.using(self._alias)

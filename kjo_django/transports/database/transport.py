@@ -34,7 +34,7 @@ from kjo_django.exceptions import PublishError
 from kjo_django.messages.headers import to_json
 from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.probing import answer_within
-from kjo_django.store.transactions import take_write_lock
+from kjo_django.store import store_for
 from kjo_django.transports.base import (
     AssignedCallback,
     Capabilities,
@@ -149,7 +149,8 @@ class DatabaseTransport(Transport):
 
     def _read_groups(self, alias: str, topics: set[str]) -> dict[str, Sequence[str]]:
         if connections[alias].in_atomic_block:
-            take_write_lock(alias)  # the INSERT comes next, in the same transaction
+            # The INSERT comes next, in the same transaction.
+            store_for(alias).take_write_lock(TransportSubscription)
         generation = _generation
         read_at = time.monotonic()
         groups: dict[str, dict[str, None]] = {
