@@ -27,8 +27,6 @@ STILL_IN_CIRCLES = {
     "patterns.items.item_route",
     "patterns.items.producer",
     "patterns.items.sending",
-    "transports.memory.log",
-    "transports.memory.transport",
     "worker.controls",
     "worker.heartbeat",
     "worker.process",

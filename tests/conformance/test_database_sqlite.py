@@ -13,10 +13,11 @@ import pytest
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
+from kjo_django.clock import CLOCK
 from kjo_django.testing.conformance import TransportConformance
 from kjo_django.transports.base import OutgoingRecord, Subscription
-from kjo_django.transports.database import DatabaseTransport, claiming
-from kjo_django.transports.database.changes import Changes
+from kjo_django.transports.database import DatabaseTransport, subscription
+from kjo_django.transports.database.rows import CommitWatcher
 from tests.conformance.databases import SQLITE
 
 
@@ -57,13 +58,13 @@ class TestSqlite(DatabaseConformance):
         subscription.close()
 
     def test_a_commit_between_two_waits_is_not_missed(self) -> None:
-        changes, woken = Changes(self.alias), threading.Event()
-        changes.wait(woken, 0.0)
+        commits, woken = CommitWatcher(self.alias, CLOCK), threading.Event()
+        commits.wait(woken, 0.0)
         publisher = threading.Thread(target=self._publish)
         publisher.start()
         publisher.join()
         started = time.monotonic()
-        assert changes.wait(woken, 30.0) is False
+        assert commits.wait(woken, 30.0) is False
         assert time.monotonic() - started < 10
 
     def test_where_nobody_commits_nothing_is_looked_for(
@@ -80,7 +81,7 @@ class TestSqlite(DatabaseConformance):
         subscription.close()
 
     def _subscription_that_seldom_looks(self, monkeypatch: pytest.MonkeyPatch) -> Subscription:
-        monkeypatch.setattr(claiming, "_SHORTEST_WAIT", 60.0)
+        monkeypatch.setattr(subscription, "SHORTEST_WAIT", 60.0)
         transport = DatabaseTransport("test", {"DATABASE": self.alias, "POLL_INTERVAL": 60})
         return transport.subscribe(["orders"], "shop")
 

@@ -1,23 +1,28 @@
-"""The rows of the database transport: which are due, who holds them, how databases differ."""
+"""The rows of the message table: which are due, who holds them, how databases differ.
+
+What keeps a key at one consumer is in `Claimer`: claims of one topic and group follow one another,
+each sees the leases of those before it, and a claim that meets an owner come back to life takes
+nothing at all.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import random
-import time
+import math
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import DatabaseError, InterfaceError, OperationalError, connections, router
+from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.db.models import Count, Q, QuerySet, Value
 from django.db.models.functions import Coalesce
-from django.utils import timezone
 
-from kjo_django.conf import get_settings
+from kjo_django.clock import Clock
 from kjo_django.messages.headers import from_json
-from kjo_django.models import TransportMessage
-from kjo_django.transports.base import Record, TopicPartition
+from kjo_django.models import TransportMessage, TransportSubscription
+from kjo_django.store import store_for
+from kjo_django.transports.base import Record, TopicKey, TopicPartition
 
 OUTAGES = (OperationalError, InterfaceError)
 """What a database raises when it is away, restarting, locked, or when it broke a deadlock."""
@@ -26,37 +31,17 @@ _LOCKED = ("database is locked", "database table is locked", "database schema is
 _BATCH = 5_000
 
 
-def choose_alias(option: str | None) -> str:
-    """Return the database of the tables: the option, ``KJO["DATABASE"]`` or the router's choice."""
-    return option or get_settings().database or router.db_for_write(TransportMessage)
-
-
-def key_hash(key: bytes | None) -> int | None:
-    """Return what keys are compared by: 64 bits, signed as databases store them.
+def key_hash(key: bytes) -> int:
+    """Return what rows with this key are compared by: 64 bits, signed as databases store them.
 
     Two keys of one hash are merely treated as one key: they keep a common order.
     """
-    return None if key is None else hash_of(key)
-
-
-def hash_of(key: bytes) -> int:
-    """Return what rows with this key are compared by."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True)
 
 
 def is_locked(error: Exception) -> bool:
     """Whether SQLite only asks for another try, some other process writes just now."""
     return any(text in str(error) for text in _LOCKED)
-
-
-def commit_lazily(alias: str) -> None:
-    """Spare PostgreSQL the wait for its disk at the end of this transaction.
-
-    For leases only: one lost in a crash of the server is taken anew, as if it had expired.
-    """
-    if connections[alias].vendor == "postgresql":
-        with connections[alias].cursor() as cursor:
-            cursor.execute("SET LOCAL synchronous_commit TO off")
 
 
 def batches(alias: str, ids: Iterable[int]) -> Iterator[list[int]]:
@@ -122,11 +107,13 @@ def held_rows(alias: str, token: str) -> QuerySet[TransportMessage]:
     return rows.exclude(lease_token="")  # the partial index again
 
 
-def count_lag(alias: str, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
+def count_lag(
+    alias: str, topics: Sequence[str], group: str, now: datetime
+) -> dict[TopicPartition, int]:
     """Count a group's due rows by topic, with those it would adopt by subscribing. Those of delayed
     jobs and retries are not behind before their time."""
     rows = TransportMessage.objects.using(alias).filter(
-        topic__in=topics, consumer_group__in=(group, ""), available_at__lte=timezone.now()
+        topic__in=topics, consumer_group__in=(group, ""), available_at__lte=now
     )
     counts = dict(rows.values_list("topic").annotate(count=Count("id")).order_by())
     return {TopicPartition(topic, 0): counts.get(topic, 0) for topic in topics}
@@ -196,33 +183,196 @@ def mend_connection(alias: str) -> None:
             connection.connection = None
 
 
-class Backoff:
-    """How long to leave a database alone after outages in a row; jittered, so that consumers which
-    met the same outage do not come back as a herd."""
+class Collision(Exception):
+    """A row chosen was renewed or settled by its late owner before it could be taken."""
 
-    def __init__(self, first: float = 0.1, longest: float = 5.0) -> None:
-        self._first = first
-        self._longest = longest
-        self._failures = 0
-        self._until = 0.0
 
-    @property
-    def remaining(self) -> float:
-        """Seconds until the next try makes sense; 0 when all is well."""
-        return max(0.0, self._until - time.monotonic())
+class Claimer:
+    """Leases due rows to one consumer, which its token names. Belongs to the thread that polls."""
 
-    @property
-    def failures(self) -> int:
-        """Failures since the last success."""
-        return self._failures
+    def __init__(
+        self,
+        alias: str,
+        topics: Sequence[str],
+        group: str,
+        token: str,
+        lease: timedelta,
+        clock: Clock,
+    ) -> None:
+        self._alias = alias
+        self._topics = list(topics)
+        self._group = group
+        self._token = token
+        self._lease = lease
+        self._clock = clock
+        self._paused: set[TopicPartition] = set()
+        self._skipped: dict[str, set[int]] = {}
+        self._claim_count = 0
+        self._may_have_more = True
+        """Whether something may be due: then it is claimed without being looked for first."""
+        self.is_contended = False
+        """Whether another consumer was claiming at the latest `claim`."""
+        self.look_seconds = 0.0
+        """How long the latest look for due rows took."""
 
-    def failed(self) -> None:
-        """Wait longer."""
-        delay = min(self._longest, self._first * 2.0**self._failures)
-        self._failures += 1
-        self._until = time.monotonic() + delay * random.uniform(0.5, 1.0)  # noqa: S311
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        """Leave these topics alone."""
+        self._paused.update(partitions)
 
-    def succeeded(self) -> None:
-        """Start over."""
-        self._failures = 0
-        self._until = 0.0
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        """Claim from these topics again."""
+        self._paused.difference_update(partitions)
+        self._may_have_more = True
+
+    def skip_keys(self, keys: Collection[TopicKey]) -> None:
+        """Leave these keys alone, and no others."""
+        skipped: dict[str, set[int]] = {}
+        for topic, key in keys:
+            skipped.setdefault(topic, set()).add(key_hash(key))
+        self._may_have_more = self._may_have_more or skipped != self._skipped
+        self._skipped = skipped
+
+    def claim(self, limit: int) -> list[Record]:
+        """Lease up to so many rows; empty where nothing is due, or others claim all of it just now.
+
+        :raises Collision: a row chosen was not free any more. Nothing was leased.
+        """
+        self.is_contended, self.look_seconds = False, 0.0
+        due = self._due_topics() if limit > 0 else []
+        if not due:
+            self._may_have_more = False
+            return []
+        connection = connections[self._alias]
+        is_nested = connection.in_atomic_block
+        with store_for(self._alias).transaction():
+            if connection.vendor == "postgresql" and not is_nested:
+                # A lease lost in a crash of the server is taken anew, as if it had expired: no need
+                # to wait for the server's disk.
+                with connection.cursor() as cursor:
+                    cursor.execute("SET LOCAL synchronous_commit TO off")
+            topics = self._lock_topics(due)
+            # Not before the locks: waiting for them takes time.
+            now = self._clock.now()
+            rows = self._choose(topics, limit, now)
+            ids = [row[0] for row in rows]
+            # All or none. An owner whose lease had run out may renew or settle at this very moment:
+            # taking what is left would let a row overtake an earlier one of its key.
+            if take_unleased(self._alias, ids, self._token, now, now + self._lease) != len(ids):
+                raise Collision
+        self._may_have_more = len(rows) >= limit
+        self.is_contended = len(topics) < len(due)
+        return [to_record(row, self._token) for row in rows]
+
+    def _due_topics(self) -> list[str]:
+        """Return the topics with something to claim, without taking a lock."""
+        topics = [t for t in self._topics if TopicPartition(t, 0) not in self._paused]
+        if self._may_have_more or not topics:
+            return topics
+        started = self._clock.monotonic()
+        now = self._clock.now()
+        waiting = group_rows(self._alias, self._group).filter(
+            unleased(now), topic__in=topics, available_at__lte=now
+        )
+        if waiting.exists():
+            # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
+            topics = [topic for topic in topics if self._due_rows(topic, now).exists()]
+        else:
+            topics = []
+        self.look_seconds = self._clock.monotonic() - started
+        return topics
+
+    def _lock_topics(self, topics: list[str]) -> list[str]:
+        """Become the only claimer of these topics in this group until the transaction ends.
+
+        Returns those nobody else is claiming just now. Since the claims of a topic and group follow
+        one another, each sees the leases of the one before: that is what keeps a key at one
+        consumer.
+        """
+        features = connections[self._alias].features
+        if not features.has_select_for_update:
+            store_for(self._alias).take_write_lock(TransportSubscription)
+            return topics
+        locked = (
+            TransportSubscription.objects.using(self._alias)
+            .select_for_update(skip_locked=features.has_select_for_update_skip_locked)
+            .filter(topic__in=topics, consumer_group=self._group)
+            .order_by("id")
+            .values_list("topic", flat=True)
+        )
+        return list(locked)
+
+    def _choose(self, topics: list[str], limit: int, now: datetime) -> list[tuple[int, ...]]:
+        """Return the first due rows, giving each topic its share and what is left to who has more.
+
+        Each claim begins with the topic after the one the claim before began with.
+        """
+        self._claim_count += 1
+        start = self._claim_count % max(1, len(topics))
+        waiting = topics[start:] + topics[:start]
+        last = dict.fromkeys(topics, 0)
+        chosen: list[tuple[int, ...]] = []
+        while waiting and len(chosen) < limit:
+            topic = waiting.pop(0)
+            share = math.ceil((limit - len(chosen)) / (len(waiting) + 1))
+            rows = list(
+                self._due_rows(topic, now).filter(id__gt=last[topic]).values_list(*COLUMNS)[:share]
+            )
+            chosen.extend(rows)
+            if len(rows) == share:
+                last[topic] = rows[-1][0]
+                waiting.append(topic)
+        return chosen
+
+    def _due_rows(self, topic: str, now: datetime) -> QuerySet[TransportMessage]:
+        skipped = self._skipped.get(topic, ())
+        return due_rows(self._alias, topic, self._group, self._token, now, skipped)
+
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
+"""Seconds between two looks at SQLite's counter. The look is a few microseconds, waking up for it a
+hundred: an idle worker does that ten times a second."""
+
+
+class CommitWatcher:
+    """Waits for a commit of another connection on SQLite, those of this process' other threads
+    included. Elsewhere no commit is seen: there, publishers wake listeners.
+
+    Belongs to the thread that polls.
+    """
+
+    def __init__(self, alias: str, clock: Clock) -> None:
+        self._alias = alias
+        self._clock = clock
+        self._seen: tuple[Any, Any] = (None, None)
+        self._changed_at = 0.0
+
+    def wait(self, woken: threading.Event, timeout: float) -> bool:
+        """Wait for ``woken``, for a commit or for so many seconds; return whether it was woken.
+
+        A commit that came since the last wait ends this one at once.
+        """
+        clock = self._clock
+        if connections[self._alias].vendor != "sqlite":
+            return clock.wait(woken, timeout)
+        deadline = clock.monotonic() + timeout
+        while not self._has_changed():
+            now = clock.monotonic()
+            if now >= deadline:
+                return False
+            # A tenth of the time without a commit: a later writer was late anyway.
+            pause = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, (now - self._changed_at) / 10))
+            if clock.wait(woken, min(pause, deadline - now)):
+                return True
+        self._changed_at = clock.monotonic()
+        return woken.is_set()
+
+    def _has_changed(self) -> bool:
+        """Whether the counter is another than at the last look. Each connection has its own, which
+        its own commits leave alone."""
+        connection: Any = connections[self._alias]
+        with connection.wrap_database_errors:
+            connection.ensure_connection()
+            # Past Django's cursors, which take longer than the look.
+            (version,) = connection.connection.execute("PRAGMA data_version").fetchone()
+        before, self._seen = self._seen, (connection.connection, version)
+        return before != self._seen

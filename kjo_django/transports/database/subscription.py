@@ -1,23 +1,23 @@
 """A consumer group's view of the message table.
 
-Many processes share a group: each claims rows under its own token (``database_claiming``), for as
-long as it shows signs of life. Clocks are the hosts' own, so they must agree to well within the
-lease.
+Many processes share a group: each claims rows under its own token, for as long as it shows signs of
+life. Clocks are the hosts' own, so they must agree to well within the lease.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 
 from django.db import connections, transaction
-from django.utils import timezone
 
+from kjo_django.clock import Clock
 from kjo_django.models import TransportSubscription
+from kjo_django.retries.backoff import Backoff
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import (
     AssignedCallback,
@@ -27,11 +27,11 @@ from kjo_django.transports.base import (
     TopicKey,
     TopicPartition,
 )
-from kjo_django.transports.database.changes import Changes
-from kjo_django.transports.database.claiming import Claimer, Collision, Pace
 from kjo_django.transports.database.rows import (
     OUTAGES,
-    Backoff,
+    Claimer,
+    Collision,
+    CommitWatcher,
     batches,
     count_lag,
     delete_held,
@@ -43,16 +43,21 @@ from kjo_django.transports.database.rows import (
 
 logger = logging.getLogger("kjo_django.transports.database")
 
+SHORTEST_WAIT = 0.005
+"""Seconds until the table is looked at again after activity; each wait is twice the one before."""
+_AFTER_OUTAGE = Backoff(timedelta(seconds=0.1), timedelta(seconds=5), jitter=0.5)
+_BETWEEN_WRITES = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=500), jitter=0.5)
+_MOST_WRITES = 5
 _HOUSEKEEPING = 2.0
-_TRIES_OF_FLUSH = 5
-_PATIENCE_WITH_LOCKS = 3
-"""Lock errors in a row before they are reported: each has waited for SQLite's own timeout."""
+_MOST_LOCK_ERRORS = 2
+"""Lock errors in a row that are not reported: each has waited for SQLite's own timeout."""
 
 
 class DatabaseSubscription(Subscription):
     """See ``Subscription``. Each topic is one partition; there is no rebalancing.
 
-    :param on_registered: told when the group's interest in its topics is committed.
+    :param poll_interval: seconds; an idle table is looked at so often.
+    :param on_registered: called when the group's interest in its topics is committed.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class DatabaseSubscription(Subscription):
         *,
         lease: timedelta,
         poll_interval: float,
+        clock: Clock,
         on_registered: Callable[[], None],
         on_revoked: RevokedCallback | None = None,
         on_assigned: AssignedCallback | None = None,
@@ -73,6 +79,8 @@ class DatabaseSubscription(Subscription):
         self._topics = list(dict.fromkeys(topics))
         self._group = group
         self._lease = lease
+        self._poll_interval = poll_interval
+        self._clock = clock
         self._token = uuid.uuid4().hex
         self._on_registered = on_registered
         self._on_revoked = on_revoked
@@ -80,11 +88,12 @@ class DatabaseSubscription(Subscription):
         self._lock = threading.Lock()
         self._held: set[int] = set()
         self._settled: set[int] = set()
-        self._wake = threading.Event()
-        self._backoff = Backoff()
-        self._pace = Pace(poll_interval)
-        self._changes = Changes(alias)
-        self._claimer = Claimer(alias, self._topics, group, self._token, lease, self._pace)
+        self._woken = threading.Event()
+        self._next_wait = SHORTEST_WAIT
+        self._outage_count = 0
+        self._retry_at = 0.0
+        self._commits = CommitWatcher(alias, clock)
+        self._claimer = Claimer(alias, self._topics, group, self._token, lease, clock)
         self._may_have_strays = False
         self._renew_at = 0.0
         self._housekeep_at = 0.0
@@ -102,40 +111,37 @@ class DatabaseSubscription(Subscription):
         """
         if self._closed:
             return []
-        deadline = time.monotonic() + timeout
-        self._announce()
-        while True:
-            records = self._attempt(max_records)
-            remaining = deadline - time.monotonic()
-            if records or remaining <= 0:
-                return records
-            if self._wait(min(self._next_wait(), remaining)):
-                self._wake.clear()
-                self._pace.quicken()
-                return []
-
-    def _announce(self) -> None:
+        deadline = self._clock.monotonic() + timeout
         callback, self._on_assigned = self._on_assigned, None
         if callback is not None:
             callback(self.assignment())
+        while True:
+            records = self._attempt(max_records)
+            remaining = deadline - self._clock.monotonic()
+            if records or remaining <= 0:
+                return records
+            if self._wait(remaining):
+                self._woken.clear()
+                self._next_wait = SHORTEST_WAIT
+                return []
 
-    def _next_wait(self) -> float:
-        """Short after activity, doubling up to POLL_INTERVAL; longer while the database is away."""
-        return max(self._pace.next_wait(), self._backoff.remaining)
-
-    def _wait(self, seconds: float) -> bool:
-        """Wait for somebody who wakes it, or has committed; whether it was woken."""
-        if self._backoff.remaining:
-            return self._wake.wait(seconds)
+    def _wait(self, longest: float) -> bool:
+        """Wait to be woken, for a commit, or until the next look; return whether it was woken."""
+        # Jittered, so that consumers do not look all at once.
+        seconds = self._next_wait * random.uniform(0.75, 1.0)  # noqa: S311
+        self._next_wait = min(self._poll_interval, self._next_wait * 2)
+        outage = self._retry_at - self._clock.monotonic()
+        if outage > 0:
+            return self._clock.wait(self._woken, min(max(seconds, outage), longest))
         try:
-            return self._changes.wait(self._wake, seconds)
+            return self._commits.wait(self._woken, min(seconds, longest))
         except OUTAGES as error:
             self._note_outage(error)
             return False
 
     def _attempt(self, max_records: int) -> list[Record]:
-        """One round of everything that needs the database; an outage ends it, empty."""
-        if self._backoff.remaining:
+        """Do once everything that needs the database; an outage ends it, empty."""
+        if self._clock.monotonic() < self._retry_at:
             return []
         try:
             self._housekeep()
@@ -147,21 +153,28 @@ class DatabaseSubscription(Subscription):
             self._note_outage(error)
             return []
         except Collision:
-            self._pace.quicken()
+            self._next_wait = SHORTEST_WAIT
             return []
+        if records or self._claimer.is_contended:
+            # Something happens here, or another consumer claims just now: come back soon.
+            self._next_wait = SHORTEST_WAIT
+        else:
+            # Walking past a backlog of delayed or busy rows takes time: no more than a tenth of it.
+            self._next_wait = max(self._next_wait, 9 * self._claimer.look_seconds)
         if records:
             with self._lock:
                 self._held.update(record.offset for record in records)
-        self._backoff.succeeded()
-        self.last_error = None
+        self._outage_count, self._retry_at, self.last_error = 0, 0.0, None
         return records
 
     def _note_outage(self, error: Exception) -> None:
-        self._backoff.failed()
+        self._outage_count += 1
+        delay = _AFTER_OUTAGE.delay(self._outage_count)
+        self._retry_at = self._clock.monotonic() + delay.total_seconds()
         if is_locked(error):
             # What it was to look at is there still: come back soon.
-            self._pace.quicken()
-            if self._backoff.failures < _PATIENCE_WITH_LOCKS:
+            self._next_wait = SHORTEST_WAIT
+            if self._outage_count <= _MOST_LOCK_ERRORS:
                 return
         else:
             self._may_have_strays = True
@@ -178,7 +191,7 @@ class DatabaseSubscription(Subscription):
         Again and again, since a publisher that saw no group may commit after we registered, and
         since the tables may be emptied under a running worker.
         """
-        if time.monotonic() < self._housekeep_at:
+        if self._clock.monotonic() < self._housekeep_at:
             return
         subscriptions = TransportSubscription.objects.using(self._alias)
         known = set(
@@ -194,29 +207,31 @@ class DatabaseSubscription(Subscription):
         orphans = group_rows(self._alias, "").filter(topic__in=self._topics)
         if orphans.exists():
             orphans.update(consumer_group=self._group)
-        self._housekeep_at = time.monotonic() + _HOUSEKEEPING
+        self._housekeep_at = self._clock.monotonic() + _HOUSEKEEPING
 
     def _free_strays(self) -> None:
-        """Free rows of ours that nobody was handed, since the answer to the commit of their claim
-        was lost. They would be renewed with the others, and looked at by nobody."""
+        """Free rows of this consumer that were never handed out, since the answer to the commit of
+        their claim was lost. They would be renewed with the others, and run by nobody."""
         if not self._may_have_strays:
             return
         with self._lock:
             known = self._held | self._settled
         rows = held_rows(self._alias, self._token)
-        strays = [id for id in rows.values_list("id", flat=True) if id not in known]
-        for chunk in batches(self._alias, strays):
-            rows.filter(id__in=chunk).update(lease_token="", lease_expires_at=None)
+        self._free([id for id in rows.values_list("id", flat=True) if id not in known])
         self._may_have_strays = False
 
+    def _free(self, ids: Iterable[int]) -> None:
+        rows = held_rows(self._alias, self._token)
+        for chunk in batches(self._alias, ids):
+            rows.filter(id__in=chunk).update(lease_token="", lease_expires_at=None)
+
     def _renew(self) -> None:
-        if time.monotonic() < self._renew_at:
+        if self._clock.monotonic() < self._renew_at:
             return
         if self._held:
-            held_rows(self._alias, self._token).update(
-                lease_expires_at=timezone.now() + self._lease
-            )
-        self._renew_at = time.monotonic() + self._lease.total_seconds() / 3
+            expires_at = self._clock.now() + self._lease
+            held_rows(self._alias, self._token).update(lease_expires_at=expires_at)
+        self._renew_at = self._clock.monotonic() + self._lease.total_seconds() / 3
 
     # --- Acknowledging ----------------------------------------------------------------------------
 
@@ -262,33 +277,25 @@ class DatabaseSubscription(Subscription):
 
     def _insist(self, action: Callable[[], object]) -> bool:
         """Run ``action``, again after short waits while the database refuses."""
-        backoff = Backoff(first=0.02, longest=0.5)
-        for _ in range(_TRIES_OF_FLUSH):
+        for attempt in range(1, _MOST_WRITES + 1):
             try:
                 action()
             except OUTAGES as error:
                 mend_connection(self._alias)
                 self.last_error = str(error)
-                backoff.failed()
-                time.sleep(backoff.remaining)
+                self._clock.wait(threading.Event(), _BETWEEN_WRITES.delay(attempt).total_seconds())
             else:
                 return True
         return False
 
-    # --- The rest ---------------------------------------------------------------------------------
+    # --- Rows held --------------------------------------------------------------------------------
 
     hands_back = True
 
     def hand_back(self, records: Iterable[Record]) -> None:
         """Free these rows; while the database is away they stay held, until it is asked again."""
         ids = self._mine(records)
-        rows = held_rows(self._alias, self._token)
-
-        def free() -> None:
-            for chunk in batches(self._alias, ids):
-                rows.filter(id__in=chunk).update(lease_token="", lease_expires_at=None)
-
-        if not self._insist(free):
+        if not self._insist(lambda: self._free(ids)):
             self._may_have_strays = True
         self._forget(ids)
 
@@ -316,12 +323,12 @@ class DatabaseSubscription(Subscription):
 
     def wake(self) -> None:
         """Make a waiting ``poll`` return; the next one returns early if none waits."""
-        self._wake.set()
+        self._woken.set()
 
     def lag(self) -> dict[TopicPartition, int]:
         """Count the rows not acknowledged, those in flight included, delayed ones before their time
         not."""
-        return count_lag(self._alias, self._topics, self._group)
+        return count_lag(self._alias, self._topics, self._group, self._clock.now())
 
     def close(self) -> None:
         """Write acknowledgements, hand back the rest at once and close this thread's connection.
@@ -333,11 +340,12 @@ class DatabaseSubscription(Subscription):
         if self._on_revoked is not None:
             self._on_revoked(self.assignment(), False)
         self._closed = True
-        if not (self._insist(self._write_settled) and self._insist(self._hand_back)):
+        rows = held_rows(self._alias, self._token)
+        if not (
+            self._insist(self._write_settled)
+            and self._insist(lambda: rows.update(lease_token="", lease_expires_at=None))
+        ):
             logger.warning("Leases of %s were left to expire: %s", self._group, self.last_error)
         connection = connections[self._alias]
         if not connection.in_atomic_block:
             connection.close()
-
-    def _hand_back(self) -> None:
-        held_rows(self._alias, self._token).update(lease_token="", lease_expires_at=None)

@@ -19,17 +19,16 @@ leases. Runs on SQLite, PostgreSQL, MySQL and MariaDB.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
+from functools import cached_property
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections
+from django.db import connections, router
 from django.db.models.signals import post_migrate
-from django.utils import timezone
 
+from kjo_django.conf import get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.messages.headers import to_json
 from kjo_django.models import TransportMessage, TransportSubscription
@@ -46,7 +45,6 @@ from kjo_django.transports.base import (
 )
 from kjo_django.transports.database.rows import (
     OUTAGES,
-    choose_alias,
     count_lag,
     key_hash,
     mend_connection,
@@ -82,7 +80,6 @@ class DatabaseTransport(Transport):
         super().__init__(alias, options)
         self._lease = self._read_duration("LEASE")
         self._poll_interval = self._read_duration("POLL_INTERVAL") or timedelta(milliseconds=200)
-        self._lock = threading.Lock()
         self._groups: dict[str, tuple[int, float, tuple[str, ...]]] = {}
 
     def _read_duration(self, option: str) -> timedelta | None:
@@ -94,10 +91,11 @@ class DatabaseTransport(Transport):
                 f"KJO['TRANSPORTS'][{self.alias!r}]['OPTIONS'][{option!r}] must be {error}."
             ) from None
 
-    @property
+    @cached_property
     def database(self) -> str:
         """The alias of the database with the tables."""
-        return choose_alias(self.options.get("DATABASE"))
+        option: str | None = self.options.get("DATABASE")
+        return option or get_settings().database or router.db_for_write(TransportMessage)
 
     # --- Publishing -------------------------------------------------------------------------------
 
@@ -105,7 +103,7 @@ class DatabaseTransport(Transport):
         """Insert the records in the caller's transaction, one row for each group that reads them.
 
         The offset is the id of the row (the first group's, if there are several), where the
-        database tells it.
+        database returns it.
         """
         results = [_refusal(record) for record in records]
         accepted = [
@@ -118,8 +116,9 @@ class DatabaseTransport(Transport):
             groups = self._groups_of(alias, {record.topic for _, record in accepted})
             rows: list[TransportMessage] = []
             first: dict[int, TransportMessage] = {}
+            now = self.clock.now()
             for index, record in accepted:
-                copies = [_row(record, group) for group in groups[record.topic]]
+                copies = [_row(record, group, now) for group in groups[record.topic]]
                 first[index] = copies[0]
                 rows.extend(copies)
             TransportMessage.objects.using(alias).bulk_create(rows)
@@ -136,7 +135,7 @@ class DatabaseTransport(Transport):
         Read from the database every few seconds, so another process learns of a new group a moment
         later: what is published meanwhile counts as published before it subscribed.
         """
-        oldest = time.monotonic() - _GROUPS_KEPT
+        oldest = self.clock.monotonic() - _GROUPS_KEPT
         found: dict[str, Sequence[str]] = {}
         for topic in topics:
             generation, read_at, groups = self._groups.get(topic, (-1, 0.0, ()))
@@ -152,7 +151,7 @@ class DatabaseTransport(Transport):
             # The INSERT comes next, in the same transaction.
             store_for(alias).take_write_lock(TransportSubscription)
         generation = _generation
-        read_at = time.monotonic()
+        read_at = self.clock.monotonic()
         groups: dict[str, dict[str, None]] = {
             topic: dict.fromkeys(self.options.get("GROUPS", {}).get(topic, ())) for topic in topics
         }
@@ -189,6 +188,7 @@ class DatabaseTransport(Transport):
             group,
             lease=self._lease or lease,
             poll_interval=self._poll_interval.total_seconds(),
+            clock=self.clock,
             on_registered=forget_groups,
             on_revoked=on_revoked,
             on_assigned=on_assigned,
@@ -201,7 +201,7 @@ class DatabaseTransport(Transport):
         """Count the group's rows by topic, those in flight included, delayed ones before their time
         not."""
         try:
-            return count_lag(self.database, topics, group)
+            return count_lag(self.database, topics, group, self.clock.now())
         except OUTAGES as error:
             mend_connection(self.database)
             raise PublishError(f"Database {self.database!r} cannot be read: {error}") from error
@@ -227,13 +227,12 @@ def _refusal(record: OutgoingRecord) -> Published:
     return Published()
 
 
-def _row(record: OutgoingRecord, group: str) -> TransportMessage:
-    now = timezone.now()
+def _row(record: OutgoingRecord, group: str, now: datetime) -> TransportMessage:
     return TransportMessage(
         topic=record.topic,
         consumer_group=group,
         key=record.key,
-        key_hash=key_hash(record.key),
+        key_hash=None if record.key is None else key_hash(record.key),
         value=record.value,
         headers=to_json(record.headers),
         published_at=now,
