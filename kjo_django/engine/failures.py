@@ -119,7 +119,9 @@ def publish_dead(outcomes: Iterable[Outcome]) -> list[Outcome]:
     for alias, dead in by_transport.items():
         dead = [outcome for outcome in dead if not outcome.notes.get("is_published")]
         try:
-            answers = get_transport(alias).publish([record_for_topic(outcome) for outcome in dead])
+            answers = dispatch.publish(
+                get_transport(alias), [record_for_topic(outcome) for outcome in dead]
+            )
         except PublishError as error:
             logger.error("Dead letters not published, trying again: %s", error)
             refused.extend(dead)

@@ -1,4 +1,4 @@
-"""Handing a job's message to its transport: the one place that builds it.
+"""Handing a job's message to its transport: the one place that builds it, and that publishes.
 
 On a transactional transport the message is written with the row, in the caller's transaction. On
 any other the row waits as ``pending`` (or ``failing``) for the relay.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 from django.utils import timezone
 
+from kjo_django import tracing
 from kjo_django.backends import get_transport, transport_class
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue.wakeups import RELAY_CHANNEL, after_commit, topic_channel
@@ -22,7 +22,7 @@ from kjo_django.models.job import message_id, origin_of
 from kjo_django.states import JobState
 from kjo_django.store.due_rows import Due
 from kjo_django.store.transactions import jobs_database
-from kjo_django.transports.base import OutgoingRecord
+from kjo_django.transports.base import OutgoingRecord, Published, Transport
 
 OUTGOING = "outgoing"
 """The queue of records for topics that no queue is declared for, on the default transport."""
@@ -38,10 +38,29 @@ def channel_of(queue: QueueConf) -> str:
     return topic_channel(queue.topic) if is_transactional(queue) else RELAY_CHANNEL
 
 
+def publish(transport: Transport, records: Sequence[OutgoingRecord]) -> list[Published]:
+    """Publish records and return the transport's answers; a tracer gets a span around it.
+
+    Whatever sends a record calls this. On a transactional transport the record is a row of the
+    caller's transaction, and there is no span but the one of what stored it.
+    """
+    if tracing.tracer is None or transport.capabilities.transactional:
+        return transport.publish(records)
+    with tracing.tracer.publishing(transport.alias, records) as traced:
+        return transport.publish(traced)
+
+
 def record_of(
-    job: Job | Due, queue: QueueConf, available_at: datetime | None = None
+    job: Job | Due,
+    queue: QueueConf,
+    available_at: datetime | None = None,
+    *,
+    service: str | None = None,
 ) -> OutgoingRecord:
-    """Build the message of a job's next attempt; of a record for others, that record."""
+    """Return the message of a job's next attempt; of a record for others, that record.
+
+    :param service: the name of this service; by default that of the settings.
+    """
     if job.destination:
         headers = names.from_row(job.headers)
         raw_key = headers.pop(names.RAW_KEY, None)
@@ -64,7 +83,7 @@ def record_of(
         id=message_id(origin_of(job.headers) or id, job.generation),
         type=job.handler,
         job_id=id,
-        service=get_settings().service_name,
+        service=get_settings().service_name if service is None else service,
         generation=job.generation,
         attempt=job.attempts + 1,
         content_type=job.content_type,
@@ -92,10 +111,13 @@ def hand_over(jobs: Sequence[Job], queue: QueueConf) -> None:
     if not is_transactional(queue):
         after_commit(using, RELAY_CHANNEL)
         return
-    get_transport(queue.transport).publish(
-        [record_of(job, queue, job.available_at) for job in jobs]
+    publish(
+        get_transport(queue.transport), [record_of(job, queue, job.available_at) for job in jobs]
     )
-    mark_sent(using, [job for job in jobs if job.destination])
+    now = timezone.now()
+    for job in jobs:
+        if job.destination:
+            mark_sent(using, job, now)
     for topic in {job.destination or queue.topic for job in jobs} or {queue.topic}:
         after_commit(using, topic_channel(topic))
 
@@ -106,27 +128,31 @@ def is_waited_for(job: Job | Due) -> bool:
 
 
 def mark_sent(
-    using: str, jobs: Sequence[Job | Due], places: Sequence[tuple[Any, Any]] = ()
+    using: str,
+    job: Job | Due,
+    now: datetime,
+    *,
+    partition: int | None = None,
+    offset: int | None = None,
 ) -> None:
-    """Complete records for others: with their publishing all is done that this row asked for.
+    """Complete the row of a record for others: its publishing is all that the row asked for.
 
-    :param places: partition and offset of each, where the transport tells.
+    One that others of its key wait for becomes queued instead.
+
+    :param partition: where it went, if the transport tells.
     """
-    now = timezone.now()
-    for number, job in enumerate(jobs):
-        partition, offset = places[number] if places else (None, None)
-        rows = Job.objects.using(using).at(job.pk, job.generation).exclude(destination="")
-        if is_waited_for(job):
-            transition("publish", rows, topic=job.destination, queued_at=now)
-            continue
-        transition(
-            "complete",
-            rows,
-            topic=job.destination,
-            partition=partition,
-            offset=offset,
-            queued_at=now,
-            finished_at=now,
-            attempts=job.attempts + 1,
-            error="",
-        )
+    rows = Job.objects.using(using).at(job.pk, job.generation).exclude(destination="")
+    if is_waited_for(job):
+        transition("publish", rows, topic=job.destination, queued_at=now)
+        return
+    transition(
+        "complete",
+        rows,
+        topic=job.destination,
+        partition=partition,
+        offset=offset,
+        queued_at=now,
+        finished_at=now,
+        attempts=job.attempts + 1,
+        error="",
+    )

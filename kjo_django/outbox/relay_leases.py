@@ -14,10 +14,10 @@ from datetime import timedelta
 
 from django.db import connections
 
-from kjo_django.backends import get_coordination
 from kjo_django.coordination.circuit_breaker import Silence
 from kjo_django.exceptions import CoordinationError, KjoError
 from kjo_django.ids import uuid7
+from kjo_django.runtime import Runtime
 
 logger = logging.getLogger("kjo_django")
 
@@ -32,10 +32,11 @@ def lease_of(queue: str) -> str:
 
 
 class RelayLeases:
-    """Those of one relay, a lease for each queue: relays that look after different queues must not
+    """The leases of one relay, one for each queue: relays that look after different queues must not
     wait for one another."""
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
+        self._clock, self._coordination = runtime.clock, runtime.coordination
         self._token = uuid7().hex
         self._held: frozenset[str] = frozenset()
         self._sure_until = 0.0
@@ -47,7 +48,7 @@ class RelayLeases:
 
         One it has just taken is not asked for again for a third of its life.
         """
-        if time.monotonic() < self._sure_until and self._held.issuperset(queues):
+        if self._clock.monotonic() < self._sure_until and self._held.issuperset(queues):
             return list(queues)
         names = {lease_of(queue): queue for queue in queues}
         self._held = frozenset()
@@ -55,11 +56,10 @@ class RelayLeases:
             return list(queues)
         began = time.monotonic()
         try:
-            coordination = get_coordination()
-            claims = coordination.claim(list(names), self._token, LEASE_TTL)
+            claims = self._coordination.claim(list(names), self._token, LEASE_TTL)
             held = [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
             if held:
-                coordination.renew(held, self._token, LEASE_TTL)
+                self._coordination.renew(held, self._token, LEASE_TTL)
         except CoordinationError as error:
             self._silence.failed(began)
             logger.warning("Relaying without a lease: %s", error)
@@ -67,7 +67,7 @@ class RelayLeases:
         self._silence.answered()
         mine = [names[name] for name in held]
         self._held = frozenset(mine)
-        self._sure_until = time.monotonic() + LEASE_TTL.total_seconds() / 3
+        self._sure_until = self._clock.monotonic() + LEASE_TTL.total_seconds() / 3
         return mine
 
     @contextmanager
@@ -90,18 +90,18 @@ class RelayLeases:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Whatever the relay does for its queues between two looks at its leases."""
-        self._busy_since = time.monotonic()
+        """Mark what the relay does for its queues between two looks at its leases."""
+        self._busy_since = self._clock.monotonic()
         try:
             yield
         finally:
             self._busy_since = None
 
     def release(self, queues: Collection[str]) -> None:
-        """Give them back."""
+        """Give the leases of these queues back."""
         self._held, self._sure_until = frozenset(), 0.0
         try:
-            get_coordination().release([lease_of(queue) for queue in queues], self._token)
+            self._coordination.release([lease_of(queue) for queue in queues], self._token)
         except KjoError as error:
             logger.warning("The relay's leases expire by themselves: %s", error)
 
@@ -116,11 +116,11 @@ class RelayLeases:
         since, held = self._busy_since, self._held
         if since is None or not held:
             return
-        if time.monotonic() - since > LONGEST_BATCH.total_seconds():
+        if self._clock.monotonic() - since > LONGEST_BATCH.total_seconds():
             return
         try:
             names = [lease_of(queue) for queue in held]
-            get_coordination().renew(names, self._token, LEASE_TTL)
+            self._coordination.renew(names, self._token, LEASE_TTL)
         except Exception as error:
             # Another relay may take them, and send what is sent here once more.
             logger.warning("The relay's leases could not be renewed: %s", error)

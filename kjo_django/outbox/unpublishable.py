@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from django.db import DatabaseError, connections, transaction
-from django.utils import timezone
 
 from kjo_django import signals, states
-from kjo_django.conf import QueueConf, get_settings
+from kjo_django.conf import QueueConf
 from kjo_django.enqueue.wakeups import call_waiters
-from kjo_django.exceptions import text_of
+from kjo_django.exceptions import PublishError, text_of
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, storable_text
 from kjo_django.models import (
@@ -32,8 +31,9 @@ from kjo_django.models import (
     transition,
 )
 from kjo_django.retries.classification import import_path
+from kjo_django.runtime import Runtime
 from kjo_django.store.due_rows import Due
-from kjo_django.transports.base import OutgoingRecord
+from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
 
@@ -48,16 +48,39 @@ class Unpublishable(NamedTuple):
     reason: DeadLetterReason
 
 
-def fail(using: str, queue: QueueConf, refused: Sequence[Unpublishable]) -> None:
-    """Fail these jobs and keep their messages as dead letters, unless a job has moved on meanwhile.
+def refusal_of(error: Exception) -> Published:
+    """Return the answer for a record that cannot be made."""
+    return Published(error=f"{type(error).__name__}: {text_of(error)}", is_final=True)
 
+
+def fail(
+    runtime: Runtime,
+    queue: QueueConf,
+    jobs: Sequence[Due],
+    made: Sequence[OutgoingRecord | Exception],
+    answers: Sequence[Published],
+) -> None:
+    """Fail the jobs that were refused for good and keep their messages as dead letters, unless a
+    job has moved on meanwhile.
+
+    :param made: the record of each job, or why it cannot be made.
+    :param answers: what the transport answered to each.
     :raises DatabaseError: it could not be written; what was not is refused again another time.
     """
-    for one in refused:
+    using = runtime.database
+    for job, record, answer in zip(jobs, made, answers, strict=True):
+        if not answer.is_final:
+            continue
+        reason = DeadLetterReason.TOO_LARGE if answer.is_too_large else DeadLetterReason.FATAL
+        one = (
+            Unpublishable(job, record, PublishError(answer.error), reason)
+            if isinstance(record, OutgoingRecord)
+            else Unpublishable(job, None, record, reason)
+        )
         failed: _Failed | None = None
         try:
             with transaction.atomic(using=using):
-                failed = _fail(using, queue, one)
+                failed = _fail(runtime, queue, one)
         except DatabaseError:
             # A COMMIT whose answer was lost may have taken effect, and is announced all the same.
             letters = DeadLetter.objects.using(using)
@@ -73,9 +96,9 @@ class _Failed(NamedTuple):
     dead_letter_id: str
 
 
-def _fail(using: str, queue: QueueConf, refused: Unpublishable) -> _Failed | None:
+def _fail(runtime: Runtime, queue: QueueConf, refused: Unpublishable) -> _Failed | None:
     """Write that a job has failed; None: it has moved on."""
-    job, now = refused.job, timezone.now()
+    job, using, now = refused.job, runtime.database, runtime.clock.now()
     rows = Job.objects.using(using).at(job.pk, job.generation)
     rows = rows.filter(attempts=job.attempts, state__in=states.AWAITING_PUBLISH)
     locked = rows.only("unique_id", "result_ttl")
@@ -102,6 +125,7 @@ def _fail(using: str, queue: QueueConf, refused: Unpublishable) -> _Failed | Non
         failed_at=now,
     )
     letter = _letter_of(refused, queue, row.unique_id, now)
+    letter.release = runtime.settings.release
     DeadLetter.objects.using(using).bulk_create([letter], ignore_conflicts=True)
     message = "The message of job %s can never be published and is a dead letter: %s"
     logger.error(message, job.pk, _text(refused.error), extra=job.log_facts)
@@ -135,7 +159,6 @@ def _letter_of(
         error=_text(error),
         traceback=_traceback(error),
         fingerprint=fingerprint_of(job.handler, error_type, refused.reason),
-        release=get_settings().release,
         attempts=job.attempts,
         replay_count=names.number(headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
         failed_at=now,
@@ -153,7 +176,7 @@ def _traceback(error: Exception) -> str:
 
 
 def _announce(refused: Unpublishable, failed: _Failed) -> None:
-    """Notify who waits for the job, and send its signals."""
+    """Call those who wait for the job, and send its signals."""
     job, record = refused.job, refused.record
     if record is not None and names.REPLY_TO in record.headers:
         call_waiters({names.text(record.headers, names.REPLY_TO)})

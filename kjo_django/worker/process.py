@@ -169,7 +169,6 @@ class Worker:
         self._relay = Relay(
             [queue.name for queue in self.queues] if queues else None,
             on_error=functools.partial(self._outages.note, "relay"),
-            is_quick=self.lanes.is_quick,
         )
         self.is_relaying = relay and bool(self._relay.queues)
         self._heartbeat = Heartbeat(self)

@@ -19,19 +19,19 @@ def wait_for_ever(*arguments: Any) -> set[Any]:
 def main() -> None:
     die_with_parent()
     django.setup()
-    from kjo_django.outbox import publication_notes
+    from kjo_django.outbox import publications
     from kjo_django.outbox.relay import Relay
 
-    batches, record = iter(range(int(sys.argv[1]), 0, -1)), Relay._record
+    batches, record = iter(range(int(sys.argv[1]), 0, -1)), publications.Publications.begin
 
     def record_or_die(*arguments: Any) -> None:
         if next(batches) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         record(*arguments)
 
-    Relay._record = record_or_die  # type: ignore[method-assign]
-    # What is noted beside the next batch takes too long.
-    publication_notes._note_at_once = wait_for_ever
+    publications.Publications.begin = record_or_die  # type: ignore[method-assign]
+    # What is recorded while the next batch is sent takes too long.
+    publications._record_at_once = wait_for_ever
     Relay().run()
 
 

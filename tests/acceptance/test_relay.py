@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.mark.postgres
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_relay_killed_between_publish_and_record(real: Engine, batches: int) -> None:
-    """Of a backlog, one batch is being noted as the next goes out: two are lost at most."""
+    """Of a backlog, one batch is being recorded as the next goes out: two are lost at most."""
     # Given committed jobs, some of which fail at first, and a relay that publishes and dies
     real.configure(RELAY_BATCH_SIZE=40)
     real.create_topics()

@@ -178,7 +178,7 @@ def test_our_own_lines_about_a_job_say_which(bench, lines):
 
 
 def test_a_record_the_broker_refuses_says_whose_it_is(bench, lines, monkeypatch):
-    def refuse(job, queue):
+    def refuse(job, queue, **options):
         raise ValueError("no such header")
 
     monkeypatch.setattr("kjo_django.outbox.relay.dispatch.record_of", refuse)

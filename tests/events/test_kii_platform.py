@@ -20,8 +20,7 @@ from kjo_django.conf import get_settings
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.maintenance.prune import prune
-from kjo_django.outbox.publish_backoff import REST_MAX
-from kjo_django.outbox.relay import Relay
+from kjo_django.outbox.relay import LONGEST_BACKOFF, Relay
 from kjo_django.outbox.relay_leases import LEASE_TTL
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Published, TopicSpec
@@ -348,7 +347,7 @@ def test_the_outbox_publishes_what_is_pending_and_keeps_what_is_refused(monkeypa
     assert len(read_all(TOPIC)) == 3
     # And the seed's numbers have these places
     assert get_settings().relay_batch_size == 1000
-    assert (REST_MAX, LEASE_TTL.total_seconds()) == (
+    assert (LONGEST_BACKOFF, LEASE_TTL.total_seconds()) == (
         30,
         10,
     )  # a relay that is stuck is relieved after it

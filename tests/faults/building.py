@@ -12,7 +12,6 @@ from kjo_django import conf, registry
 from kjo_django.backends import close_backends
 from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.engine import poller
-from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.events import handlers
 from kjo_django.transports.base import Published
 from kjo_django.transports.database import DatabaseTransport
@@ -69,7 +68,6 @@ def built(monkeypatch: Any, empty: Callable[[], None]) -> Iterator[World]:
     clock = Clock()
     clock.install(monkeypatch)
     clock.waiting(lambda: boundary.current() is not None, monkeypatch)
-    monkeypatch.setattr(Relay, "_hears", lambda self, seconds: False)
     for name in ("POLL_TIMEOUT", "FULL_POLL_TIMEOUT"):
         monkeypatch.setattr(poller, name, 0.0)
     monkeypatch.setattr(MemoryTransport, "publish", _refusing(MemoryTransport.publish))

@@ -105,7 +105,7 @@ class Process:
     def _mend(self) -> None:
         """What a thread does with its connection after an error."""
         with within(self.boundary):
-            relay._drop_broken(jobs_database())
+            relay.drop_broken(jobs_database())
 
     # --- What its threads do ----------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Process:
 
     def _relay(self) -> bool:
         before = self.worker._relay.published_count
-        self.worker._relay._turn(False)
+        self.worker._relay._round()
         return self.worker._relay.published_count > before
 
     def _subscribe(self, poller: Poller) -> Subscription:
@@ -180,7 +180,7 @@ class Process:
         """End as a worker does that is asked to: hand back what has not begun, say goodbye."""
 
         def leave() -> bool:
-            self.worker._relay._close()
+            self.worker._relay.close()
             for poller in list(self._subscriptions):
                 self._unsubscribe(poller)
             return False

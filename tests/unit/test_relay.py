@@ -8,16 +8,18 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 from django.core.management import call_command
 from django.db import OperationalError, connection, connections, transaction
-from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from kjo_django import signals
 from kjo_django.backends import get_coordination, get_transport
+from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.coordination.listeners import LocalListener
 from kjo_django.enqueue import dispatch
@@ -30,11 +32,12 @@ from kjo_django.models import DeadLetter, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations.dead_letters import replay
 from kjo_django.operations.jobs import requeue
-from kjo_django.outbox import publication_notes, relay_leases, unpublishable
+from kjo_django.outbox import publications, relay_leases, unpublishable
 from kjo_django.outbox import relay as relays
-from kjo_django.outbox.publication_notes import MOST_PUT_OFF
+from kjo_django.outbox.publications import Publications
 from kjo_django.outbox.relay import Relay
 from kjo_django.outbox.relay_leases import lease_of
+from kjo_django.runtime import current_runtime
 from kjo_django.store.due_rows import due_jobs, due_jobs_of, next_due
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -352,7 +355,7 @@ def test_a_row_that_is_locked_is_noted_when_it_is_free(postgres, settings, meanw
     consumer.join(10)
     running = threading.Thread(target=relay.run)
     running.start()
-    assert eventually(lambda: not relay._notes.late)
+    assert eventually(lambda: not relay._publications.unrecorded)
     relay.stop()
     running.join(10)
     # Then
@@ -385,10 +388,10 @@ def test_a_job_whose_row_was_locked_is_published_again_though_calls_never_cease(
     consumer.join(10)
     # When it is to run again, and others are enqueued all the time
     assert requeue(Job.objects.all()).changed_count == 1
-    monkeypatch.setattr(relay, "_hears", lambda seconds: True)
     for number in range(100):
         write.enqueue(job=str(number))
-        relay._turn(True)
+        relay.call()
+        relay.step()
         if published().count(b'{"job":"first"}') == 2:
             break
         time.sleep(0.01)
@@ -399,21 +402,21 @@ def test_a_job_whose_row_was_locked_is_published_again_though_calls_never_cease(
 def test_what_cannot_be_noted_is_noted_later_and_not_published_again(alone, monkeypatch):
     """A database that is locked, or away, while the relay has its messages out."""
     # Given
-    note, refusals = publication_notes._note_each, iter([True])
+    note, refusals = publications._record_each, iter([True])
 
     def refuse(*arguments):
         if next(refusals, False):
             raise OperationalError("database is locked")
         return note(*arguments)
 
-    monkeypatch.setattr(publication_notes, "_note_each", refuse)
+    monkeypatch.setattr(publications, "_record_each", refuse)
     write.enqueue(job="a")
     # When
     with pytest.raises(OperationalError):
         alone.publish_due()
     # Then
     assert alone.publish_due() == 0
-    alone._notes.note_late("default")
+    alone._publications.record_missing()
     assert [job.state for job in jobs()] == ["queued"]
     assert len(published()) == 1
 
@@ -423,10 +426,10 @@ def test_records_for_others_go_out_once_though_the_database_refuses_their_note(a
     # Given
     mark_sent, refusals = dispatch.mark_sent, iter([True] * 2)
 
-    def refuse(*arguments):
+    def refuse(*arguments, **options):
         if next(refusals, False):
             raise OperationalError("database is locked")
-        return mark_sent(*arguments)
+        return mark_sent(*arguments, **options)
 
     monkeypatch.setattr(dispatch, "mark_sent", refuse)
     JobFactory(queue="ledger", destination="elsewhere")
@@ -435,112 +438,123 @@ def test_records_for_others_go_out_once_though_the_database_refuses_their_note(a
         alone.publish_due()
     assert alone.publish_due() == 0
     with pytest.raises(OperationalError):
-        alone._turn(False)
-    assert next_due("default", ["ledger"], alone._notes.missing) is None
-    alone._notes.note_late("default")
+        alone._round()
+    assert next_due("default", ["ledger"], alone._publications.unrecorded) is None
+    alone._publications.record_missing()
     # Then
     assert [job.state for job in jobs()] == ["completed"]
     assert len(published("elsewhere")) == 1
-    assert not alone._notes.missing
+    assert not alone._publications.unrecorded
 
 
-# --- Notes that are put off -----------------------------------------------------------------------
-
-
-def noted(job: Job) -> bool:
-    where = (job.topic, job.partition, job.offset)
-    return where == ("ledger", 0, 0) and job.created_at <= job.queued_at <= timezone.now()
-
-
-@pytest.mark.parametrize(("handler", "state"), [(write, "completed"), (always_fails, "failing")])
 @pytest.mark.usefixtures("_memory")
-def test_a_job_that_ends_before_its_note_tells_itself_where_it_was(handler, state):
-    # Given
-    relay = Relay(is_quick=all_are)
+@pytest.mark.parametrize(("handler", "state"), [(write, "completed"), (always_fails, "failing")])
+def test_a_job_that_ends_before_it_is_recorded_says_itself_where_it_was(
+    handler, state, monkeypatch
+):
+    # Given a relay that died when its message was out
     handler.enqueue(job="a")
-    assert relay.publish_due(may_put_off=True) == 1
-    assert [job.state for job in jobs()] == ["pending"]
-    assert relay.publish_due(may_put_off=True) == 0, "or it would be published again"
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "record", die)
+        with pytest.raises(Died):
+            Relay().publish_due()
     # When
     bench = Bench()
     bench.run([bench.read(record) for record in bench.subscription.poll(1, 5.0)])
     bench.close()
     # Then
     (job,) = jobs(state=state)
-    assert noted(job)
-    # And then nothing is left to note
-    with CaptureQueriesContext(connection) as asked:
-        relay._notes.note_late("default")
-    assert len(asked) == 1
-    assert not relay._notes.late
+    assert (job.topic, job.partition, job.offset) == ("ledger", 0, 0)
+    assert job.created_at <= job.queued_at <= timezone.now()
 
 
-def test_a_job_that_waits_in_its_topic_is_noted_after_a_moment(alone):
-    write.enqueue(job="first")
-    with Running(is_quick=all_are) as running:
-        assert eventually(published)
-        write.enqueue(job="second")
-        # When, then
-        assert eventually(lambda: noted_jobs() == 2)
-        assert not running.relay._notes.late
-
-
-def all_are(handler: str) -> bool:
-    return True
-
-
-def noted_jobs() -> int:
-    return Job.objects.filter(state="queued").count()
-
-
-def test_while_one_call_follows_the_other_notes_are_not_put_off_for_long(alone, monkeypatch):
-    # Given a relay that is always called
-    monkeypatch.setattr(relays, "NOTED_AFTER", 60)
-    write.enqueue(job="first")
-    with Running(is_quick=all_are):
-        assert eventually(lambda: noted_jobs() == 1)
-        # When, then
-        for number in range(200):
-            write.enqueue(job=str(number))
-            if noted_jobs() > 1:
-                break
-            time.sleep(0.01)
-        assert noted_jobs() > 1
-
-
-def test_a_relay_that_stops_leaves_no_note_to_the_next(arrived, monkeypatch):
+def test_a_relay_that_is_stopped_within_a_backlog_has_recorded_all_it_sent(
+    relay, small_batches, monkeypatch
+):
     # Given
-    monkeypatch.setattr(relays, "NOTED_AFTER", 60)
-    write.enqueue(job="first")
-    with Running(is_quick=all_are) as running:
-        assert arrived.wait(10)
-        write.enqueue(job="second")
-        assert eventually(lambda: running.relay._notes.late)
-        assert noted_jobs() == 1
-    # Then
-    assert noted_jobs() == 2
-    assert Relay().publish_due() == 0
+    numbered("ledger", 30)
+    relay = Relay(["ledger"])
+    publish = get_transport().publish
 
+    def stop_and_publish(records):
+        relay.stop()
+        return publish(records)
 
-@pytest.mark.usefixtures("_memory")
-def test_where_many_went_is_noted_at_once():
-    """A crash publishes again what is not noted: that is never more than a few."""
-    write.enqueue_many([{"job": str(n)} for n in range(MOST_PUT_OFF + 1)])
-    Relay(is_quick=all_are).publish_due(may_put_off=True)
-    assert noted_jobs() == MOST_PUT_OFF + 1
-
-
-@pytest.mark.usefixtures("_memory")
-def test_jobs_that_may_take_long_are_noted_at_once():
-    """Running, they lock their rows: they would stand there as not published for as long."""
-    # Given
-    write.enqueue(job="quick")
-    write_keyed.enqueue(job="slow", key="k")
+    monkeypatch.setattr(get_transport(), "publish", stop_and_publish)
     # When
-    relay = Relay(is_quick=lambda handler: handler == write.name)
-    relay.publish_due(may_put_off=True)
+    running = threading.Thread(target=relay.run)
+    running.start()
+    running.join(20)
     # Then
-    assert [job.state for job in jobs()] == ["pending", "queued"]
+    assert not running.is_alive()
+    assert [job.state for job in jobs()] == ["queued"] * 10 + ["pending"] * 20
+
+
+# --- Step by step ---------------------------------------------------------------------------------
+
+
+class VirtualClock(Clock):
+    """A clock that stands still until it is set on."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+        self.began = timezone.now()
+
+    def now(self):
+        return self.began + timedelta(seconds=self.passed)
+
+    def monotonic(self) -> float:
+        return 1000 + self.passed
+
+
+@pytest.fixture
+def clock(_memory, monkeypatch):
+    clock = VirtualClock()
+    monkeypatch.setattr(timezone, "now", clock.now)
+    return clock
+
+
+def at(clock: Clock) -> Relay:
+    return Relay(["ledger"], runtime=replace(current_runtime(), clock=clock))
+
+
+def test_any_number_of_relays_are_driven_step_by_step_in_virtual_time(clock):
+    # Given two relays, and jobs that fall due one after the other, the last in three hours
+    one, two = at(clock), at(clock)
+    for number in range(4):
+        write.using(delay=timedelta(hours=number)).enqueue(job=str(number))
+    # When each does its rounds until it wants none before the next job is due
+    asked_for = 0.0
+    while Job.objects.filter(state="pending").exists():
+        asked_for = min(one.step(), two.step())
+        clock.passed += asked_for or 0.001
+    # Then each job went out once, by the one that has the lease
+    assert published() == [b'{"job":"%d"}' % number for number in range(4)]
+    assert {one.published_count, two.published_count} == {0, 4}
+    assert 3 * 3600 <= clock.passed < 3 * 3600 + 10
+
+
+def test_after_an_outage_a_relay_waits_longer_each_time_though_it_is_called(clock, monkeypatch):
+    # Given
+    relay, tries = at(clock), []
+
+    def fail(self):
+        tries.append(clock.passed)
+        raise OperationalError("database away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Relay, "_round", fail)
+        # When
+        while len(tries) < 7:
+            relay.call()
+            clock.passed += relay.step()
+    # Then
+    assert [after - before for before, after in pairwise(tries)] == [1, 2, 4, 8, 16, 30]
+    # And once it is back
+    write.enqueue(job="a")
+    clock.passed += 30
+    relay.step()
+    assert len(published()) == 1
 
 
 # --- Refused, crashed, overtaken ------------------------------------------------------------------
@@ -723,7 +737,7 @@ def test_a_crash_between_publish_and_record_publishes_again_and_the_job_runs_onc
     write.enqueue(job="a")
     broken = Relay()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(broken, "_record", die)
+        patch.setattr(broken._publications, "record", die)
         with pytest.raises(Died):
             broken.publish_due()
     assert jobs()[0].state == "pending"
@@ -1188,7 +1202,7 @@ def test_a_queue_whose_records_are_not_taken_rests_and_keeps_its_order(relay, mo
         assert relay.publish_due() == 0
     # And afterwards they go out before what came later
     write_keyed.enqueue(job="third", key="k")
-    relay._rests.end("ledger")
+    relay._queue_backoff.succeed("ledger")
     assert relay.publish_due() == 3
     assert [job.state for job in jobs()] == ["queued"] * 3
     found = [json.loads(value)["job"] for value in published()]

@@ -28,6 +28,7 @@ from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.attempt import Result
 from kjo_django.enqueue import dispatch
+from kjo_django.enqueue.dispatch import publish
 from kjo_django.enqueue.outgoing import only_in_rows, row_key
 from kjo_django.enqueue.storing import check_payload_size, store
 from kjo_django.enqueue.wakeups import after_commit
@@ -257,7 +258,7 @@ def publish_one(record: OutgoingRecord, transport: str) -> None:
 
     :raises PublishError: when it was not accepted.
     """
-    outcome = get_transport(transport).publish([record])[0]
+    outcome = publish(get_transport(transport), [record])[0]
     if outcome.error is not None:
         raise NotPublishedError(outcome.error)
 

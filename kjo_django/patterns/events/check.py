@@ -9,6 +9,7 @@ from typing import Any
 
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
+from kjo_django.enqueue.dispatch import publish
 from kjo_django.exceptions import KjoError, MessageError
 from kjo_django.ids import uuid7
 from kjo_django.models import ProcessedEvent
@@ -135,7 +136,7 @@ class _Check:
         if transport.capabilities.transactional:
             # There a record is for those who have subscribed.
             transport.subscribe([TOPIC], group).close()
-        for answer in transport.publish([copy, copy]):
+        for answer in publish(transport, [copy, copy]):
             if answer.error is not None:
                 raise CheckFailed(f"it was not published: {answer.error}")
         answers = [self._process(event) for _ in self._consume(group, event, 2)]

@@ -14,6 +14,7 @@ from django.db import transaction
 from kjo_django import signals
 from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.coordination.base import Claim
+from kjo_django.enqueue.dispatch import publish
 from kjo_django.enqueue.wakeups import topic_channel, wake
 from kjo_django.exceptions import (
     CoordinationError,
@@ -23,7 +24,6 @@ from kjo_django.exceptions import (
     text_of,
 )
 from kjo_django.messages.serializers import one_line, storable_text
-from kjo_django.outbox.sends import publish
 from kjo_django.patterns.items.producer import (
     AbstractProducer,
     ProduceResult,

@@ -17,6 +17,7 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from kjo_django.backends import get_transport
+from kjo_django.enqueue.dispatch import publish
 from kjo_django.enqueue.outgoing import carrier_of, store_record
 from kjo_django.enqueue.storing import check_payload_size
 from kjo_django.exceptions import (
@@ -195,7 +196,7 @@ class KDLQMessageConsumer:
 
     def _publish(self, outgoing: OutgoingRecord) -> None:
         try:
-            answer = self._transport.publish([outgoing])[0]
+            answer = publish(self._transport, [outgoing])[0]
         except KjoError as error:
             raise KDLQException(f"{outgoing.topic!r} cannot be published to: {error}") from error
         if answer.error is not None:

@@ -16,9 +16,9 @@ def run(count: int) -> dict[str, float]:
     queries, redis = Queries(), Redis()
     relay = Relay(["ledger"])
     cpu = time.process_time()
-    first = relay.publish_due(goes_on=True)
+    first = relay.publish_due()
     start = time.perf_counter()
-    while relay.publish_due(goes_on=True):
+    while relay.publish_due():
         pass
     seconds = time.perf_counter() - start
     cpu_seconds, asked = time.process_time() - cpu, queries.count

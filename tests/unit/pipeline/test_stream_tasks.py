@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from django.db import OperationalError
+from django.utils import timezone
 
 from kjo_django import conf, registry
 from kjo_django.backends import get_transport
@@ -18,12 +19,11 @@ from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import jobs as operations
-from kjo_django.outbox.publication_notes import note_others
+from kjo_django.outbox.publications import Publication, record_forwarded
 from kjo_django.patterns.streams.consumer import AbstractStreamConsumer
 from kjo_django.patterns.streams.producer import AbstractStreamProducer
 from kjo_django.store.due_rows import due_jobs
 from kjo_django.store.transactions import jobs_database
-from kjo_django.transports.base import Published
 from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
@@ -213,8 +213,8 @@ def test_a_relay_that_notes_late_does_not_complete_a_task_that_has_failed(tasks)
     tasks.run(taken_unnoted(tasks, Job.objects.get(pk=id)))
     assert the_job().state == "failing"
     # When
-    note_others(jobs_database(), [(due, Published())])
-    dispatch.mark_sent(jobs_database(), [due])
+    record_forwarded(jobs_database(), [Publication(due, "", None, None)], timezone.now())
+    dispatch.mark_sent(jobs_database(), due, timezone.now())
     # Then
     assert the_job().state == "failing"
     tasks.run_until_done()

@@ -1,4 +1,4 @@
-"""While the relay works off a backlog, where one batch went is noted as the next goes out."""
+"""While the relay works off a backlog, where one batch went is recorded as the next goes out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from django.db import OperationalError, connection, transaction
 
 from kjo_django.backends import get_transport
 from kjo_django.models import Job
-from kjo_django.outbox import publication_notes
+from kjo_django.outbox import publications
 from kjo_django.outbox.relay import Relay
 from kjo_django.testing.conformance import eventually
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, MEMORY
 
 WAIT = 20
-NAME = "kjo-relay-notes"
+NAME = "kjo-relay-records"
 
 pytestmark = [pytest.mark.postgres, pytest.mark.usefixtures("postgres")]
 
@@ -43,11 +43,11 @@ def threads() -> list[str]:
 
 
 def publish_all(relay: Relay) -> None:
-    while relay.publish_due(goes_on=True):
+    while relay.publish_due():
         pass
 
 
-def test_given_a_backlog_when_it_is_worked_off_then_each_goes_out_once_in_order_and_is_noted():
+def test_given_a_backlog_when_it_is_worked_off_then_each_goes_out_once_in_order_and_is_recorded():
     enqueue(7)
 
     publish_all(Relay())
@@ -59,17 +59,19 @@ def test_given_a_backlog_when_it_is_worked_off_then_each_goes_out_once_in_order_
     assert eventually(lambda: not threads()), "its thread and connection go with the backlog"
 
 
-def test_given_a_note_that_takes_long_when_there_is_more_then_that_goes_out_meanwhile(monkeypatch):
-    note, went_out = publication_notes._note_at_once, threading.Event()
+def test_given_a_statement_that_takes_long_when_there_is_more_then_that_goes_out_meanwhile(
+    monkeypatch,
+):
+    record, went_out = publications._record_at_once, threading.Event()
 
-    def note_slowly(*arguments):
-        assert went_out.wait(WAIT), "the second batch waits for the note of the first"
-        return note(*arguments)
+    def record_slowly(*arguments):
+        assert went_out.wait(WAIT), "the second batch waits for the record of the first"
+        return record(*arguments)
 
-    monkeypatch.setattr(publication_notes, "_note_at_once", note_slowly)
+    monkeypatch.setattr(publications, "_record_at_once", record_slowly)
     enqueue(4)
     relay = Relay()
-    assert relay.publish_due(goes_on=True) == 2
+    assert relay.publish_due() == 2
     assert states() == ["pending"] * 4
 
     monkeypatch.setattr(get_transport(), "publish", tell(get_transport().publish, went_out))
@@ -87,27 +89,18 @@ def tell(publish, event):
     return publish_and_tell
 
 
-def test_given_a_caller_who_does_not_go_on_when_a_batch_is_full_then_it_is_noted_on_return():
-    enqueue(2)
-
-    assert Relay().publish_due() == 2
-
-    assert states() == ["queued"] * 2
-    assert not threads()
-
-
 @pytest.mark.parametrize("refused", [1, 2])
-def test_given_notes_the_database_refuses_when_it_takes_them_again_then_nothing_goes_out_twice(
+def test_given_records_the_database_refuses_when_it_takes_them_again_then_nothing_goes_out_twice(
     monkeypatch, refused
 ):
-    note, refusals = publication_notes._note_at_once, iter([True] * refused)
+    record, refusals = publications._record_at_once, iter([True] * refused)
 
     def refuse(*arguments):
         if next(refusals, False):
             raise OperationalError("the server is gone")
-        return note(*arguments)
+        return record(*arguments)
 
-    monkeypatch.setattr(publication_notes, "_note_at_once", refuse)
+    monkeypatch.setattr(publications, "_record_at_once", refuse)
     enqueue(6)
     relay = Relay()
 
@@ -115,17 +108,17 @@ def test_given_notes_the_database_refuses_when_it_takes_them_again_then_nothing_
     while states() != ["queued"] * 6:
         try:
             publish_all(relay)
-            relay._notes.note_late("default")
+            relay._publications.record_missing()
         except OperationalError:
             failures += 1
         assert failures <= refused
 
     assert failures >= 1, "an outage is told"
     assert len(published()) == 6
-    assert not relay._notes.missing
+    assert not relay._publications.unrecorded
 
 
-def test_given_a_row_that_is_locked_when_its_batch_is_noted_then_the_others_do_not_wait_for_it():
+def test_given_a_row_that_is_locked_when_its_batch_is_recorded_then_the_others_do_not_wait_for_it():
     enqueue(4)
     relay = Relay()
     locked, may_end = threading.Event(), threading.Event()
@@ -147,30 +140,7 @@ def test_given_a_row_that_is_locked_when_its_batch_is_noted_then_the_others_do_n
         may_end.set()
         consumer.join(WAIT)
 
-    relay._notes.note_late("default")
+    relay._publications.record_missing()
 
     assert states() == ["queued"] * 4
     assert len(published()) == 4
-
-
-def test_given_a_relay_that_is_stopped_within_a_backlog_when_it_ends_then_all_it_sent_is_noted(
-    monkeypatch,
-):
-    relay = Relay()
-    publish = get_transport().publish
-
-    def stop_and_publish(records):
-        relay.stop()
-        return publish(records)
-
-    monkeypatch.setattr(get_transport(), "publish", stop_and_publish)
-    enqueue(6)
-
-    running = threading.Thread(target=relay.run)
-    running.start()
-    running.join(WAIT)
-
-    assert not running.is_alive()
-    assert states() == ["queued"] * 2 + ["pending"] * 4
-    assert len(published()) == 2
-    assert eventually(lambda: not threads())

@@ -1,20 +1,18 @@
-"""What is not taken rests, and holds up nobody else: topics, queues, coordination."""
+"""What takes nothing is left alone for a while, and holds up nothing else."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
 from kjo_django.backends import get_coordination, get_transport
+from kjo_django.clock import Clock
 from kjo_django.enqueue.outgoing import store_record
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
-from kjo_django.outbox import publish_backoff
-from kjo_django.outbox.publish_backoff import Rests
-from kjo_django.outbox.relay import Relay
+from kjo_django.outbox.relay import LONGEST_BACKOFF, PublishBackoff, Relay
 from kjo_django.store.due_rows import due_jobs, next_due
 from kjo_django.transports.base import OutgoingRecord, Published
 from tests.ledger.jobs import write
@@ -83,7 +81,7 @@ def test_records_that_were_refused_beside_others_keep_their_order(relay, refuse)
     # When the topic is made
     refuse()
     store("missing", b"second")
-    relay._resting_topics.end("missing")
+    relay._topic_backoff.succeed("missing")
     # Then
     assert relay.publish_due() == 2
     assert published("missing") == [b"first", b"second"]
@@ -133,39 +131,42 @@ def test_a_silent_coordination_is_not_waited_for_batch_after_batch(relay, monkey
 
     monkeypatch.setattr(get_coordination(), "claim", hang)
     # When
-    taken = [relay._take_queues() for _ in range(5)]
+    taken = [relay._leases.take(relay.queues) for _ in range(5)]
     # Then: it works without a lease, as in any outage
     assert all("ledger" in queues for queues in taken)
     assert len(asked) == 1
 
 
-# --- Rests ----------------------------------------------------------------------------------------
+# --- The backoff ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(publish_backoff, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
+class StoppedClock(Clock):
+    """A clock that says what it is told to say."""
+
+    time = 100.0
+
+    def monotonic(self) -> float:
+        return self.time
 
 
-def test_each_rest_is_twice_as_long_up_to_half_a_minute(clock):
-    resting = Rests()
-    assert [resting.begin("a") for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    resting.end("a")
-    assert resting.names() == []
-    assert resting.begin("a") == 1
+def test_each_failure_doubles_the_wait_up_to_half_a_minute():
+    backoff = PublishBackoff(StoppedClock())
+    assert [backoff.fail("a") for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    backoff.succeed("a")
+    assert backoff.names() == []
+    assert backoff.fail("a") == 1
 
 
-def test_a_rest_ends_and_what_nobody_tries_again_is_forgotten(clock):
-    resting = Rests()
-    resting.begin("a")
-    assert resting.names() == ["a"]
+def test_a_wait_ends_and_what_nobody_tries_again_is_forgotten():
+    clock = StoppedClock()
+    backoff = PublishBackoff(clock)
+    backoff.fail("a")
+    assert backoff.names() == ["a"]
     # Ended, it counts still
-    clock[0] += 1
-    assert resting.names() == []
-    assert resting.begin("a") == 2
+    clock.time += 1
+    assert backoff.names() == []
+    assert backoff.fail("a") == 2
     # And not for ever: there may be any number of topics
-    clock[0] += 2 + publish_backoff.REST_MAX + 1
-    assert resting.names() == []
-    assert resting.begin("a") == 1
+    clock.time += 2 + LONGEST_BACKOFF + 1
+    assert backoff.names() == []
+    assert backoff.fail("a") == 1
