@@ -5,9 +5,7 @@ They are kept apart from the project's: they declare no queue, and no list of ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 from kjo_django import registry
 from kjo_django.operations import bulk
@@ -16,18 +14,14 @@ from kjo_django.operations.internal import InternalHandler
 LONGEST_RUN = timedelta(days=7)
 
 
-def _register(name: str, function: Callable[..., Any]) -> None:
-    options = registry.HandlerOptions(
-        name=name,
+for _name in (bulk.REPLAY, bulk.DISCARD, bulk.CHANGE):
+    _options = registry.HandlerOptions(
+        name=_name,
         atomic=False,
         takes_context=True,
         timeout=LONGEST_RUN,
         result_ttl=LONGEST_RUN,
         max_attempts=20,
     )
-    registry.register(InternalHandler(function, options), is_own=True)
-
-
-_register(bulk.REPLAY, bulk.replay_dead_letters)
-_register(bulk.DISCARD, bulk.discard_dead_letters)
-_register(bulk.CHANGE, bulk.change_jobs)
+    _handler = InternalHandler(bulk.carry_out, _options, bulk.permission_of)
+    registry.register(_handler, is_own=True)

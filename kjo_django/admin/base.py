@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import CHANGE, DELETION
+from django.contrib.admin.options import IS_POPUP_VAR
 from django.contrib.admin.utils import flatten_fieldsets
 from django.core.exceptions import BadRequest, PermissionDenied, ValidationError
 from django.core.paginator import Paginator
@@ -22,11 +22,21 @@ from django.http import (
 )
 from django.urls import URLPattern, path, reverse
 from django.utils.functional import cached_property
+from django.utils.translation import gettext as _
 
+from kjo_django.admin.actions import (
+    attempted,
+    audited,
+    fields_of_button,
+    list_form_of,
+    list_inputs,
+    show_report,
+)
 from kjo_django.admin.display import inert_row
-from kjo_django.admin.outcome_messages import Tell, attempted
+from kjo_django.operations.actions import Action, Subject, Surface, actions_of
 from kjo_django.operations.audit import log_entries
 from kjo_django.operations.counting import bounded_count
+from kjo_django.operations.internal import UserActor
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.safe_text import InertName, inert
 
@@ -39,23 +49,12 @@ else:  # the classes are generic for type checkers only
 
 
 class BoundedPaginator(Paginator):  # type: ignore[type-arg]
-    """Counts no further than 100,000 rows (DASHBOARD.md §3)."""
+    """Counts no further than 100,000 rows."""
 
     @cached_property
     def count(self) -> int:
         """The number of rows, or the limit."""
         return bounded_count(self.object_list)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class Button:
-    """A button of one object's page; pressing it runs an action of the list on that object."""
-
-    name: str
-    label: Any
-    permission: str
-    """The ``has_<permission>_permission`` that is asked."""
-    needs_note: bool = False
 
 
 class KjoAdmin(BaseModelAdmin):
@@ -69,7 +68,8 @@ class KjoAdmin(BaseModelAdmin):
     list_max_show_all = 200
     ordering = ("-pk",)
     change_form_template = "admin/kjo_django/change_form.html"
-    buttons: Sequence[Button] = ()
+    subject: Subject | None = None
+    """Whose actions of the table are offered, in the list and as buttons of one object's page."""
     changeable: Sequence[str] = ()
     """Fields of a page that can be edited there by who has the model's permission."""
     never_listed: Sequence[str] = ()
@@ -77,6 +77,12 @@ class KjoAdmin(BaseModelAdmin):
 
     class Media:
         css = {"all": ("kjo_django/admin.css",)}
+
+    def __init__(self, model: Any, admin_site: admin.AdminSite) -> None:
+        super().__init__(model, admin_site)
+        subject = self.subject
+        self.table = [] if subject is None else actions_of(subject, Surface.ADMIN)
+        self.action_form = list_form_of(self.table)  # type: ignore[misc]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Leave the large columns where they are."""
@@ -144,13 +150,38 @@ class KjoAdmin(BaseModelAdmin):
 
     # --- Actions ----------------------------------------------------------------------------------
 
-    def attempt(self, request: HttpRequest, act: Callable[[], None]) -> None:
-        """Run an operation; what it refuses is told, not raised."""
-        attempted(self.teller(request), act)
+    def get_actions(self, request: HttpRequest) -> Any:
+        """Return the actions of the table that the user may do, and what Django offers."""
+        found = super().get_actions(request)
+        if IS_POPUP_VAR in request.GET:
+            return found
+        rows = self.opts.verbose_name_plural
+        offered = {
+            action.name: (
+                functools.partial(_run_in_list, action=action),
+                action.name,
+                _("%(action)s: selected %(rows)s") % {"action": action.label, "rows": rows},
+            )
+            for action in self.table
+            if action.is_allowed(request.user)
+        }
+        return offered | found
 
-    def teller(self, request: HttpRequest) -> Tell:
-        """Return what shows texts on the next page."""
-        return functools.partial(self.message_user, request)
+    def run_action(self, request: HttpRequest, action: Action, rows: QuerySet[Any]) -> None:
+        """Do something to rows and show what came of it; what refuses it is shown, not raised."""
+        show = functools.partial(self.message_user, request)
+
+        def act() -> None:
+            inputs = list_inputs(action, request.POST)
+            report = action.perform(
+                rows,
+                actor=UserActor(request.user),
+                on_changed=audited(request, action.log_entry(inputs)),
+                **inputs,
+            )
+            show_report(show, action, report)
+
+        attempted(show, act)
 
     def message_user(
         self,
@@ -208,47 +239,60 @@ class KjoAdmin(BaseModelAdmin):
         """Add a POST address for each button."""
         own = [
             path(
-                f"<path:object_id>/{button.name}/",
-                self.admin_site.admin_view(functools.partial(self.press, button=button)),
-                name=self._url_name(button),
+                f"<path:object_id>/{action.name}/",
+                self.admin_site.admin_view(functools.partial(self.press, action=action)),
+                name=self._url_name(action),
             )
-            for button in self.buttons
+            for action in self.table
         ]
         return own + super().get_urls()
 
-    def _url_name(self, button: Button) -> str:
-        return f"{self.opts.app_label}_{self.opts.model_name}_{button.name}"
+    def _url_name(self, action: Action) -> str:
+        return f"{self.opts.app_label}_{self.opts.model_name}_{action.name}"
 
-    def _is_allowed(self, request: HttpRequest, button: Button) -> bool:
-        allowed = getattr(self, f"has_{button.permission}_permission")
-        return bool(self.has_view_permission(request) and allowed(request))
-
-    def press(self, request: HttpRequest, object_id: str, button: Button) -> HttpResponse:
+    def press(self, request: HttpRequest, object_id: str, action: Action) -> HttpResponse:
         """Run a button's action on one object."""
         if request.method != "POST":
             return HttpResponseNotAllowed(["POST"])
-        if not self._is_allowed(request, button):
+        if not (self.has_view_permission(request) and action.is_allowed(request.user)):
             raise PermissionDenied
         obj = self.get_object(request, object_id)
         if obj is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)  # type: ignore[attr-defined, no-any-return]
-        rows = self.get_queryset(request).filter(pk=obj.pk)
-        getattr(self, button.name)(request, rows)
+        self.run_action(request, action, self.get_queryset(request).filter(pk=obj.pk))
         place = f"admin:{self.opts.app_label}_{self.opts.model_name}_change"
         return HttpResponseRedirect(
             reverse(place, args=(obj.pk,), current_app=self.admin_site.name)
         )
+
+    def state_of(self, obj: Any) -> str:
+        """Return the state that decides which buttons there are."""
+        return str(obj.state)
+
+    def _buttons(self, request: HttpRequest, obj: Any) -> list[dict[str, Any]]:
+        if obj is None or not self.table or not self.has_view_permission(request):
+            return []
+        state = self.state_of(obj)
+        return [
+            {
+                "label": action.label,
+                "url": reverse(
+                    f"admin:{self._url_name(action)}",
+                    args=(obj.pk,),
+                    current_app=self.admin_site.name,
+                ),
+                "fields": fields_of_button(action),
+            }
+            for action in self.table
+            if action.is_allowed(request.user) and action.applies(state)
+        ]
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
         """Hand the template the buttons this user may press."""
         obj = kwargs.get("obj")
-        context["kjo_buttons"] = [
-            {"button": button, "url": self._button_url(button, obj)}
-            for button in self.buttons
-            if obj is not None and self._is_allowed(request, button)
-        ]
+        context["kjo_buttons"] = self._buttons(request, obj)
         # From here on they are only shown; plain columns are what others wrote, too.
         if not self.may(request, "view_payload"):
             inlines = context["inline_admin_formsets"]
@@ -263,9 +307,11 @@ class KjoAdmin(BaseModelAdmin):
                 inert_row(form.instance)
         return super().render_change_form(request, context, *args, **kwargs)
 
-    def _button_url(self, button: Button, obj: Any) -> str:
-        name = f"admin:{self._url_name(button)}"
-        return reverse(name, args=(obj.pk,), current_app=self.admin_site.name)
+
+def _run_in_list(
+    model_admin: KjoAdmin, request: HttpRequest, rows: QuerySet[Any], *, action: Action
+) -> None:
+    model_admin.run_action(request, action, rows)
 
 
 def _inert_names(names: Any) -> Any:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from django import forms
-from django.contrib import admin, messages
-from django.contrib.admin.helpers import ActionForm
+from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import ngettext
 
-from kjo_django.admin.base import Button, KjoAdmin
+from kjo_django.admin.base import KjoAdmin
 from kjo_django.admin.display import badge, show_bytes, show_headers, show_message, show_text
 from kjo_django.admin.filters import (
     DeadLetterStateFilter,
@@ -25,25 +23,12 @@ from kjo_django.admin.filters import (
     newest,
 )
 from kjo_django.admin.jobs import may_see_payloads
-from kjo_django.admin.outcome_messages import audited, tell_replay
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter
-from kjo_django.operations import dead_letters
-from kjo_django.operations.internal import UserActor
+from kjo_django.operations.actions import Subject
 from kjo_django.operations.safe_text import inert
 
 RAW = ("shown_key", "shown_value", "shown_headers", "shown_traceback")
-
-
-class NoteActionForm(ActionForm):
-    """The list's action form with a note, which discarding needs."""
-
-    note = forms.CharField(
-        label=_("Note:"),
-        required=False,
-        max_length=300,
-        help_text=_("Why; needed to discard."),
-    )
 
 
 @admin.register(DeadLetter)
@@ -66,12 +51,7 @@ class DeadLetterAdmin(KjoAdmin):
         "An exact id, or an exact message id or fingerprint among the newest 50,000."
     )
     never_listed = ("key", "value", "headers", "traceback")
-    action_form = NoteActionForm
-    actions = ("replay", "discard")
-    buttons = (
-        Button("replay", _("Replay"), "replay"),
-        Button("discard", _("Discard"), "discard", needs_note=True),
-    )
+    subject = Subject.LETTERS
     what_it_is = ("id", "shown_state", "reason", "handler", "queue", "message_id", "shown_job")
     why_it_died = ("error_type", "shown_error", "fingerprint", "attempts", "failed_at")
     what_became = ("replay_count", "closed_at", "note")
@@ -103,14 +83,6 @@ class DeadLetterAdmin(KjoAdmin):
         except (ValueError, forms.ValidationError):
             pass  # no id, so it is one of the others
         return newest(queryset).filter(Q(message_id=term) | Q(fingerprint=term)), False
-
-    def has_replay_permission(self, request: HttpRequest) -> bool:
-        """Who may replay."""
-        return self.may(request, "replay_dlq")
-
-    def has_discard_permission(self, request: HttpRequest) -> bool:
-        """Who may discard."""
-        return self.may(request, "discard_dlq")
 
     # --- Columns ----------------------------------------------------------------------------------
 
@@ -158,43 +130,3 @@ class DeadLetterAdmin(KjoAdmin):
     def shown_traceback(self, letter: DeadLetter) -> SafeString:
         """Return where the error was raised."""
         return show_text(letter.traceback)
-
-    # --- Actions ----------------------------------------------------------------------------------
-
-    @admin.action(permissions=["replay"], description=_("Replay selected dead letters"))
-    def replay(self, request: HttpRequest, queryset: QuerySet[DeadLetter]) -> None:
-        """Run what died again."""
-
-        def act() -> None:
-            report = dead_letters.replay(
-                queryset,
-                actor=UserActor(request.user),
-                on_changed=audited(request, "Replayed."),
-            )
-            tell_replay(self.teller(request), report)
-
-        self.attempt(request, act)
-
-    @admin.action(permissions=["discard"], description=_("Discard selected dead letters"))
-    def discard(self, request: HttpRequest, queryset: QuerySet[DeadLetter]) -> None:
-        """Close what will not be replayed, with a note."""
-        note = request.POST.get("note", "").strip()
-        if not note:
-            text = _("Write a note that says why; nothing was discarded.")
-            self.message_user(request, text, messages.ERROR)
-            return
-
-        def act() -> None:
-            count = dead_letters.discard(
-                queryset,
-                note=note,
-                actor=UserActor(request.user),
-                on_changed=audited(request, f"Discarded: {note}"),
-            )
-            text = ngettext(
-                "%d dead letter was discarded.", "%d dead letters were discarded.", count
-            )
-            level = messages.SUCCESS if count else messages.WARNING
-            self.message_user(request, text % count, level)
-
-        self.attempt(request, act)

@@ -1,4 +1,4 @@
-"""Jobs: what they are, what became of them, requeue and cancel."""
+"""Jobs: what they are and what became of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import ngettext
 
 from kjo_django import registry
-from kjo_django.admin.base import BaseInline, Button, KjoAdmin
+from kjo_django.admin.base import BaseInline, KjoAdmin
 from kjo_django.admin.display import badge, show_text, show_value
 from kjo_django.admin.filters import HandlerFilter, JobStateFilter, QueueFilter
-from kjo_django.admin.outcome_messages import audited, tell_outcomes
 from kjo_django.models import Job, JobFailure
-from kjo_django.operations import jobs, redaction
-from kjo_django.operations.internal import UserActor
-from kjo_django.operations.jobs import CancelResult
+from kjo_django.operations import redaction
+from kjo_django.operations.actions import Subject
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.safe_text import inert
 
@@ -97,7 +94,7 @@ def may_see_payloads(request: HttpRequest) -> bool:
 
 @admin.register(Job)
 class JobAdmin(KjoAdmin):
-    """Read-only, but for requeue and cancel."""
+    """Read-only, but for actions."""
 
     list_display = ("handler", "shown_state", "queue", "unique_id", "shown_attempts", "created_at")
     list_filter = (JobStateFilter, QueueFilter, HandlerFilter)
@@ -105,11 +102,7 @@ class JobAdmin(KjoAdmin):
     search_help_text = _("The exact id of a job, or its exact unique id if you may see payloads.")
     never_listed = ("payload", "result")
     inlines = (JobFailureInline,)
-    actions = ("requeue", "cancel")
-    buttons = (
-        Button("requeue", _("Requeue"), "retry"),
-        Button("cancel", _("Cancel this job"), "cancel"),
-    )
+    subject = Subject.JOBS
     what_it_is = (
         *("id", "handler", "queue", "unique_id", "key"),
         *("shown_state", "shown_attempts", "shown_progress"),
@@ -146,13 +139,9 @@ class JobAdmin(KjoAdmin):
             pass  # no id, so it is a unique id
         return queryset.filter(wanted), False
 
-    def has_retry_permission(self, request: HttpRequest) -> bool:
-        """Who may requeue."""
-        return self.may(request, "retry_job")
-
-    def has_cancel_permission(self, request: HttpRequest) -> bool:
-        """Who may cancel."""
-        return self.may(request, "cancel_job")
+    def state_of(self, obj: Job) -> str:
+        """Return its state with the virtual ones."""
+        return obj.status
 
     # --- Columns ----------------------------------------------------------------------------------
 
@@ -195,37 +184,3 @@ class JobAdmin(KjoAdmin):
     def shown_headers(self, job: Job) -> SafeString:
         """Return what is sent along."""
         return show_value(redaction.shown_headers(job))
-
-    # --- Actions ----------------------------------------------------------------------------------
-
-    @admin.action(permissions=["retry"], description=_("Requeue selected jobs"))
-    def requeue(self, request: HttpRequest, queryset: QuerySet[Job]) -> None:
-        """Give jobs a new run."""
-
-        def act() -> None:
-            outcomes = jobs.requeue(
-                queryset,
-                actor=UserActor(request.user),
-                on_changed=audited(request, "Requeued."),
-            )
-            count = outcomes.changed_count
-            text = ngettext("%d job was requeued.", "%d jobs were requeued.", count) % count
-            tell_outcomes(self.teller(request), outcomes, "requeued", text)
-
-        self.attempt(request, act)
-
-    @admin.action(permissions=["cancel"], description=_("Cancel selected jobs"))
-    def cancel(self, request: HttpRequest, queryset: QuerySet[Job]) -> None:
-        """Cancel open jobs."""
-
-        def act() -> None:
-            outcomes = jobs.cancel(
-                queryset,
-                actor=UserActor(request.user),
-                on_changed=audited(request, "Cancelled."),
-            )
-            count = outcomes.changed_count
-            text = ngettext("%d job was cancelled.", "%d jobs were cancelled.", count) % count
-            tell_outcomes(self.teller(request), outcomes, CancelResult.CANCELLED, text)
-
-        self.attempt(request, act)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from django.contrib import admin, messages
+from django.contrib import admin
 from django.contrib.auth import get_permission_codename
-from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import ngettext
 
-from kjo_django.admin.base import Button, KjoAdmin
+from kjo_django.admin.base import KjoAdmin
 from kjo_django.admin.display import badge
-from kjo_django.admin.outcome_messages import audited
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues
+from kjo_django.operations.actions import Subject
 from kjo_django.operations.safe_text import inert
 
 
@@ -38,8 +35,7 @@ class QueueControlAdmin(KjoAdmin):
     ordering = ("queue",)
     fields = list_display
     changeable = ("concurrency",)
-    actions = ("pause", "resume")
-    buttons = (Button("pause", _("Pause"), "pause"), Button("resume", _("Resume"), "pause"))
+    subject = Subject.QUEUES
 
     # A queue nobody has touched has no row: looking shows it without one, a POST makes it.
 
@@ -73,9 +69,9 @@ class QueueControlAdmin(KjoAdmin):
         """The concurrency may be changed by those with the model's permission."""
         return self.may(request, get_permission_codename("change", self.opts))
 
-    def has_pause_permission(self, request: HttpRequest) -> bool:
-        """Who may pause and resume."""
-        return self.may(request, "pause_queue")
+    def state_of(self, obj: QueueControl) -> str:
+        """Return whether it is paused."""
+        return "paused" if obj.is_paused else "running"
 
     def save_model(self, request: HttpRequest, obj: QueueControl, form: Any, change: bool) -> None:
         """Ask for what the form holds, and nothing else of the row: somebody may have paused the
@@ -112,35 +108,3 @@ class QueueControlAdmin(KjoAdmin):
     def consumer_group(self, control: QueueControl) -> str:
         """Return the group that reads it."""
         return inert(get_settings().queue(control.queue).consumer_group)
-
-    # --- Actions ----------------------------------------------------------------------------------
-
-    @admin.action(permissions=["pause"], description=_("Pause selected queues"))
-    def pause(self, request: HttpRequest, queryset: QuerySet[QueueControl]) -> None:
-        """Stop handing out their jobs."""
-        count = self._change_each(request, queryset, queues.pause, "Paused.")
-        text = ngettext("%d queue was paused.", "%d queues were paused.", count)
-        self.message_user(request, text % count, messages.SUCCESS if count else messages.WARNING)
-
-    @admin.action(permissions=["pause"], description=_("Resume selected queues"))
-    def resume(self, request: HttpRequest, queryset: QuerySet[QueueControl]) -> None:
-        """Hand out their jobs again."""
-        count = self._change_each(request, queryset, queues.resume, "Resumed.")
-        text = ngettext("%d queue was resumed.", "%d queues were resumed.", count)
-        self.message_user(request, text % count, messages.SUCCESS if count else messages.WARNING)
-
-    def _change_each(
-        self,
-        request: HttpRequest,
-        controls: QuerySet[QueueControl],
-        change: Callable[..., bool],
-        message: str,
-    ) -> int:
-        """Return how many were not so already; the log of each says who did it."""
-        write = audited(request, message)
-        count = 0
-        for control in controls:
-            if change(control.queue, actor=request.user.get_username()):
-                write([control])
-                count += 1
-        return count

@@ -1,4 +1,4 @@
-"""Processed events and workers: to be looked at."""
+"""Processed events, and workers with what they are asked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kjo_django.admin.display import badge, show_value
 from kjo_django.admin.jobs import may_see_payloads
 from kjo_django.models import ProcessedEvent, Worker
 from kjo_django.operations import redaction
+from kjo_django.operations.actions import Subject
 from kjo_django.operations.safe_text import inert
 from kjo_django.operations.workers import alive_within
 
@@ -51,6 +52,7 @@ class ProcessedEventAdmin(KjoAdmin):
 class WorkerAdmin(KjoAdmin):
     """Processes and their signs of life."""
 
+    subject = Subject.WORKERS
     list_display = (
         "name",
         "shown_state",
@@ -80,6 +82,10 @@ class WorkerAdmin(KjoAdmin):
         "started_at",
         "heartbeat_at",
     )
+
+    def state_of(self, obj: Worker) -> str:
+        """Return what it was asked to do, or its state."""
+        return str(obj.wish or obj.state)
 
     @admin.display(description=_("state"))
     def shown_state(self, worker: Worker) -> SafeString:

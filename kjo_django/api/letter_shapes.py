@@ -22,7 +22,8 @@ from kjo_django.api.fields import (
 from kjo_django.api.openapi import page_of
 from kjo_django.api.paging import MAX_LIMIT, PageQuery
 from kjo_django.models import DeadLetterReason, DeadLetterState
-from kjo_django.operations.bulk import PATIENT_SECONDS, SYNCHRONOUS_LIMIT
+from kjo_django.operations.actions import SYNCHRONOUS_LIMIT
+from kjo_django.operations.bulk import PATIENT_SECONDS
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN
 

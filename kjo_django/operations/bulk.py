@@ -1,8 +1,10 @@
-"""Large work as a job of our own: replaying or discarding dead letters, changing jobs, by the
-thousands. It shows how far it is, can be cancelled, and goes on after a crash with what is open.
+"""Large work of operators as an internal job: any action of the table that may be done to all rows
+a filter finds. The job shows how far it is, can be cancelled, and after a crash goes on with what
+is open.
 
-What is asked for is fixed when it is asked: letters that die, and jobs that are created or end,
-after that are not touched. ``kjo_django.jobs`` registers the handlers in every process.
+The selection is fixed when the action is asked for: dead letters that arise later, and jobs that
+are created or end later, are not touched. ``kjo_django.jobs`` registers the handlers in every
+process.
 """
 
 from __future__ import annotations
@@ -19,81 +21,119 @@ from django.utils.dateparse import parse_datetime
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import JobContext
-from kjo_django.enqueue.definition import JobDefinition, known_queue
+from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.exceptions import PermanentError, Retry
-from kjo_django.models import DeadLetter, Job
-from kjo_django.operations import dead_letters, jobs
+from kjo_django.models import Job
+from kjo_django.operations import dead_letters
+from kjo_django.operations.actions import (
+    ACTIONS,
+    LIMIT,
+    SYNCHRONOUS_LIMIT,
+    Action,
+    Report,
+    Subject,
+    find,
+)
 from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
-from kjo_django.operations.dead_letters.table import DeadLetterFilter, ReplayReport
-from kjo_django.operations.internal import Action, Request, UserActor, actor_of
-from kjo_django.operations.jobs import rescheduling, search
-from kjo_django.operations.jobs.changes import Outcomes
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.dead_letters.table import ReplayReport
+from kjo_django.operations.internal import Request, UserActor, actor_of
+from kjo_django.operations.jobs import search
 from kjo_django.operations.jobs.search import JobFilter
-from kjo_django.operations.rows import Observer, Progress, checked_rate, no_progress
+from kjo_django.operations.rows import Observer, Progress, checked_rate
 from kjo_django.store.transactions import jobs_database
 
-SYNCHRONOUS_LIMIT = 1000
-"""Rows up to which a request does the work itself."""
 PATIENT_SECONDS = 5
 """A pace that takes longer makes it a background job too."""
 REPLAY = "kjo_django.replay_dead_letters"
 DISCARD = "kjo_django.discard_dead_letters"
 CHANGE = "kjo_django.change_jobs"
-RESTS_FOR = timedelta(minutes=1)
+RETRY_DELAY = timedelta(minutes=1)
 """After the transport refused several in a row."""
 
 
-_HANDLERS = {Action.REPLAY_LETTERS: REPLAY, Action.DISCARD_LETTERS: DISCARD}
+def handler_of(action: Action) -> str:
+    """Return the name of the internal job that carries out an action."""
+    of_letters = {"replay": REPLAY, "discard": DISCARD}
+    return of_letters[action.name] if action.subject == Subject.LETTERS else CHANGE
 
 
 def start_bulk(
-    action: Action | str,
+    key: str,
     selection: DeadLetterFilter | JobFilter,
     *,
     actor: str,
-    note: str = "",
-    queue: str = "",
     rate: float | None = None,
-    force: bool = False,
+    **inputs: Any,
 ) -> Job:
-    """Enqueue a job that does it; returns its row.
+    """Enqueue an internal job that carries out an action; return its row.
 
     It goes to ``KJO["OPERATIONS_QUEUE"]``, or where no queue of that name is known to the first one
     that workers consume. Its result is the report, of the last run where it was interrupted.
 
-    :param selection: of dead letters for the first two actions, of jobs for the others.
+    :param key: of the action, such as ``requeue`` or ``replay_letters``.
+    :param selection: of dead letters for actions of these, else of jobs.
     :param actor: who asked; kept in the job's payload, and in the notes of letters. Of a
         ``UserActor`` the permission is checked again when the job runs.
-    :param note: why; needed to discard.
-    :param queue: where to, for ``change_queue``.
     :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX``.
-    :param force: see ``dead_letters.replay``.
+    :param inputs: of the action: ``note`` to discard, ``queue`` to move, ``force`` to replay.
     :raises ValueError: what is asked cannot be done.
     """
-    action = Action(action)
-    of_letters = action in _HANDLERS
-    if of_letters != isinstance(selection, DeadLetterFilter):
-        kind = "a DeadLetterFilter" if of_letters else "a JobFilter"
-        raise ValueError(f"{action} needs {kind}")
-    if action in (Action.DISCARD, Action.DISCARD_LETTERS) and not note.strip():
-        raise ValueError("A note is needed that says why they are discarded")
-    if action == Action.CHANGE_QUEUE:
-        known_queue(queue)
+    action = find(key)
+    if not action.is_bulk:
+        raise ValueError(f"{key} is not done to many rows at once")
+    wanted = DeadLetterFilter if action.subject == Subject.LETTERS else JobFilter
+    if not isinstance(selection, wanted):
+        raise ValueError(f"{key} needs a {wanted.__name__}")
     now = timezone.now()
     request = Request(
-        action=str(action),
+        action=action.key,
         filter=dump_filter(selection, now),
         asked_at=now.isoformat(),
-        note=note.strip()[:500],
-        queue=queue,
         rate=rate,
-        force=force,
+        inputs=action.checked(inputs),
     ).asked_by(actor)
-    handler = registry.find(_HANDLERS.get(action, CHANGE))
+    handler = registry.find(handler_of(action))
     assert handler is not None, "kjo_django is in INSTALLED_APPS"
     definition = JobDefinition(handler).using(queue=_operations_queue())
     stored = definition.enqueue(**dataclasses.asdict(request))
     return Job.objects.using(jobs_database()).get(pk=stored.job_id)
+
+
+def change_or_start(
+    key: str,
+    selection: DeadLetterFilter | JobFilter,
+    *,
+    actor: str,
+    rate: float | None = None,
+    limit: int | None = None,
+    on_changed: Observer | None = None,
+    **inputs: Any,
+) -> Report | Job:
+    """Carry out an action here and now if it is for few rows, else start an internal job.
+
+    :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX``.
+    :param limit: the oldest so many dead letters only, at most ``SYNCHRONOUS_LIMIT``.
+    :param on_changed: called with the rows that are changed here; a job is a row of its own.
+    :param inputs: of the action.
+    :raises ValueError: what is asked cannot be done.
+    """
+    action = find(key)
+    checked_rate(rate)
+    if limit is not None:
+        if LIMIT not in action.inputs or not isinstance(selection, DeadLetterFilter):
+            raise ValueError(f"{key} takes no limit")
+        if not 0 < limit <= SYNCHRONOUS_LIMIT:
+            raise ValueError(f"A limit must be from 1 to {SYNCHRONOUS_LIMIT}, not {limit!r}")
+        # By their ids: a job that is interrupted must not begin with others.
+        keys = dead_letters.select(selection).values_list("pk", flat=True)
+        selection = DeadLetterFilter(ids=list(keys[:limit]))
+    rows = _rows_of(selection)
+    if _is_large(rows, rate):
+        return start_bulk(key, selection, actor=actor, rate=rate, **inputs)
+    return action.perform(
+        rows, actor=actor, on_changed=on_changed, **_with_rate(action, inputs, rate)
+    )
 
 
 def replay_or_start(
@@ -105,143 +145,96 @@ def replay_or_start(
     limit: int | None = None,
     on_changed: Observer | None = None,
 ) -> ReplayReport | Job:
-    """Replay dead letters here and now if they are few, else as a job.
-
-    :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX``.
-    :param limit: the oldest so many only, at most ``SYNCHRONOUS_LIMIT``.
-    :param on_changed: told of what is changed here; a job tells by its own row.
-    :raises ValueError: what is asked cannot be done.
-    """
-    checked_rate(rate)
-    if limit is not None:
-        if not 0 < limit <= SYNCHRONOUS_LIMIT:
-            raise ValueError(f"A limit must be from 1 to {SYNCHRONOUS_LIMIT}, not {limit!r}")
-        # By their ids: a job that is interrupted must not begin with others.
-        keys = dead_letters.select(selection).values_list("pk", flat=True)
-        selection = DeadLetterFilter(ids=list(keys[:limit]))
-    if _is_large(dead_letters.select(selection), rate):
-        return start_bulk(Action.REPLAY_LETTERS, selection, actor=actor, rate=rate, force=force)
-    return dead_letters.replay(
-        selection, rate=rate, force=force, actor=actor, on_changed=on_changed
+    """Replay dead letters here and now if they are few, else start an internal job; see
+    ``change_or_start``."""
+    done = change_or_start(
+        "replay_letters",
+        selection,
+        actor=actor,
+        rate=rate,
+        force=force,
+        limit=limit,
+        on_changed=on_changed,
     )
+    assert isinstance(done, ReplayReport | Job)
+    return done
 
 
 def discard_or_start(
     selection: DeadLetterFilter, *, note: str, actor: str, on_changed: Observer | None = None
 ) -> int | Job:
-    """The same for discarding; returns how many were closed, or the job."""
-    if _is_large(dead_letters.select(selection)):
-        return start_bulk(Action.DISCARD_LETTERS, selection, actor=actor, note=note)
-    return dead_letters.discard(selection, note=note, actor=actor, on_changed=on_changed)
-
-
-def change_or_start(
-    action: Action | str,
-    selection: JobFilter,
-    *,
-    actor: str,
-    note: str = "",
-    queue: str = "",
-    on_changed: Observer | None = None,
-) -> Outcomes | Job:
-    """The same for jobs: requeue, cancel, run now, move to another queue, or discard."""
-    found = search.find(selection)
-    if _is_large(found):
-        return start_bulk(action, selection, actor=actor, note=note, queue=queue)
-    return _change(action, found, actor, note, queue, on_changed, no_progress)
+    """Discard dead letters here and now if they are few, else start an internal job; see
+    ``change_or_start``. Return how many were closed, or the job."""
+    done = change_or_start(
+        "discard_letters", selection, actor=actor, note=note, on_changed=on_changed
+    )
+    assert not isinstance(done, ReplayReport)
+    return done if isinstance(done, Job) else done.changed_count
 
 
 # --- What the jobs do -----------------------------------------------------------------------------
 
 
-def replay_dead_letters(context: JobContext, **payload: Any) -> dict[str, Any]:
-    """Replay what a request asks for; the handler of ``REPLAY``."""
+def carry_out(context: JobContext, **payload: Any) -> dict[str, Any]:
+    """Carry out what a request asks for; the handler of every internal job."""
     request = Request(**payload)
-    actor = actor_of(request)
-    selection = load_letter_filter(request.filter)
-    total = bounded_count(dead_letters.select(selection))
-    report = dead_letters.replay(
-        selection,
-        rate=request.rate,
-        force=request.force,
-        actor=actor,
-        progress=_telling(context, total),
-    )
+    action = find(request.action)
+    actor = actor_of(request, f"kjo_django.{action.permission}")
+    if action.subject == Subject.LETTERS:
+        rows: QuerySet[Any] = dead_letters.select(load_letter_filter(request.filter))
+    else:
+        rows = _jobs_of(request, actor).exclude(pk=context.job_id)
+    inputs = _with_rate(action, request.inputs, request.rate)
+    # An operation that takes the rate itself keeps it between rows, not only after each chunk.
+    rate = None if "rate" in inputs else request.rate
+    progress = _progress_of(context, bounded_count(rows), rate)
+    report = action.perform(rows, actor=actor, progress=progress, **inputs)
+    if not isinstance(report, ReplayReport):
+        return {"counts": report.counts, "changed": report.changed_count}
     if report.stopped:
         # What is left is open still: the next attempt goes on with it.
-        raise Retry(report.stopped, delay=RESTS_FOR)
+        raise Retry(report.stopped, delay=RETRY_DELAY)
     return report.as_dict()
 
 
-def discard_dead_letters(context: JobContext, **payload: Any) -> dict[str, Any]:
-    """Discard what a request asks for; the handler of ``DISCARD``."""
-    request = Request(**payload)
-    actor = actor_of(request)
-    selection = load_letter_filter(request.filter)
-    total = bounded_count(dead_letters.select(selection))
-    count = dead_letters.discard(
-        selection,
-        note=request.note,
-        actor=actor,
-        progress=_telling(context, total, request.rate),
-    )
-    return {"discarded": count}
+def permission_of(request: Request) -> str | None:
+    """Return what a user needs for a request, None where its action is unknown."""
+    action = ACTIONS.get(request.action)
+    return None if action is None else f"kjo_django.{action.permission}"
 
 
-def change_jobs(context: JobContext, **payload: Any) -> dict[str, Any]:
-    """Change the jobs a request asks for; the handler of ``CHANGE``."""
-    request = Request(**payload)
-    actor = actor_of(request)
+def _with_rate(action: Action, inputs: dict[str, Any], rate: float | None) -> dict[str, Any]:
+    if rate is None or all(each.name != "rate" for each in action.inputs):
+        return inputs
+    return {**inputs, "rate": rate}
+
+
+def _rows_of(selection: DeadLetterFilter | JobFilter) -> QuerySet[Any]:
+    if isinstance(selection, JobFilter):
+        return search.find(selection)
+    return dead_letters.select(selection)
+
+
+def _jobs_of(request: Request, actor: str) -> QuerySet[Job]:
     assert isinstance(request.filter, str)
-    # What has ended since was run again by an earlier attempt of this very job, or by others. It is
-    # not to change itself either.
+    # What has ended since was run again by an earlier attempt of this very job, or by others.
     ended_since = Q(finished_at__gte=_moment(request.asked_at))
-    found = search.find(_as_seen_by(actor, search.parse(request.filter))).exclude(ended_since)
-    found = found.exclude(pk=context.job_id)
-    progress = _telling(context, bounded_count(found), request.rate)
-    outcomes = _change(request.action, found, actor, request.note, request.queue, None, progress)
-    return {"counts": outcomes.counts, "changed": outcomes.changed_count}
+    selection = search.parse(request.filter)
+    if isinstance(actor, UserActor) and not actor.user.has_perm("kjo_django.view_payload"):
+        try:
+            selection = selection.limited()
+        except ValueError as error:
+            raise PermanentError(f"{actor}: {error}") from None
+    return search.find(selection).exclude(ended_since)
 
 
-def _change(
-    action: Action | str,
-    found: QuerySet[Job],
-    actor: str,
-    note: str,
-    queue: str,
-    on_changed: Observer | None,
-    progress: Progress,
-) -> Outcomes:
-    match Action(action):
-        case Action.REQUEUE:
-            return jobs.requeue(found, actor=actor, on_changed=on_changed, progress=progress)
-        case Action.CANCEL:
-            return jobs.cancel(found, actor=actor, on_changed=on_changed, progress=progress)
-        case Action.RUN_NOW:
-            return rescheduling.run_now(
-                found, actor=actor, on_changed=on_changed, progress=progress
-            )
-        case Action.CHANGE_QUEUE:
-            return rescheduling.change_queue(
-                found, queue, actor=actor, on_changed=on_changed, progress=progress
-            )
-        case Action.DISCARD:
-            letters = DeadLetter.objects.filter(job__in=found.order_by().values("pk"))
-            count = dead_letters.discard(
-                letters, note=note, actor=actor, on_changed=on_changed, progress=progress
-            )
-            return Outcomes({"discarded": count} if count else {}, count)
-        case other:
-            raise ValueError(f"{other} is not done to jobs")
-
-
-def _telling(context: JobContext, total: int, rate: float | None = None) -> Progress:
-    """Return what is called after each chunk: it tells, keeps the pace, and ends an aborted run,
-    with what was done so far committed."""
+def _progress_of(context: JobContext, total: int, rate: float | None) -> Progress:
+    """Return what is called after each chunk: it shows how far the job is, keeps the pace, and ends
+    an aborted run, with what was done so far committed."""
     began = timezone.now()
     of = f"{total:,}+" if total >= COUNT_LIMIT else f"{total:,}"
 
-    def tell(done: int, _: int | None) -> None:
+    def show(done: int, _: int | None) -> None:
         percent = min(100.0, 100 * done / total) if total else 100.0
         context.progress(percent, f"{done:,} of {of}")
         if rate is not None:
@@ -249,17 +242,7 @@ def _telling(context: JobContext, total: int, rate: float | None = None) -> Prog
             context.cancel_event.wait(max(0.0, ahead))
         context.raise_if_aborted()
 
-    return tell
-
-
-def _as_seen_by(actor: str, selection: JobFilter) -> JobFilter:
-    """Return what a user means by it: one who may not see payloads does not search them."""
-    if not isinstance(actor, UserActor) or actor.user.has_perm("kjo_django.view_payload"):
-        return selection
-    try:
-        return selection.limited()
-    except ValueError as error:
-        raise PermanentError(f"{actor}: {error}") from None
+    return show
 
 
 # --- Filters as JSON ------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ wants to run one again needs the permission of what it does.
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from django.contrib.auth import get_user_model
@@ -24,30 +23,6 @@ from kjo_django.operations.rows import checked_rate
 from kjo_django.store.rows import JobRow
 from kjo_django.store.transactions import jobs_database
 
-
-class Action(enum.StrEnum):
-    """What is done to many."""
-
-    REPLAY_LETTERS = "replay_letters"
-    DISCARD_LETTERS = "discard_letters"
-    REQUEUE = "requeue"
-    CANCEL = "cancel"
-    RUN_NOW = "run_now"
-    CHANGE_QUEUE = "change_queue"
-    DISCARD = "discard"
-    """Close the dead letters of the jobs that have failed."""
-
-
-PERMISSIONS: Mapping[Action, str] = {
-    Action.REPLAY_LETTERS: "kjo_django.replay_dlq",
-    Action.DISCARD_LETTERS: "kjo_django.discard_dlq",
-    Action.REQUEUE: "kjo_django.retry_job",
-    Action.CANCEL: "kjo_django.cancel_job",
-    Action.RUN_NOW: "kjo_django.retry_job",
-    Action.CHANGE_QUEUE: "kjo_django.retry_job",
-    Action.DISCARD: "kjo_django.discard_dlq",
-}
-"""What a user needs for each action."""
 MAX_ACTOR = 150
 
 
@@ -56,15 +31,16 @@ class Request:
     """What is asked for, ready for JSON."""
 
     action: str
+    """A key of ``operations.actions.ACTIONS``."""
     filter: dict[str, Any] | str
     asked_at: str
     actor: str = ""
     user: str = ""
     """The primary key of the user who asks; "" for a program, which may do everything."""
-    note: str = ""
-    queue: str = ""
     rate: float | None = None
-    force: bool = False
+    """At most so many rows a second."""
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the action, by name."""
 
     def __post_init__(self) -> None:
         checked_rate(self.rate)
@@ -94,9 +70,10 @@ def user_key(actor: str) -> str:
     return str(actor.user.pk) if isinstance(actor, UserActor) else ""
 
 
-def actor_of(request: Request) -> str:
+def actor_of(request: Request, permission: str) -> str:
     """Return who a request runs for; asked when it runs.
 
+    :param permission: what the action takes, with the app's label.
     :raises PermanentError: it was a user, who by now may not do this.
     """
     if not request.user:
@@ -110,7 +87,6 @@ def actor_of(request: Request) -> str:
         raise PermanentError(f"{request.actor}, who asked for this, is no longer a user")
     if not user.is_active:
         raise PermanentError(f"{request.actor}, who asked for this, is not active any more")
-    permission = PERMISSIONS[Action(request.action)]
     if not user.has_perm(permission):
         raise PermanentError(
             f"{request.actor}, who asked for this, lacks the permission {permission}"
@@ -127,12 +103,14 @@ def is_internal(handler: str) -> bool:
 
 
 def may_run_again(job: Job, actor: str) -> bool:
-    """Whether somebody may requeue, replay or hurry a job. What its queue's permission allows is
-    checked by who asks; this is what an internal job wants besides."""
-    if not isinstance(actor, UserActor) or not is_internal(job.handler):
+    """Return whether somebody may requeue, replay or hurry a job, as far as it is an internal one:
+    a user needs the permission of what it does. The permission to requeue is asked elsewhere."""
+    handler = registry.find(job.handler)
+    if not isinstance(actor, UserActor) or not isinstance(handler, InternalHandler):
         return True
     request = _request_of(job)
-    return request is not None and bool(actor.user.has_perm(PERMISSIONS[Action(request.action)]))
+    permission = request and handler.permission_of(request)
+    return bool(permission) and bool(actor.user.has_perm(permission))
 
 
 def reassign(job: Job, actor: str) -> bool:
@@ -150,17 +128,28 @@ def reassign(job: Job, actor: str) -> bool:
 
 def _request_of(job: Job) -> Request | None:
     try:
-        request = Request(**JSON.loads(bytes(job.payload)))
-        Action(request.action)
+        return Request(**JSON.loads(bytes(job.payload)))
     except (MessageError, TypeError, ValueError):
         return None
-    return request
 
 
 class InternalHandler(registry.Handler):
-    """A handler of an internal job; the project's middleware, made for its own jobs, is not run."""
+    """A handler of an internal job; the project's middleware, made for its own jobs, is not run.
+
+    :param permission_of: returns what a user needs for a request, with the app's label, or None
+        for one whose action is unknown.
+    """
 
     runs_middleware = False
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: registry.HandlerOptions,
+        permission_of: Callable[[Request], str | None],
+    ) -> None:
+        super().__init__(function, options)
+        self.permission_of = permission_of
 
     def refusal(self, message: Message, row: JobRow | None) -> MessageError | None:
         """Refuse a message that is not made of a row of ours: anybody who can write to a topic

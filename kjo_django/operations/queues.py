@@ -34,14 +34,14 @@ LIMITS = {
 """What may be asked of a queue: the unit, and the most."""
 
 
-def pause(queue: str, *, actor: str = "") -> bool:
+def pause(queue: str, *, actor: str = "", on_changed: Observer | None = None) -> bool:
     """Stop handing out jobs of a queue; what runs now ends normally. False: it was paused."""
-    return _set_paused(queue, True, actor)
+    return _change(queue, {"is_paused": True}, actor, signals.queue_paused, on_changed)
 
 
-def resume(queue: str, *, actor: str = "") -> bool:
+def resume(queue: str, *, actor: str = "", on_changed: Observer | None = None) -> bool:
     """Undo ``pause``. False: the queue was not paused."""
-    return _set_paused(queue, False, actor)
+    return _change(queue, {"is_paused": False}, actor, signals.queue_resumed, on_changed)
 
 
 def set_policy(
@@ -134,11 +134,6 @@ def _checked(name: str, value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise ValueError(f"{name} must be a whole number{unit} from 1 to {most:,}, or None")
     return value
-
-
-def _set_paused(queue: str, is_paused: bool, actor: str) -> bool:
-    signal = signals.queue_paused if is_paused else signals.queue_resumed
-    return _change(queue, {"is_paused": is_paused}, actor, signal)
 
 
 def _change(

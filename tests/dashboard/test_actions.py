@@ -138,7 +138,7 @@ def test_a_worker_is_quieted_and_stopped(operator, told):
         client.post(url(f"worker_{name}", worker.pk), follow=True)
         assert Worker.objects.get().wish == wish
     said = texts(client.post(url("worker_stop", worker.pk), follow=True))
-    assert said == ["The worker has ended, or was asked for that already."]
+    assert said == ["1 needed no change."]
     assert len(written()) == 3
     assert told == ["worker_asked"] * 3
 
@@ -167,7 +167,7 @@ def test_the_jobs_ticked_are_changed_and_no_other(operator):
     client = operator("view_dashboard", "view_job", "retry_job")
     given = {"job": [jobs[0].pk, jobs[2].pk]}
     said = texts(client.post(url("jobs_chosen", "requeue"), given, follow=True))
-    assert said == ["2 jobs changed."]
+    assert said == ["2 jobs were requeued."]
     assert set(Job.objects.filter(generation=2)) == {jobs[0], jobs[2]}
     assert texts(client.post(url("jobs_chosen", "requeue"), follow=True)) == [
         "Tick the jobs you mean first."
@@ -269,7 +269,7 @@ def test_a_payload_is_edited_and_replayed(operator):
     job = Job.objects.get(pk=letter.job_id)
     assert json.loads(bytes(job.payload)) == {"a": 5, "token": "xyzzy"}
     assert job.state == "pending"
-    assert ("op-0", "Edited and replayed.") in written()
+    assert ("op-0", "Replayed with another payload.") in written()
 
 
 @pytest.mark.parametrize("value", ["{", "", "\0", "x" * 1_000_000, '{"a": NaN'])

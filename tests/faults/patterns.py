@@ -341,7 +341,7 @@ def bulk_replay(world: World, process: Process) -> None:
     with process.unwatched():
         _two_dead(world, process)
     every = dead_letters.DeadLetterFilter()
-    process.ask(lambda: bulk.start_bulk(bulk.Action.REPLAY_LETTERS, every, actor="operator"))
+    process.ask(lambda: bulk.start_bulk("replay_letters", every, actor="operator"))
     process.work()
 
 
@@ -351,9 +351,7 @@ def bulk_discard(world: World, process: Process) -> None:
         _two_dead(world, process)
     every = dead_letters.DeadLetterFilter()
     world.may_discard = True
-    process.ask(
-        lambda: bulk.start_bulk(bulk.Action.DISCARD_LETTERS, every, actor="operator", note="old")
-    )
+    process.ask(lambda: bulk.start_bulk("discard_letters", every, actor="operator", note="old"))
     process.work()
 
 

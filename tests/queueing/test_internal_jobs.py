@@ -15,7 +15,7 @@ from kjo_django.conf import get_settings
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk
-from kjo_django.operations.bulk import Action, start_bulk
+from kjo_django.operations.bulk import start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.transports.base import OutgoingRecord
 from tests.factories import DeadLetterFactory, JobFactory
@@ -108,7 +108,7 @@ def test_what_was_asked_for_here_is_done(queue: Queue, victim: DeadLetter, setti
     started(queue)
     # When
     job = start_bulk(
-        Action.DISCARD_LETTERS, DeadLetterFilter(handler="victim"), actor="cron", note="old"
+        "discard_letters", DeadLetterFilter(handler="victim"), actor="cron", note="old"
     )
     # Then
     wait_until(lambda: Job.objects.get(pk=job.pk).state == "completed")

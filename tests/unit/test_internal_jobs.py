@@ -13,7 +13,8 @@ from django.urls import reverse
 from kjo_django import registry
 from kjo_django.models import DeadLetter, Job, source_of_job
 from kjo_django.operations import bulk, dead_letters, jobs, rescheduling
-from kjo_django.operations.bulk import Action, start_bulk
+from kjo_django.operations.actions import TABLE, Subject
+from kjo_django.operations.bulk import start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.jobs.search import parse
@@ -45,7 +46,7 @@ def client_of(user: User) -> Client:
 def asked_by(user: User | None) -> Job:
     """A job that discards every open letter."""
     actor = UserActor(user) if user is not None else "cron"
-    return start_bulk(Action.DISCARD_LETTERS, DeadLetterFilter(), actor=actor, note="old")
+    return start_bulk("discard_letters", DeadLetterFilter(), actor=actor, note="old")
 
 
 def run(job: Job) -> Job:
@@ -125,11 +126,15 @@ def test_who_may_not_do_it_any_more_when_it_runs_does_not_do_it(change, told):
     assert open_letters() == 1
 
 
-@pytest.mark.parametrize("action", [action for action in Action if "letters" not in action])
+INPUTS = {"note": "x", "queue": "ledger"}
+OF_JOBS = [each for each in TABLE if each.is_bulk and each.subject == Subject.JOBS]
+
+
+@pytest.mark.parametrize("action", OF_JOBS, ids=lambda action: action.key)
 def test_each_change_of_jobs_needs_its_permission(action):
-    job = start_bulk(
-        action, parse("state:failed"), actor=UserActor(user_with()), note="x", queue="ledger"
-    )
+    inputs = {each.name: INPUTS[each.name] for each in action.inputs if each.is_required}
+    actor = UserActor(user_with())
+    job = start_bulk(action.key, parse("state:failed"), actor=actor, **inputs)
     job = run(job)
     assert job.state == "failed"
     assert "lacks the permission" in job.error
@@ -142,7 +147,7 @@ def test_a_job_searches_what_its_user_may_see(permissions, found):
     JobFactory(queued=True, queue="other", key="ada@example.org")
     user = UserActor(user_with("cancel_job", *permissions))
     # When
-    job = run(start_bulk(Action.CANCEL, parse("ada@example.org"), actor=user))
+    job = run(start_bulk("cancel", parse("ada@example.org"), actor=user))
     # Then
     assert json.loads(bytes(job.result))["v"]["changed"] == found
 
@@ -150,7 +155,7 @@ def test_a_job_searches_what_its_user_may_see(permissions, found):
 def test_a_job_does_not_search_what_its_user_may_not_see_any_more():
     JobFactory(queued=True, queue="other", key="ada@example.org")
     user = UserActor(user_with("cancel_job"))
-    job = run(start_bulk(Action.CANCEL, parse("key:ada@example.org"), actor=user))
+    job = run(start_bulk("cancel", parse("key:ada@example.org"), actor=user))
     assert job.state == "failed"
     assert "takes the permission to see payloads" in job.error
 

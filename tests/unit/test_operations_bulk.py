@@ -14,7 +14,7 @@ from kjo_django.engine.handler.context import Abort, JobContext
 from kjo_django.exceptions import JobCancelledError, Retry
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk, dead_letters, jobs, rows
-from kjo_django.operations.bulk import Action, start_bulk
+from kjo_django.operations.bulk import start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.jobs.search import JobFilter, parse
 from tests.factories import DeadLetterFactory, JobFactory
@@ -58,7 +58,7 @@ def failed_jobs(count: int) -> list[Job]:
 def test_what_is_asked_is_in_the_job():
     # When
     job = start_bulk(
-        Action.DISCARD_LETTERS,
+        "discard_letters",
         DeadLetterFilter(queue="emails", ids=["a"], since=timezone.now()),
         actor="ann",
         note="no longer needed",
@@ -66,7 +66,7 @@ def test_what_is_asked_is_in_the_job():
     # Then
     assert (job.queue, job.handler) == ("ledger", "kjo_django.discard_dead_letters")
     request = job.arguments
-    assert (request["action"], request["actor"], request["note"]) == (
+    assert (request["action"], request["actor"], request["inputs"]["note"]) == (
         "discard_letters",
         "ann",
         "no longer needed",
@@ -99,7 +99,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_stored(action, select
 
 def test_without_its_queue_the_first_that_is_consumed_carries_it(settings):
     settings.KJO = {**KJO, "OPERATIONS_QUEUE": "nobody"}
-    queue = start_bulk(Action.CANCEL, JobFilter(), actor="ann").queue
+    queue = start_bulk("cancel", JobFilter(), actor="ann").queue
     assert queue == registry.consumed_queue_names()[0]
 
 
@@ -142,7 +142,7 @@ def test_a_slow_pace_makes_it_a_job_too():
 def test_letters_are_replayed_in_the_name_of_who_asked():
     # Given
     failed_jobs(3)
-    job = start_bulk(Action.REPLAY_LETTERS, DeadLetterFilter(queue="ledger"), actor="ann")
+    job = start_bulk("replay_letters", DeadLetterFilter(queue="ledger"), actor="ann")
     later = failed_jobs(1)[0]
     # When
     job = run(job)
@@ -157,18 +157,18 @@ def test_letters_are_replayed_in_the_name_of_who_asked():
 
 def test_letters_are_discarded_with_the_note():
     failed_jobs(2)
-    job = run(start_bulk(Action.DISCARD_LETTERS, DeadLetterFilter(), actor="ann", note="spam"))
-    assert result_of(job) == {"discarded": 2}
+    job = run(start_bulk("discard_letters", DeadLetterFilter(), actor="ann", note="spam"))
+    assert result_of(job) == {"counts": {"discarded": 2}, "changed": 2}
     assert set(DeadLetter.objects.values_list("state", "note")) == {("discarded", "spam (ann)")}
 
 
 @pytest.mark.parametrize(
     ("action", "state", "counts"),
     [
-        (Action.REQUEUE, "failed", {"requeued": 3}),
-        (Action.CANCEL, "queued", {"cancelled": 3}),
-        (Action.RUN_NOW, "scheduled", {"due": 3}),
-        (Action.DISCARD, "failed", {"discarded": 3}),
+        ("requeue", "failed", {"requeued": 3}),
+        ("cancel", "queued", {"cancelled": 3}),
+        ("run_now", "scheduled", {"due": 3}),
+        ("discard", "failed", {"discarded": 3}),
     ],
 )
 def test_jobs_are_changed(action, state, counts):
@@ -180,7 +180,8 @@ def test_jobs_are_changed(action, state, counts):
         JobFactory(queue="other", queued=True, available_at=timezone.now() + later)
     # When
     found = replace(parse("attempts:0"), state=state)
-    job = run(start_bulk(action, found, actor="ann", note="why"))
+    inputs = {"note": "why"} if action == "discard" else {}
+    job = run(start_bulk(action, found, actor="ann", **inputs))
     # Then
     assert result_of(job)["counts"] == counts
 
@@ -188,9 +189,9 @@ def test_jobs_are_changed(action, state, counts):
 def test_the_job_does_not_change_itself():
     # Given
     waiting, running = (JobFactory(queued=True, queue="other") for _ in range(2))
-    job = start_bulk(Action.CANCEL, parse("state:queued queue:other"), actor="ann")
+    job = start_bulk("cancel", parse("state:queued queue:other"), actor="ann")
     # When
-    found = bulk.change_jobs(replace(context(), job_id=str(running.pk)), **job.arguments)
+    found = bulk.carry_out(replace(context(), job_id=str(running.pk)), **job.arguments)
     # Then
     assert found == {"counts": {"cancelled": 1}, "changed": 1}
     waiting.refresh_from_db()
@@ -205,7 +206,7 @@ def test_it_tells_how_far_it_is_and_ends_between_chunks_when_it_is_asked_to(monk
     # Given
     monkeypatch.setattr(rows.chunks, "__defaults__", (2,))
     failed_jobs(5)
-    job = start_bulk(Action.REQUEUE, parse("state:failed"), actor="ann")
+    job = start_bulk("requeue", parse("state:failed"), actor="ann")
     run_context, told = context(), []
 
     def aborting(done, total=None):
@@ -219,7 +220,7 @@ def test_it_tells_how_far_it_is_and_ends_between_chunks_when_it_is_asked_to(monk
     )
     # When
     with pytest.raises(JobCancelledError):
-        bulk.change_jobs(run_context, **job.arguments)
+        bulk.carry_out(run_context, **job.arguments)
     # Then
     assert told == [(40.0, "2 of 5"), (80.0, "4 of 5")]
     assert Job.objects.filter(state="failed").count() == 1
@@ -228,7 +229,7 @@ def test_it_tells_how_far_it_is_and_ends_between_chunks_when_it_is_asked_to(monk
 def test_a_second_run_goes_on_with_what_is_left(monkeypatch):
     # Given a run that was killed half-way, and one of its jobs that has failed anew since
     failed = failed_jobs(4)
-    job = start_bulk(Action.REQUEUE, parse("state:failed"), actor="ann")
+    job = start_bulk("requeue", parse("state:failed"), actor="ann")
     jobs.requeue(failed[:2], actor="ann")
     Job.objects.filter(pk=failed[0].pk).update(state="failed", finished_at=timezone.now())
     # When
@@ -246,9 +247,9 @@ def test_a_transport_that_is_down_is_waited_for(monkeypatch):
         return report
 
     monkeypatch.setattr(dead_letters, "replay", down)
-    job = start_bulk(Action.REPLAY_LETTERS, DeadLetterFilter(), actor="ann")
+    job = start_bulk("replay_letters", DeadLetterFilter(), actor="ann")
     with pytest.raises(Retry, match="3 in a row"):
-        bulk.replay_dead_letters(context(), **job.arguments)
+        bulk.carry_out(context(), **job.arguments)
 
 
 @pytest.mark.parametrize("rate", [1e-300, float("nan"), float("inf")])
@@ -256,10 +257,10 @@ def test_an_absurd_rate_in_a_payload_is_refused_before_anything_is_done(rate):
     """Whoever may enqueue may write what they like into a payload."""
     # Given
     letter = DeadLetterFactory()
-    job = start_bulk(Action.DISCARD_LETTERS, DeadLetterFilter(), actor="ann", note="x")
+    job = start_bulk("discard_letters", DeadLetterFilter(), actor="ann", note="x")
     # When, then
     with pytest.raises(ValueError, match="The rate must be a number from"):
-        bulk.discard_dead_letters(context(), **{**job.arguments, "rate": rate})
+        bulk.carry_out(context(), **{**job.arguments, "rate": rate})
     letter.refresh_from_db()
     assert letter.state == "open"
 
@@ -267,7 +268,7 @@ def test_an_absurd_rate_in_a_payload_is_refused_before_anything_is_done(rate):
 def test_a_pace_is_kept_and_an_abort_ends_its_wait_at_once(monkeypatch):
     # Given
     failed_jobs(2)
-    job = start_bulk(Action.DISCARD_LETTERS, DeadLetterFilter(), actor="ann", note="x", rate=0.01)
+    job = start_bulk("discard_letters", DeadLetterFilter(), actor="ann", note="x", rate=0.01)
     aborted = context()
     waits = []
 
@@ -279,6 +280,6 @@ def test_a_pace_is_kept_and_an_abort_ends_its_wait_at_once(monkeypatch):
     monkeypatch.setattr(JobContext, "cancel_event", Event())
     # When
     with pytest.raises(JobCancelledError):
-        bulk.discard_dead_letters(aborted, **job.arguments)
+        bulk.carry_out(aborted, **job.arguments)
     # Then
     assert waits[0] == pytest.approx(200, abs=60)

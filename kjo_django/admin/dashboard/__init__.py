@@ -10,14 +10,13 @@ from django.urls import URLPattern, path
 
 from kjo_django.admin.base import BaseModelAdmin
 from kjo_django.admin.dashboard import (
+    actions,
     consumers,
     dead_letters,
     events,
-    job,
     jobs,
     overview,
     queues,
-    replays,
     status,
 )
 from kjo_django.admin.dashboard.desk import Screen, address_name, opened
@@ -27,11 +26,10 @@ __all__ = ["SCREENS", "DashboardAdmin"]
 
 SCREENS: tuple[Screen, ...] = (
     *overview.SCREENS,
+    *actions.SCREENS,
     *queues.SCREENS,
     *jobs.SCREENS,
-    *job.SCREENS,
     *dead_letters.SCREENS,
-    *replays.SCREENS,
     *consumers.SCREENS,
     *events.SCREENS,
     *status.SCREENS,

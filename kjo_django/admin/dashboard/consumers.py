@@ -1,26 +1,23 @@
-"""Consumers: the workers, and by group who has which partition and how far it is; quieting and
-stopping workers."""
+"""Consumers: the workers, and by group who has which partition and how far it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from typing import Any
 from uuid import UUID
 
-from django.contrib import messages
-from django.http import Http404, HttpResponse
+from django.http import HttpResponse
 from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from kjo_django.admin.dashboard.desk import Desk, Screen, forget, shared
+from kjo_django.admin.dashboard.desk import Desk, Screen, shared
 from kjo_django.admin.dashboard.figures import number
 from kjo_django.conf import get_settings
 from kjo_django.models import Worker
-from kjo_django.operations import workers
+from kjo_django.operations.actions import Subject
 from kjo_django.operations.counting import seconds_since
 from kjo_django.operations.monitoring.health import shares_by_partition
 from kjo_django.operations.monitoring.metrics import MINUTES, Trend, add_rates
@@ -28,7 +25,6 @@ from kjo_django.operations.monitoring.status import add_lags
 from kjo_django.operations.monitoring.status import workers as known_workers
 from kjo_django.operations.queues import overview
 from kjo_django.operations.workers import Assignment, RunningJob, assignments, rebalanced_at
-from kjo_django.store.transactions import jobs_database
 
 SHOWN = 200
 PARTITIONS_SHOWN = 500
@@ -94,6 +90,9 @@ def _worker(desk: Desk, row: Member) -> dict[str, Any]:
         "last_error": worker["last_error"] if desk.may("view_payload") else None,
         "state_label": Worker.State(worker["state"]).label,
         "wish_label": Worker.Wish(worker["asked_to"] or "").label,
+        "buttons": desk.buttons(
+            Subject.WORKERS, worker["asked_to"] or worker["state"], worker["id"], worker["name"]
+        ),
         "running": [_running(desk, job) for job in running[:RUNNING_SHOWN]],
     }
 
@@ -228,39 +227,4 @@ def _trend(queue: dict[str, Any]) -> str:
     return words % number(round(abs(change), 1))
 
 
-# --- Quiet and stop -------------------------------------------------------------------------------
-
-
-def _ask(act: Callable[..., Any], word: str, done: Any, desk: Desk, worker: UUID) -> HttpResponse:
-    if not Worker.objects.using(jobs_database()).filter(pk=worker).exists():
-        raise Http404(_("There is no such worker."))
-
-    def change() -> None:
-        outcomes = act([worker], actor=desk.actor, on_changed=desk.audit(word))
-        if outcomes.changed_count:
-            desk.tell(done)
-        else:
-            desk.tell(_("The worker has ended, or was asked for that already."), messages.WARNING)
-
-    desk.attempt(change)
-    forget("workers")
-    return desk.back("consumers")
-
-
-def _action(name: str, act: Callable[..., Any], word: str, done: Any) -> Screen:
-    path = f"consumers/<uuid:worker>/{name}/"
-    view = partial(_ask, act, word, done)
-    return Screen(f"worker_{name}", path, view, "control_worker", is_action=True)
-
-
-SCREENS = (
-    Screen("consumers", "consumers/", show, title=gettext_lazy("Consumers")),
-    _action(
-        "quiet",
-        workers.quiet,
-        "Quieted.",
-        gettext_lazy("The worker starts nothing more; what runs there ends."),
-    ),
-    _action("unquiet", workers.unquiet, "Unquieted.", gettext_lazy("The worker goes on.")),
-    _action("stop", workers.stop, "Asked to stop.", gettext_lazy("The worker is stopping.")),
-)
+SCREENS = (Screen("consumers", "consumers/", show, title=gettext_lazy("Consumers")),)

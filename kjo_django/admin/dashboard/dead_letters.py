@@ -15,15 +15,17 @@ from django.http import Http404, HttpResponse, QueryDict
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from kjo_django.admin.dashboard.desk import Desk, Screen, shared
+from kjo_django.admin.actions import show_report
+from kjo_django.admin.dashboard.desk import Desk, Screen, button_actions, screen_of, shared
 from kjo_django.admin.display import inert_json, show_bytes, show_headers, show_message
 from kjo_django.exceptions import KjoError, MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, Serializer, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations import dead_letters, redaction
+from kjo_django.operations.actions import ACTIONS, Subject
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.dead_letters.table import ReplayReport, processed
+from kjo_django.operations.dead_letters.table import processed
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.internal import is_internal
 from kjo_django.operations.redaction import LONGEST_SHOWN
@@ -72,7 +74,7 @@ def show_groups(desk: Desk) -> HttpResponse:
     return desk.show(
         "groups.html",
         {
-            **_context(selection),
+            **_context(desk, selection),
             "rows": rows,
             "shown": GROUPS,
             "summary": _("%d groups of errors") % len(rows),
@@ -96,7 +98,7 @@ def show_letters(desk: Desk) -> HttpResponse:
     return desk.show(
         "letters.html",
         {
-            **_context(selection),
+            **_context(desk, selection),
             "letters": letters,
             "older": older and f"?{query}{'&' if query else ''}after={older}",
         },
@@ -105,12 +107,21 @@ def show_letters(desk: Desk) -> HttpResponse:
     )
 
 
-def _context(selection: DeadLetterFilter) -> dict[str, Any]:
+def _context(desk: Desk, selection: DeadLetterFilter) -> dict[str, Any]:
     return {
+        "actions": _actions(desk),
         "selection": selection,
         "query": address_of(selection),
         "reasons": DeadLetterReason.choices,
     }
+
+
+def _actions(desk: Desk) -> list[dict[str, Any]]:
+    return [
+        {"label": action.label, "url": desk.url(screen_of(action))}
+        for action in button_actions(Subject.LETTERS)
+        if desk.allows(action)
+    ]
 
 
 def _page(selection: DeadLetterFilter, after: str) -> tuple[list[DeadLetter], UUID | None]:
@@ -149,6 +160,7 @@ def show_one(desk: Desk, letter: UUID) -> HttpResponse:
         "letter.html",
         {
             "letter": found,
+            "actions": _actions(desk),
             "is_open": found.state == DeadLetterState.OPEN,
             "has_taken_effect": bool(processed({found.message_id: found.handler})),
             "value": show_message(found) if may_see else None,
@@ -162,7 +174,8 @@ def show_one(desk: Desk, letter: UUID) -> HttpResponse:
 
 def edit(desk: Desk, letter: UUID) -> HttpResponse:
     """Replay a dead letter with a payload repaired by hand."""
-    if not all(map(desk.may, ("view_deadletter", "view_payload", "replay_dlq"))):
+    action = ACTIONS["edit_and_replay_letters"]
+    if not all(map(desk.may, ("view_payload", *action.permissions))):
         raise PermissionDenied
     found = find(letter)
     if found.state != DeadLetterState.OPEN:
@@ -172,16 +185,19 @@ def edit(desk: Desk, letter: UUID) -> HttpResponse:
     problem = ""
     if text is not None:
         try:
-            report = dead_letters.edit_and_replay(
-                letter,
-                _written(found, text),
+            report = action.perform(
+                [letter],
+                payload=_written(found, text),
                 actor=desk.actor,
-                on_changed=desk.audit("Edited and replayed."),
+                on_changed=desk.audit(action.log_entry({})),
             )
         except (KjoError, ValueError) as error:
             problem = str(error)
         else:
-            return _told(desk, found, report)
+            show_report(desk.tell, action, report)
+            if found.job_id is not None and desk.may("view_job"):
+                return desk.back("job", found.job_id)
+            return desk.back("letter", letter)
     else:
         text, problem = _editable(found)
     return desk.show(
@@ -232,16 +248,6 @@ def _is_json(value: Any) -> bool:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError, RecursionError):
         return False
-
-
-def _told(desk: Desk, letter: DeadLetter, report: ReplayReport) -> HttpResponse:
-    if report.replayed:
-        desk.tell(_("Replayed with the payload you gave. It keeps the one it died with."))
-    for sample in report.samples:
-        desk.tell(sample["detail"], messages.WARNING)
-    if letter.job_id is not None and desk.may("view_job"):
-        return desk.back("job", letter.job_id)
-    return desk.back("letter", letter.pk)
 
 
 SCREENS = (

@@ -31,7 +31,8 @@ from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
 from django.utils.translation import gettext as _
 
-from kjo_django.admin.outcome_messages import attempted, audited
+from kjo_django.admin.actions import attempted, audited
+from kjo_django.operations.actions import Action, Subject, Surface, actions_of
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.safe_text import inert
 
@@ -75,6 +76,30 @@ class Desk:
     def actor(self) -> UserActor:
         """The operator, for the log and the notes."""
         return UserActor(self.request.user)
+
+    def buttons(
+        self, subject: Subject, state: str, key: Any, name: str = ""
+    ) -> list[dict[str, Any]]:
+        """Return the buttons of one row: what this operator may do to it in its state.
+
+        :param key: of the row, in the addresses.
+        :param name: of the row, for those who do not see which row the button stands in.
+        """
+        return [
+            {
+                "label": action.label,
+                "title": inert(f"{action.label}: {name}") if name else "",
+                "url": self.url(screen_of(action), key),
+                "is_dangerous": action.is_dangerous,
+                "asks": action.has_required_inputs,
+            }
+            for action in button_actions(subject)
+            if self.allows(action) and action.applies(state)
+        ]
+
+    def allows(self, action: Action) -> bool:
+        """Whether the operator has the permissions of an action."""
+        return action.is_allowed(self.request.user)
 
     # --- Answers ----------------------------------------------------------------------------------
 
@@ -167,6 +192,20 @@ class _Permissions:
 
     def __getitem__(self, permission: str) -> bool:
         return self._desk.may(permission)
+
+
+def button_actions(subject: Subject) -> list[Action]:
+    """Return the actions on rows of a subject that have an address of their own. Limits of a queue,
+    and the payload of a dead letter, are edited on screens of their own."""
+    found = actions_of(subject, Surface.DASHBOARD)
+    return [action for action in found if action.name not in ("limit", "edit_and_replay")]
+
+
+def screen_of(action: Action) -> str:
+    """Return the name of the screen that carries an action out."""
+    if action.subject == Subject.LETTERS:
+        return action.name
+    return f"{action.subject.removesuffix('s')}_{action.name}"
 
 
 def address_name(name: str) -> str:

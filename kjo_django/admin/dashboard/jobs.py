@@ -1,42 +1,41 @@
-"""The list of jobs: search, tabs by state, and changing many at once."""
+"""Jobs: the list with its search and tabs by state, and one job with its way so far."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
+from uuid import UUID
 
-from django.contrib import messages
-from django.core.exceptions import PermissionDenied
 from django.http import Http404, HttpResponse
+from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from kjo_django.admin.dashboard.desk import Desk, Screen, shared
-from kjo_django.admin.outcome_messages import tell_outcomes
-from kjo_django.models import Job
-from kjo_django.operations import bulk, jobs, rescheduling, search
-from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
+from kjo_django import registry, states
+from kjo_django.admin.dashboard.desk import Desk, Screen, button_actions, shared
+from kjo_django.conf import get_settings
+from kjo_django.engine.leases import lease_name
+from kjo_django.models import Job, JobFailure
+from kjo_django.operations import redaction
+from kjo_django.operations.actions import Subject
+from kjo_django.operations.counting import COUNT_LIMIT
+from kjo_django.operations.jobs import live_leases, search
 from kjo_django.operations.monitoring.status import state_counts
+from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts
-from kjo_django.states import JobStatus
+from kjo_django.states import JobState, JobStatus
+from kjo_django.store.transactions import jobs_database
 
 SIZE = 50
-SAMPLE = 10
-MOST_CHOSEN = 1000
-
-ACTIONS: dict[str, tuple[Any, str, str, Any]] = {
-    # name: what the button says, the permission, the word of the log, the operation
-    "requeue": (gettext_lazy("Requeue"), "retry_job", "Requeued.", jobs.requeue),
-    "run_now": (gettext_lazy("Run now"), "retry_job", "Made due now.", rescheduling.run_now),
-    "cancel": (gettext_lazy("Cancel"), "cancel_job", "Cancelled.", jobs.cancel),
-}
-WANTED = {"requeue": "requeued", "run_now": "due", "cancel": "cancelled"}
+SHOWN_FAILURES = 50
+SHOWN_LETTERS = 10
 
 
-def show(desk: Desk) -> HttpResponse:
+def show_list(desk: Desk) -> HttpResponse:
     """Return a page of the jobs a search finds."""
-    text, found, wrong = _search(desk)
+    text, found, wrong = search_of(desk)
     page = None
     if found is not None:
         try:
@@ -57,7 +56,9 @@ def show(desk: Desk) -> HttpResponse:
             "q": text,
             "wrong": wrong,
             "tabs": _tabs(desk, found),
-            "actions": _actions(desk),
+            "actions": [
+                each for each in button_actions(Subject.JOBS) if each.is_bulk and desk.allows(each)
+            ],
             "links": _links(text, page),
             "window": search.WINDOW,
             "limit": COUNT_LIMIT,
@@ -67,7 +68,8 @@ def show(desk: Desk) -> HttpResponse:
     )
 
 
-def _search(desk: Desk) -> tuple[str, search.JobFilter | None, str]:
+def search_of(desk: Desk) -> tuple[str, search.JobFilter | None, str]:
+    """Return the text of the search, its meaning, and why it has none."""
     text = desk.request.GET.get("q", desk.request.POST.get("q", "")).strip()
     try:
         found = search.parse(text)
@@ -115,77 +117,101 @@ def _links(text: str, page: Any) -> dict[str, str]:
     }
 
 
-def _actions(desk: Desk) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "label": label}
-        for name, (label, permission, _word, _act) in ACTIONS.items()
-        if desk.may(permission)
-    ]
+# --- One ------------------------------------------------------------------------------------------
 
 
-# --- Changing many --------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that happened to a job, or will."""
+
+    moment: datetime | None
+    kind: str
+    """``done``, ``failed``, ``next`` or ``""``."""
+    text: str
+    detail: str = ""
+    failure: JobFailure | None = None
 
 
-def _action(desk: Desk, action: str) -> tuple[Any, str, str, Any]:
-    if action not in ACTIONS:
-        raise Http404
-    if not desk.may(ACTIONS[action][1]):
-        raise PermissionDenied
-    return ACTIONS[action]
-
-
-def change_chosen(desk: Desk, action: str) -> HttpResponse:
-    """Change the jobs whose boxes were ticked."""
-    _label, _permission, word, act = _action(desk, action)
-    chosen = desk.request.POST.getlist("job")[:MOST_CHOSEN]
-    if not chosen:
-        desk.tell(_("Tick the jobs you mean first."), messages.WARNING)
-        return desk.back("jobs")
-    outcomes = desk.attempt(lambda: act(chosen, actor=desk.actor, on_changed=desk.audit(word)))
-    if outcomes is not None:
-        tell_outcomes(desk.tell, outcomes, WANTED[action])
-    return desk.back("jobs")
-
-
-def change_all(desk: Desk, action: str) -> HttpResponse:
-    """Preview a change of all the jobs a search finds, and carry it out."""
-    label, _permission, word, _act = _action(desk, action)
-    text, found, wrong = _search(desk)
-    if found is None or wrong:
-        desk.tell(wrong, messages.ERROR)
-        return desk.back("jobs")
-    if desk.request.method == "POST":
-        done = desk.attempt(
-            lambda: bulk.change_or_start(
-                action, found, actor=desk.actor, on_changed=desk.audit(word)
-            )
-        )
-        if isinstance(done, Job):
-            desk.audit(f"Started to change jobs: {action} {text}")([done])
-            desk.tell(_("This takes a while; a job of its own does it."))
-            return desk.back("job", done.pk)
-        if done is not None:
-            tell_outcomes(desk.tell, done, WANTED[action])
-        return desk.back("jobs")
-    page = search.page(found, size=SAMPLE)
+def show_one(desk: Desk, job: UUID) -> HttpResponse:
+    """Return one job."""
+    found = _find(job)
+    status = _status(found)
+    failures = list(_failures(desk, found))
+    letters = found.dead_letters.order_by("-pk").defer("value", "headers", "traceback")
+    if not desk.may("view_payload"):
+        redaction.hide_texts([found, *failures])
+    progress = progress_of([found.pk]).get(str(found.pk))
     return desk.show(
-        "",
+        "job.html",
         {
-            "label": label,
-            "action": action,
-            "q": text,
-            "count": bounded_count(search.find(found)),
-            "limit": COUNT_LIMIT,
-            "sample": page.rows,
-            "synchronous": bulk.SYNCHRONOUS_LIMIT,
+            "job": found,
+            "status": status,
+            "django_status": states.to_django_tasks(status),
+            "steps": _steps(found, status, failures),
+            "failures": failures,
+            "letters": list(letters[:SHOWN_LETTERS]) if desk.may("view_deadletter") else [],
+            "progress": progress,
+            "payload": redaction.shown_payload(found) if desk.may("view_payload") else None,
+            "result": _result(desk, found),
+            "headers": redaction.shown_headers(found) if desk.may("view_payload") else None,
+            "buttons": desk.buttons(Subject.JOBS, status, found.pk),
+            "knows_queue": found.queue in registry.queue_names(),
+            "summary": f"{found.handler}: {status.label}",
         },
-        controls="jobs_confirm.html",
-        title=_("%s: all jobs found") % label,
+        title=_("Job %s") % found.pk,
     )
 
 
+def _find(job: UUID) -> Job:
+    found: Job | None = Job.objects.using(jobs_database()).filter(pk=job).first()
+    if found is None:
+        raise Http404(_("There is no such job; it may have been pruned."))
+    return found
+
+
+def _status(job: Job) -> JobStatus:
+    lease = lease_name(get_settings().queue(job.queue), job.message_id)
+    return job.status_with(leased=job.state in states.OPEN and bool(live_leases([lease])))
+
+
+def _failures(desk: Desk, job: Job) -> Any:
+    rows = job.failures.order_by("-pk")
+    return (rows if desk.may("view_payload") else rows.defer("traceback"))[:SHOWN_FAILURES]
+
+
+def _result(desk: Desk, job: Job) -> Any:
+    if job.state != JobState.COMPLETED or not desk.may("view_payload"):
+        return None
+    return {"value": redaction.shown_result(job)}
+
+
+def _steps(job: Job, status: JobStatus, failures: list[JobFailure]) -> list[Step]:
+    steps = [Step(job.created_at, "done", _("Enqueued"), job.queue)]
+    if job.queued_at is not None:
+        place = f"{job.topic} {job.partition}/{job.offset}" if job.offset is not None else job.topic
+        steps.append(Step(job.queued_at, "done", _("Published"), place))
+    for failure in reversed(failures):
+        text = _("Attempt %(attempt)d failed: %(error)s") % {
+            "attempt": failure.attempt,
+            "error": failure.error_type,
+        }
+        steps.append(Step(failure.failed_at, "failed", text, failure.worker, failure))
+    if job.started_at is not None and status in (JobStatus.PROCESSING, JobStatus.COMPLETED):
+        steps.append(Step(job.started_at, "done", _("Started")))
+    steps.sort(key=lambda step: step.moment or timezone.now())
+    if job.state in states.FINAL:
+        kind = "done" if job.state == JobState.COMPLETED else "failed"
+        steps.append(Step(job.finished_at, kind, str(status.label)))
+    else:
+        steps.append(Step(_due(job, status), "next", str(status.label)))
+    return steps
+
+
+def _due(job: Job, status: JobStatus) -> datetime | None:
+    return job.available_at if status in (JobStatus.SCHEDULED, JobStatus.FAILING) else None
+
+
 SCREENS = (
-    Screen("jobs", "jobs/", show, "view_job", title=gettext_lazy("Jobs")),
-    Screen("jobs_all", "jobs/all/<str:action>/", change_all, "view_job"),
-    Screen("jobs_chosen", "jobs/chosen/<str:action>/", change_chosen, "view_job", is_action=True),
+    Screen("jobs", "jobs/", show_list, "view_job", title=gettext_lazy("Jobs")),
+    Screen("job", "jobs/<uuid:job>/", show_one, "view_job"),
 )

@@ -1,0 +1,160 @@
+"""What the admin and the dashboard make of the table of actions: forms for the inputs, messages
+about what came of an action, and entries in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from django import forms
+from django.contrib import messages
+from django.contrib.admin.helpers import ActionForm
+from django.contrib.admin.models import CHANGE
+from django.core.exceptions import ImproperlyConfigured
+from django.http import HttpRequest
+from django.utils.translation import gettext_lazy as _
+
+from kjo_django import registry
+from kjo_django.exceptions import KjoError
+from kjo_django.operations.actions import Action, Input, Kind, Report
+from kjo_django.operations.audit import audit_of
+from kjo_django.operations.dead_letters.table import ReplayReport
+
+Show = Callable[[str, int], None]
+"""Shows a text on the next page, with a level of ``django.contrib.messages``."""
+
+NOT_CHANGED = {
+    "processing": _("%d being processed, left alone."),
+    "completed": _("%d completed already."),
+    "failed": _("%d failed already; the record stays."),
+    "cancelled": _("%d cancelled already."),
+    "unchanged": _("%d needed no change."),
+    "not_found": _("%d no longer there."),
+    "forbidden": _("%d internal, which need the permission of what they do."),
+    "taken": _("%d have a unique id that another job of that queue has."),
+    "other_kind": _("%d are no jobs of a handler; they stay in the queue of their kind."),
+    "gone": _("%d ended already."),
+    "stopping": _("%d asked to stop already, which nothing undoes."),
+}
+"""By outcome: why rows were left as they are."""
+
+
+# --- Messages -------------------------------------------------------------------------------------
+
+
+def show_report(show: Show, action: Action, report: Report) -> None:
+    """Show how many rows an action changed, and why others did not change."""
+    if isinstance(report, ReplayReport):
+        return _show_replay(show, action, report)
+    count = report.changed_count
+    if count or not report.counts:
+        show(str(action.done % count), messages.SUCCESS if count else messages.WARNING)
+    for result, number in report.counts.items():
+        # Rows that were so already have the same outcome, and did not change.
+        left = number - count if result == action.result else number
+        if left > 0:
+            text = NOT_CHANGED.get(str(result), _("%d left as they are."))
+            show(str(text) % left, messages.WARNING)
+
+
+def _show_replay(show: Show, action: Action, report: ReplayReport) -> None:
+    count = report.replayed
+    show(str(action.done % count), messages.SUCCESS if count else messages.WARNING)
+    for reason, refused in report.refused.items():
+        text = str(_("%(count)d refused: %(reason)s."))
+        show(text % {"count": refused, "reason": reason}, messages.WARNING)
+    if report.failed:
+        detail = report.samples[-1]["detail"] if report.samples else ""
+        text = str(_("%(count)d could not be published and stay open: %(detail)s"))
+        show(text % {"count": report.failed, "detail": detail}, messages.ERROR)
+
+
+def attempted(show: Show, act: Callable[[], Any]) -> Any:
+    """Run an operation and return what it returns; an error that refuses it is shown, not raised,
+    and None is returned."""
+    try:
+        return act()
+    except (KjoError, ImproperlyConfigured, ValueError) as error:
+        show(str(error), messages.ERROR)
+        return None
+
+
+def audited(request: HttpRequest, message: str) -> Callable[[Sequence[Any]], None]:
+    """Return an observer that writes who did it into the log of each object."""
+    return audit_of(request.user.pk, CHANGE, message)
+
+
+# --- Forms ----------------------------------------------------------------------------------------
+
+
+def form_of(action: Action, *, many: bool) -> type[forms.Form]:
+    """Return the form that asks for an action's inputs.
+
+    :param many: whether it is asked for a selection or a filter, not for one row.
+    """
+    fields = {
+        each.name: _field_of(each, is_required=each.is_required)
+        for each in action.inputs
+        if many or not each.is_for_many
+    }
+    return type("InputForm", (forms.Form,), fields)
+
+
+def list_form_of(actions: Sequence[Action]) -> type[ActionForm]:
+    """Return the form of a list of the admin: the choice of the action, and the inputs that some of
+    the actions take."""
+    inputs = {each.name: each for action in actions for each in _in_lists(action)}
+    fields = {name: _field_of(each, is_required=False) for name, each in inputs.items()}
+    return type("ListForm", (ActionForm,), fields)
+
+
+def list_inputs(action: Action, posted: Mapping[str, str]) -> dict[str, Any]:
+    """Return the inputs that a list or a button of the admin was posted with.
+
+    :raises ValueError: one of them cannot be read.
+    """
+    fields = {each.name: _field_of(each, is_required=False) for each in _in_lists(action)}
+    values = {}
+    for name, field in fields.items():
+        try:
+            values[name] = field.clean(posted.get(name, "").strip())
+        except forms.ValidationError as error:
+            raise ValueError(f"{field.label}: {' '.join(error.messages)}") from None
+    return values
+
+
+def fields_of_button(action: Action) -> list[dict[str, Any]]:
+    """Return label and widget of each input that a button of the admin asks for."""
+    form = forms.Form(auto_id=f"kjo-{action.name}-%s")
+    form.fields = {
+        each.name: _field_of(each, is_required=each.is_required) for each in _in_lists(action)
+    }
+    return [{"label": bound.label_tag(), "widget": str(bound)} for bound in form]
+
+
+def _in_lists(action: Action) -> list[Input]:
+    return [each for each in action.inputs if each.is_in_lists]
+
+
+def _field_of(given: Input, *, is_required: bool) -> forms.Field:
+    common: dict[str, Any] = {
+        "label": given.label,
+        "help_text": given.help,
+        "required": is_required,
+    }
+    numbers: dict[str, Any] = {"min_value": given.minimum, "max_value": given.maximum}
+    match given.kind:
+        case Kind.FLAG:
+            return forms.BooleanField(**(common | {"required": False}))
+        case Kind.WHOLE:
+            return forms.IntegerField(**common, **numbers)
+        case Kind.NUMBER:
+            return forms.FloatField(**common, **numbers)
+        case Kind.QUEUE:
+            return forms.ChoiceField(**common, choices=_queues)
+        case _:
+            return forms.CharField(**common, max_length=given.max_length)
+
+
+def _queues() -> list[tuple[str, Any]]:
+    return [("", "---------"), *((name, name) for name in registry.queue_names())]

@@ -1,0 +1,305 @@
+"""Buttons and confirmations of the actions of the table, and what a posted one does.
+
+An action on one row or on ticked rows is done at once, if it takes no inputs; else a form asks for
+these. An action on all rows found, and any on dead letters, is shown first and carried out by a
+second, posted form. Many rows are the work of an internal job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from urllib.parse import urlencode
+from uuid import UUID
+
+from django import forms
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.http import Http404, HttpResponse
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from kjo_django.admin.actions import form_of, show_report
+from kjo_django.admin.dashboard.dead_letters import address_of, selection_of
+from kjo_django.admin.dashboard.desk import Desk, Screen, button_actions, forget, screen_of
+from kjo_django.admin.dashboard.jobs import search_of
+from kjo_django.models import Job, Worker
+from kjo_django.operations import bulk, dead_letters, queues
+from kjo_django.operations.actions import (
+    ACTIONS,
+    SYNCHRONOUS_LIMIT,
+    Action,
+    Subject,
+    Surface,
+    actions_of,
+)
+from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.jobs import search
+from kjo_django.operations.jobs.search import JobFilter
+from kjo_django.store.transactions import jobs_database
+
+SAMPLE = 10
+MOST_CHOSEN = 1000
+LOOKED_AT = 500
+"""Letters a preview looks at one by one; all are counted."""
+
+
+# --- Carrying out ---------------------------------------------------------------------------------
+
+
+def carry_out(
+    desk: Desk,
+    action: Action,
+    selection: Any,
+    inputs: dict[str, Any],
+    *back: Any,
+) -> HttpResponse:
+    """Do an action, show what came of it, and lead back to a screen.
+
+    :param selection: rows' ids, or a filter, for which an internal job may do it.
+    """
+
+    def act() -> Any:
+        log = desk.audit(action.log_entry(inputs))
+        if isinstance(selection, JobFilter | DeadLetterFilter):
+            return bulk.change_or_start(
+                action.key, selection, actor=desk.actor, on_changed=log, **inputs
+            )
+        return action.perform(selection, actor=desk.actor, on_changed=log, **inputs)
+
+    done = desk.attempt(act)
+    if isinstance(done, Job):
+        found = f" {selection}" if isinstance(selection, JobFilter) else ""
+        desk.audit(f"Started to change {action.subject}: {action.name}{found}")([done])
+        desk.tell(_("This takes a while; a job of its own does it."))
+        if desk.may("view_job"):
+            return desk.back("job", done.pk)
+    elif done is not None:
+        show_report(desk.tell, action, done)
+    return desk.back(*back)
+
+
+def _confirm(
+    desk: Desk,
+    action: Action,
+    selection: Any,
+    preview: Callable[[], dict[str, Any]],
+    *back: Any,
+    is_confirmed: bool,
+    title: str,
+) -> HttpResponse:
+    """Carry an action out if its form was posted; else show what it would be done to, with a form
+    for its inputs.
+
+    :param preview: returns what the template shows of the rows.
+    """
+    form: forms.Form = form_of(action, many=True)(desk.request.POST if is_confirmed else None)
+    if is_confirmed and form.is_valid():
+        return carry_out(desk, action, selection, form.cleaned_data, *back)
+    return desk.show(
+        "",
+        {
+            "form": form,
+            "action": action,
+            "limit": COUNT_LIMIT,
+            "synchronous": SYNCHRONOUS_LIMIT,
+            **preview(),
+        },
+        controls="action_confirm.html",
+        title=title,
+    )
+
+
+# --- Jobs -----------------------------------------------------------------------------------------
+
+
+def _action_of_jobs(desk: Desk, name: str) -> Action:
+    action = ACTIONS.get(name)
+    if action is None or action not in actions_of(Subject.JOBS, Surface.DASHBOARD):
+        raise Http404
+    if not action.is_allowed(desk.request.user):
+        raise PermissionDenied
+    return action
+
+
+def change_one(action: Action, desk: Desk, job: UUID) -> HttpResponse:
+    """Do an action to one job."""
+    if not desk.may("view_job"):
+        raise PermissionDenied
+    rows = Job.objects.using(jobs_database()).filter(pk=job).defer("payload", "result")
+    if not rows:
+        raise Http404(_("There is no such job; it may have been pruned."))
+    if not action.has_required_inputs:
+        return carry_out(desk, action, [job], {}, "job", job)
+    return _confirm(
+        desk,
+        action,
+        [job],
+        lambda: {"count": 1, "sample": rows, "back": desk.url("job", job)},
+        "job",
+        job,
+        is_confirmed="confirmed" in desk.request.POST,
+        title=f"{action.label}: {job}",
+    )
+
+
+def change_chosen(desk: Desk, action: str) -> HttpResponse:
+    """Do an action to the jobs whose boxes were ticked."""
+    found = _action_of_jobs(desk, action)
+    chosen = desk.request.POST.getlist("job")[:MOST_CHOSEN]
+    if not chosen:
+        desk.tell(_("Tick the jobs you mean first."), messages.WARNING)
+        return desk.back("jobs")
+    if not found.has_required_inputs:
+        return carry_out(desk, found, chosen, {}, "jobs")
+    return _confirm(
+        desk,
+        found,
+        chosen,
+        lambda: {
+            "count": len(chosen),
+            "fields": [("job", id) for id in chosen],
+            "back": desk.url("jobs"),
+        },
+        "jobs",
+        is_confirmed="confirmed" in desk.request.POST,
+        title=_("%s: the jobs ticked") % found.label,
+    )
+
+
+def change_all(desk: Desk, action: str) -> HttpResponse:
+    """Preview an action on all the jobs a search finds, and carry it out."""
+    found = _action_of_jobs(desk, action)
+    text, selection, wrong = search_of(desk)
+    if selection is None or wrong:
+        desk.tell(wrong, messages.ERROR)
+        return desk.back("jobs")
+
+    def preview() -> dict[str, Any]:
+        return {
+            "q": text,
+            "fields": [("q", text)],
+            "count": bounded_count(search.find(selection)),
+            "sample": search.page(selection, size=SAMPLE).rows,
+            "back": f"{desk.url('jobs')}?{urlencode({'q': text})}",
+        }
+
+    return _confirm(
+        desk,
+        found,
+        selection,
+        preview,
+        "jobs",
+        is_confirmed=desk.request.method == "POST",
+        title=_("%s: all jobs found") % found.label,
+    )
+
+
+# --- Dead letters ---------------------------------------------------------------------------------
+
+
+def change_letters(action: Action, desk: Desk) -> HttpResponse:
+    """Preview an action on one, some, a group or all of the dead letters, and carry it out."""
+    if not desk.may("view_deadletter"):
+        raise PermissionDenied  # a preview shows handlers and errors
+    given = desk.request.POST if desk.request.method == "POST" else desk.request.GET
+    selection = selection_of(desk, given)
+    if selection.is_empty and "all" not in given:
+        desk.tell(_("Tick the dead letters you mean first."), messages.WARNING)
+        return desk.back("letters")
+
+    def preview() -> dict[str, Any]:
+        rows = dead_letters.select(selection)
+        count = bounded_count(rows)
+        report = dead_letters.preview(rows, limit=LOOKED_AT)
+        names = ("queue", "handler", "reason", "error", "fingerprint")
+        pairs = [(name, value) for name in names if (value := getattr(selection, name))]
+        return {
+            "count": count,
+            "report": report,
+            # As lists: a template would look the method's name up among the counts.
+            "histogram": list(report.histogram.items()),
+            "refused": list(report.refused.items()),
+            "looked_at": min(count, LOOKED_AT),
+            "fields": [("all", "1"), *pairs, *(("letter", str(id)) for id in selection.ids or ())],
+            "back": f"{desk.url('letters')}?{address_of(selection)}",
+        }
+
+    return _confirm(
+        desk,
+        action,
+        selection,
+        preview,
+        "dead_letters",
+        is_confirmed=desk.request.method == "POST" and "confirmed" in desk.request.POST,
+        title=_("%s dead letters") % action.label,
+    )
+
+
+# --- Queues and workers ---------------------------------------------------------------------------
+
+QUEUE_MESSAGES: dict[str, tuple[Any, Any]] = {
+    "pause": (gettext_lazy("Paused: %s"), gettext_lazy("It was paused already: %s")),
+    "resume": (gettext_lazy("Resumed: %s"), gettext_lazy("It was not paused: %s")),
+}
+
+
+def change_queue(action: Action, desk: Desk, queue: str) -> HttpResponse:
+    """Do an action to one queue."""
+    if queue not in {row["queue"] for row in queues.overview()}:
+        raise Http404(_("No queue has this name."))
+    log = desk.audit(action.log_entry({}))
+    done = desk.attempt(lambda: action.perform([queue], actor=desk.actor, on_changed=log))
+    if done is not None:
+        changed, unchanged = QUEUE_MESSAGES[action.name]
+        if done.changed_count:
+            desk.tell(changed % queue)
+        else:
+            desk.tell(unchanged % queue, messages.WARNING)
+    forget("queues")
+    return desk.back("queues")
+
+
+def change_worker(action: Action, desk: Desk, worker: UUID) -> HttpResponse:
+    """Do an action to one worker."""
+    if not Worker.objects.using(jobs_database()).filter(pk=worker).exists():
+        raise Http404(_("There is no such worker."))
+    answer = carry_out(desk, action, [worker], {}, "consumers")
+    forget("workers")
+    return answer
+
+
+# --- Screens --------------------------------------------------------------------------------------
+
+
+def _screens() -> list[Screen]:
+    screens = [
+        Screen("jobs_all", "jobs/all/<str:action>/", change_all, "view_job"),
+        Screen(
+            "jobs_chosen", "jobs/chosen/<str:action>/", change_chosen, "view_job", is_action=True
+        ),
+    ]
+    places: dict[Subject, tuple[str, Callable[..., HttpResponse]]] = {
+        Subject.JOBS: ("jobs/<uuid:job>/", change_one),
+        Subject.QUEUES: ("queues/<path:queue>/", change_queue),
+        Subject.WORKERS: ("consumers/<uuid:worker>/", change_worker),
+        Subject.LETTERS: ("dead-letters/", change_letters),
+    }
+    for subject, (place, view) in places.items():
+        for action in button_actions(subject):
+            is_preview = subject == Subject.LETTERS or action.has_required_inputs
+            screens.append(
+                Screen(
+                    screen_of(action),
+                    f"{place}{action.name}/",
+                    partial(view, action),
+                    action.permission,
+                    is_action=not is_preview,
+                )
+            )
+    return screens
+
+
+SCREENS = tuple(_screens())

@@ -1,0 +1,649 @@
+"""The table of what operators can do: one entry for each action.
+
+From an entry are built the action and the button of the admin, the buttons and the confirmation of
+the dashboard, the endpoint of the REST API with its schema, and, for large selections, the internal
+job of ``operations.bulk``. Each of them asks for the entry's permission. To add an action, write an
+operation and an entry for it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.core.exceptions import PermissionDenied
+from django.db.models import QuerySet
+from django.utils.translation import gettext_lazy as _
+from django.utils.translation import ngettext_lazy
+
+from kjo_django import states
+from kjo_django.enqueue.definition import known_queue
+from kjo_django.models import DeadLetter
+from kjo_django.operations import dead_letters, jobs, queues, workers
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.dead_letters.table import ReplayReport
+from kjo_django.operations.internal import UserActor
+from kjo_django.operations.jobs import Outcomes, rescheduling
+from kjo_django.operations.rows import RATE_MAX, RATE_MIN, Observer, Progress, checked_rate
+from kjo_django.states import JobStatus
+
+SYNCHRONOUS_LIMIT = 1000
+"""Rows up to which a request does the work itself."""
+MAX_NOTE = 300
+MAX_NAME = 100
+"""Characters of a queue's name."""
+
+Report = Outcomes | ReplayReport
+
+
+class Subject(enum.StrEnum):
+    """The rows that an action is done to."""
+
+    JOBS = "jobs"
+    LETTERS = "letters"
+    QUEUES = "queues"
+    WORKERS = "workers"
+
+
+VIEW_PERMISSIONS: Mapping[Subject, str] = {
+    Subject.JOBS: "view_job",
+    Subject.LETTERS: "view_deadletter",
+    Subject.QUEUES: "view_queuecontrol",
+    Subject.WORKERS: "view_worker",
+}
+"""What a user needs to see the rows."""
+
+
+class Surface(enum.Flag):
+    """Where an action is offered."""
+
+    ADMIN = enum.auto()
+    DASHBOARD = enum.auto()
+    REST = enum.auto()
+    BULK = enum.auto()
+    """By an internal job, for all rows that a filter finds."""
+
+
+SCREENS = Surface.ADMIN | Surface.DASHBOARD
+
+
+class Kind(enum.Enum):
+    """The type of an input."""
+
+    TEXT = enum.auto()
+    QUEUE = enum.auto()
+    """The name of a queue."""
+    FLAG = enum.auto()
+    WHOLE = enum.auto()
+    NUMBER = enum.auto()
+    JSON = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """A value that an action takes besides its rows."""
+
+    name: str
+    kind: Kind
+    label: Any
+    help: Any = ""
+    is_required: bool = False
+    is_nullable: bool = False
+    """Whether None may be given, which is something else than nothing."""
+    minimum: float | None = None
+    maximum: float | None = None
+    max_length: int | None = None
+    is_for_many: bool = False
+    """Whether it is only asked for a selection or a filter, not for one row."""
+    is_in_lists: bool = False
+    """Whether the lists of the admin have a field for it."""
+    check: Callable[[Any], Any] | None = None
+    """Returns the value to use; raises ValueError for one that is not allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestSchema:
+    """What the REST API says of an action besides its inputs."""
+
+    body: str = ""
+    """Name of the body's component; made from the action's name if empty."""
+    about: str = ""
+    """Description of the body's component."""
+    method: str = "POST"
+    path: str | None = None
+    """The last part of the address; made from the action's name if None."""
+    answers: Mapping[int, str] = field(default_factory=dict)
+    """The meaning of each status of success, where it is not obvious."""
+    problems: tuple[int, ...] = (404, 409, 503)
+    example: tuple[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One thing that operators can do."""
+
+    name: str
+    subject: Subject
+    label: Any
+    """What the button says."""
+    about: str
+    """What it does, in a sentence or two; the OpenAPI schema and the confirmation show it."""
+    permission: str
+    """Codename of the permission, beside the one to see the rows."""
+    operation: Callable[..., Report]
+    """Called with the rows and as keywords ``actor``, ``on_changed`` and the inputs, and for large
+    work with ``progress``."""
+    log: str
+    """The entry in the log of each row that changed; names of inputs in braces are replaced."""
+    done: Any
+    """The message that says how many rows changed, by ngettext_lazy."""
+    result: str = ""
+    """The outcome that a row which changed is counted under."""
+    harmless: frozenset[str] = frozenset()
+    """Outcomes that say that nothing had to be changed; no refusal."""
+    inputs: tuple[Input, ...] = ()
+    further_permissions: tuple[str, ...] = ()
+    surfaces: Surface = Surface.ADMIN | Surface.DASHBOARD | Surface.REST
+    applies: Callable[[str], bool] = lambda state: True
+    """Whether it can be done to a row in this state: others get no button."""
+    is_dangerous: bool = False
+    """Whether its button is coloured as a warning."""
+    rest: RestSchema = field(default_factory=RestSchema)
+
+    @property
+    def key(self) -> str:
+        """Its name among the actions of all subjects; internal jobs have it in their payload."""
+        return self.name if self.subject == Subject.JOBS else f"{self.name}_{self.subject}"
+
+    @property
+    def permissions(self) -> tuple[str, ...]:
+        """The codenames of all permissions that it takes."""
+        return (VIEW_PERMISSIONS[self.subject], self.permission, *self.further_permissions)
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether an internal job may carry it out."""
+        return Surface.BULK in self.surfaces
+
+    @property
+    def has_required_inputs(self) -> bool:
+        """Whether it cannot be done by a button alone."""
+        return any(each.is_required for each in self.inputs)
+
+    def is_allowed(self, user: Any) -> bool:
+        """Whether a user has its permissions. The one to see the rows is not asked here: the
+        surfaces have pages of their own to protect."""
+        needed = (self.permission, *self.further_permissions)
+        return all(user.has_perm(f"kjo_django.{codename}") for codename in needed)
+
+    def checked(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs as the operation takes them.
+
+        :raises ValueError: one is missing, unknown or not allowed.
+        """
+        known = {each.name: each for each in self.inputs}
+        unknown = sorted(inputs.keys() - known.keys())
+        if unknown:
+            raise ValueError(f"{self.key} takes no {', '.join(unknown)}")
+        values = dict(inputs)
+        for name, each in known.items():
+            if each.is_required and name not in values:
+                values[name] = None
+            if name in values and each.check is not None:
+                values[name] = each.check(values[name])
+        return values
+
+    def log_entry(self, inputs: Mapping[str, Any]) -> str:
+        """Return what the log says of each row that changed."""
+        if "{inputs}" in self.log:
+            said = ", ".join(f"{name}: {value}" for name, value in inputs.items())
+            return self.log.replace("{inputs}", said)
+        return self.log.format_map({each.name: inputs.get(each.name) for each in self.inputs})
+
+    def perform(
+        self,
+        selection: Any,
+        *,
+        actor: str,
+        on_changed: Observer | None = None,
+        progress: Progress | None = None,
+        **inputs: Any,
+    ) -> Report:
+        """Do it to the rows of a selection.
+
+        :param selection: rows or their primary keys, a queryset, or a ``DeadLetterFilter``.
+        :param actor: who asks; of a ``UserActor`` the permission is asked.
+        :param on_changed: called with the rows of each chunk inside its transaction.
+        :raises PermissionDenied: the user may not do it.
+        :raises ValueError: an input is not allowed.
+        """
+        if isinstance(actor, UserActor) and not self.is_allowed(actor.user):
+            raise PermissionDenied
+        values = self.checked(inputs)
+        if self.subject == Subject.LETTERS and not isinstance(
+            selection, QuerySet | DeadLetterFilter
+        ):
+            selection = DeadLetterFilter(ids=[getattr(row, "pk", row) for row in selection])
+        options = {} if progress is None else {"progress": progress}
+        return self.operation(selection, actor=actor, on_changed=on_changed, **values, **options)
+
+
+# --- Operations whose results or arguments are brought into one form ------------------------------
+
+
+def _cancel(selection: Any, *, abort: bool = False, **options: Any) -> Outcomes:
+    return jobs.cancel(selection, abort=abort, **options)
+
+
+def _abort(selection: Any, **options: Any) -> Outcomes:
+    return jobs.cancel(selection, abort=True, **options)
+
+
+def _discard_of_jobs(selection: Any, *, note: str, **options: Any) -> Outcomes:
+    if isinstance(selection, QuerySet):
+        selection = selection.order_by().values("pk")
+    return _discard(DeadLetter.objects.filter(job__in=selection), note=note, **options)
+
+
+def _discard(selection: Any, *, note: str, **options: Any) -> Outcomes:
+    count = dead_letters.discard(selection, note=note, **options)
+    return Outcomes({"discarded": count} if count else {}, count)
+
+
+def _replay(selection: Any, **options: Any) -> ReplayReport:
+    return dead_letters.replay(selection, **options)
+
+
+def _edit_and_replay(selection: Any, *, payload: bytes, **options: Any) -> ReplayReport:
+    (id,) = selection.ids
+    return dead_letters.edit_and_replay(id, payload, **options)
+
+
+def _each_queue(change: Callable[..., bool]) -> Callable[..., Outcomes]:
+    def change_each(selection: Iterable[Any], **options: Any) -> Outcomes:
+        outcomes = Outcomes()
+        for row in selection:
+            is_changed = change(str(getattr(row, "pk", row)), **options)
+            outcomes.add("changed" if is_changed else "unchanged")
+            outcomes.changed_count += is_changed
+        return outcomes
+
+    return change_each
+
+
+# --- Inputs ---------------------------------------------------------------------------------------
+
+
+def _note(value: Any) -> str:
+    text = str(value or "").strip()
+    if not text:
+        raise ValueError("A note is needed that says why they are discarded")
+    return text[:MAX_NOTE]
+
+
+NOTE = Input(
+    name="note",
+    kind=Kind.TEXT,
+    label=_("Note"),
+    help=_("For whoever finds it later."),
+    is_required=True,
+    max_length=MAX_NOTE,
+    is_in_lists=True,
+    check=_note,
+)
+FORCE = Input(
+    name="force",
+    kind=Kind.FLAG,
+    label=_("Also those that were replayed too often or have taken effect"),
+    help=_("Also what was replayed too often, has taken effect, or whose job has moved on."),
+)
+RATE = Input(
+    name="rate",
+    kind=Kind.NUMBER,
+    label=_("At most so many a second"),
+    help=_("A second. Empty: as fast as possible."),
+    is_nullable=True,
+    minimum=RATE_MIN,
+    maximum=RATE_MAX,
+    is_for_many=True,
+    check=checked_rate,
+)
+LIMIT = Input(
+    name="limit",
+    kind=Kind.WHOLE,
+    label=_("At most so many"),
+    help=_("The oldest so many only, within this request."),
+    is_nullable=True,
+    minimum=1,
+    maximum=SYNCHRONOUS_LIMIT,
+    is_for_many=True,
+)
+
+
+def _limit_of_queue(name: str, label: Any, help: Any) -> Input:
+    _unit, most = queues.LIMITS[name]
+    return Input(
+        name=name,
+        kind=Kind.WHOLE,
+        label=label,
+        help=help,
+        is_nullable=True,
+        minimum=1,
+        maximum=most,
+    )
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+
+def _is_open(state: str) -> bool:
+    return state not in states.FINAL
+
+
+def _waits(state: str) -> bool:
+    return _is_open(state) and state != JobStatus.PROCESSING
+
+
+_EVERYWHERE = SCREENS | Surface.REST | Surface.BULK
+
+TABLE: tuple[Action, ...] = (
+    Action(
+        name="run_now",
+        subject=Subject.JOBS,
+        label=_("Run now"),
+        about="Let a scheduled job, or a failing one that waits for its next attempt, run now.",
+        permission="retry_job",
+        operation=rescheduling.run_now,
+        log="Run now.",
+        done=ngettext_lazy("%d job is due now.", "%d jobs are due now."),
+        result="due",
+        harmless=frozenset({"unchanged"}),
+        applies=_waits,
+        surfaces=_EVERYWHERE,
+        rest=RestSchema(answers={200: "`due`: it was due later; `unchanged`: it was due already."}),
+    ),
+    Action(
+        name="requeue",
+        subject=Subject.JOBS,
+        label=_("Requeue"),
+        about="Give a job a new run with all its attempts, due now; its dead letters are closed.",
+        permission="retry_job",
+        operation=jobs.requeue,
+        log="Requeued.",
+        done=ngettext_lazy("%d job was requeued.", "%d jobs were requeued."),
+        result="requeued",
+        surfaces=_EVERYWHERE,
+    ),
+    Action(
+        name="change_queue",
+        subject=Subject.JOBS,
+        label=_("Move to another queue"),
+        about="Move an open job to another queue; its idempotency key is another one there.",
+        permission="retry_job",
+        operation=rescheduling.change_queue,
+        log="Moved to {queue}.",
+        done=ngettext_lazy("%d job was moved.", "%d jobs were moved."),
+        result="moved",
+        harmless=frozenset({"unchanged"}),
+        inputs=(
+            Input(
+                name="queue",
+                kind=Kind.QUEUE,
+                label=_("Queue"),
+                help=_("Its workers must have the job's handler."),
+                is_required=True,
+                max_length=MAX_NAME,
+                is_in_lists=True,
+                check=known_queue,
+            ),
+        ),
+        applies=_waits,
+        surfaces=_EVERYWHERE,
+        rest=RestSchema(
+            about="Where to.", answers={200: "`moved`, or `unchanged`: it was in that queue."}
+        ),
+    ),
+    Action(
+        name="cancel",
+        subject=Subject.JOBS,
+        label=_("Cancel"),
+        about="Cancel an open job, or with `abort` ask a running one to end.",
+        permission="cancel_job",
+        operation=_cancel,
+        log="Cancelled.",
+        done=ngettext_lazy("%d job was cancelled.", "%d jobs were cancelled."),
+        result="cancelled",
+        inputs=(
+            Input(
+                name="abort",
+                kind=Kind.FLAG,
+                label=_("Also ask running ones to end"),
+                help=_("Ask it to end if it is running; without, that is refused."),
+            ),
+        ),
+        applies=_is_open,
+        is_dangerous=True,
+        surfaces=_EVERYWHERE,
+        rest=RestSchema(
+            about="How to cancel.",
+            answers={200: "It is cancelled.", 202: "It is running, and was asked to end."},
+        ),
+    ),
+    Action(
+        name="abort",
+        subject=Subject.JOBS,
+        label=_("Ask it to abort"),
+        about="Ask a running job to end.",
+        permission="cancel_job",
+        operation=_abort,
+        log="Cancelled, or asked to abort.",
+        done=ngettext_lazy("%d job was cancelled.", "%d jobs were cancelled."),
+        result="cancelled",
+        applies=lambda state: state == JobStatus.PROCESSING,
+        is_dangerous=True,
+        surfaces=Surface.DASHBOARD,
+    ),
+    Action(
+        name="discard",
+        subject=Subject.JOBS,
+        label=_("Discard dead letters"),
+        about="Close the dead letters of jobs that have failed, without running these again.",
+        permission="discard_dlq",
+        operation=_discard_of_jobs,
+        log="Discarded: {note}",
+        done=ngettext_lazy("%d dead letter was discarded.", "%d dead letters were discarded."),
+        result="discarded",
+        inputs=(NOTE,),
+        applies=lambda state: state == JobStatus.FAILED,
+        is_dangerous=True,
+        surfaces=Surface.BULK,
+    ),
+    Action(
+        name="replay",
+        subject=Subject.LETTERS,
+        label=_("Replay"),
+        about="Run again what died: its job is requeued, or its message published as it was.",
+        permission="replay_dlq",
+        operation=_replay,
+        log="Replayed.",
+        done=ngettext_lazy("%d dead letter was replayed.", "%d dead letters were replayed."),
+        inputs=(FORCE, RATE, LIMIT),
+        surfaces=_EVERYWHERE,
+        rest=RestSchema(about="How to replay."),
+    ),
+    Action(
+        name="edit_and_replay",
+        subject=Subject.LETTERS,
+        label=_("Edit and replay"),
+        about="Replay a dead letter with another payload; it keeps the one it died with. Where it "
+        "says `[redacted]`, what the dead letter has there is kept.",
+        permission="replay_dlq",
+        further_permissions=("edit_payload",),
+        operation=_edit_and_replay,
+        log="Replayed with another payload.",
+        done=ngettext_lazy(
+            "Replayed with the payload you gave. It keeps the one it died with.",
+            "%d dead letters were replayed.",
+        ),
+        inputs=(
+            Input(
+                name="payload",
+                kind=Kind.JSON,
+                label=_("Payload"),
+                help=_("What the handler is given instead."),
+                is_required=True,
+            ),
+        ),
+        surfaces=Surface.DASHBOARD | Surface.REST,
+        rest=RestSchema(
+            body="EditBody",
+            about="The repaired payload.",
+            example=(
+                "The field that was missing",
+                {"payload": {"order_id": 7, "customer_id": 3}},
+            ),
+        ),
+    ),
+    Action(
+        name="discard",
+        subject=Subject.LETTERS,
+        label=_("Discard"),
+        about="Close a dead letter without running it again.",
+        permission="discard_dlq",
+        operation=_discard,
+        log="Discarded: {note}",
+        done=ngettext_lazy("%d dead letter was discarded.", "%d dead letters were discarded."),
+        result="discarded",
+        inputs=(NOTE,),
+        is_dangerous=True,
+        surfaces=_EVERYWHERE,
+        rest=RestSchema(about="Why.", problems=(404, 409)),
+    ),
+    Action(
+        name="pause",
+        subject=Subject.QUEUES,
+        label=_("Pause"),
+        about="Stop handing out jobs of a queue; what runs now ends normally.",
+        permission="pause_queue",
+        operation=_each_queue(queues.pause),
+        log="Paused.",
+        done=ngettext_lazy("%d queue was paused.", "%d queues were paused."),
+        result="changed",
+        applies=lambda state: state != "paused",
+        rest=RestSchema(problems=(404,)),
+    ),
+    Action(
+        name="resume",
+        subject=Subject.QUEUES,
+        label=_("Resume"),
+        about="Hand out jobs of a queue again.",
+        permission="pause_queue",
+        operation=_each_queue(queues.resume),
+        log="Resumed.",
+        done=ngettext_lazy("%d queue was resumed.", "%d queues were resumed."),
+        result="changed",
+        applies=lambda state: state == "paused",
+        rest=RestSchema(problems=(404,)),
+    ),
+    Action(
+        name="limit",
+        subject=Subject.QUEUES,
+        label=_("Change"),
+        about="Change limits of a queue, for its present jobs too; workers obey within two "
+        "seconds.",
+        permission="change_queuecontrol",
+        operation=_each_queue(queues.set_policy),
+        log="Limits: {inputs}.",
+        done=ngettext_lazy(
+            "Changed. Running workers obey within two seconds.", "%d queues were changed."
+        ),
+        result="changed",
+        inputs=(
+            _limit_of_queue(
+                "concurrency", _("Concurrency"), _("Groups of the queue one worker runs at once.")
+            ),
+            _limit_of_queue(
+                "max_attempts", _("Max attempts"), _("Executions before a job is dead-lettered.")
+            ),
+            _limit_of_queue(
+                "backoff_base",
+                _("Back-off (seconds)"),
+                _("Seconds before the second attempt; doubles each time."),
+            ),
+        ),
+        surfaces=Surface.DASHBOARD | Surface.REST,
+        rest=RestSchema(
+            body="LimitsBody",
+            about="Limits to change; one that is not given stays, null goes back to what is "
+            "configured.",
+            method="PATCH",
+            path="",
+            problems=(404,),
+        ),
+    ),
+    Action(
+        name="quiet",
+        subject=Subject.WORKERS,
+        label=_("Quiet"),
+        about="Let a worker start nothing more; what runs there ends, and it stays until stopped.",
+        permission="control_worker",
+        operation=workers.quiet,
+        log="Asked to start nothing more.",
+        done=ngettext_lazy(
+            "The worker starts nothing more; what runs there ends.",
+            "%d workers start nothing more; what runs there ends.",
+        ),
+        result="asked",
+        harmless=frozenset({"unchanged"}),
+        applies=lambda state: state != "quiet",
+        rest=RestSchema(problems=(404, 409)),
+    ),
+    Action(
+        name="unquiet",
+        subject=Subject.WORKERS,
+        label=_("Go on"),
+        about="Let a quiet worker go on.",
+        permission="control_worker",
+        operation=workers.unquiet,
+        log="Asked to go on.",
+        done=ngettext_lazy("The worker goes on.", "%d workers go on."),
+        result="asked",
+        harmless=frozenset({"unchanged"}),
+        applies=lambda state: state == "quiet",
+        rest=RestSchema(problems=(404, 409)),
+    ),
+    Action(
+        name="stop",
+        subject=Subject.WORKERS,
+        label=_("Stop"),
+        about="Let a worker stop as a SIGTERM would.",
+        permission="control_worker",
+        operation=workers.stop,
+        log="Asked to stop.",
+        done=ngettext_lazy("The worker is stopping.", "%d workers are stopping."),
+        result="asked",
+        harmless=frozenset({"unchanged"}),
+        is_dangerous=True,
+        rest=RestSchema(problems=(404, 409)),
+    ),
+)
+
+ACTIONS: Mapping[str, Action] = {action.key: action for action in TABLE}
+"""The entries by their keys."""
+
+
+def actions_of(subject: Subject, surface: Surface) -> list[Action]:
+    """Return the actions that a surface offers for rows of a subject."""
+    return [each for each in TABLE if each.subject == subject and surface in each.surfaces]
+
+
+def find(key: str) -> Action:
+    """Return the action of a key.
+
+    :raises ValueError: there is none.
+    """
+    if key not in ACTIONS:
+        raise ValueError(f"There is no action {key!r:.80}")
+    return ACTIONS[key]
