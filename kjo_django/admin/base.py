@@ -35,10 +35,10 @@ from kjo_django.admin.actions import (
 from kjo_django.admin.display import inert_row
 from kjo_django.operations.actions import Action, Subject, Surface, actions_of
 from kjo_django.operations.audit import log_entries
-from kjo_django.operations.counting import bounded_count
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.safe_text import InertName, inert
+from kjo_django.store.counting import bounded_count
 
 if TYPE_CHECKING:
     BaseModelAdmin = admin.ModelAdmin[Any]

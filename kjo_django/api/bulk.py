@@ -18,8 +18,8 @@ from kjo_django.api.openapi import documented
 from kjo_django.api.problems import Conflict
 from kjo_django.models import Job
 from kjo_django.operations import bulk, dead_letters
-from kjo_django.operations.counting import bounded_count
 from kjo_django.operations.dead_letters import PREVIEW_LIMIT
+from kjo_django.store.counting import bounded_count
 
 BACKGROUND = (shapes.Background, "They are many: a job does it. `Location` is its address.")
 

@@ -20,8 +20,8 @@ from kjo_django.api.job_shapes import NoBody
 from kjo_django.api.openapi import documented
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues
-from kjo_django.operations.counting import seconds_since
 from kjo_django.operations.monitoring import status
+from kjo_django.store.counting import seconds_since
 from kjo_django.store.transactions import jobs_database
 
 TAG = "queues"

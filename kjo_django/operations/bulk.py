@@ -34,13 +34,13 @@ from kjo_django.operations.actions import (
     Subject,
     find,
 )
-from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.dead_letters.table import ReplayReport
 from kjo_django.operations.internal import Request, UserActor, actor_of
 from kjo_django.operations.jobs import search
 from kjo_django.operations.jobs.search import JobFilter
 from kjo_django.operations.rows import Observer, Progress, checked_rate
+from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 from kjo_django.store.transactions import jobs_database
 
 PATIENT_SECONDS = 5

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from django.db import connections, transaction
 from django.db.models import F, Model, QuerySet
 
+from kjo_django.store import store_for
 from kjo_django.values import number
 
 M = TypeVar("M", bound=Model)
@@ -64,8 +64,7 @@ def _walk(selection: QuerySet[Any], size: int) -> Iterator[list[Any]]:
 def streamed(rows: QuerySet[Any], chunk_size: int = 2000) -> Iterator[Any]:
     """Iterate as ``iterator()`` does, and on PostgreSQL within one transaction: the cursor at the
     server needs that behind a pooler in transaction mode, and is the cheaper for it elsewhere."""
-    in_one = connections[rows.db].vendor == "postgresql"
-    with transaction.atomic(using=rows.db) if in_one else nullcontext():
+    with store_for(rows.db).streaming():
         yield from rows.iterator(chunk_size)
 
 

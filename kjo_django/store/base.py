@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from django.db import connections, transaction
-from django.db.models import Q
+from django.db.models import F, Q, QuerySet
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.models import EventKey, Job, ProcessedEvent
+from kjo_django.models import EventKey, Job, Lease, ProcessedEvent
 from kjo_django.states import JobState
 from kjo_django.store.rows import COLUMNS, NAMED_BY_OTHERS, Completion, JobRow
 
@@ -319,5 +319,114 @@ class Store:
             )
             return int(cursor.rowcount)
 
+    # --- Leases of coordination -------------------------------------------------------------------
 
+    has_one_writer = False
+    """Whether a transaction that writes waits until no other one does."""
+
+    def claim_leases(
+        self, names: Sequence[str], token: str, ttl: timedelta
+    ) -> dict[str, tuple[bool, int]]:
+        """Take the leases that are free or ``token``'s own, inside the caller's transaction.
+
+        :param names: without repeats, in one order; no more than one statement binds.
+        :returns: for each name whether it is ``token``'s now, and how often it was claimed.
+        """
+        found = self._lock_leases(names)
+        now = timezone.now()
+        ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
+        free = {n for n, row in found.items() if row.expires_at <= now}
+        if ours:
+            self._leases(ours).update(expires_at=now + ttl)
+        if free:
+            self._leases(free).update(
+                token=token, expires_at=now + ttl, deliveries=F("deliveries") + 1
+            )
+        return {
+            name: (
+                name in ours or name in free,
+                found[name].deliveries + (name in free) if name in found else 0,
+            )
+            for name in names
+        }
+
+    def _lock_leases(self, names: Sequence[str]) -> dict[str, Lease]:
+        """Make sure each name has a row, and lock them in one order: claimers cannot deadlock.
+
+        The INSERT comes first: with it an old SQLite's transaction waits for the write lock instead
+        of failing on a stale snapshot. A row may be released (deleted) between the two statements;
+        then it is inserted again.
+        """
+        found: dict[str, Lease] = {}
+        missing = names
+        for _ in range(3):
+            Lease.objects.using(self.alias).bulk_create(
+                [Lease(name=name, expires_at=_LONG_AGO) for name in missing], ignore_conflicts=True
+            )
+            rows = self._leases(missing).order_by("name").select_for_update()
+            found.update({row.name: row for row in rows})
+            missing = [name for name in names if name not in found]
+            if not missing:
+                break
+        return found
+
+    def _leases(self, names: Collection[str]) -> QuerySet[Lease]:
+        return Lease.objects.using(self.alias).filter(name__in=list(names))
+
+    def delete_leases(self, names: Sequence[str], token: str) -> None:
+        """Delete the leases that ``token`` still holds; Django would prepare each value for long.
+
+        :param names: no more than one statement binds.
+        """
+        places = ", ".join(["%s"] * len(names))
+        with self.connection.cursor() as cursor:
+            cursor.execute(
+                f"DELETE FROM kjo_lease WHERE name IN ({places}) AND token = %s",  # noqa: S608 - places
+                [*names, token],
+            )
+
+    # --- Sessions and wake-up calls ---------------------------------------------------------------
+
+    has_notify = False
+    """Whether sessions can notify one another, and be named and ended, as on PostgreSQL."""
+
+    def notify(self, payloads: Collection[str]) -> None:
+        """Send notifications when the current transaction commits.
+
+        :raises NotImplementedError: the database has no notifications.
+        """
+        raise NotImplementedError
+
+    def name_session(self, connection: BaseDatabaseWrapper, name: str) -> bool:
+        """Name a connection's session, where sessions have names.
+
+        :param connection: newly made; not always the thread's own, to this database.
+        :returns: whether the session may be ended by its name: False behind a pooler that would
+            hand it on, with its name, to clients without one.
+        """
+        return True
+
+    def idle_transactions(self, prefix: str, width: int, since: timedelta) -> dict[int, str]:
+        """Return the sessions whose open transaction has done nothing for so long, by process id.
+
+        :param prefix: what their names begin with.
+        :param width: how much of a name is returned.
+        """
+        return {}
+
+    def end_sessions(self, pids: Sequence[int]) -> None:
+        """End sessions of the server."""
+
+    def session_counts(self, prefix: str) -> tuple[int, int] | None:
+        """Return how many sessions have a name with this beginning, and how many have not; None
+        where sessions have no names."""
+        return None
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Run a block that reads a result in chunks."""
+        yield
+
+
+_LONG_AGO = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
 _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}

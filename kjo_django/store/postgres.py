@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 from django.db import transaction
@@ -18,6 +18,11 @@ from kjo_django.models import EventKey
 from kjo_django.store.base import Store
 from kjo_django.store.rows import COLUMNS, Completion, JobRow, Place
 
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+NOTIFY_CHANNEL = "kjo"
+"""The one channel of the server; what is notified is the payload, so it needs no quoting."""
 _TIMESTAMPTZ = 1184
 
 
@@ -322,6 +327,56 @@ class PostgresStore(Store):
                 cursor.execute(_COMPLETE, parameters)
             return int(cursor.rowcount)
 
+    # --- Sessions and wake-up calls ---------------------------------------------------------------
+
+    @property
+    def has_notify(self) -> bool:  # type: ignore[override]
+        """Through psycopg 3 only."""
+        return is_psycopg3()
+
+    def notify(self, payloads: Collection[str]) -> None:
+        """Send all notifications in one query."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(_NOTIFY, [NOTIFY_CHANNEL, list(payloads)])
+
+    def name_session(self, connection: BaseDatabaseWrapper, name: str) -> bool:
+        """Put the name before one of the project's own; the server cuts what is too long.
+
+        At the login a pooler gives another process id than the server does.
+        """
+        login = connection.connection.info
+        own = login.parameter_status("application_name") or ""
+        with connection.cursor() as cursor:
+            cursor.execute(_NAME_SESSION, [name, own, login.backend_pid, own])
+            return cursor.fetchone()[0] is not None
+
+    def idle_transactions(self, prefix: str, width: int, since: timedelta) -> dict[int, str]:
+        """Ask ``pg_stat_activity``."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(_IDLE_TRANSACTIONS, [width, f"{prefix}%", since.total_seconds()])
+            return dict(cursor.fetchall())
+
+    def end_sessions(self, pids: Sequence[int]) -> None:
+        """Call ``pg_terminate_backend``."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid) FROM unnest(%s::int[]) AS pid", [list(pids)]
+            )
+
+    def session_counts(self, prefix: str) -> tuple[int, int] | None:
+        """Ask ``pg_stat_activity``."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(_SESSION_COUNTS, [f"{prefix}%", f"{prefix}%"])
+            named, others = cursor.fetchone()
+        return named, others
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Run the block in a transaction: behind a pooler in transaction mode a cursor at the
+        server needs one, and elsewhere it is the cheaper for it."""
+        with transaction.atomic(using=self.alias):
+            yield
+
 
 def _marker_parameters(keys: Sequence[EventKey], minted: Any, now: datetime) -> list[Any]:
     return [now, minted, *(text_array(column) for column in zip(*keys, strict=True))]
@@ -410,4 +465,20 @@ FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[],
 WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
     WHEN kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
         AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
+"""
+
+_NOTIFY = "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload"
+_NAME_SESSION = """
+SELECT CASE WHEN is_safe THEN set_config('application_name', left(%s || ' ' || %s, 63), false) END
+FROM (SELECT pg_backend_pid() = %s OR %s <> '' AS is_safe) AS session
+"""
+_IDLE_TRANSACTIONS = """
+SELECT pid, left(application_name, %s) FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE %s AND xact_start IS NOT NULL
+    AND state_change < now() - make_interval(secs => %s) AND pid <> pg_backend_pid()
+"""
+_SESSION_COUNTS = """
+SELECT count(*) FILTER (WHERE application_name LIKE %s),
+    count(*) FILTER (WHERE application_name NOT LIKE %s)
+FROM pg_stat_activity WHERE datname = current_database()
 """

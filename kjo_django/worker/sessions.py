@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import DatabaseError, connections
+from django.db import DatabaseError
 from django.db.backends.signals import connection_created
 from django.utils import timezone
 
@@ -31,6 +31,7 @@ from kjo_django.backends import get_coordination
 from kjo_django.engine.leases import alive_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Worker
+from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
@@ -46,23 +47,11 @@ def mark_sessions(token: str) -> None:
 
 def _mark(sender: Any, connection: Any, **kwargs: Any) -> None:
     token = getattr(_thread, "token", None)
-    if token is None or connection.vendor != "postgresql":
+    if token is None:
         return
-    login = connection.connection.info
-    name = login.parameter_status("application_name") or ""
-    with connection.cursor() as cursor:
-        cursor.execute(_MARK, [PREFIX + token, name, login.backend_pid, name])
-        (marked,) = cursor.fetchone()
-    if marked is None:
+    may_be_ended = store_for(connection.alias).name_session(connection, PREFIX + token)
+    if not may_be_ended:
         _warn_of_namelessness(connection.alias)
-
-
-_MARK = """
-SELECT CASE WHEN is_safe THEN set_config('application_name', left(%s || ' ' || %s, 63), false) END
-FROM (SELECT pg_backend_pid() = %s OR %s <> '' AS is_safe) AS session
-"""
-"""Put before a name of the project's own; the server cuts what is too long. A pooler tells another
-process id at the login than the server has."""
 
 
 @functools.cache
@@ -78,12 +67,6 @@ def _warn_of_namelessness(alias: str) -> None:
 
 connection_created.connect(_mark, dispatch_uid="kjo_django.worker.sessions")
 
-_SESSIONS = """
-SELECT pid, left(application_name, %s) FROM pg_stat_activity
-WHERE datname = current_database() AND application_name LIKE %s AND xact_start IS NOT NULL
-    AND state_change < now() - make_interval(secs => %s) AND pid <> pg_backend_pid()
-"""
-
 
 def end_sessions_of_the_dead(alive_ttl: timedelta) -> int:
     """End the open transactions of vanished workers; return how many.
@@ -91,27 +74,22 @@ def end_sessions_of_the_dead(alive_ttl: timedelta) -> int:
     :param alive_ttl: how long a worker counts as alive without a sign of life.
     """
     using = jobs_database()
-    if connections[using].vendor != "postgresql":
-        return 0
-    width = len(PREFIX) + 32
-    with connections[using].cursor() as cursor:
-        # Only what has stood still for so long; a living worker's long job is left alone below.
-        cursor.execute(_SESSIONS, [width, f"{PREFIX}%", alive_ttl.total_seconds()])
-        sessions = {pid: name[len(PREFIX) :] for pid, name in cursor.fetchall()}
-        dead = _dead(using, set(sessions.values()), alive_ttl) if sessions else set()
-        doomed = [pid for pid, token in sessions.items() if token in dead]
-        if doomed:
-            logger.warning(
-                "Ending %d database sessions of workers that vanished: %s",
-                len(doomed),
-                ", ".join(sorted(dead)),
-            )
-            try:
-                cursor.execute(
-                    "SELECT pg_terminate_backend(pid) FROM unnest(%s::int[]) AS pid", [doomed]
-                )
-            except DatabaseError as error:
-                logger.error("They cannot be ended: %s", error)
+    store = store_for(using)
+    # Only what has stood still for so long; a living worker's long job is left alone below.
+    names = store.idle_transactions(PREFIX, len(PREFIX) + 32, alive_ttl)
+    sessions = {pid: name[len(PREFIX) :] for pid, name in names.items()}
+    dead = _dead(using, set(sessions.values()), alive_ttl) if sessions else set()
+    doomed = [pid for pid, token in sessions.items() if token in dead]
+    if doomed:
+        logger.warning(
+            "Ending %d database sessions of workers that vanished: %s",
+            len(doomed),
+            ", ".join(sorted(dead)),
+        )
+        try:
+            store.end_sessions(doomed)
+        except DatabaseError as error:
+            logger.error("They cannot be ended: %s", error)
     return len(doomed)
 
 

@@ -10,8 +10,10 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
-from kjo_django.coordination.database import DatabaseCoordination, sqlite
+from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.models import Lease, Mark
+from kjo_django.store.base import Store
+from kjo_django.store.sqlite import SqliteStore
 from kjo_django.testing.coordination_conformance import MINUTE, CoordinationConformance
 from tests.conformance.databases import POSTGRES, SQLITE
 
@@ -115,7 +117,7 @@ class TestOldSqlite(DatabaseCoordinationConformance):
 
     @pytest.fixture
     def _without_returning(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sqlite, "can_claim", lambda alias: False)
+        monkeypatch.setattr(SqliteStore, "claim_leases", Store.claim_leases)
 
 
 @pytest.mark.postgres

@@ -34,10 +34,10 @@ from kjo_django.operations.actions import (
     Surface,
     actions_of,
 )
-from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.jobs import search
 from kjo_django.operations.jobs.search import JobFilter
+from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 from kjo_django.store.transactions import jobs_database
 
 SAMPLE = 10

@@ -18,13 +18,13 @@ from kjo_django.admin.dashboard.figures import number
 from kjo_django.conf import get_settings
 from kjo_django.models import Worker
 from kjo_django.operations.actions import Subject
-from kjo_django.operations.counting import seconds_since
 from kjo_django.operations.monitoring.health import shares_by_partition
 from kjo_django.operations.monitoring.metrics import MINUTES, Trend, add_rates
 from kjo_django.operations.monitoring.status import add_lags
 from kjo_django.operations.monitoring.status import workers as known_workers
 from kjo_django.operations.queues import overview
 from kjo_django.operations.workers import Assignment, RunningJob, assignments, rebalanced_at
+from kjo_django.store.counting import seconds_since
 
 SHOWN = 200
 PARTITIONS_SHOWN = 500

@@ -20,12 +20,12 @@ from kjo_django.engine.leases import lease_name
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
-from kjo_django.operations.counting import COUNT_LIMIT
 from kjo_django.operations.jobs import live_leases, search
 from kjo_django.operations.monitoring.status import state_counts
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.states import JobState, JobStatus
+from kjo_django.store.counting import COUNT_LIMIT
 from kjo_django.store.transactions import jobs_database
 
 SIZE = 50

@@ -13,9 +13,9 @@ from django.utils.translation import gettext_lazy
 from kjo_django.admin.dashboard.charts import Chart, Line
 from kjo_django.admin.dashboard.desk import CACHE_SECONDS, Desk, Screen, shared
 from kjo_django.admin.dashboard.figures import capped, duration, number
-from kjo_django.operations.counting import COUNT_LIMIT
 from kjo_django.operations.monitoring import health, metrics
 from kjo_django.operations.monitoring import status as overview
+from kjo_django.store.counting import COUNT_LIMIT
 
 RANGES: dict[str, tuple[Any, timedelta]] = {
     "5m": (gettext_lazy("5 minutes"), timedelta(minutes=5)),

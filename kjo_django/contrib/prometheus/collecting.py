@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol, runtime_checkable
 
-from django.db import connections
 from django.utils import timezone
 
 from kjo_django import registry
@@ -19,11 +18,12 @@ from kjo_django.contrib.prometheus.exposition import Family
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState, Job, MetricBucket
 from kjo_django.models.metric_bucket import BOUNDS
-from kjo_django.operations.counting import COUNT_LIMIT, grouped_counts, seconds_since
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.monitoring.health import lag_by_partition
 from kjo_django.operations.queues import overview
 from kjo_django.operations.rows import streamed
+from kjo_django.store import store_for
+from kjo_django.store.counting import COUNT_LIMIT, grouped_counts, seconds_since
 from kjo_django.store.transactions import jobs_database
 from kjo_django.worker.sessions import PREFIX
 
@@ -226,21 +226,12 @@ def _sessions() -> Family:
     family = Family(
         "kjo_database_connections", "gauge", "Sessions of the jobs' PostgreSQL database."
     )
-    connection = connections[jobs_database()]
-    if connection.vendor == "postgresql":
-        with connection.cursor() as cursor:
-            cursor.execute(_SESSIONS, [f"{PREFIX}%", f"{PREFIX}%"])
-            workers, others = cursor.fetchone()
+    counts = store_for(jobs_database()).session_counts(PREFIX)
+    if counts is not None:
+        workers, others = counts
         family.add(workers, client="worker")
         family.add(others, client="other")
     return family
-
-
-_SESSIONS = """
-SELECT count(*) FILTER (WHERE application_name LIKE %s),
-    count(*) FILTER (WHERE application_name NOT LIKE %s)
-FROM pg_stat_activity WHERE datname = current_database()
-"""
 
 
 def _relay(now: datetime) -> Iterable[Family]:

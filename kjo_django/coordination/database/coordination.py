@@ -22,7 +22,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,12 +32,11 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Claim, Coordination, Listener
-from kjo_django.coordination.database import sqlite
 from kjo_django.coordination.listeners import LocalListener, call_local_listeners
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Lease, Mark
 from kjo_django.probing import answer_within
-from kjo_django.store import store_for
+from kjo_django.store import Store, store_for
 
 T = TypeVar("T")
 
@@ -47,7 +46,6 @@ _BATCH = 900
 _DELIVERIES_KEPT = timedelta(days=1)
 _PRUNE_EVERY = 600.0
 _TRIES = 10
-_NEVER = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
 
 
 class DatabaseCoordination(Coordination):
@@ -57,7 +55,7 @@ class DatabaseCoordination(Coordination):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
-        self.supports_wake_ups = _can_listen(self.database)
+        self.supports_wake_ups = self._store.has_notify
         self._cannot_listen: CoordinationError | None = None
         # The first prune at a random moment: not every process of a deployment at once.
         self._prune_at = time.monotonic() + _PRUNE_EVERY * random.random()  # noqa: S311
@@ -71,16 +69,16 @@ class DatabaseCoordination(Coordination):
     @property
     def writes_concurrently(self) -> bool:
         """SQLite knows one writer at a time."""
-        return not self._is_sqlite
+        return not self._store.has_one_writer
 
     def releases_within(self, using: str) -> bool:
         """On SQLite, where each transaction waits for the one writer. Elsewhere the rows would stay
         locked until the commit, in an order that claims do not keep."""
-        return self._is_sqlite and self.database == using
+        return self._store.has_one_writer and self.database == using
 
     @property
-    def _is_sqlite(self) -> bool:
-        return bool(connections[self.database].vendor == "sqlite")
+    def _store(self) -> Store:
+        return store_for(self.database)
 
     # --- Leases -----------------------------------------------------------------------------------
 
@@ -100,45 +98,8 @@ class DatabaseCoordination(Coordination):
 
     def _claim(self, names: list[str], token: str, ttl: timedelta) -> dict[str, Claim]:
         with _own_transaction(self.database):
-            if self._is_sqlite and sqlite.can_claim(self.database):
-                return sqlite.claim(self.database, names, token, ttl)
-            found = self._lock_rows(names)
-            now = timezone.now()
-            ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
-            free = {n for n, row in found.items() if row.expires_at <= now}
-            if ours:
-                self._leases(ours).update(expires_at=now + ttl)
-            if free:
-                self._leases(free).update(
-                    token=token, expires_at=now + ttl, deliveries=F("deliveries") + 1
-                )
-        return {
-            name: Claim(
-                name in ours or name in free,
-                found[name].deliveries + (name in free) if name in found else 0,
-            )
-            for name in names
-        }
-
-    def _lock_rows(self, names: list[str]) -> dict[str, Lease]:
-        """Make sure each name has a row, and lock them in one order: claimers cannot deadlock.
-
-        The INSERT comes first: with it an old SQLite's transaction waits for the write lock instead
-        of failing on a stale snapshot. A row may be released (deleted) between the two statements;
-        then it is inserted again.
-        """
-        found: dict[str, Lease] = {}
-        missing = names
-        for _ in range(3):
-            self._all_leases().bulk_create(
-                [Lease(name=name, expires_at=_NEVER) for name in missing], ignore_conflicts=True
-            )
-            rows = self._leases(missing).order_by("name").select_for_update()
-            found.update({row.name: row for row in rows})
-            missing = [name for name in names if name not in found]
-            if not missing:
-                break
-        return found
+            claims = self._store.claim_leases(names, token, ttl)
+        return {name: Claim(*claim) for name, claim in claims.items()}
 
     def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
         """Extend in one statement; a second one asks which, if not all were extended (KJO-F11)."""
@@ -178,10 +139,8 @@ class DatabaseCoordination(Coordination):
             held.update(token="", expires_at=timezone.now(), deliveries=F("deliveries") - 1)
         elif count_delivery:
             held.update(token="", expires_at=timezone.now())
-        elif self._is_sqlite:
-            sqlite.release(self.database, names, token)
         else:
-            held._raw_delete(self.database)
+            self._store.delete_leases(names, token)
 
     def holders(self, names: Sequence[str]) -> dict[str, str]:
         """Return the token of each name that has a live lease."""
@@ -258,10 +217,8 @@ class DatabaseCoordination(Coordination):
                 call = partial(call_local_listeners, alias, channel)
                 transaction.on_commit(call, using=alias)
             return
-        from kjo_django.coordination.database.postgres import send
-
         with self._reached():
-            send(alias, channels)
+            self._store.notify(channels)
 
     def listen(self, channels: Sequence[str]) -> Listener:
         """Open a listener; on PostgreSQL with a connection of its own.
@@ -351,11 +308,8 @@ def _own_transaction(alias: str) -> Iterator[None]:
                 "claim() must be called outside transaction.atomic(): others would not see the "
                 "lease before the commit"
             ) from error
-        connection = connections[alias]
-        if connection.vendor == "postgresql":
-            # A lease lost in a crash of the server harms nobody: no need to wait for its disk.
-            with connection.cursor() as cursor:
-                cursor.execute("SET LOCAL synchronous_commit TO off")
+        # A lease lost in a crash of the server harms nobody.
+        store_for(alias).commit_without_disk()
         yield
 
 
@@ -370,11 +324,3 @@ def _stored(name: str) -> str:
 def _batches(names: Sequence[str]) -> Iterator[list[str]]:
     for start in range(0, len(names), _BATCH):
         yield list(names[start : start + _BATCH])
-
-
-def _can_listen(alias: str) -> bool:
-    if connections[alias].vendor != "postgresql":
-        return False
-    from django.db.backends.postgresql.psycopg_any import is_psycopg3
-
-    return bool(is_psycopg3)

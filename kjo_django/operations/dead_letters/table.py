@@ -40,7 +40,6 @@ from kjo_django.models import DeadLetter, DeadLetterState, Job, ProcessedEvent, 
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations import internal, redaction
 from kjo_django.operations.audit import send_letter_signals
-from kjo_django.operations.counting import COUNT_LIMIT, bounded_count
 from kjo_django.operations.dead_letters.reprocessing import NOWHERE, Reprocessor
 from kjo_django.operations.internal import is_internal
 from kjo_django.operations.jobs.changes import (
@@ -60,6 +59,7 @@ from kjo_django.operations.rows import (
 )
 from kjo_django.patterns.kdlq import headers as kdlq
 from kjo_django.states import JobState
+from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record
 

@@ -14,7 +14,7 @@ from kjo_django.conf import get_settings
 from kjo_django.exceptions import CoordinationError, KjoError
 from kjo_django.operations.maintenance import topics
 from kjo_django.probing import answer_within
-from kjo_django.store.postgres import is_psycopg3
+from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 
 PROBE_TIMEOUT = 5.0
@@ -53,7 +53,7 @@ def reach_coordination() -> Iterator[checks.CheckMessage]:
 def meet_poolers() -> Iterator[checks.CheckMessage]:
     """Yield what a pooler in transaction mode before the jobs' database asks for."""
     alias = jobs_database()
-    if connections[alias].vendor != "postgresql" or not is_psycopg3():
+    if not store_for(alias).has_notify:
         return
     try:
         is_lent = answer_within(PROBE_TIMEOUT, partial(_lends_sessions, alias))
@@ -92,7 +92,7 @@ def meet_poolers() -> Iterator[checks.CheckMessage]:
 
 
 def _lends_sessions(alias: str) -> bool:
-    from kjo_django.coordination.database.postgres import lends_sessions, plain_connection
+    from kjo_django.store.direct_connections import lends_sessions, plain_connection
 
     with plain_connection(alias) as connection:
         return lends_sessions(connection, partial(plain_connection, alias))

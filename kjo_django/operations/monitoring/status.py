@@ -18,7 +18,12 @@ from kjo_django.exceptions import PublishError
 from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
 from kjo_django.models.job import is_scheduled
 from kjo_django.operations import queues as queue_operations
-from kjo_django.operations.counting import (
+from kjo_django.operations.monitoring import metrics
+from kjo_django.operations.monitoring.metrics import add_rates
+from kjo_django.operations.workers import alive_within, assignments, rebalanced_at
+from kjo_django.probing import answer_within
+from kjo_django.states import AWAITING_PUBLISH, JobState, JobStatus
+from kjo_django.store.counting import (
     COUNT_LIMIT,
     bounded_count,
     bounded_counts,
@@ -26,11 +31,6 @@ from kjo_django.operations.counting import (
     many_grouped_counts,
     seconds_since,
 )
-from kjo_django.operations.monitoring import metrics
-from kjo_django.operations.monitoring.metrics import add_rates
-from kjo_django.operations.workers import alive_within, assignments, rebalanced_at
-from kjo_django.probing import answer_within
-from kjo_django.states import AWAITING_PUBLISH, JobState, JobStatus
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import GroupOffsets, TopicPartition
 
