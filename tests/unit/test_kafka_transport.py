@@ -20,7 +20,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicPartition, timestamp_of
-from kjo_django.transports.kafka import KafkaTransport, fetching, ordered, reading, records
+from kjo_django.transports.kafka import KafkaTransport, publisher, reading
 from tests.mock_kafka import OFFSET_COMMIT, PRODUCE, MockKafka
 
 # The mock learns of a member that left when its session ends.
@@ -243,13 +243,13 @@ def test_records_that_are_refused_together_are_not_refused_for_good(
     # Given
     transport = connect(**{"delivery.timeout.ms": 1000})
     publish(transport, topic, b"so that the topic is known")
-    send_in_halves = ordered.OrderedSend._send_in_halves
+    send_in_halves = publisher.OrderedSend._send_in_halves
 
     def lose_the_broker(*arguments):
         with mock.down():
             send_in_halves(*arguments)
 
-    monkeypatch.setattr(ordered.OrderedSend, "_send_in_halves", lose_the_broker)
+    monkeypatch.setattr(publisher.OrderedSend, "_send_in_halves", lose_the_broker)
     # When
     mock.refuse(PRODUCE, KafkaError.MSG_SIZE_TOO_LARGE)
     outcomes = transport.publish([OutgoingRecord(topic, value, b"k") for value in numbers(0, 8)])
@@ -532,14 +532,14 @@ def test_a_poll_that_is_torn_apart_loses_nothing(transport, topic, subscribe, mo
     records = []
     open_one = subscribe(transport)
     records += read(open_one, 20, max_records=20)
-    real, calls = fetching.record_of, iter(range(1, 1000))
+    real, calls = reading.record_of, iter(range(1, 1000))
 
     def interrupted(*arguments):
         if next(calls) in (7, 60):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(fetching, "record_of", interrupted)
+    monkeypatch.setattr(reading, "record_of", interrupted)
     interrupts = []
 
     def all_read():
@@ -603,8 +603,8 @@ def test_records_of_an_assignment_made_during_the_call_are_not_trusted(
         messages = spy.client.consume(wanted, timeout)
         if next(pending, False):
             partition = [KafkaPartition(topic, 0)]
-            open_one._rebalancing.on_revoke(spy.client, partition)
-            open_one._rebalancing.on_assign(spy.client, partition)
+            open_one._revoke(spy.client, partition)
+            open_one._assign(spy.client, partition)
         return messages
 
     spy = Spy(open_one, consume=consume)
@@ -818,7 +818,7 @@ def test_a_header_name_that_is_not_text_holds_nothing_up(transport, mock, topic,
     assert ours.headers == before[99].headers == {"a": b"b"}
     for record in before[100:]:
         assert record.value == b"foreign"
-        assert list(record.headers) == [records.UNREADABLE_HEADERS]
+        assert list(record.headers) == [reading.UNREADABLE_HEADERS]
 
 
 @pytest.mark.parametrize("milliseconds", [-1, 0, 1_700_000_000_123, 2**62, -(2**62)])
@@ -849,7 +849,7 @@ def test_a_revocation_ends_the_epoch_whatever_the_commit_raises(
 
     monkeypatch.setattr(open_one._committer, "now", fail)
     with pytest.raises(RuntimeError):
-        open_one._rebalancing.on_revoke(open_one._consumer, [KafkaPartition(topic, 0)])
+        open_one._revoke(open_one._consumer, [KafkaPartition(topic, 0)])
 
     assert not open_one.holds(record)
     monkeypatch.undo()

@@ -1,4 +1,9 @@
-"""Making librdkafka clients: their errors, their logs, and their life across a fork."""
+"""librdkafka clients: how they are made, their errors and callbacks, and their life across a fork.
+
+A broker that answers and does not let the client in (a wrong password, an authority nobody trusts)
+looks like an outage: librdkafka tries on for ever, and a request to it ends with its timeout and an
+error about the transport. Only the error callback, which is called in ``poll``, has the reason.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,12 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import Consumer, KafkaError, KafkaException
 
-from kjo_django.transports.kafka.options import KafkaOptions
+from kjo_django.transports.kafka.options import KafkaOptions, guarded
 
 logger = logging.getLogger("kjo_django.kafka")
 
@@ -24,7 +29,7 @@ C = TypeVar("C")
 
 _TOOK = re.compile(r" \(after \d+ms in state \w+[^)]*\)")
 REPEAT_AFTER = 60.0
-"""Seconds until a client may say the same kind of thing again above DEBUG."""
+"""Seconds until what a client repeats is logged again above DEBUG."""
 
 
 class SafeLogger:
@@ -164,3 +169,220 @@ def _forget_the_parents() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_the_parents)
+
+
+# --- Refusals ---------------------------------------------------------------------------------
+
+FIRST_WAIT = 1.0
+"""Seconds; a refusal of a broker that is near takes a third of it."""
+
+_SASL = ("sasl.username", "sasl.password", "sasl.mechanism")
+SETTINGS = {
+    KafkaError._AUTHENTICATION: _SASL,
+    KafkaError.SASL_AUTHENTICATION_FAILED: _SASL,
+    KafkaError.UNSUPPORTED_SASL_MECHANISM: ("sasl.mechanism",),
+    KafkaError._SSL: ("security.protocol", "ssl.ca.location"),
+}
+"""What to look at, by the code of the refusal."""
+_SILENCE = frozenset({KafkaError._TRANSPORT, KafkaError._TIMED_OUT})
+
+
+def is_refusal(error: object) -> bool:
+    """Return whether an error of a client says that a broker does not let it in."""
+    return isinstance(error, KafkaError) and error.code() in SETTINGS
+
+
+class Refusals:
+    """What one client was told. Thread-safe: one reference is set."""
+
+    def __init__(self, options: KafkaOptions) -> None:
+        self._options = options
+        self._logged_at = 0.0
+        self.reason: str | None = None
+        """Why the client is not let in, and the settings to look at; never a value of them."""
+
+    def note(self, error: KafkaError) -> None:
+        """Remember a refusal, and log it once a minute; anything else says nothing about it."""
+        if not is_refusal(error):
+            return
+        self.reason = self.explain(error)
+        now = time.monotonic()
+        if not self._logged_at or now > self._logged_at + REPEAT_AFTER:
+            self._logged_at = now
+            logger.error("A broker does not let us in: %s", self.reason)
+
+    def explain(self, error: KafkaError) -> str:
+        """Return an error as people should read it, and what to look at."""
+        keys = ", ".join(SETTINGS.get(error.code(), ()))
+        hint = f" (look at {keys} in {self._options.setting})" if keys else ""
+        return f"{describe(error)}{hint}"
+
+    def forget(self) -> None:
+        """All is well."""
+        self.reason = None
+        self._logged_at = 0.0
+
+    def list_topics(self, client: Any, timeout: float, *names: str) -> Any:
+        """Ask for the cluster's metadata, or for that of a topic.
+
+        Asked in waits that double, since the client is told of a refusal only between two.
+
+        :param timeout: seconds.
+        :raises KafkaException: with the refusal, as soon as it is known, or with what the client
+            raises.
+        """
+        deadline, wait = time.monotonic() + timeout, FIRST_WAIT
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                answer = client.list_topics(*names, timeout=min(wait, left))
+            except KafkaException as error:
+                client.poll(0)
+                if self.reason is not None:
+                    raise KafkaException(self.reason) from error
+                code = error_of(error)
+                if code is None or code.code() not in _SILENCE or left <= wait:
+                    raise
+                wait *= 2
+            else:
+                self.forget()
+                return answer
+
+
+def watched(
+    config: dict[str, Any],
+    note: Callable[[KafkaError], None],
+    guard: Callable[[Callable[..., Any]], Callable[..., Any]] = quiet,
+) -> dict[str, Any]:
+    """Return a configuration whose errors are noted, and told to the project's own callback too.
+
+    :param guard: wraps every callback: none may raise into the client.
+    """
+    config = guarded(config, quiet)
+    theirs = config.get("error_cb")
+
+    def on_error(error: KafkaError) -> None:
+        note(error)
+        if theirs is not None:
+            theirs(error)
+
+    return {**config, "error_cb": guard(on_error)}
+
+
+# --- What a consumer calls back, and how it is ---------------------------------------------------
+
+
+class Callbacks:
+    """Keeps exceptions of our callbacks out of the client.
+
+    One that gets into ``consume`` destroys a batch whose position has already moved on. Belongs to
+    the thread that polls, in which the client calls.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._interrupt: BaseException | None = None
+        self.is_inside = False
+        """Whether one runs just now: the client must not be polled again before it has returned."""
+
+    def guard(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """Wrap a callback: what it raises is logged, an interrupt waits for `raise_interrupt`."""
+
+        def call(*arguments: Any) -> None:
+            outer, self.is_inside = self.is_inside, True
+            try:
+                callback(*arguments)
+            except Exception:
+                logger.exception("A callback of consumer group %s failed", self._group)
+            except BaseException as interrupt:
+                self._interrupt = interrupt
+            finally:
+                self.is_inside = outer
+
+        return call
+
+    def raise_interrupt(self) -> None:
+        """Raise what interrupted a callback, if anything did; to be called outside the client."""
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+
+CHECK_INTERVAL = 1.0
+CHECK_TIMEOUT = 0.25
+
+AWAY = frozenset({KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._RESOLVE})
+"""Of one outage: the client tells of each broker, and of each try with the milliseconds it took."""
+
+
+class Health:
+    """The latest error of a group's client. Belongs to the thread that polls.
+
+    The client tells of errors and never that they are over, since it heals itself; so while there
+    is one, the cluster is asked now and then.
+
+    :param topics: those that must exist; patterns (``^...``) need not.
+    """
+
+    def __init__(self, options: KafkaOptions, group: str, topics: Sequence[str]) -> None:
+        self._refusals = Refusals(options)
+        self._group = group
+        self._topics = [topic for topic in topics if not topic.startswith("^")]
+        self._due = 0.0
+        self.last_error: str | None = None
+        """See `Subscription.last_error`."""
+        self._is_away = False
+        self.is_fatal = False
+        """Whether the client failed for good: it answers nothing any more, and must be replaced."""
+
+    def note(self, error: KafkaError | BaseException | None) -> None:
+        """Remember an error the client gave us, in whatever way."""
+        if isinstance(error, KafkaError):
+            if error.code() == KafkaError._PARTITION_EOF:
+                return
+            self.is_fatal = self.is_fatal or error.fatal() or error.code() == KafkaError._FATAL
+        is_away = isinstance(error, KafkaError) and error.code() in AWAY
+        if is_away and self._refusals.reason is not None:
+            return  # what follows from a refusal is no reason of its own
+        if isinstance(error, KafkaError) and is_refusal(error):
+            self._refusals.note(error)
+            self.report(self._refusals.explain(error))
+            return
+        if is_away and self._is_away and self.last_error is not None:
+            return  # an outage has one text, or everybody who is told would tell of it every second
+        self._is_away = is_away
+        text = describe(error)
+        if text != self.last_error:
+            logger.warning("Consumer group %s: %s", self._group, text)
+        self.report(text)
+
+    def report(self, text: str) -> None:
+        """Show ``text`` until a check finds all well."""
+        if self.last_error is None:
+            self._due = time.monotonic() + CHECK_INTERVAL
+        self.last_error = text
+
+    def check_soon(self) -> None:
+        """Ask at the next `check`: something has just gone well."""
+        self._due = 0.0
+
+    def check(self, consumer: Consumer, now: float) -> None:
+        """Clear ``last_error`` once the cluster answers and has our topics, asking once a second.
+
+        Asking for all topics also makes the client look at its subscription again, so a topic
+        created late is found within a second and not at the next refresh.
+        """
+        if self.last_error is None or now < self._due:
+            return
+        self._due = now + CHECK_INTERVAL
+        try:
+            topics = consumer.list_topics(timeout=CHECK_TIMEOUT).topics
+        except KafkaException:
+            return
+        self._refusals.forget()
+        missing = [
+            topic
+            for topic in self._topics
+            if topic not in topics or topics[topic].error is not None
+        ]
+        self.last_error = f"topic {missing[0]!r} does not exist" if missing else None

@@ -1,24 +1,354 @@
-"""Publishing: one call has a producer for itself, and waits for every delivery report."""
+"""Publishing: one call has a producer for itself, and waits for every delivery report.
+
+A broker takes or refuses a batch as a whole, and librdkafka sends the next batch of a partition
+without waiting for the answer to the one before. What a refused batch held would come behind what
+was sent after it. So records that are on their way together, a *portion*, are cut such that the
+records of a key are in one batch: those of a key behind what fills a batch wait for the next
+portion, and behind a record that was not accepted they are not sent at all.
+
+Three facts of librdkafka make batches predictable. The client is this call's alone, and nothing is
+on its way when a portion begins. ``linger.ms`` is longer than handing a portion over takes, so no
+batch leaves before it is full or ``flush`` is called. Nothing expires in the client by itself, one
+record now and the next of its key later: when the time is up, all that is left is purged at once.
+"""
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-from confluent_kafka import KafkaError, Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
+from kjo_django.messages.headers import HEADER_LIST, listed
 from kjo_django.transports.base import OutgoingRecord, Published
-from kjo_django.transports.kafka.clients import PerProcess, after_fork, describe, logger, make
-from kjo_django.transports.kafka.options import KafkaOptions, merge
-from kjo_django.transports.kafka.ordered import (
-    LINGER_MS,
-    TIMEOUT_MARGIN_MS,
-    BatchLimits,
-    Client,
-    OrderedSend,
+from kjo_django.transports.kafka.clients import (
+    PerProcess,
+    Refusals,
+    after_fork,
+    describe,
+    error_of,
+    logger,
+    make,
+    watched,
 )
-from kjo_django.transports.kafka.refusals import Refusals, watched
+from kjo_django.transports.kafka.options import KafkaOptions, merge
+
+LINGER_MS = 10_000
+TIMEOUT_MARGIN_MS = 60_000
+"""Beyond the delivery timeout, until librdkafka would expire records one by one."""
+
+GRACE = 5.0
+"""Seconds in which what was purged is reported."""
+
+SLICE = 0.01
+"""Seconds of one wait."""
+
+REFUSED_WAIT = 3.0
+"""Seconds of refusals after which a publish is given up, where no record of it was taken."""
+
+RECORD_OVERHEAD = 80
+HEADER_OVERHEAD = 16
+REQUEST_OVERHEAD = 1_024
+"""Bytes, rather too many: what a batch holds beside keys, values and headers."""
+
+TOO_LARGE = KafkaError.MSG_SIZE_TOO_LARGE
+FINAL = frozenset({TOO_LARGE, KafkaError.INVALID_RECORD})
+"""Refusals that say something about the record, not about the moment."""
+
+OF_THE_TOPIC = frozenset(
+    {
+        KafkaError._UNKNOWN_TOPIC,
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.TOPIC_EXCEPTION,
+    }
+)
+PURGED = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
+
+_Key = tuple[str, bytes]
+"""Topic and key: what has an order."""
+
+
+class Client(NamedTuple):
+    """A producer, and the topics it has sent to. Of others it knows no partitions yet: what waits
+    for these gets into batches of any size."""
+
+    producer: Producer
+    topics: set[str]
+
+
+class BatchLimits(NamedTuple):
+    """What certainly fits into one batch."""
+
+    size: int
+    """Bytes."""
+    records: int
+    """Records."""
+
+    @classmethod
+    def of(cls, options: KafkaOptions) -> BatchLimits:
+        """Return those of a client with these options, or with librdkafka's defaults."""
+        config = options.producer()
+        size, largest, count = (
+            _whole_number(config.get(key), default)
+            for key, default in (
+                ("batch.size", 1_000_000),
+                ("message.max.bytes", 1_000_000),
+                ("batch.num.messages", 10_000),
+            )
+        )
+        return cls(min(size, largest) - REQUEST_OVERHEAD, count)
+
+
+class OrderedSend:
+    """One call of ``publish``. ``outcomes`` says what became of each record."""
+
+    def __init__(
+        self,
+        client: Client,
+        records: Sequence[OutgoingRecord],
+        *,
+        limits: BatchLimits,
+        timeout: float,
+        refusals: Refusals,
+        last_error: Callable[[], str | None],
+    ) -> None:
+        self.outcomes = [Published(error="not sent: the time was up") for _ in records]
+        self.errors: list[KafkaError] = []
+        """Whatever was reported or raised."""
+        self._client = client
+        self._records = records
+        self._limits = limits
+        self._refusals = refusals
+        self._last_error = last_error
+        self._began = time.monotonic()
+        self._deadline = self._began + timeout
+        self._failed: dict[_Key, str] = {}
+        """Keys of records that may be accepted another time, with the reason: nothing of theirs
+        may be accepted before."""
+        self._is_taken = False
+        """Whether a record of an earlier portion was accepted."""
+
+    def run(self) -> None:
+        """Send all."""
+        self._send(range(len(self._records)))
+
+    def _send(self, indices: Sequence[int]) -> None:
+        while indices and time.monotonic() < self._deadline:
+            portion, later = self._cut(indices)
+            sent, unsent = self._deliver(portion)
+            suspects = [index for index in sent if self.outcomes[index].is_final]
+            if len(suspects) > 1:
+                self._send_in_halves(suspects)
+            for index in sent:
+                self._note(index)
+            indices = sorted([*unsent, *later])
+
+    def _send_in_halves(self, suspects: Sequence[int]) -> None:
+        """Send again what was in batches the broker refused for what is in them.
+
+        One record the topic never takes would keep all others of its batch from ever going out, and
+        so would a backlog that fills batches larger than it takes.
+        """
+        for index in suspects:
+            # Of a record that was not alone, this says nothing.
+            self.outcomes[index].is_final = self.outcomes[index].is_too_large = False
+        middle = len(suspects) // 2
+        for half in (suspects[:middle], suspects[middle:]):
+            self._send(half)
+
+    # --- Cutting ----------------------------------------------------------------------------------
+
+    def _cut(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the next portion, and what waits for the one after it."""
+        if self._fits_one_batch(indices):
+            return list(indices), []
+        portion: list[int] = []
+        later: list[int] = []
+        seen: set[_Key] = set()
+        waiting: set[_Key] = set()
+        sizes: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for index in indices:
+            record = self._records[index]
+            topic, key = record.topic, key_of(record)
+            size = sizes.get(topic, 0) + size_of(record)
+            count = counts.get(topic, 0) + 1
+            is_one_batch = (
+                topic in self._client.topics
+                and size <= self._limits.size
+                and count <= self._limits.records
+            )
+            if key is not None and (key in waiting or (key in seen and not is_one_batch)):
+                waiting.add(key)
+                later.append(index)
+                continue
+            if key is not None:
+                seen.add(key)
+            sizes[topic], counts[topic] = size, count
+            portion.append(index)
+        return portion, later
+
+    def _fits_one_batch(self, indices: Sequence[int]) -> bool:
+        """Return whether all of these certainly go into one batch: the common case, in which their
+        keys need not be looked at."""
+        topic = self._records[indices[0]].topic
+        if topic not in self._client.topics or len(indices) > self._limits.records:
+            return False
+        size, most = 0, self._limits.size
+        for index in indices:
+            record = self._records[index]
+            size += size_of(record)
+            if size > most or record.topic != topic:
+                return False
+        return True
+
+    # --- One portion ------------------------------------------------------------------------------
+
+    def _deliver(self, portion: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Send a portion and wait for its reports; return what was sent, and what the client had no
+        room for."""
+        producer = self._client.producer
+        reports: list[KafkaError | None] = []
+        sent: list[int] = []
+        unsent: list[int] = []
+        for position, index in enumerate(portion):
+            try:
+                if self._produce(index, reports):
+                    sent.append(index)
+            except BufferError:
+                unsent = list(portion[position:])
+                break
+        purged_at = None
+        while len(reports) < len(sent):
+            producer.flush(SLICE)
+            now = time.monotonic()
+            if purged_at is None and self._is_hopeless(now, reports):
+                producer.purge()
+                purged_at = now
+            elif purged_at is not None and now > purged_at + GRACE:
+                break
+        self._learn(sent, reports)
+        return sent, unsent
+
+    def _is_hopeless(self, now: float, reports: Sequence[KafkaError | None]) -> bool:
+        """Whether the time is up; or no broker lets us in, and has not for a while: one that starts
+        may refuse the first."""
+        if now >= self._deadline:
+            return True
+        if self._refusals.reason is None or now < self._began + REFUSED_WAIT:
+            return False
+        # With "in", a KafkaError would be compared with None, which leaves an exception behind.
+        return all(error is not None for error in reports) and not self._is_taken
+
+    def _produce(self, index: int, reports: list[KafkaError | None]) -> bool:
+        """Hand one record to librdkafka; False when it is not sent, and the outcome says why.
+
+        :raises BufferError: its queue is full.
+        """
+        record, outcome = self._records[index], self.outcomes[index]
+        if self._failed and (key := key_of(record)) is not None and key in self._failed:
+            outcome.error = f"held back behind an earlier record of its key: {self._failed[key]}"
+            return False
+        arguments: dict[str, Any] = {"value": record.value, "key": record.key}
+        if record.headers:
+            is_list = HEADER_LIST in record.headers
+            arguments["headers"] = listed(record.headers) if is_list else dict(record.headers)
+        if record.partition is not None:
+            arguments["partition"] = record.partition
+        on_delivery = partial(report, outcome, reports)
+        try:
+            self._client.producer.produce(record.topic, on_delivery=on_delivery, **arguments)
+        except KafkaException as exception:
+            error = error_of(exception)
+            if error is not None:
+                self.errors.append(error)
+            refuse(outcome, error, describe(exception))
+            if error is not None and error.code() == TOO_LARGE:
+                # librdkafka's own text blames a broker that has not been asked.
+                outcome.error = f"{error.name()}: larger than the client's own message.max.bytes"
+            self._note(index)
+            return False
+        outcome.error = "no delivery report arrived in time"
+        return True
+
+    # --- What became of it ------------------------------------------------------------------------
+
+    def _learn(self, sent: Sequence[int], reports: Sequence[KafkaError | None]) -> None:
+        """Note what a portion's reports say, and why records timed out."""
+        errors = [error for error in reports if error is not None]
+        self.errors += errors
+        purged = {describe(error) for error in errors if error.code() in PURGED}
+        topics = self._client.topics
+        for index in sent:
+            outcome = self.outcomes[index]
+            if outcome.error is None:
+                self._is_taken = True
+                topics.add(self._records[index].topic)
+            elif outcome.error in purged:
+                outcome.error = self._why_purged()
+
+    def _why_purged(self) -> str:
+        refusal = self._refusals.reason
+        if refusal is not None and not self._is_taken:
+            return refusal
+        timed_out = describe(KafkaError(KafkaError._MSG_TIMED_OUT))
+        reason = refusal or self._last_error()
+        return f"{timed_out} (last broker error: {reason})" if reason else timed_out
+
+    def _note(self, index: int) -> None:
+        """Hold back the key of a record that was not taken and may be another time."""
+        outcome = self.outcomes[index]
+        if outcome.error is None or outcome.is_final:
+            return
+        key = key_of(self._records[index])
+        if key is not None:
+            self._failed.setdefault(key, outcome.error)
+
+
+def _whole_number(value: object, default: int) -> int:
+    try:
+        return default if value is None else int(str(value))
+    except ValueError:
+        return default  # librdkafka refuses it, by name
+
+
+def key_of(record: OutgoingRecord) -> _Key | None:
+    """Return what a record is ordered by, None where it is not."""
+    return None if record.key is None else (record.topic, record.key)
+
+
+def size_of(record: OutgoingRecord) -> int:
+    """Return what a record takes of a batch, in bytes; rather too much."""
+    headers = record.headers
+    names, values = len("".join(headers)), len(b"".join(headers.values()))
+    inside = names * 4 + values + HEADER_OVERHEAD * len(headers)
+    return len(record.value or b"") + len(record.key or b"") + inside + RECORD_OVERHEAD
+
+
+def report(
+    outcome: Published, reports: list[KafkaError | None], error: KafkaError | None, message: Any
+) -> None:
+    """Note one delivery report. Runs in whichever thread polls; a list's append is atomic."""
+    if error is None:
+        outcome.error = None
+        outcome.partition = message.partition()
+        outcome.offset = message.offset()
+    else:
+        refuse(outcome, error, describe(error))
+    reports.append(error)
+
+
+def refuse(outcome: Published, error: KafkaError | None, text: str) -> None:
+    """Note why a record was not taken."""
+    outcome.error = text
+    outcome.is_final = error is not None and error.code() in FINAL
+    outcome.is_too_large = error is not None and error.code() == TOO_LARGE
+    outcome.is_topics = error is not None and error.code() in OF_THE_TOPIC
+
 
 MOST_PRODUCERS = 4
 """Calls that publish at a time. Each producer beyond the first is made when it is needed."""

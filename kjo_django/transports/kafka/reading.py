@@ -1,4 +1,4 @@
-"""Where each assigned partition continues: positions, pauses, and the stash.
+"""Reading the assigned partitions: positions, pauses, the stash, and messages as records.
 
 Two facts of the client shape this module:
 
@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaException
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
-from kjo_django.transports.base import TopicPartition
-from kjo_django.transports.kafka.clients import describe, logger
-from kjo_django.transports.kafka.queries import QUERY_TIMEOUT, edges_of, starts_of
-from kjo_django.transports.watermark import Assignment
+from kjo_django.messages.headers import HEADER_LIST, folded
+from kjo_django.transports.base import Record, TopicPartition, timestamp_of
+from kjo_django.transports.kafka.clients import Callbacks, Health, describe, error_of, logger
+from kjo_django.transports.watermark import Assignment, Watermark
 
 UNKNOWN = -1
 """The position of a partition from which nothing came yet."""
@@ -281,3 +282,224 @@ class Reading:
             return False
         edges = edges_of(consumer, reader.partition, timeout=QUERY_TIMEOUT)
         return edges is not None and edges[1] > max(reader.position, edges[0])
+
+
+MOST_RECORDS = 10_000
+"""Records of one fetch, whatever was asked for."""
+
+
+class Fetcher:
+    """One fetch at a time, in the thread that polls.
+
+    The client's position moves with what it gives, so a fetch torn apart (by a signal, say) would
+    skip it. Whatever is handed out is in the watermark before it leaves here; whatever is not, the
+    next fetch goes back for.
+    """
+
+    def __init__(
+        self, watermark: Watermark, reading: Reading, health: Health, callbacks: Callbacks
+    ) -> None:
+        self._watermark = watermark
+        self._reading = reading
+        self._health = health
+        self._callbacks = callbacks
+        self._torn = False
+
+    def prepare(self, consumer: Consumer) -> None:
+        """Bring the client to where the next fetch begins."""
+        if self._torn:
+            self._reading.rewind()
+        if self._reading.unsteady:
+            self._reading.steady(consumer)
+
+    def fetch(self, consumer: Consumer, max_records: int, wait: float) -> list[Record]:
+        """Serve callbacks and hand out what is there, waiting ``wait`` seconds for the first."""
+        # From here until the records are on their way, a failure of any kind loses messages that
+        # left the client. The flag makes the next round go back for them.
+        self._torn = True
+        messages, complete = self._take(consumer, max_records, wait)
+        records, touched = self._convert(messages)
+        self._callbacks.raise_interrupt()
+        for reader in touched:
+            self._watermark.deliver(reader.assignment, reader.hand_out())
+        self._torn = not complete
+        return records
+
+    def serve(self, consumer: Consumer, wait: float) -> None:
+        """Serve callbacks for up to so many seconds and hand out nothing: a message that arrives is
+        put away for a later fetch, and ends the wait."""
+        message = self._first(consumer, wait)
+        if message is not None:
+            self._reading.keep([message])
+        if self._reading.unsteady:
+            self._reading.steady(consumer)
+
+    def _take(self, consumer: Consumer, max_records: int, wait: float) -> tuple[list[Any], bool]:
+        """Return messages, and whether the client gave all it took."""
+        reading = self._reading
+        reading.fresh.clear()
+        messages = reading.take(max_records)
+        first = self._first(consumer, 0.0 if messages else wait)
+        if reading.fresh:
+            # Put away under an earlier assignment, which may have begun elsewhere.
+            messages = [each for each in messages if reading.of(each) not in reading.fresh]
+        if first is None:
+            return messages, True
+        if len(messages) >= max_records:
+            reading.keep([first])
+            return messages, True
+        messages.append(first)
+        return self._more(consumer, messages, min(max_records, MOST_RECORDS) - len(messages))
+
+    def _first(self, consumer: Consumer, wait: float) -> Any:
+        try:
+            message = consumer.poll(wait)
+        except KafkaException as error:
+            self._health.note(error_of(error) or error)
+            return None
+        if message is not None and message.error() is not None:
+            self._health.note(message.error())
+            return None
+        return message
+
+    def _more(self, consumer: Consumer, messages: list[Any], wanted: int) -> tuple[list[Any], bool]:
+        """Add what is there already; waiting for more would cost latency."""
+        if wanted <= 0:
+            return messages, True
+        self._reading.fresh.clear()
+        try:
+            messages += consumer.consume(wanted, 0)
+        except KafkaException as error:
+            self._health.note(error_of(error) or error)
+            return messages, False
+        if self._reading.fresh:
+            # Assigned during this very call: what the batch holds of them may have been fetched
+            # under an earlier assignment, and handing it out would skip what lies before.
+            self._reading.distrust(self._reading.fresh)
+        return messages, True
+
+    def _convert(self, messages: Sequence[Any]) -> tuple[list[Record], list[Reader]]:
+        """Return the records to hand out, and the readers they come from."""
+        readers = self._reading.readers
+        records: list[Record] = []
+        touched: list[Reader] = []
+        for message in messages:
+            if message.error() is not None:
+                self._health.note(message.error())
+                continue
+            reader = readers.get((message.topic(), message.partition()))
+            if reader is None:
+                continue  # revoked since it was fetched
+            offset = message.offset()
+            if reader.muted:
+                reader.meet(offset)
+                self._reading.unsteady = True
+                continue
+            if offset < reader.position:
+                if not reader.is_log_new():
+                    continue  # fetched twice, around a seek
+                # Skipped, they would be lost: these are not the records that had been here before.
+                reader.begin_anew(self._watermark.assign(reader.partition), offset)
+            reader.position = offset + 1
+            if not reader.batch:
+                touched.append(reader)
+            reader.batch.append(offset)
+            records.append(record_of(message, offset, reader.assignment))
+        return records, touched
+
+
+# --- Records -------------------------------------------------------------------------------------
+
+UNREADABLE_HEADERS = "kjo-unreadable-headers"
+"""The only header of a record whose headers cannot be read; its value says why."""
+
+read_headers = methodcaller("headers")
+"""The client fails by returning a list of null pointers beside an error. Calls that the interpreter
+has specialized do not look for such an error, and to iterate that list kills the process; a call by
+way of C always looks."""
+
+
+def record_of(message: Any, offset: int, assignment: Assignment) -> Record:
+    """Return a message as ours, handed out under ``assignment``."""
+    kind, milliseconds = message.timestamp()
+    topic, partition = assignment.partition
+    return Record(
+        topic,
+        partition,
+        offset,
+        message.key(),
+        message.value(),
+        headers_of(message),
+        None if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_of(milliseconds),
+        assignment.epoch,
+        assignment,
+    )
+
+
+def headers_of(message: Any) -> dict[str, bytes]:
+    """Return the headers; of a name given twice the last counts, and none is forgotten, see
+    ``messages.headers.folded``.
+
+    A name that is not UTF-8 makes the client raise, at every try. The record is handed out all the
+    same, with `UNREADABLE_HEADERS` alone: it must not hold up its partition for ever.
+    """
+    try:
+        headers = read_headers(message)
+    except Exception as error:
+        return {UNREADABLE_HEADERS: describe(error.__cause__ or error).encode()}
+    if not headers:
+        return {}
+    found: dict[str, bytes] = dict(headers)
+    is_all = len(found) == len(headers) and None not in found.values()
+    return found if is_all and HEADER_LIST not in found else folded(headers)
+
+
+# --- Questions to the broker ---------------------------------------------------------------------
+
+QUERY_TIMEOUT = 1.0
+"""Seconds. The thread that asks is the one that polls."""
+
+
+def edges_of(
+    consumer: Consumer, partition: TopicPartition, *, timeout: float = QUERY_TIMEOUT
+) -> tuple[int, int] | None:
+    """Return the first offset of a partition and the one after its last."""
+    try:
+        return consumer.get_watermark_offsets(KafkaPartition(*partition), timeout=timeout)
+    except KafkaException:
+        return None
+
+
+def known_end_of(consumer: Consumer, partition: TopicPartition) -> int | None:
+    """Return the offset after the last one as of the latest fetch, without asking the broker."""
+    try:
+        _, end = consumer.get_watermark_offsets(KafkaPartition(*partition), cached=True)
+    except KafkaException:
+        return None
+    return end if end >= 0 else None
+
+
+def starts_of(
+    consumer: Consumer, partitions: Sequence[TopicPartition], *, at_the_end: bool
+) -> dict[TopicPartition, int]:
+    """Return where the group begins in each partition: its committed offset, else the earliest.
+
+    :param at_the_end: a group without a committed offset begins with what comes next.
+    """
+    if not partitions:
+        return {}
+    try:
+        committed = consumer.committed(
+            [KafkaPartition(*each) for each in partitions], timeout=QUERY_TIMEOUT
+        )
+    except KafkaException:
+        return {}
+    starts = {}
+    for partition, found in zip(partitions, committed, strict=True):
+        if found.error is not None:
+            continue
+        if found.offset >= 0:
+            starts[partition] = found.offset
+        elif edges := edges_of(consumer, partition):
+            starts[partition] = edges[1] if at_the_end else edges[0]
+    return starts

@@ -20,23 +20,27 @@ from kjo_django.transports.base import (
     Subscription,
     TopicPartition,
 )
-from kjo_django.transports.kafka.callbacks import Callbacks
 from kjo_django.transports.kafka.clients import (
+    Callbacks,
+    Health,
     after_fork,
     close_behind,
     describe,
     keep_for_ever,
     logger,
     make,
+    watched,
 )
 from kjo_django.transports.kafka.committing import Committer
-from kjo_django.transports.kafka.fetching import Fetcher
-from kjo_django.transports.kafka.health import Health
 from kjo_django.transports.kafka.options import KafkaOptions
-from kjo_django.transports.kafka.queries import edges_of, known_end_of, starts_of
-from kjo_django.transports.kafka.reading import Reader, Reading
-from kjo_django.transports.kafka.rebalancing import Rebalancing
-from kjo_django.transports.kafka.refusals import watched
+from kjo_django.transports.kafka.reading import (
+    Fetcher,
+    Reader,
+    Reading,
+    edges_of,
+    known_end_of,
+    starts_of,
+)
 from kjo_django.transports.watermark import Watermark
 
 SLICE = 0.1
@@ -53,8 +57,8 @@ class KafkaSubscription(Subscription):
     """A member of a consumer group. See the contract.
 
     It owns the client, and replaces one that failed for good. What it hands out and what it may
-    commit is in the `Watermark`, where reading continues in `Reading`; `Rebalancing` begins and
-    ends the partitions of both, `Fetcher` moves both, `Committer` tells the broker.
+    commit is in the `Watermark`, where reading continues in `Reading`; `Fetcher` moves both, and
+    `Committer` commits. A rebalance begins and ends the epochs of partitions in both.
     """
 
     def __init__(
@@ -74,9 +78,8 @@ class KafkaSubscription(Subscription):
         self._callbacks = Callbacks(group)
         self._committer = Committer(group, options.commit_interval, self._health.report)
         self._fetcher = Fetcher(self._watermark, self._reading, self._health, self._callbacks)
-        self._rebalancing = Rebalancing(
-            self._watermark, self._reading, self._committer, self._health, on_revoked, on_assigned
-        )
+        self._on_revoked = on_revoked
+        self._on_assigned = on_assigned
         self._woken = False
         self._reopen_at = 0.0
         self._closed = True  # so far: the client may refuse its configuration
@@ -188,7 +191,7 @@ class KafkaSubscription(Subscription):
             self._leave(consumer)
         finally:
             self._consumer = None
-            self._rebalancing.retire(list(self._reading.readers.values()))
+            self._retire(list(self._reading.readers.values()))
         self._callbacks.raise_interrupt()
 
     def __del__(self) -> None:
@@ -197,6 +200,58 @@ class KafkaSubscription(Subscription):
         if not getattr(self, "_closed", True):
             logger.warning("A subscription of group %s was never closed", self._group)
             self.close()
+
+    # --- Rebalances: the client calls back inside ``poll``, ``consume`` and ``close`` -------------
+
+    def _assign(self, _: Consumer, partitions: Sequence[KafkaPartition]) -> None:
+        """Begin an epoch of each; reading starts at the committed offset, where the client is.
+
+        Under the cooperative protocol each call names only the partitions that move, under an eager
+        one all.
+        """
+        assigned = [TopicPartition(each.topic, each.partition) for each in partitions]
+        self._committer.forget(assigned)
+        for partition in assigned:
+            self._reading.assign(self._watermark.assign(partition))
+        self._reading.unsteady = True
+        self._health.check_soon()
+        if assigned and self._on_assigned is not None:
+            self._on_assigned(assigned)
+
+    def _revoke(self, consumer: Consumer, partitions: Sequence[KafkaPartition]) -> None:
+        """Commit what is settled once ``on_revoked`` has waited for it, then end the epochs.
+
+        The partitions are still ours until this returns, so the commit is accepted.
+        """
+        readers = self._reading.find(partitions)
+        revoked = [reader.partition for reader in readers]
+        try:
+            if revoked and self._on_revoked is not None:
+                self._on_revoked(revoked, False)
+        finally:
+            try:
+                self._committer.now(consumer, self._watermark.positions(revoked))
+            finally:
+                # The client remembers a pause beyond the assignment; we remember it ourselves.
+                paused = [reader.at_position() for reader in readers if reader.client_paused]
+                self._retire(readers)
+                if paused:
+                    consumer.resume(paused)
+
+    def _lose(self, _: Consumer, partitions: Sequence[KafkaPartition]) -> None:
+        """End the epochs and commit nothing."""
+        readers = self._reading.find(partitions)
+        # Another consumer may own them: nothing that still arrives may move a watermark.
+        self._retire(readers)
+        if readers and self._on_revoked is not None:
+            self._on_revoked([reader.partition for reader in readers], True)
+
+    def _retire(self, readers: Sequence[Reader]) -> None:
+        """End the epoch of these partitions: results that still come are dropped."""
+        partitions = [reader.partition for reader in readers]
+        self._watermark.revoke(partitions)
+        self._committer.forget(partitions)
+        self._reading.retire(readers)
 
     # --- The client, from joining the group to leaving it -----------------------------------------
 
@@ -207,9 +262,9 @@ class KafkaSubscription(Subscription):
         consumer: Consumer = make(Consumer, config, self._options)
         consumer.subscribe(
             self._topics,
-            on_assign=guard(self._rebalancing.on_assign),
-            on_revoke=guard(self._rebalancing.on_revoke),
-            on_lost=guard(self._rebalancing.on_lost),
+            on_assign=guard(self._assign),
+            on_revoke=guard(self._revoke),
+            on_lost=guard(self._lose),
         )
         return consumer
 
@@ -224,7 +279,7 @@ class KafkaSubscription(Subscription):
     def _abandon(self, consumer: Consumer) -> None:
         logger.error("The consumer of group %s failed for good and is replaced", self._group)
         held = [KafkaPartition(*partition) for partition in self.assignment()]
-        self._callbacks.guard(self._rebalancing.on_lost)(consumer, held)
+        self._callbacks.guard(self._lose)(consumer, held)
         self._leave(consumer)
         self._consumer = None
         self._health.is_fatal = False
