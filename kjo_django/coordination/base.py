@@ -1,9 +1,8 @@
-"""The contract of coordination: what may vanish without harm.
+"""The contracts of coordination: leases, marks and wake-ups, which may vanish without harm.
 
-Leases, recently-sent marks, delivery counts and wake-up calls. Correctness never depends on them:
-the database row decides. Losing all of it costs duplicate deliveries and a slower wake-up, nothing
-else. Every method raises ``CoordinationError`` when the backend cannot be reached; the caller
-decides what its absence means.
+Correctness never depends on them: the database row decides. Losing all of them costs duplicate
+deliveries and a slower wake-up, nothing else. Every method raises ``CoordinationError`` when the
+server cannot be reached; the caller decides what its absence means.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
 
+from kjo_django.clock import CLOCK, Clock
 from kjo_django.values import unknown_key
 
 
@@ -29,7 +29,7 @@ class Claim(NamedTuple):
 
 
 FIRST_CLAIM = Claim(True, 1)
-"""Of a name nobody has held."""
+"""The answer for a name that has never been held."""
 
 
 class Listener(abc.ABC):
@@ -50,18 +50,12 @@ class Listener(abc.ABC):
         """Release its connection. Idempotent."""
 
 
-class Coordination(abc.ABC):
-    """Thread-safe; one instance per process, made without I/O.
-
-    Lease names are built by the callers, ``CONS:PREFIX:id`` for the lease on an item (KJO-60).
-    """
-
-    supports_wake_ups: bool = False
-    """Whether ``notify`` reaches other processes; without it they find out by polling."""
+class Leases(abc.ABC):
+    """Names that one owner at a time holds, for a while. The caller chooses names and tokens."""
 
     @property
     def writes_concurrently(self) -> bool:
-        """Whether it can be written to while a handler holds the jobs' database in a transaction.
+        """Whether leases can be written while a handler holds the jobs' database in a transaction.
         False for SQLite, which knows one writer at a time."""
         return True
 
@@ -70,21 +64,9 @@ class Coordination(abc.ABC):
         that makes the outcomes durable: it is part of it then, and spares a transaction."""
         return False
 
-    known_options: ClassVar[frozenset[str] | None] = None
-    """Names of its ``OPTIONS``, where others are a mistake; None where any may be passed on."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options = dict(options)
-        if self.known_options is not None:
-            where = "KJO['COORDINATION']['OPTIONS']"
-            if fault := unknown_key(self.options, sorted(self.known_options), where):
-                raise ImproperlyConfigured(fault)
-
-    # --- Leases -----------------------------------------------------------------------------------
-
     @abc.abstractmethod
     def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:
-        """Take a lease on each name that has no live one, all in one round trip (KJO-F1).
+        """Take a lease on each name that has no live one, all in one round trip.
 
         A name already held by the same ``token`` is acquired again without a new delivery. The
         delivery count of a name outlives its lease, so a crash is counted.
@@ -92,7 +74,7 @@ class Coordination(abc.ABC):
 
     @abc.abstractmethod
     def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
-        """Extend the leases still held by ``token``; False where it holds it no more (KJO-F11)."""
+        """Extend the leases still held by ``token``; False for each name it holds no more."""
 
     @abc.abstractmethod
     def release(
@@ -103,7 +85,7 @@ class Coordination(abc.ABC):
         count_delivery: bool = False,
         undo_claim: bool = False,
     ) -> None:
-        """Give up the leases held by ``token`` (compare-and-delete, KJO-F10).
+        """Give up the leases still held by ``token``; those of another owner stay.
 
         The delivery counts of the names released are forgotten: the outcome is durable. With
         ``count_delivery=True`` they stay as they are, so the attempt stays spent. With
@@ -118,7 +100,9 @@ class Coordination(abc.ABC):
     def names(self, prefix: str) -> Iterable[str]:
         """Iterate the names with a live lease that start with ``prefix`` (taken literally)."""
 
-    # --- Marks: small values that expire, such as PREFIX_SENT:id = content hash (KJO-28) ----------
+
+class Marks(abc.ABC):
+    """Small values that expire, such as the hash of what a producer sent last."""
 
     @abc.abstractmethod
     def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
@@ -128,11 +112,16 @@ class Coordination(abc.ABC):
     def get_marks(self, names: Sequence[str]) -> dict[str, str]:
         """Return the live values among ``names``, in one round trip."""
 
-    # --- Wake-up calls ----------------------------------------------------------------------------
+
+class WakeUps(abc.ABC):
+    """Calls on named channels that end the waiting of whoever listens."""
+
+    supports_wake_ups: bool = False
+    """Whether ``notify`` reaches other processes; without it they find out by polling."""
 
     @abc.abstractmethod
     def notify(self, channel: str) -> None:
-        """Wake whoever listens on ``channel``. Best effort: losing it costs time only."""
+        """Wake whoever listens on ``channel``. Best effort: losing a call costs time only."""
 
     def notify_all(self, channels: Collection[str]) -> None:
         """Wake whoever listens on any of the channels, in one round trip where that is possible."""
@@ -143,7 +132,25 @@ class Coordination(abc.ABC):
     def listen(self, channels: Sequence[str]) -> Listener:
         """Open a listener. It hears calls made after this returned."""
 
-    # --- Health -----------------------------------------------------------------------------------
+
+class Coordination(Leases, Marks, WakeUps):
+    """The three contracts on one server. Thread-safe; one instance per process, made without I/O.
+
+    :param options: the ``OPTIONS`` of ``KJO["COORDINATION"]``.
+    :raises ImproperlyConfigured: an option is not known.
+    """
+
+    known_options: ClassVar[frozenset[str] | None] = None
+    """Names of its ``OPTIONS``, where others are a mistake; None where any may be passed on."""
+    clock: Clock = CLOCK
+    """The clock by which leases and marks expire, where that is not a server's own."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        if self.known_options is not None:
+            where = "KJO['COORDINATION']['OPTIONS']"
+            if fault := unknown_key(self.options, sorted(self.known_options), where):
+                raise ImproperlyConfigured(fault)
 
     @abc.abstractmethod
     def probe(self, timeout: float) -> str:

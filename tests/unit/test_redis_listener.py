@@ -12,8 +12,8 @@ pytest.importorskip("redis")
 
 from redis import Redis
 
-from kjo_django.coordination.redis import listener as listening
-from kjo_django.coordination.redis.listener import RedisListener
+from kjo_django.coordination import redis as listening
+from kjo_django.coordination.redis import RedisListener
 
 
 class Server:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 
-from kjo_django.coordination.reconnecting import ReconnectingListener
+from kjo_django.coordination.listeners import ReconnectingListener
 from kjo_django.exceptions import CoordinationError
 from kjo_django.store.direct_connections import backend_pid, lends_sessions, plain_connection
 from kjo_django.store.postgres import NOTIFY_CHANNEL

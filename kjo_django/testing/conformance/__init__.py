@@ -4,8 +4,8 @@
         def make_transport(self):
             return MyTransport("test", {...})
 
-Declared capabilities choose the cases. Needs pytest, and no server of its own. ``suite`` tells what
-can be adjusted; each other module holds the tests of one promise.
+Declared capabilities choose the cases. Needs pytest, and no server of its own. What can be
+adjusted is in ``suite``; each other module holds the tests of one kind of promise.
 """
 
 from __future__ import annotations
@@ -19,21 +19,13 @@ pytest.register_assert_rewrite(
     *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))
 )
 
-from kjo_django.testing.conformance.acknowledging import Acknowledging  # noqa: E402
-from kjo_django.testing.conformance.closing import Closing  # noqa: E402
+from kjo_django.testing.conformance.consuming import Consuming  # noqa: E402
 from kjo_django.testing.conformance.groups import Groups  # noqa: E402
-from kjo_django.testing.conformance.pausing import Pausing  # noqa: E402
-from kjo_django.testing.conformance.polling import Polling  # noqa: E402
 from kjo_django.testing.conformance.publishing import EVERY_BYTE, Publishing, name_bytes  # noqa: E402
-from kjo_django.testing.conformance.rebalancing import Rebalancing  # noqa: E402
-from kjo_django.testing.conformance.suite import values  # noqa: E402
-from kjo_django.testing.conformance.telling import Telling  # noqa: E402
-from kjo_django.testing.conformance.waiting import eventually  # noqa: E402
+from kjo_django.testing.conformance.suite import eventually, values  # noqa: E402
 
 
-class TransportConformance(
-    Publishing, Groups, Acknowledging, Rebalancing, Polling, Pausing, Closing, Telling
-):
+class TransportConformance(Publishing, Groups, Consuming):
     """Subclass it, implement ``make_transport`` and adjust the attributes that do not fit."""
 
 

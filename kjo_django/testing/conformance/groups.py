@@ -1,18 +1,20 @@
-"""Every group sees every record; its subscriptions share them."""
+"""Every group sees every record; its subscriptions share them, also when they come and go."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 import pytest
 
-from kjo_django.testing.conformance.suite import Suite, values
-from kjo_django.testing.conformance.waiting import eventually
-from kjo_django.transports.base import OutgoingRecord, Record, Transport
+from kjo_django.testing.conformance.suite import Suite, eventually, values
+from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition, Transport
 
 
 class Groups(Suite):
-    """Where a group begins, and how it is shared."""
+    """Where a group begins, how it is shared, and how partitions move."""
+
+    # --- Sharing ----------------------------------------------------------------------------------
 
     def test_a_new_group_starts_at_the_earliest_record(
         self, transport: Transport, topic: str, group: str
@@ -83,3 +85,111 @@ class Groups(Suite):
         assert len(set(positions)) == len(positions) == 200
         if self.rebalances:
             assert all(shares), "one subscription got everything"
+
+    # --- Rebalancing ------------------------------------------------------------------------------
+
+    def test_a_rebalance_tells_both_sides(self, transport: Transport, group: str) -> None:
+        if not self.rebalances:
+            pytest.skip("does not move partitions")
+        topic = self.make_topic(transport, partitions=4)
+        revoked: list[tuple[set[TopicPartition], bool]] = []
+        assigned: list[TopicPartition] = []
+        first = self.subscribe(
+            transport, topic, group, on_revoked=lambda tps, lost: revoked.append((set(tps), lost))
+        )
+        self.join(first, partitions=4)
+        second = self.subscribe(transport, topic, group, on_assigned=assigned.extend)
+
+        self.join(first, second, partitions=4)
+
+        assert all(not lost for _, lost in revoked)
+        taken = set().union(*(partitions for partitions, _ in revoked))
+        assert taken >= set(second.assignment()), "partitions left without on_revoked"
+        assert set(assigned) >= set(second.assignment())
+
+    def test_what_on_revoked_waited_for_is_committed(
+        self, transport: Transport, group: str
+    ) -> None:
+        if not self.rebalances:
+            pytest.skip("does not move partitions")
+        topic = self.make_topic(transport, partitions=2)
+        self.publish(transport, [OutgoingRecord(topic, b"%d" % n, partition=n) for n in range(2)])
+        taken: list[Record] = []
+
+        def finish(partitions: Sequence[TopicPartition], lost: bool) -> None:
+            first.acknowledge(r for r in taken if (r.topic, r.partition) in set(partitions))
+
+        first = self.subscribe(transport, topic, group, on_revoked=finish)
+        taken += self.read(first, 2)
+        second = self.subscribe(transport, topic, group)
+        self.join(first, second, partitions=2)
+        (moved,) = second.assignment()
+        self.publish(transport, [OutgoingRecord(topic, b"last", partition=moved.partition)])
+
+        assert self.read_until([second], b"last") == []
+
+    def test_an_acknowledgement_of_an_older_epoch_has_no_effect(
+        self, transport: Transport, group: str
+    ) -> None:
+        if not self.rebalances:
+            pytest.skip("does not move partitions")
+        topic = self.make_topic(transport, partitions=2)
+        self.publish(transport, [OutgoingRecord(topic, b"%d" % n, partition=n) for n in range(2)])
+        first = self.subscribe(transport, topic, group)
+        stale = {record.partition: record for record in self.read(first, 2)}
+        second = self.subscribe(transport, topic, group)
+        self.join(first, second, partitions=2)
+        (moved,) = second.assignment()
+
+        first.acknowledge([stale[moved.partition]])
+        second.close()
+        self.join(first, partitions=2)
+        # Ours again, under a new epoch: the old record must not settle the new delivery.
+        again = self.read(first, lambda found: moved.partition in {r.partition for r in found})
+        (fresh,) = [record for record in again if record.partition == moved.partition]
+        assert fresh.position == stale[moved.partition].position
+        assert fresh.epoch > stale[moved.partition].epoch
+        first.acknowledge([stale[moved.partition]])
+        first.close()
+
+        third = self.subscribe(transport, topic, group)
+        assert sorted(filter(None, values(self.read(third, 2)))) == [b"0", b"1"]
+
+    def test_close_tells_what_it_hands_back(
+        self, transport: Transport, topic: str, group: str
+    ) -> None:
+        if not self.rebalances:
+            pytest.skip("does not move partitions")
+        revoked: list[TopicPartition] = []
+        subscription = self.subscribe(
+            transport, topic, group, on_revoked=lambda tps, lost: revoked.extend(tps)
+        )
+        self.join(subscription)
+        before = subscription.assignment()
+
+        subscription.close()
+
+        assert revoked == before
+        assert subscription.assignment() == []
+
+    def test_a_raising_callback_loses_nothing(self, transport: Transport, group: str) -> None:
+        if not self.rebalances:
+            pytest.skip("does not move partitions")
+        topic = self.make_topic(transport, partitions=4)
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("a callback that fails")
+
+        first = self.subscribe(transport, topic, group, on_revoked=fail, on_assigned=fail)
+        self.publish(
+            transport, [OutgoingRecord(topic, b"%d" % each, b"%d" % each) for each in range(40)]
+        )
+        seen = self.read(first, 40)
+        second = self.subscribe(transport, topic, group, on_revoked=fail, on_assigned=fail)
+        moved = self.read([first, second], lambda _: second.assignment())
+        seen += moved
+
+        assert {int(value or b"") for value in values(seen)} == set(range(40))
+        first.close()
+        again = self.read(second, lambda found: len({r.position for r in moved + found}) >= 40)
+        assert {int(value or b"") for value in values(moved + again)} == set(range(40))

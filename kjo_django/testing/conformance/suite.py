@@ -7,12 +7,29 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from kjo_django.testing.conformance.waiting import eventually
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicSpec, Transport
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T], within: float = 20.0, what: str = "") -> T:
+    """Return the first truthy result of ``condition``; fail after ``within`` seconds.
+
+    :param what: the expectation in words, for the failure message.
+    """
+    deadline = time.monotonic() + within
+    while True:
+        result = condition()
+        if result:
+            return result
+        if time.monotonic() >= deadline:
+            expected = what or getattr(condition, "__name__", "the condition")
+            pytest.fail(f"not within {within:g} s: {expected}; last result: {result!r}")
+        time.sleep(0.005)
 
 
 def values(records: Iterable[Record]) -> list[bytes | None]:

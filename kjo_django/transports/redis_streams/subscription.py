@@ -1,7 +1,15 @@
-"""A consumer of Redis streams: reads, claims from the silent, acknowledges what is its own."""
+"""A consumer of Redis streams: reads, claims from the silent, acknowledges what is its own.
+
+An entry's fields are ``kjo:h`` (headers as JSON, values in base64), ``kjo:v`` (value) and ``kjo:k``
+(key); the last two are absent for None. An entry without ``kjo:h`` was written by another program:
+its value is its fields as a JSON object. What is no UTF-8 is ``{"base64": …}`` there, and in a
+field's name ``base64:…``.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import threading
 import time
@@ -12,14 +20,16 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from kjo_django.ids import uuid7
+from kjo_django.messages.headers import from_json, to_json
 from kjo_django.transports.base import (
     AssignedCallback,
+    OutgoingRecord,
     Record,
     RevokedCallback,
     Subscription,
     TopicPartition,
+    timestamp_of,
 )
-from kjo_django.transports.redis_streams.entries import lag_of, record_of, text_of, trim
 
 logger = logging.getLogger("kjo_django")
 
@@ -92,14 +102,14 @@ class RedisStreamsSubscription(Subscription):
         self._is_open = False
         self._is_closed = False
         self._backoff = 0.0
-        self._turn = 0
+        self._read_count = 0
         self._looked_at: dict[str, str] = {}
         self._claim_at = self._renew_at = self._trim_at = 0.0
 
     # --- Polling ----------------------------------------------------------------------------------
 
     def poll(self, max_records: int, timeout: float) -> list[Record]:
-        """See the contract; a lost group is made again, from the beginning (RST-F9, F10)."""
+        """See the contract; a lost group is made again, from the beginning."""
         deadline = time.monotonic() + timeout
         while not self._is_closed:
             records = self._attempt(max_records, deadline)
@@ -116,15 +126,15 @@ class RedisStreamsSubscription(Subscription):
             records = self._read(client, max_records, deadline)
         except ResponseError as error:
             self._is_open = self._is_open and not str(error).startswith("NOGROUP")
-            self._rest(str(error), deadline)
+            self._wait_after_error(str(error), deadline)
             return []
         except RedisError as error:
-            self._rest(str(error), deadline)
+            self._wait_after_error(str(error), deadline)
             return []
         self.last_error, self._backoff = None, 0.0
         return records
 
-    def _rest(self, error: str, deadline: float) -> None:
+    def _wait_after_error(self, error: str, deadline: float) -> None:
         """Wait before the next try, ever longer; a poll of no length does not wait."""
         self.last_error = f"Redis: {error}"
         self._backoff = min(max(0.1, self._backoff * 2), LONGEST_BACKOFF)
@@ -149,9 +159,9 @@ class RedisStreamsSubscription(Subscription):
         if max_records <= 0 or not active:
             self._woken.wait(max(0.0, min(SLICE, deadline - time.monotonic())))
             return []
-        if len(active) > 1:  # each is the first in its turn: there may be room for no other
-            self._turn += 1
-            start = self._turn % len(active)
+        if len(active) > 1:  # each is the first at times: there may be room for no other
+            self._read_count += 1
+            start = self._read_count % len(active)
             active = active[start:] + active[:start]
         records = self._claim(client, active, max_records)
         if not records:
@@ -174,7 +184,7 @@ class RedisStreamsSubscription(Subscription):
         return records
 
     def _claim(self, client: Any, active: Sequence[str], limit: int) -> list[Record]:
-        """Take over what others were handed and have been silent about for the lease (RST-F1).
+        """Claim the entries of consumers that have been silent for the lease.
 
         One call looks at ten entries for each that is wanted, the next one at those behind them.
         """
@@ -195,7 +205,7 @@ class RedisStreamsSubscription(Subscription):
                 )
             except RedisError:
                 if records:
-                    # Those of the streams before are held and renewed: lost, nobody gets them.
+                    # These are held and renewed: if they were dropped here, nobody would get them.
                     return records
                 raise
             self._looked_at[stream] = text_of(reply[0])
@@ -247,10 +257,10 @@ class RedisStreamsSubscription(Subscription):
             arguments = [self._group, *first, *ids[start : start + 500]]
             client.eval(script, 1, stream, *arguments)
 
-    # --- The rest of the contract -----------------------------------------------------------------
+    # --- Acknowledging and pausing ----------------------------------------------------------------
 
     def acknowledge(self, records: Iterable[Record]) -> None:
-        """Note them; the next poll, ``flush`` or ``close`` tells Redis, all in one round trip."""
+        """Note settled entries; the next poll, ``flush`` or ``close`` sends them at once."""
         with self._lock:
             if self._is_closed:
                 return
@@ -262,7 +272,7 @@ class RedisStreamsSubscription(Subscription):
                 self._settled.setdefault(stream, []).append(id)
 
     def flush(self) -> None:
-        """Tell Redis now."""
+        """Send the acknowledgements to Redis now."""
         try:
             self._send_acknowledgements(self._client())
         except RedisError as error:
@@ -343,10 +353,128 @@ class RedisStreamsSubscription(Subscription):
             self._is_closed = True
 
     def _leave(self, client: Any, stream: str) -> None:
-        """Forget the consumer's name, unless entries still hang on it: they would be lost."""
+        """Delete the consumer from the group, unless it has pending entries: they would be lost."""
         try:
             if not client.xpending_range(stream, self._group, "-", "+", 1, self._name):
                 client.xgroup_delconsumer(stream, self._group, self._name)
         except ResponseError as error:
             if not str(error).startswith("NOGROUP"):
                 raise
+
+
+# --- Entries -------------------------------------------------------------------------------------
+
+HEADERS, VALUE, KEY = b"kjo:h", b"kjo:v", b"kjo:k"
+PAGE, MOST_COUNTED = 1_000, 10_000
+"""Entries read at once, and in all, where Redis does not say how many there are."""
+
+
+def fields_of(record: OutgoingRecord) -> dict[bytes, bytes]:
+    """Return a record as the fields of an entry."""
+    fields = {HEADERS: json.dumps(to_json(record.headers)).encode()}
+    if record.value is not None:
+        fields[VALUE] = record.value
+    if record.key is not None:
+        fields[KEY] = record.key
+    return fields
+
+
+def record_of(topic: str, id: bytes, fields: Mapping[bytes, bytes], name: str) -> Record:
+    """Return an entry as a record, handed out to the consumer of that name."""
+    stored = fields.get(HEADERS)
+    value: bytes | None
+    if stored is None:  # written by somebody else
+        plain = {_name(name): _content(value) for name, value in fields.items()}
+        key, value, headers = None, json.dumps(plain, ensure_ascii=False).encode(), {}
+    else:
+        key, value = fields.get(KEY), fields.get(VALUE)
+        try:
+            headers = from_json(json.loads(stored))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            headers = {}  # unreadable: the record is judged as one without headers
+    return Record(
+        topic=topic,
+        partition=0,
+        offset=offset_of(id),
+        key=key,
+        value=value,
+        headers=headers,
+        timestamp=timestamp_of(_pair(id)[0]),
+        token=(name, id),
+    )
+
+
+def _name(name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return f"base64:{base64.b64encode(name).decode()}"
+
+
+def _content(value: bytes) -> str | dict[str, str]:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(value).decode()}
+
+
+def offset_of(id: Any) -> int:
+    """Return an entry's id as one growing number below 2**63: milliseconds in the high bits.
+
+    An id somebody chose beyond that, of the year 2248 say, is the highest.
+    """
+    milliseconds, sequence = _pair(id)
+    return min(milliseconds, (1 << 43) - 1) << 20 | min(sequence, (1 << 20) - 1)
+
+
+def _pair(id: Any) -> tuple[int, int]:
+    milliseconds, _, sequence = text_of(id).partition("-")
+    return int(milliseconds), int(sequence or 0)
+
+
+def text_of(value: Any) -> str:
+    """Return a name or an id, which the client gives as bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def trim(client: Any, stream: str, retention: timedelta) -> None:
+    """Remove entries older than ``retention`` that every group has acknowledged."""
+    seconds, micros = client.time()
+    oldest = (int((seconds - retention.total_seconds()) * 1000) + micros // 1000, 0)
+    for group in client.xinfo_groups(stream):
+        delivered = _pair(group["last-delivered-id"])
+        pending = client.xpending(stream, text_of(group["name"]))
+        # The first one that must stay: the oldest in flight, or the one after the last delivered.
+        first = _pair(pending["min"]) if pending["pending"] else (delivered[0], delivered[1] + 1)
+        oldest = min(oldest, first)
+    if oldest > (0, 0):
+        client.xtrim(stream, minid=f"{oldest[0]}-{oldest[1]}", approximate=True)
+
+
+def lag_of(client: Any, stream: str, group: str) -> int:
+    """Return the group's entries that wait or are in flight; all of them before it exists."""
+    try:
+        groups = client.xinfo_groups(stream)
+    except ResponseError:
+        return 0  # no such stream: nothing was ever published
+    for found in groups:
+        if text_of(found["name"]) != group:
+            continue
+        waiting = found.get("lag")
+        if waiting is None:  # Redis lost count, as when an entry was deleted
+            waiting = _count_after(client, stream, text_of(found["last-delivered-id"]))
+        return int(waiting) + int(found["pending"])
+    return int(client.xlen(stream))
+
+
+def _count_after(client: Any, stream: str, id: str) -> int:
+    """Count entries by reading them, a lower bound from ``MOST_COUNTED`` on: a backlog may be
+    larger than what this process, and the patience of its users, can take."""
+    count = 0
+    while count < MOST_COUNTED:
+        page = client.xrange(stream, min=f"({id}", count=PAGE)
+        count += len(page)
+        if len(page) < PAGE:
+            break
+        id = text_of(page[-1][0])
+    return count

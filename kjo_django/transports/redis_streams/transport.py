@@ -4,7 +4,7 @@ A topic is a stream, a consumer group is the stream's own. Entries are shared ou
 there is no order of a key *between* consumers (``capabilities.ordering`` is False); within one
 worker the lanes keep it. What a crashed consumer held is claimed by others once it has been silent
 for the lease. An entry is removed only when it is older than ``RETENTION`` *and* every group has
-acknowledged it: undelivered work is never trimmed, whatever the length of the stream (RST-F2).
+acknowledged it: undelivered work is never trimmed, whatever the length of the stream.
 
 ``OPTIONS``:
 
@@ -16,7 +16,7 @@ acknowledged it: undelivered work is never trimmed, whatever the length of the s
     How long acknowledged entries stay readable for another group (timedelta or seconds), default
     one day. They take memory.
 
-What an entry looks like, and one that somebody else wrote, is in ``redis_streams_entries``.
+The form of an entry, also of one that another program wrote, is in ``subscription``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,12 @@ from kjo_django.transports.base import (
     TopicPartition,
     Transport,
 )
-from kjo_django.transports.redis_streams.entries import fields_of, lag_of, offset_of
-from kjo_django.transports.redis_streams.subscription import RedisStreamsSubscription
+from kjo_django.transports.redis_streams.subscription import (
+    RedisStreamsSubscription,
+    fields_of,
+    lag_of,
+    offset_of,
+)
 from kjo_django.values import duration
 
 PIPELINE = 500
@@ -78,7 +82,7 @@ class RedisStreamsTransport(Transport):
                 f"{error}"
             ) from error
         except ValueError:
-            # Without what it says: part of a password, where that has a / or ? not escaped.
+            # Without the error's text, which may hold part of a password with a / or ?.
             raise ImproperlyConfigured(
                 f"The LOCATION of CACHES[{self._cache!r}] is no URL of a Redis. A password's "
                 "special characters are written as %2F (/), %3F (?), %23 (#) and %40 (@)."
@@ -104,7 +108,7 @@ class RedisStreamsTransport(Transport):
         try:
             replies = pipeline.execute(raise_on_error=False)
         except RedisError as error:
-            # Some may have been stored: telling so publishes them again, which consumers absorb.
+            # Some may be stored: they are published again, and consumers skip the duplicates.
             return [Published(error=f"Redis did not answer: {error}") for _ in records]
         return [
             Published(error=str(reply))
@@ -139,7 +143,7 @@ class RedisStreamsTransport(Transport):
         """Nothing is held open: the pool is django-redis' own."""
 
     def lag(self, topics: Sequence[str], group: str) -> dict[TopicPartition, int]:
-        """Count what the group has not acknowledged: waiting and in flight (RST-F3)."""
+        """Count what the group has not acknowledged: waiting and in flight."""
         with self._asking() as client:
             return {
                 TopicPartition(topic, 0): lag_of(client, self.stream(topic), group)
@@ -147,7 +151,7 @@ class RedisStreamsTransport(Transport):
             }
 
     def probe(self, timeout: float) -> str:
-        """PING, and tell what answered. The timeout is that of the cache's connections."""
+        """Return the version of what answered. The timeout is that of the cache's connections."""
         with self._asking() as client:
             info = client.info("server")
         version = info.get("valkey_version") or info.get("redis_version", "?")

@@ -1,0 +1,394 @@
+"""Coordination through Redis or Valkey, on the raw connection of a django-redis cache.
+
+``OPTIONS``:
+
+``CACHE``
+    Alias in ``CACHES``, default "default". Give it short timeouts, e.g. ``"OPTIONS":
+    {"SOCKET_CONNECT_TIMEOUT": 1, "SOCKET_TIMEOUT": 1}``: without them a Redis that does not answer
+    holds a worker for as long as the system lets it.
+``URL``
+    ``redis://host:port/0`` to use instead of a cache, with timeouts of 5 s.
+``KEY_PREFIX``
+    Put before every key and channel, default "": keys are then exactly the names given, since the
+    cache's own KEY_PREFIX and VERSION are not applied.
+
+Keys, by example::
+
+    CONS:EMAILS:7             the token of who processes the item; expires with the lease
+    DELIVERIES:CONS:EMAILS:7  how often it was claimed; forgotten on release, else after a day
+    PREFIX_SENT:7             a mark; expires with its TTL
+
+Leases and their counts are touched by one script, so on Redis Cluster all names of a call must
+share a slot: use a hash tag, ``KEY_PREFIX = "{kjo}"``. The tests meet single servers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from django.core.cache import InvalidCacheBackendError
+from django.core.exceptions import ImproperlyConfigured
+from django_redis import get_redis_connection
+from redis import ConnectionPool, Redis
+from redis.exceptions import NoScriptError, RedisError
+
+from kjo_django.coordination.base import FIRST_CLAIM, Claim, Coordination
+from kjo_django.coordination.listeners import ReconnectingListener
+from kjo_django.exceptions import CoordinationError
+from kjo_django.probing import answer_within
+
+_DELIVERIES_KEPT = timedelta(days=1)
+_SCAN_COUNT = 1000
+ESCAPING = "A password's special characters are written as %2F (/), %3F (?), %23 (#) and %40 (@)."
+
+# A script works out the keys of the delivery counts: to send them would double what is written,
+# and they share their leases' slots. Few commands too: each costs as much as a row elsewhere.
+
+# KEYS: the leases. ARGV: length of the prefix, token, ttl and life of the counts in ms.
+# Answers with nothing where all are acquired for the first time, as they nearly always are.
+_CLAIM = """
+local prefix = string.sub(KEYS[1], 1, ARGV[1]) .. 'DELIVERIES:'
+local answers, is_plain = {}, true
+for i, lease in ipairs(KEYS) do
+    local deliveries = prefix .. string.sub(lease, ARGV[1] + 1)
+    local acquired, count = 1, 1
+    if redis.call('SET', lease, ARGV[2], 'NX', 'PX', ARGV[3]) then
+        if not redis.call('SET', deliveries, 1, 'NX', 'PX', ARGV[4]) then
+            count = redis.call('INCR', deliveries)
+            redis.call('PEXPIRE', deliveries, ARGV[4])
+        end
+    else
+        count = tonumber(redis.call('GET', deliveries)) or 1
+        if redis.call('GET', lease) == ARGV[2] then
+            redis.call('PEXPIRE', lease, ARGV[3])
+        else
+            acquired = 0
+        end
+    end
+    is_plain = is_plain and acquired == 1 and count == 1
+    answers[2 * i - 1] = acquired
+    answers[2 * i] = count
+end
+return is_plain and {} or answers
+"""
+
+# KEYS: the leases. ARGV: token, ttl in ms.
+_RENEW = """
+local answers = {}
+for i, lease in ipairs(KEYS) do
+    answers[i] = 0
+    if redis.call('GET', lease) == ARGV[1] then
+        answers[i] = redis.call('PEXPIRE', lease, ARGV[2])
+    end
+end
+return answers
+"""
+
+# KEYS: the leases. ARGV: length of the prefix, token, "1" to keep the counts, "2" to take one off.
+_RELEASE = """
+local prefix = string.sub(KEYS[1], 1, ARGV[1]) .. 'DELIVERIES:'
+for _, lease in ipairs(KEYS) do
+    if redis.call('GET', lease) == ARGV[2] then
+        local deliveries = prefix .. string.sub(lease, ARGV[1] + 1)
+        if ARGV[3] == '1' or (ARGV[3] == '2' and redis.call('DECR', deliveries) > 0) then
+            redis.call('DEL', lease)
+        else
+            redis.call('DEL', lease, deliveries)
+        end
+    end
+end
+return #KEYS
+"""
+
+
+class RedisCoordination(Coordination):
+    """See the module. Connections come from django-redis' pool, which notices a fork."""
+
+    supports_wake_ups = True
+    known_options = frozenset({"CACHE", "KEY_PREFIX", "URL"})
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.cache_alias: str = self.options.get("CACHE", "default")
+        self._prefix: str = self.options.get("KEY_PREFIX", "")
+        self._url: str | None = self.options.get("URL")
+        self._own_client: Any = None
+        self._client()  # connects to nothing, and refuses what can never be connected to
+
+    # --- Leases -----------------------------------------------------------------------------------
+
+    def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:
+        """Take the leases with one script call: ``SET NX PX`` each."""
+        if not names:
+            return []
+        times = _ms(ttl), _ms(_DELIVERIES_KEPT)
+        answers = self._run(_CLAIM, self._keys(names), len(self._prefix.encode()), token, *times)
+        if not answers:
+            return [FIRST_CLAIM] * len(names)
+        return [
+            Claim(bool(acquired), int(deliveries))
+            for acquired, deliveries in zip(answers[::2], answers[1::2], strict=True)
+        ]
+
+    def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
+        """Extend with one script call."""
+        if not names:
+            return []
+        return [
+            bool(extended) for extended in self._run(_RENEW, self._keys(names), token, _ms(ttl))
+        ]
+
+    def release(
+        self,
+        names: Sequence[str],
+        token: str,
+        *,
+        count_delivery: bool = False,
+        undo_claim: bool = False,
+    ) -> None:
+        """Compare and delete with one script call."""
+        if names:
+            keeps = "2" if undo_claim else "1" if count_delivery else "0"
+            self._run(_RELEASE, self._keys(names), len(self._prefix.encode()), token, keeps)
+
+    def holders(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the live tokens, in one round trip."""
+        return self._values(names)
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """Iterate with SCAN, never KEYS: a change during the iteration may be missed."""
+        pattern = re.sub(r"([*?\[\]\\])", r"\\\1", self._prefix + prefix) + "*"
+        hidden = len(self._prefix)
+        seen: set[str] = set()
+        with self._reached():
+            for key in self._client().scan_iter(match=pattern, count=_SCAN_COUNT, _type="STRING"):
+                name = text_of(key)[hidden:]
+                if name not in seen:  # SCAN may repeat itself
+                    seen.add(name)
+                    yield name
+
+    # --- Marks ------------------------------------------------------------------------------------
+
+    def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
+        """Set each with its TTL in one pipeline; SETEX by its modern name."""
+        if not marks:
+            return
+        with self._reached():
+            pipeline = self._client().pipeline(transaction=False)
+            for name, value in marks.items():
+                pipeline.set(self._prefix + name, value, px=_ms(ttl))
+            pipeline.execute()
+
+    def get_marks(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the live values, in one MGET."""
+        return self._values(names)
+
+    # --- Wake-up calls ----------------------------------------------------------------------------
+
+    def notify(self, channel: str) -> None:
+        """PUBLISH on the channel."""
+        with self._reached():
+            self._client().publish(self._prefix + channel, "")
+
+    def notify_all(self, channels: Collection[str]) -> None:
+        """PUBLISH on each, in one pipeline."""
+        with self._reached():
+            pipeline = self._client().pipeline(transaction=False)
+            for channel in channels:
+                pipeline.publish(self._prefix + channel, "")
+            pipeline.execute()
+
+    def listen(self, channels: Sequence[str]) -> RedisListener:
+        """Subscribe on a connection of its own."""
+        keys = {self._prefix + channel: channel for channel in channels}
+        with self._reached():
+            return RedisListener(f"Redis at {self._setting}", self._client, keys)
+
+    # --- Health -----------------------------------------------------------------------------------
+
+    def probe(self, timeout: float) -> str:
+        """Ask for the version."""
+        info = self._info("server", timeout)
+        kind = "valkey" if info.get("server_name") == "valkey" else "redis"
+        return f"{kind} {info.get(f'{kind}_version', '')} ({self._setting})"
+
+    def memory_bytes(self, timeout: float) -> int:
+        """Return the memory the server uses."""
+        return int(self._info("memory", timeout)["used_memory"])
+
+    def _info(self, section: str, timeout: float) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = answer_within(timeout, lambda: self._client().info(section))
+        except ImproperlyConfigured:
+            raise
+        except Exception as error:
+            raise CoordinationError(self._unreachable(error)) from error
+        return answer
+
+    # --- Inside -----------------------------------------------------------------------------------
+
+    @property
+    def _setting(self) -> str:
+        return "its URL" if self._url else f"CACHES[{self.cache_alias!r}]"
+
+    def _unreachable(self, error: Exception) -> str:
+        return f"Redis at {self._setting} (KJO['COORDINATION']) cannot be used: {error}"
+
+    def _client(self) -> Any:
+        if self._url:
+            if self._own_client is None:  # to make one takes as long as to ask it
+                self._own_client = Redis(connection_pool=_pool_of(self._url))
+            return self._own_client
+        try:
+            return get_redis_connection(self.cache_alias)
+        except (InvalidCacheBackendError, NotImplementedError) as error:
+            raise ImproperlyConfigured(
+                f"KJO['COORDINATION']['OPTIONS']['CACHE'] is {self.cache_alias!r}, but "
+                f"{self._setting} is not a cache of django-redis (django_redis.cache.RedisCache)."
+            ) from error
+        except ValueError:
+            # Without what it says: part of a password, where that has a / or ? not escaped.
+            raise ImproperlyConfigured(
+                f"The LOCATION of {self._setting} is no URL of a Redis. {ESCAPING}"
+            ) from None
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except (RedisError, OSError) as error:
+            raise CoordinationError(self._unreachable(error)) from error
+
+    def _run(self, source: str, keys: list[str], *arguments: object) -> Any:
+        """EVALSHA; a server that forgot the script (restart, failover) gets it again."""
+        with self._reached():
+            client, what = self._client(), (len(keys), *keys, *arguments)
+            try:
+                return client.execute_command("EVALSHA", _digest(source), *what)
+            except NoScriptError:
+                return client.execute_command("EVAL", source, *what)
+
+    def _keys(self, names: Sequence[str]) -> list[str]:
+        return [self._prefix + name for name in names] if self._prefix else list(names)
+
+    def _values(self, names: Sequence[str]) -> dict[str, str]:
+        if not names:
+            return {}
+        with self._reached():
+            found = self._client().mget(self._keys(names))
+        return {
+            name: text_of(value)
+            for name, value in zip(names, found, strict=True)
+            if value is not None
+        }
+
+
+def _pool_of(url: str) -> ConnectionPool:
+    try:
+        return ConnectionPool.from_url(url, socket_connect_timeout=5, socket_timeout=5)
+    except ValueError:
+        # Without the URL, which may hold a password, or what is wrong with it, which may too.
+        raise ImproperlyConfigured(
+            f"KJO['COORDINATION']['OPTIONS']['URL'] is no redis:// or rediss:// URL. {ESCAPING}"
+        ) from None
+
+
+@cache
+def _digest(source: str) -> str:
+    """Return what the server calls a script."""
+    return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+def _ms(duration: timedelta) -> int:
+    return max(1, round(duration.total_seconds() * 1000))
+
+
+_PATIENCE = 5.0
+"""Seconds for the server to confirm a subscription."""
+_ASK_AFTER = 30.0
+"""Seconds of silence until the server is asked whether it is there: a connection cut without a word
+(a machine that died, a firewall that forgot it) looks silent for ever."""
+_ANSWERS_WITHIN = 10.0
+
+
+class RedisListener(ReconnectingListener[Any]):
+    """Subscribes on a connection it takes from the pool.
+
+    :param client: gives a client; asked again after an outage.
+    :param channels: the names to listen for, by the channel of the server.
+    """
+
+    outages = (RedisError, OSError, ValueError)
+    longest_sleep = _ANSWERS_WITHIN
+
+    def __init__(self, server: str, client: Callable[[], Any], channels: Mapping[str, str]) -> None:
+        self._client = client
+        self._names = dict(channels)
+        self._ask_at = self._answer_by = 0.0
+        super().__init__(server, channels.values())
+
+    def _connect(self) -> Any:
+        pubsub = self._client().pubsub(ignore_subscribe_messages=True)
+        try:
+            pubsub.subscribe(*self._names)
+            # The server's answer: from now on nothing is missed.
+            deadline = time.monotonic() + _PATIENCE
+            for _ in self._names:
+                pubsub.get_message(timeout=max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            self._disconnect(pubsub)
+            raise
+        self._is_heard()
+        return pubsub
+
+    def _is_heard(self) -> None:
+        """Note that the server is there."""
+        self._ask_at = time.monotonic() + _ASK_AFTER
+        self._answer_by = 0.0
+
+    def _descriptor(self, connection: Any) -> int:
+        # The client has no public name for its socket, and no wait that can be ended.
+        socket = connection.connection._sock
+        if socket is None:
+            raise OSError("the connection is closed")
+        return int(socket.fileno())
+
+    def _heard(self, connection: Any) -> set[str]:
+        called: set[str] = set()
+        connection.check_health()
+        while connection.connection.can_read(timeout=0):
+            self._is_heard()
+            message = connection.get_message(timeout=0)
+            if message is not None and message["channel"] is not None:
+                called.add(self._names.get(text_of(message["channel"]), ""))
+        called.discard("")
+        self._ask(connection)
+        return called
+
+    def _ask(self, connection: Any) -> None:
+        """Ask a server that has long been silent for a sign of life; its answer has no channel."""
+        now = time.monotonic()
+        if self._answer_by:
+            if now >= self._answer_by:
+                raise OSError("the server does not answer")
+        elif now >= self._ask_at:
+            connection.ping()
+            self._answer_by = now + _ANSWERS_WITHIN
+
+    def _disconnect(self, connection: Any) -> None:
+        try:
+            connection.close()
+        except (RedisError, OSError):
+            pass  # it is gone either way
+
+
+def text_of(value: bytes | str) -> str:
+    """Return a name as the server sent it; what is not UTF-8 is none of ours."""
+    return value if isinstance(value, str) else value.decode("utf-8", "replace")
