@@ -10,6 +10,7 @@ from datetime import timedelta
 from kjo_django import registry
 from kjo_django.operations import bulk
 from kjo_django.operations.internal import InternalHandler
+from kjo_django.patterns.kdlq import letters  # noqa: F401 - registers its format of dead letters
 
 LONGEST_RUN = timedelta(days=7)
 

@@ -1,4 +1,4 @@
-"""Running a dead message here and now, through the pipeline every worker uses.
+"""Running a dead message here and now, through the flow that every worker uses.
 
 For an operator who wants to see what becomes of it, or has no worker for its queue. The same rules
 hold as in a worker: markers, transactions, retries and dead letters.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
-
-from django.db import connections
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
@@ -24,10 +22,14 @@ from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, QueueControl
 from kjo_django.store.transactions import jobs_database
-from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
+from kjo_django.transports.base import Record, Subscription, TopicPartition
 
 NOWHERE = -1
 """The partition and offset of a message that comes from no topic."""
+SKIPPED = Result.SKIPPED.value
+DEFERRED = Result.DEFERRED.value
+NOT_RUN = (DEFERRED, SKIPPED)
+"""Endings without a run: a worker holds the message, or nobody here handles it."""
 
 
 class Reprocessor:
@@ -59,66 +61,50 @@ class Reprocessor:
         queue_policies.leave()
         self._watch.stop()
 
-    def run(self, record: Record, queue: QueueConf) -> Result:
-        """Run a record as one of the queue's; returns how it ended. ``DEFERRED``: a worker holds
-        it. ``SKIPPED``: nobody here handles it."""
+    def run(self, record: Record, queue: QueueConf) -> str:
+        """Run a record as one of the queue's; returns how it ended."""
         try:
             found = registry.route_of(queue.name).read(
                 record, max_bytes=get_settings().max_payload_bytes
             )
         except MessageError as problem:
-            delivery = Delivery(record, _Nowhere(), queue, None, None, problem)
+            delivery = Delivery(record, _NoSubscription(), queue, None, None, problem)
         else:
             if found is None:
-                return Result.SKIPPED
-            delivery = Delivery(record, _Nowhere(), queue, *found)
+                return SKIPPED
+            delivery = Delivery(record, _NoSubscription(), queue, *found)
         self._leases.show_alive()
         self._outcomes.clear()
         self._pipeline.run([delivery], delivery.mode)
-        return self._outcomes[-1].result if self._outcomes else Result.DEFERRED
+        return self._outcomes[-1].result.value if self._outcomes else DEFERRED
 
-    def run_job(self, job: Job) -> Result:
+    def run_job(self, job: Job) -> str:
         """Run the next attempt of a stored job, before its message reaches a worker."""
         queue = get_settings().queue(job.queue)
-        return self.run(arrived(dispatch.record_of(job, queue)), queue)
+        sent = dispatch.record_of(job, queue)
+        record = Record(
+            sent.topic, NOWHERE, NOWHERE, key=sent.key, value=sent.value, headers=dict(sent.headers)
+        )
+        return self.run(record, queue)
 
 
-def arrived(outgoing: OutgoingRecord) -> Record:
-    """Return a record as it would be read, had it been published."""
-    return Record(
-        topic=outgoing.topic,
-        partition=NOWHERE,
-        offset=NOWHERE,
-        key=outgoing.key,
-        value=outgoing.value,
-        headers=dict(outgoing.headers),
-    )
-
-
-def is_in_transaction() -> bool:
-    """Whether the caller's own transaction would hold what the pipeline wants to commit."""
-    return connections[jobs_database()].in_atomic_block
-
-
-class _Nowhere(Subscription):
-    """What a message belongs to that no subscription has handed out."""
+class _NoSubscription(Subscription):
+    """The subscription of a message that none has handed out."""
 
     def poll(self, max_records: int, timeout: float) -> list[Record]:
-        """There is nothing."""
         return []
 
     def acknowledge(self, records: Iterable[Record]) -> None:
-        """There is nothing to tell."""
+        return
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
-        """There is nothing to pause."""
+        return
 
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
-        """There is nothing to resume."""
+        return
 
-    def assignment(self) -> Sequence[TopicPartition]:  # type: ignore[override]
-        """There are no partitions."""
+    def assignment(self) -> list[TopicPartition]:
         return []
 
     def close(self) -> None:
-        """There is nothing to close."""
+        return

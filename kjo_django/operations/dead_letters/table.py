@@ -1,9 +1,9 @@
 """Replay and discard: what operators do to open dead letters.
 
-A dead letter of a job is replayed by requeueing the job; if the job's id has been enqueued again
-since, as a job of its own with what the letter holds; that of a message nobody enqueued here by
-publishing it again, byte for byte. Each letter changes in a transaction of its own, so a run that
-is interrupted is simply run again: it goes on with what is still open.
+A dead letter of a job is replayed by requeueing the job. If the job's id has been enqueued again
+since, what the letter holds becomes a job of its own. A message that nobody enqueued here is
+published again, byte for byte. Each letter changes in a transaction of its own, so a run that is
+interrupted is simply run again: it goes on with what is still open.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import enum
 import functools
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -26,9 +26,7 @@ from django.utils import timezone
 from kjo_django import registry, signals
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.engine.attempt import Result
 from kjo_django.enqueue import dispatch
-from kjo_django.enqueue.dispatch import publish
 from kjo_django.enqueue.outgoing import only_in_rows, row_key
 from kjo_django.enqueue.storing import check_payload_size, store
 from kjo_django.enqueue.wakeups import after_commit
@@ -40,8 +38,8 @@ from kjo_django.models import DeadLetter, DeadLetterState, Job, ProcessedEvent, 
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations import internal, redaction
 from kjo_django.operations.audit import send_letter_signals
-from kjo_django.operations.dead_letters.reprocessing import NOWHERE, Reprocessor
-from kjo_django.operations.internal import is_internal
+from kjo_django.operations.dead_letters.formats import COUNTERS, format_of
+from kjo_django.operations.dead_letters.reprocessing import NOT_RUN, NOWHERE, Reprocessor
 from kjo_django.operations.jobs.changes import (
     Outcomes,
     RequeueResult,
@@ -57,19 +55,57 @@ from kjo_django.operations.rows import (
     no_progress,
     on_commit,
 )
-from kjo_django.patterns.kdlq import headers as kdlq
 from kjo_django.states import JobState
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record
 
+
+class Mode(enum.StrEnum):
+    """How dead letters are replayed."""
+
+    REPUBLISH = "republish"
+    """Publish the message, or requeue the job: a worker runs it."""
+    REPROCESS = "reprocess"
+    """Run it here and now, in this process."""
+
+
+PREVIEW_LIMIT = 1000
+"""Dead letters a preview looks at, unless it is told otherwise."""
+FAILURES_IN_A_ROW = 3
+"""After so many refusals of the transport a run stops: it is down, not picky."""
 SAMPLES = 20
-"""Refusals and failures told one by one; all are counted."""
+"""Refusals and failures reported one by one; all are counted."""
 
 REFUSED_LOOP = "replayed too often"
 REFUSED_PROCESSED = "already processed"
 REFUSED_NO_SOURCE = "no source topic"
 REFUSED_INTERNAL = "an internal job"
+NEEDS_PERMISSION = "it needs the permission of what it does"
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterFilter:
+    """Which open dead letters; what is not given does not restrict."""
+
+    ids: Collection[UUID | str] | None = None
+    queue: str | None = None
+    """Of this queue, and of the one that carries its messages' retries."""
+    handler: str | None = None
+    reason: str | None = None
+    error: str | None = None
+    """Part of the error's text or type, in any case."""
+    fingerprint: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it takes everything."""
+        return self == DeadLetterFilter()
+
+
+Selection = DeadLetterFilter | QuerySet[DeadLetter]
 
 
 @dataclass(slots=True)
@@ -153,93 +189,59 @@ class ReplayReport:
             self.samples.append({"id": id, "outcome": outcome, "detail": detail})
 
 
-REPLAY_OF = "kjo-replay-of"
-"""The id a message had before a forced replay gave it a new one."""
-
-_BUDGET = frozenset({kdlq.REDELIVERED, names.REDELIVERY})
-"""Redeliveries start anew, their counter and what the last one was known by; the counter of deaths
-stays (KDLQ-F6)."""
-_ORIGIN = names.FIRST_WINS - {names.DLQ_FIRST_FAILED_AT}
-_OF_A_JOB = frozenset({names.JOB_ID, names.GENERATION, names.ATTEMPT})
+# --- Finding --------------------------------------------------------------------------------------
 
 
-class NotPublishedError(PublishError):
-    """The transport refused the record; its dead letter stays as it was."""
+def select(selection: Selection) -> QuerySet[DeadLetter]:
+    """Return the open dead letters of a selection, oldest first."""
+    if isinstance(selection, DeadLetterFilter):
+        rows = restricted(DeadLetter.objects.all(), selection)
+    else:
+        rows = selection
+    return rows.using(jobs_database()).filter(state=DeadLetterState.OPEN).order_by("pk")
 
 
-def replay_headers(
-    headers: Mapping[str, bytes], replay_count: int, *, new_id: bool = False
-) -> dict[str, bytes]:
-    """Return the headers of a replayed message: all of its own, of what the dead-letter queue added
-    only where it was read first, and the number of replays."""
-    # What KDLQ killed is known by that: its copies in the table and in the topic have no id.
-    stays = _ORIGIN | {names.DLQ_MESSAGE_ID} if kdlq.MARKER in headers else _ORIGIN
-    kept = {
-        name: value
-        for name, value in headers.items()
-        if (not name.startswith(names.DLQ_PREFIX) or name in stays) and name not in _BUDGET
+def restricted(rows: QuerySet[DeadLetter], selection: DeadLetterFilter) -> QuerySet[DeadLetter]:
+    """Return those of the rows, of any state, that a filter describes."""
+    exact = {
+        "handler": selection.handler,
+        "reason": selection.reason,
+        "fingerprint": selection.fingerprint,
+        "failed_at__gte": selection.since,
+        "failed_at__lt": selection.until,
     }
-    if names.JOB_ID in kept and is_ours(kept):
-        job = find_job(kept)
-        if job is None or job.generation != generation_of(kept):
-            # The row was deleted, or given to another payload; a consumer drops a message that
-            # claims to have one.
-            kept = {name: value for name, value in kept.items() if name not in _OF_A_JOB}
-            new_id = new_id or job is not None
-    if new_id and names.ID in kept:
-        kept[REPLAY_OF] = kept[names.ID]
-        kept[names.ID] = str(uuid7()).encode()
-    kept[names.REPLAY_COUNT] = b"%d" % replay_count
-    return kept
+    rows = rows.filter(**{name: value for name, value in exact.items() if value is not None})
+    if selection.queue is not None:
+        retries = get_settings().queue(selection.queue).retries
+        rows = rows.filter(queue__in={selection.queue, retries})
+    if selection.ids is not None:
+        rows = rows.filter(pk__in=[_id(each) for each in selection.ids])
+    if selection.error:
+        text = Q(error__icontains=selection.error) | Q(error_type__icontains=selection.error)
+        rows = rows.filter(text)
+    return rows
 
 
-def generation_of(headers: Mapping[str, bytes]) -> int:
-    """Return the generation of the job that a message is of."""
-    return names.number(headers, names.GENERATION, 1)
+def count(selection: Selection) -> tuple[int, bool]:
+    """Return how many there are among the newest 100,000 open dead letters, and whether there may
+    be more beyond them."""
+    every = select(DeadLetterFilter()).order_by("-pk").values_list("pk", flat=True)
+    floor = next(iter(every[COUNT_LIMIT:][:1]), None)
+    rows = select(selection)
+    return (rows if floor is None else rows.filter(pk__gt=floor)).count(), floor is not None
 
 
-def job_of(letter: DeadLetter, job: Job, value: bytes | None) -> Job:
-    """Return the unsaved row of a job of its own that runs what a letter holds.
+def not_open(ids: Collection[UUID | str]) -> tuple[list[str], dict[str, str]]:
+    """Return those of the ids that no dead letter has, and the states of those that are closed.
 
-    :param job: the letter's, which has begun another generation since.
-    :param value: the payload, if not the letter's.
+    :raises ValueError: one is no id.
     """
-    told = names.from_json(letter.headers)
-    replayed = replay_headers(told, letter.replay_count + 1, new_id=True)
-    kept = {name: data for name, data in replayed.items() if name not in names.OF_A_MESSAGE}
-    kept.pop(ORIGIN_ID, None)
-    key = None if letter.key is None else bytes(letter.key)
-    extra = only_in_rows(key, b"" if value is not None or letter.value is not None else None)
-    if key == str(job.pk).encode():
-        key = None  # a job without a key travels under its id
-    return Job(
-        id=uuid7(),
-        queue=job.queue,
-        handler=letter.handler,
-        key=row_key(key),
-        max_attempts=job.max_attempts,
-        payload=bytes(letter.value or b"") if value is None else value,
-        content_type=letter.content_type,
-        headers=names.for_row({**names.in_order(kept), **extra}),
-        result_ttl=job.result_ttl,
-    )
-
-
-def is_ours(headers: Mapping[str, bytes]) -> bool:
-    """Whether this service's database holds, or held, the message's job."""
-    return names.text(headers, names.SERVICE) == get_settings().service_name
-
-
-def find_job(headers: Mapping[str, bytes]) -> Job | None:
-    """Return the job a message belongs to, if this service's database has it."""
-    if not is_ours(headers):
-        return None
-    try:
-        id = uuid.UUID(names.text(headers, names.JOB_ID))
-    except ValueError:
-        return None
-    rows = Job.objects.using(jobs_database()).only("id", "state", "generation", "queue", "handler")
-    return rows.filter(pk=id).first()
+    wanted = {_id(each): str(each) for each in ids}
+    rows = DeadLetter.objects.using(jobs_database()).filter(pk__in=wanted)
+    states = dict(rows.values_list("pk", "state"))
+    unknown = [given for id, given in wanted.items() if id not in states]
+    closed = {str(id): state for id, state in states.items() if state != DeadLetterState.OPEN}
+    return unknown, closed
 
 
 def processed(message_ids: Mapping[str, str]) -> set[str]:
@@ -253,319 +255,14 @@ def processed(message_ids: Mapping[str, str]) -> set[str]:
     }
 
 
-def publish_one(record: OutgoingRecord, transport: str) -> None:
-    """Publish and wait for the delivery report.
-
-    :raises PublishError: when it was not accepted.
-    """
-    outcome = publish(get_transport(transport), [record])[0]
-    if outcome.error is not None:
-        raise NotPublishedError(outcome.error)
+def _id(given: UUID | str) -> UUID:
+    try:
+        return given if isinstance(given, UUID) else UUID(given)
+    except ValueError:
+        raise ValueError(f"{given!r:.80} is no id of a dead letter") from None
 
 
-def replay_topic_of(queue: QueueConf) -> str:
-    """Return where a message of a queue is published again: in the queue's topic, but never where
-    other services, for whom it was no failure, would read it once more."""
-    return get_settings().queue(queue.retries).topic
-
-
-def queue_of(queue: str, topic: str) -> QueueConf | None:
-    """Return the queue a dead letter came from: by name, else the one that reads its topic."""
-    conf = get_settings()
-    if queue:
-        return conf.queue(queue)
-    declared = [conf.queue(name) for name in registry.queue_names()]
-    return next((found for found in declared if found.topic == topic), None)
-
-
-NEEDS_PERMISSION = "it needs the permission of what it does"
-
-
-class Replayer:
-    """Replays one letter at a time into a report."""
-
-    def __init__(
-        self,
-        report: ReplayReport,
-        *,
-        force: bool,
-        actor: str,
-        on_changed: Observer | None,
-        reprocessor: Reprocessor | None = None,
-        value: bytes | None = None,
-    ) -> None:
-        self._report = report
-        self._reprocessor = reprocessor
-        self._value = value
-        self._force = force
-        self._actor = actor
-        self._on_changed = on_changed
-        self._using = jobs_database()
-        self._max_replays = get_settings().max_replays
-
-    @property
-    def _open(self) -> QuerySet[DeadLetter]:
-        rows = DeadLetter.objects.using(self._using).filter(state=DeadLetterState.OPEN)
-        return rows.defer("traceback")
-
-    def replay(self, key: Any) -> None:
-        """Replay the letter, or say in the report why not."""
-        letter = self._open.filter(pk=key).first()
-        if letter is None:
-            self._report.skipped += 1
-            return
-        self._report.count(letter.reason, letter.handler, letter.error_type)
-        self.replay_counted(letter)
-
-    def replay_counted(self, letter: DeadLetter) -> None:
-        """Replay a letter that the report has counted, or say in the report why not."""
-        if letter.replay_count >= self._max_replays and not self._force:
-            self._refuse(letter, REFUSED_LOOP, f"{letter.replay_count} times; --force replays it")
-        elif letter.job_id is not None:
-            self._replay_job(letter)
-        else:
-            self._replay_message(letter)
-
-    def _refuse(self, letter: DeadLetter, reason: str, detail: str = "") -> None:
-        self._report.refuse(str(letter.pk), reason, detail)
-
-    # --- Of a job ---------------------------------------------------------------------------------
-
-    def _replay_job(self, letter: DeadLetter) -> None:
-        assert letter.job_id is not None
-        with transaction.atomic(using=self._using):
-            if not lock(self._open, [letter.pk]):
-                self._report.skipped += 1
-                return
-            job = self._rows_of(letter).defer("payload", "result").first()
-            if job is None or letter.source_id == source_of_job(job.pk, job.generation):
-                again = self._requeue(letter, job)
-            else:
-                again = self._store_again(letter, job)
-        if again is not None and self._reprocessor is not None:
-            found = Job.objects.using(self._using).filter(pk=again).first()
-            if found is not None:
-                self._report.ended[self._reprocessor.run_job(found).value] += 1
-
-    def _rows_of(self, letter: DeadLetter) -> QuerySet[Job]:
-        assert letter.job_id is not None
-        return Job.objects.using(self._using).filter(pk=letter.job_id)
-
-    def _requeue(self, letter: DeadLetter, job: Job | None) -> Any:
-        """Requeue the job whose present failure the letter tells of; return its key, or None."""
-        still = self._rows_of(letter)
-        if job is not None:
-            still = still.filter(generation=job.generation)
-        if not self._force:
-            still = still.filter(state=JobState.FAILED)
-        outcomes = Outcomes()
-        # The job's row is taken as everybody takes it, never waited for: whoever requeues the
-        # job holds that row and waits for this letter.
-        requeue_chunk(
-            [letter.job_id], outcomes, still=still, payload=self._value, actor=self._actor
-        )
-        if outcomes.changed_count:
-            self._changed(letter)
-            return letter.job_id
-        state = next(iter(outcomes.counts))
-        if state == RequeueResult.FORBIDDEN:
-            self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
-        elif state == RequeueResult.NOT_FOUND:
-            # It was requeued or enqueued again meanwhile.
-            now = self._rows_of(letter).values_list("state", flat=True).first()
-            self._refuse(letter, f"the job is {now}", "--force runs it again")
-        else:
-            self._refuse(letter, f"the job is {state}")
-        return None
-
-    def _store_again(self, letter: DeadLetter, job: Job) -> Any:
-        """Store what the letter holds as a job of its own, and return its key: the letter's job was
-        enqueued again since, with another payload that is not to run, or to be lost, by this."""
-        again = job_of(letter, job, self._value)
-        if not internal.may_run_again(again, self._actor):
-            self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
-            return None
-        internal.reassign(again, self._actor)
-        store([again])
-        self._close(letter)
-        return again.pk
-
-    # --- Of a message nobody enqueued here --------------------------------------------------------
-
-    def _replay_message(self, letter: DeadLetter) -> None:
-        queue = queue_of(letter.queue, letter.topic)
-        topic = replay_topic_of(queue) if queue else ""
-        if queue is None or not topic:
-            self._refuse(letter, REFUSED_NO_SOURCE)
-            return
-        # What KDLQ killed has taken effect by that; it is processed once its row is closed.
-        is_killed = kdlq.MARKER in letter.headers
-        known = not is_killed and processed({letter.message_id: letter.handler})
-        if known:
-            self._report.already_processed += 1
-            if not self._force:
-                self._refuse(letter, REFUSED_PROCESSED, "--force runs it again under a new id")
-                return
-        record = _record_of(letter, topic, new_id=bool(known))
-        if self._value is not None:
-            record = replace(record, value=self._value)
-        if self._reprocessor is not None:
-            self._reprocess(letter, record, queue, self._reprocessor)
-            return
-        try:
-            self._publish_and_close(letter, record, queue)
-        except PublishError as error:
-            self._report.fail(str(letter.pk), error)
-
-    def _publish_and_close(
-        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf
-    ) -> None:
-        """Publish, then mark; one transaction keeps other replayers away meanwhile.
-
-        Not on a database that would lock everybody else out while a broker is waited for (SQLite):
-        there two replayers at once may publish a message twice, which its consumer absorbs.
-        """
-        is_transactional = dispatch.is_transactional(queue)
-        features = connections[self._using].features
-        if not is_transactional and not features.has_select_for_update_skip_locked:
-            publish_one(record, queue.transport)
-        with transaction.atomic(using=self._using):
-            held = lock(self._open, [letter.pk])
-            if not held:
-                self._report.skipped += 1
-                return
-            if is_transactional or features.has_select_for_update_skip_locked:
-                publish_one(record, queue.transport)
-            if is_transactional:
-                after_commit(self._using, dispatch.channel_of(queue))
-            self._close(letter)
-
-    def _reprocess(
-        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf, reprocessor: Reprocessor
-    ) -> None:
-        """Run it, then mark; a crash in between runs it again, which its marker absorbs."""
-        place = Record(
-            topic=letter.topic or record.topic,
-            partition=NOWHERE if letter.partition is None else letter.partition,
-            offset=NOWHERE if letter.offset is None else letter.offset,
-            key=record.key,
-            value=record.value,
-            headers=dict(record.headers),
-            # With its place this names a death: the next one is another, and has a letter too.
-            timestamp=letter.failed_at,
-        )
-        result = reprocessor.run(place, queue)
-        self._report.ended[result.value] += 1
-        if result in (Result.DEFERRED, Result.SKIPPED):
-            self._refuse(letter, f"it was {result.value}")
-            return
-        with transaction.atomic(using=self._using):
-            # If it died again there is a new dead letter of that.
-            self._close(letter)
-
-    def _close(self, letter: DeadLetter) -> None:
-        close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
-        tell = functools.partial(send_letter_signals, signals.message_replayed, [letter])
-        on_commit(self._using, tell)
-        self._changed(letter)
-
-    def _changed(self, letter: DeadLetter) -> None:
-        self._report.replayed += 1
-        if self._on_changed is not None:
-            self._on_changed([letter])
-
-
-def _origin_headers(letter: DeadLetter) -> dict[str, bytes]:
-    return names.encode(
-        {
-            names.DLQ_ORIGINAL_TOPIC: letter.topic or None,
-            names.DLQ_ORIGINAL_PARTITION: letter.partition,
-            names.DLQ_ORIGINAL_OFFSET: letter.offset,
-        }
-    )
-
-
-def _record_of(letter: DeadLetter, topic: str, *, new_id: bool) -> OutgoingRecord:
-    headers = names.from_json(letter.headers)
-    # KDLQ's messages say so in headers of their own.
-    if kdlq.MARKER not in headers and names.DLQ_ORIGINAL_TOPIC not in headers:
-        headers = {**_origin_headers(letter), **headers}
-    count = max(letter.replay_count, names.number(headers, names.REPLAY_COUNT, 0)) + 1
-    return OutgoingRecord(
-        topic=topic,
-        key=None if letter.key is None else bytes(letter.key),
-        value=None if letter.value is None else bytes(letter.value),
-        headers=replay_headers(headers, count, new_id=new_id),
-    )
-
-
-class Mode(enum.StrEnum):
-    """How dead letters are replayed."""
-
-    REPUBLISH = "republish"
-    """Publish the message, or requeue the job: a worker runs it."""
-    REPROCESS = "reprocess"
-    """Run it here and now, in this process."""
-
-
-PREVIEW_LIMIT = 1000
-"""Dead letters a preview looks at, unless it is told otherwise."""
-FAILURES_IN_A_ROW = 3
-"""After so many refusals of the transport a run stops: it is down, not picky."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetterFilter:
-    """Which open dead letters; what is not given does not restrict."""
-
-    ids: Collection[UUID | str] | None = None
-    queue: str | None = None
-    """Of this queue, and of the one that carries its messages' retries."""
-    handler: str | None = None
-    reason: str | None = None
-    error: str | None = None
-    """Part of the error's text or type, in any case."""
-    fingerprint: str | None = None
-    since: datetime | None = None
-    until: datetime | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it takes everything."""
-        return self == DeadLetterFilter()
-
-
-Selection = DeadLetterFilter | QuerySet[DeadLetter]
-
-
-def select(selection: Selection) -> QuerySet[DeadLetter]:
-    """Return the open dead letters of a selection, oldest first."""
-    using = jobs_database()
-    if isinstance(selection, QuerySet):
-        return selection.using(using).filter(state=DeadLetterState.OPEN).order_by("pk")
-    rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
-    return restricted(rows, selection).order_by("pk")
-
-
-def restricted(rows: QuerySet[DeadLetter], selection: DeadLetterFilter) -> QuerySet[DeadLetter]:
-    """Return those of the rows, of any state, that a filter describes."""
-    exact = {"handler": selection.handler, "reason": selection.reason}
-    exact["fingerprint"] = selection.fingerprint
-    rows = rows.filter(**{name: value for name, value in exact.items() if value is not None})
-    if selection.queue is not None:
-        retries = get_settings().queue(selection.queue).retries
-        rows = rows.filter(queue__in={selection.queue, retries})
-    if selection.ids is not None:
-        rows = rows.filter(pk__in=[_id(each) for each in selection.ids])
-    if selection.error:
-        rows = rows.filter(
-            Q(error__icontains=selection.error) | Q(error_type__icontains=selection.error)
-        )
-    if selection.since is not None:
-        rows = rows.filter(failed_at__gte=selection.since)
-    if selection.until is not None:
-        rows = rows.filter(failed_at__lt=selection.until)
-    return rows
+# --- What operators do ----------------------------------------------------------------------------
 
 
 def replay(
@@ -583,13 +280,13 @@ def replay(
     """Replay open dead letters, oldest first, up to those there are now.
 
     :param limit: replay at most so many.
-    :param rate: at most so many a second, from ``reports.RATE_MIN`` to ``RATE_MAX``.
+    :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX`` of ``operations.rows``.
     :param dry_run: change nothing; report what would be replayed and what would be refused.
     :param force: replay also what has been replayed too often or has taken effect before; a message
         of the latter kind gets a new id, or it would be dropped as a duplicate.
     :param mode: publish them for the workers, or run them here and now.
     :param actor: who asked, for the log and the letters' notes.
-    :param on_changed: told of each letter inside its transaction.
+    :param on_changed: called with each letter inside its transaction.
     """
     pace = Pace(rate)
     rows = select(selection)
@@ -597,16 +294,14 @@ def replay(
         return preview(rows, limit=limit, force=force, progress=progress)
     report = ReplayReport("table")
     known = bounded_count(rows)
-    total = None if known == COUNT_LIMIT else known
-    if limit is not None:
-        total = min(limit, known)
+    total = min(limit, known) if limit is not None else None if known == COUNT_LIMIT else known
     failures = 0
     with ExitStack() as stack:
         reprocessor = stack.enter_context(Reprocessor()) if mode == Mode.REPROCESS else None
         replayer = Replayer(
             report, force=force, actor=actor, on_changed=on_changed, reprocessor=reprocessor
         )
-        for key in _keys(rows):
+        for key in (key for keys in chunks(rows) for key in keys):
             if limit is not None and report.replayed >= limit:
                 break
             pace.wait()
@@ -641,7 +336,7 @@ def edit_and_replay(
     letter = select(DeadLetterFilter(ids=[id])).select_related("job").first()
     if letter is not None:
         of_job = letter.job.handler if letter.job is not None else ""
-        if is_internal(letter.handler) or is_internal(of_job):
+        if internal.is_internal(letter.handler) or internal.is_internal(of_job):
             raise ValueError("An internal job cannot be edited: its payload says who may do what")
         value = _with_hidden(letter, value)
         check_payload_size(value)
@@ -651,26 +346,20 @@ def edit_and_replay(
     return report
 
 
-def not_open(ids: Collection[UUID | str]) -> tuple[list[str], dict[str, str]]:
-    """Return those of the ids that no dead letter has, and the states of those that are closed.
-
-    :raises ValueError: one is no id.
-    """
-    wanted = {_id(each): str(each) for each in ids}
-    rows = DeadLetter.objects.using(jobs_database()).filter(pk__in=wanted)
-    states = dict(rows.values_list("pk", "state"))
-    unknown = [given for id, given in wanted.items() if id not in states]
-    closed = {str(id): state for id, state in states.items() if state != DeadLetterState.OPEN}
-    return unknown, closed
-
-
-def count(selection: Selection) -> tuple[int, bool]:
-    """Return how many there are among the newest 100,000 open dead letters, and whether there may
-    be more beyond them."""
-    every = select(DeadLetterFilter()).order_by("-pk").values_list("pk", flat=True)
-    floor = next(iter(every[COUNT_LIMIT:][:1]), None)
-    rows = select(selection)
-    return (rows if floor is None else rows.filter(pk__gt=floor)).count(), floor is not None
+def _with_hidden(letter: DeadLetter, value: bytes) -> bytes:
+    """Return an edited value, with what its editor was not shown; byte for byte if it was all."""
+    serializer = serializer_for(letter.content_type or JSON.content_type)
+    edited = serializer.loads(value)
+    try:
+        if not redaction.is_marked(edited):
+            return value
+        try:
+            original = [serializer.loads(bytes(letter.value))] if letter.value is not None else []
+        except MessageError:
+            original = []  # nothing was shown of it, so nothing was hidden
+        return serializer.dumps(redaction.restored(edited, *original))
+    except RecursionError:
+        raise ValueError("The value is nested too deeply") from None
 
 
 def preview(
@@ -730,54 +419,342 @@ def discard(
 
     :param note: why, for whoever finds them.
     """
-    if not note.strip():
+    note = note.strip()
+    if not note:
         raise ValueError("A note is needed that says why these dead letters are discarded")
     using = jobs_database()
-    text = f"{note.strip()} ({actor})" if actor else note.strip()
+    text = f"{note} ({actor})" if actor else note
     count = 0
+    open_rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
     for keys in chunks(select(selection)):
         with transaction.atomic(using=using):
-            open_rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
             letters = lock(open_rows.only("pk", "queue", "handler", "topic", "message_id"), keys)
             count += open_rows.filter(pk__in=[letter.pk for letter in letters]).update(
                 state=DeadLetterState.DISCARDED, closed_at=timezone.now(), note=text[:500]
             )
             if on_changed is not None and letters:
                 on_changed(letters)
-            tell = functools.partial(
-                send_letter_signals, signals.message_discarded, letters, note=note.strip()
+            announce = functools.partial(
+                send_letter_signals, signals.message_discarded, letters, note=note
             )
-            on_commit(using, tell)
+            on_commit(using, announce)
         progress(count, None)
     return count
 
 
-# --- Details --------------------------------------------------------------------------------------
+# --- Replaying one --------------------------------------------------------------------------------
 
 
-def _id(given: UUID | str) -> UUID:
-    try:
-        return given if isinstance(given, UUID) else UUID(given)
-    except ValueError:
-        raise ValueError(f"{given!r:.80} is no id of a dead letter") from None
+class Replayer:
+    """Replays one letter at a time, in a transaction of its own, into a report."""
 
+    def __init__(
+        self,
+        report: ReplayReport,
+        *,
+        force: bool,
+        actor: str,
+        on_changed: Observer | None = None,
+        reprocessor: Reprocessor | None = None,
+        value: bytes | None = None,
+    ) -> None:
+        self._report = report
+        self._reprocessor = reprocessor
+        self._value = value
+        self._force = force
+        self._actor = actor
+        self._on_changed = on_changed
+        self._using = jobs_database()
 
-def _with_hidden(letter: DeadLetter, value: bytes) -> bytes:
-    """Return an edited value, with what its editor was not shown; byte for byte if it was all."""
-    serializer = serializer_for(letter.content_type or JSON.content_type)
-    edited = serializer.loads(value)
-    try:
-        if not redaction.is_marked(edited):
-            return value
+    @property
+    def _open(self) -> QuerySet[DeadLetter]:
+        rows = DeadLetter.objects.using(self._using).filter(state=DeadLetterState.OPEN)
+        return rows.defer("traceback")
+
+    def replay(self, key: Any) -> None:
+        """Replay the letter, or report why not."""
+        letter = self._open.filter(pk=key).first()
+        if letter is None:
+            self._report.skipped += 1
+            return
+        self._report.count(letter.reason, letter.handler, letter.error_type)
+        self.replay_counted(letter)
+
+    def replay_counted(self, letter: DeadLetter) -> None:
+        """Replay a letter that the report has counted, or report why not."""
+        if letter.replay_count >= get_settings().max_replays and not self._force:
+            self._refuse(letter, REFUSED_LOOP, f"{letter.replay_count} times; --force replays it")
+        elif letter.job_id is not None:
+            self._replay_job(letter, Job.objects.using(self._using).filter(pk=letter.job_id))
+        else:
+            self._replay_message(letter)
+
+    def _refuse(self, letter: DeadLetter, reason: str, detail: str = "") -> None:
+        self._report.refuse(str(letter.pk), reason, detail)
+
+    # --- Of a job ---------------------------------------------------------------------------------
+
+    def _replay_job(self, letter: DeadLetter, rows: QuerySet[Job]) -> None:
+        with transaction.atomic(using=self._using):
+            if not lock(self._open, [letter.pk]):
+                self._report.skipped += 1
+                return
+            job = rows.defer("payload", "result").first()
+            if job is None or letter.source_id == source_of_job(job.pk, job.generation):
+                again = self._requeue(letter, job, rows)
+            else:
+                again = self._store_again(letter, job)
+        if again is not None and self._reprocessor is not None:
+            found = Job.objects.using(self._using).filter(pk=again).first()
+            if found is not None:
+                self._report.ended[self._reprocessor.run_job(found)] += 1
+
+    def _requeue(self, letter: DeadLetter, job: Job | None, rows: QuerySet[Job]) -> Any:
+        """Requeue the job of whose present failure the letter is; return its key, or None."""
+        still = rows if job is None else rows.filter(generation=job.generation)
+        if not self._force:
+            still = still.filter(state=JobState.FAILED)
+        outcomes = Outcomes()
+        # The job's row is locked as by everybody, never waited for: whoever requeues the job holds
+        # that row and waits for this letter.
+        requeue_chunk(
+            [letter.job_id], outcomes, still=still, payload=self._value, actor=self._actor
+        )
+        if outcomes.changed_count:
+            self._changed(letter)
+            return letter.job_id
+        state = next(iter(outcomes.counts))
+        if state == RequeueResult.FORBIDDEN:
+            self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
+        elif state == RequeueResult.NOT_FOUND:
+            # It was requeued or enqueued again meanwhile.
+            now = rows.values_list("state", flat=True).first()
+            self._refuse(letter, f"the job is {now}", "--force runs it again")
+        else:
+            self._refuse(letter, f"the job is {state}")
+        return None
+
+    def _store_again(self, letter: DeadLetter, job: Job) -> Any:
+        """Store what the letter holds as a job of its own, and return its key: the letter's job was
+        enqueued again since, with another payload that is not to run, or to be lost, by this."""
+        again = job_of(letter, job, self._value)
+        if not internal.may_run_again(again, self._actor):
+            self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
+            return None
+        internal.reassign(again, self._actor)
+        store([again])
+        self._close(letter)
+        return again.pk
+
+    # --- Of a message nobody enqueued here --------------------------------------------------------
+
+    def _replay_message(self, letter: DeadLetter) -> None:
+        queue = queue_of(letter.queue, letter.topic)
+        topic = replay_topic_of(queue) if queue else ""
+        if queue is None or not topic:
+            self._refuse(letter, REFUSED_NO_SOURCE)
+            return
+        # A message of another format has taken effect by its death; its letter's row decides.
+        is_foreign = format_of(letter.headers) is not None
+        is_done = not is_foreign and bool(processed({letter.message_id: letter.handler}))
+        if is_done:
+            self._report.already_processed += 1
+            if not self._force:
+                self._refuse(letter, REFUSED_PROCESSED, "--force runs it again under a new id")
+                return
+        record = _record_of(letter, topic, new_id=is_done)
+        if self._value is not None:
+            record = replace(record, value=self._value)
+        if self._reprocessor is not None:
+            self._reprocess(letter, record, queue, self._reprocessor)
+            return
         try:
-            original = [serializer.loads(bytes(letter.value))] if letter.value is not None else []
-        except MessageError:
-            original = []  # nothing was shown of it, so nothing was hidden
-        return serializer.dumps(redaction.restored(edited, *original))
-    except RecursionError:
-        raise ValueError("The value is nested too deeply") from None
+            self._publish_and_close(letter, record, queue)
+        except PublishError as error:
+            self._report.fail(str(letter.pk), error)
+
+    def _publish_and_close(
+        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf
+    ) -> None:
+        """Publish, then close; one transaction keeps other replayers away meanwhile.
+
+        Not on a database that would lock everybody else out while a broker is waited for (SQLite):
+        there two replayers at once may publish a message twice, which its consumer absorbs.
+        """
+        is_transactional = dispatch.is_transactional(queue)
+        features = connections[self._using].features
+        is_locked_first = is_transactional or features.has_select_for_update_skip_locked
+        if not is_locked_first:
+            publish_one(record, queue.transport)
+        with transaction.atomic(using=self._using):
+            if not lock(self._open, [letter.pk]):
+                self._report.skipped += 1
+                return
+            if is_locked_first:
+                publish_one(record, queue.transport)
+            if is_transactional:
+                after_commit(self._using, dispatch.channel_of(queue))
+            self._close(letter)
+
+    def _reprocess(
+        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf, reprocessor: Reprocessor
+    ) -> None:
+        """Run it, then close; a crash in between runs it again, which its marker absorbs."""
+        place = Record(
+            topic=letter.topic or record.topic,
+            partition=NOWHERE if letter.partition is None else letter.partition,
+            offset=NOWHERE if letter.offset is None else letter.offset,
+            key=record.key,
+            value=record.value,
+            headers=dict(record.headers),
+            # With its place this names a death: the next one is another, and has a letter too.
+            timestamp=letter.failed_at,
+        )
+        ending = reprocessor.run(place, queue)
+        self._report.ended[ending] += 1
+        if ending in NOT_RUN:
+            self._refuse(letter, f"it was {ending}")
+            return
+        with transaction.atomic(using=self._using):
+            # If it died again there is a new dead letter of that.
+            self._close(letter)
+
+    def _close(self, letter: DeadLetter) -> None:
+        close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
+        announce = functools.partial(send_letter_signals, signals.message_replayed, [letter])
+        on_commit(self._using, announce)
+        self._changed(letter)
+
+    def _changed(self, letter: DeadLetter) -> None:
+        self._report.replayed += 1
+        if self._on_changed is not None:
+            self._on_changed([letter])
 
 
-def _keys(rows: QuerySet[DeadLetter]) -> Iterator[Any]:
-    for keys in chunks(rows):
-        yield from keys
+# --- What is published again, and where to --------------------------------------------------------
+
+REPLAY_OF = "kjo-replay-of"
+"""The id a message had before a forced replay gave it a new one."""
+_ORIGIN = names.FIRST_WINS - {names.DLQ_FIRST_FAILED_AT}
+_OF_A_JOB = frozenset({names.JOB_ID, names.GENERATION, names.ATTEMPT})
+
+
+class NotPublishedError(PublishError):
+    """The transport refused the record; its dead letter stays as it was."""
+
+
+def publish_one(record: OutgoingRecord, transport: str) -> None:
+    """Publish and wait for the delivery report.
+
+    :raises PublishError: when it was not accepted.
+    """
+    outcome = dispatch.publish(get_transport(transport), [record])[0]
+    if outcome.error is not None:
+        raise NotPublishedError(outcome.error)
+
+
+def replay_topic_of(queue: QueueConf) -> str:
+    """Return where a message of a queue is published again: in the queue's topic, but never where
+    other services, for whom it was no failure, would read it once more."""
+    return get_settings().queue(queue.retries).topic
+
+
+def queue_of(queue: str, topic: str) -> QueueConf | None:
+    """Return the queue a dead letter came from: by name, else the one that reads its topic."""
+    conf = get_settings()
+    if queue:
+        return conf.queue(queue)
+    declared = [conf.queue(name) for name in registry.queue_names()]
+    return next((found for found in declared if found.topic == topic), None)
+
+
+def replay_headers(
+    headers: Mapping[str, bytes], replay_count: int, *, new_id: bool = False
+) -> dict[str, bytes]:
+    """Return the headers of a replayed message: all of its own, of what the dead-letter queue added
+    only where it was read first, and the number of replays."""
+    # A message of another format has no id: its copies in the table and in the topic share this.
+    stays = _ORIGIN | {names.DLQ_MESSAGE_ID} if format_of(headers) else _ORIGIN
+    kept = {
+        name: value
+        for name, value in headers.items()
+        if (not name.startswith(names.DLQ_PREFIX) or name in stays) and name not in COUNTERS
+    }
+    if names.JOB_ID in kept and _is_of_this_service(kept):
+        job = find_job(kept)
+        if job is None or job.generation != generation_of(kept):
+            # The row was deleted, or given to another payload; a consumer drops a message that
+            # claims to have one.
+            kept = {name: value for name, value in kept.items() if name not in _OF_A_JOB}
+            new_id = new_id or job is not None
+    if new_id and names.ID in kept:
+        kept[REPLAY_OF] = kept[names.ID]
+        kept[names.ID] = str(uuid7()).encode()
+    kept[names.REPLAY_COUNT] = b"%d" % replay_count
+    return kept
+
+
+def _record_of(letter: DeadLetter, topic: str, *, new_id: bool) -> OutgoingRecord:
+    headers = names.from_json(letter.headers)
+    # Messages of other formats name their origin in headers of their own.
+    if format_of(headers) is None and names.DLQ_ORIGINAL_TOPIC not in headers:
+        origin = {
+            names.DLQ_ORIGINAL_TOPIC: letter.topic or None,
+            names.DLQ_ORIGINAL_PARTITION: letter.partition,
+            names.DLQ_ORIGINAL_OFFSET: letter.offset,
+        }
+        headers = {**names.encode(origin), **headers}
+    count = max(letter.replay_count, names.number(headers, names.REPLAY_COUNT, 0)) + 1
+    return OutgoingRecord(
+        topic=topic,
+        key=None if letter.key is None else bytes(letter.key),
+        value=None if letter.value is None else bytes(letter.value),
+        headers=replay_headers(headers, count, new_id=new_id),
+    )
+
+
+def job_of(letter: DeadLetter, job: Job, value: bytes | None) -> Job:
+    """Return the unsaved row of a job of its own that runs what a letter holds.
+
+    :param job: the letter's, which has begun another generation since.
+    :param value: the payload, if not the letter's.
+    """
+    replayed = replay_headers(names.from_json(letter.headers), letter.replay_count + 1, new_id=True)
+    kept = {name: data for name, data in replayed.items() if name not in names.OF_A_MESSAGE}
+    kept.pop(ORIGIN_ID, None)
+    key = None if letter.key is None else bytes(letter.key)
+    extra = only_in_rows(key, b"" if value is not None or letter.value is not None else None)
+    if key == str(job.pk).encode():
+        key = None  # a job without a key travels under its id
+    return Job(
+        id=uuid7(),
+        queue=job.queue,
+        handler=letter.handler,
+        key=row_key(key),
+        max_attempts=job.max_attempts,
+        payload=bytes(letter.value or b"") if value is None else value,
+        content_type=letter.content_type,
+        headers=names.for_row({**names.in_order(kept), **extra}),
+        result_ttl=job.result_ttl,
+    )
+
+
+def generation_of(headers: Mapping[str, bytes]) -> int:
+    """Return the generation of the job that a message is of."""
+    return names.number(headers, names.GENERATION, 1)
+
+
+def find_job(headers: Mapping[str, bytes]) -> Job | None:
+    """Return the job a message belongs to, if this service's database has it."""
+    if not _is_of_this_service(headers):
+        return None
+    try:
+        id = uuid.UUID(names.text(headers, names.JOB_ID))
+    except ValueError:
+        return None
+    rows = Job.objects.using(jobs_database()).only("id", "state", "generation", "queue", "handler")
+    return rows.filter(pk=id).first()
+
+
+def _is_of_this_service(headers: Mapping[str, bytes]) -> bool:
+    return names.text(headers, names.SERVICE) == get_settings().service_name

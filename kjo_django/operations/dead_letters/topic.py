@@ -1,12 +1,12 @@
 """Replaying a dead-letter topic that others filled.
 
 A consumer group of its own reads what was there when the run began and publishes each record to its
-source topic; a record is acknowledged after its delivery report, so a run that is interrupted goes
+source topic. A record is acknowledged after its delivery report, so a run that is interrupted goes
 on where it was. A record of one of our own jobs requeues the job instead: its consumer would drop
 the message, since the job has failed.
 
-What a filter leaves out is passed over by the group, which is why the group's default name contains
-the filter: a run with another one begins at the beginning. Where acknowledging deletes (transports
+The group passes over what a filter leaves out. That is why the group's default name contains the
+filter: a run with another one begins at the beginning. Where acknowledging deletes (transports
 without replay) such records stay.
 """
 
@@ -22,13 +22,12 @@ from dataclasses import dataclass, field, replace
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Result
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
-from kjo_django.operations import jobs
-from kjo_django.operations.dead_letters.reprocessing import Reprocessor
+from kjo_django.operations.dead_letters.formats import ORIGINS, format_of
+from kjo_django.operations.dead_letters.reprocessing import NOT_RUN, SKIPPED, Reprocessor
 from kjo_django.operations.dead_letters.table import (
     REFUSED_LOOP,
     REFUSED_PROCESSED,
@@ -44,124 +43,11 @@ from kjo_django.operations.dead_letters.table import (
     replay_headers,
     replay_topic_of,
 )
+from kjo_django.operations.jobs.changes import close_as_replayed, requeue
 from kjo_django.operations.rows import Pace, Progress, checked_rate, no_progress
-from kjo_django.patterns.kdlq import headers as kdlq
-from kjo_django.patterns.kdlq import letters
 from kjo_django.states import JobState
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
-
-ORIGINAL_TOPIC_HEADERS = (
-    names.DLQ_ORIGINAL_TOPIC,
-    "kafka_dlt-original-topic",  # Spring
-    "dlq-original-topic",  # seed 5
-    "__dlq.errors.topic",  # Kafka 4.4
-    "KDLQ_OrigTopic",  # seed 3
-)
-
-
-@dataclass(frozen=True, slots=True)
-class DeadRecord:
-    """A record and all that decides about it."""
-
-    record: Record
-    id: str
-    handler: str
-    target: str | None
-    job: Job | None
-    replay_count: int
-    is_processed: bool
-    kdlq_letter: DeadLetter | None = None
-    """The row of what KDLQ killed, whatever its state; None where it is not here."""
-
-    @classmethod
-    def of(cls, record: Record, target: str | None) -> DeadRecord:
-        id, handler = message_id_of(record), handler_of(record)
-        return cls(
-            record=record,
-            id=id or "{}[{}]@{}".format(*record.position),
-            handler=handler,
-            target=target,
-            job=find_job(record.headers),
-            replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
-            is_processed=bool(processed({id: handler})),
-            kdlq_letter=letters.letter_of(record, names.text(record.headers, kdlq.MARKER)),
-        )
-
-    @property
-    def is_of_present_generation(self) -> bool:
-        """Whether its job has begun no other generation since; another one may have another
-        payload."""
-        generation = generation_of(self.record.headers)
-        return self.job is not None and self.job.generation == generation
-
-    @property
-    def is_jobs_death(self) -> bool:
-        """Whether its job still is as this record left it."""
-        return (
-            self.is_of_present_generation
-            and self.job is not None
-            and self.job.state == JobState.FAILED
-        )
-
-    def open_letter(self) -> DeadLetter | None:
-        """Return the open dead letter of the same death in the table, if its job was ours."""
-        if self.job is None:
-            return None
-        source = source_of_job(self.job.pk, generation_of(self.record.headers))
-        rows = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
-        return rows.filter(source_id=source).defer("traceback").first()
-
-
-def message_id_of(record: Record) -> str:
-    """Return the id of the message, "" where it has none."""
-    found = names.text(record.headers, names.DLQ_MESSAGE_ID)
-    # The database is asked for it, and others wrote it.
-    return storable_text(found or names.text(record.headers, names.ID))
-
-
-def handler_of(record: Record) -> str:
-    """Return the name of the handler it was for, "" where it is not said."""
-    found = names.text(record.headers, names.DLQ_HANDLER)
-    return found or names.text(record.headers, names.TYPE)
-
-
-def origin_of(record: Record) -> str:
-    """Return the topic it died on, as its headers say; "" where they do not."""
-    origins = (names.text(record.headers, name) for name in ORIGINAL_TOPIC_HEADERS)
-    return next(filter(None, origins), "")
-
-
-def matches(record: Record, selection: DeadLetterFilter) -> bool:
-    """Whether a record's headers pass the filter; what they do not say does not match."""
-    text = functools.partial(names.text, record.headers)
-    if selection.ids is not None and message_id_of(record) not in map(str, selection.ids):
-        return False
-    if selection.queue is not None:
-        topic = get_settings().queue(selection.queue).topic
-        if topic not in (text(name) for name in ORIGINAL_TOPIC_HEADERS):
-            return False
-    if selection.handler is not None and handler_of(record) != selection.handler:
-        return False
-    if selection.reason is not None and text(names.DLQ_REASON) != selection.reason:
-        return False
-    if selection.error:
-        told = text(names.DLQ_EXCEPTION_TYPE) + "\n" + text(names.DLQ_EXCEPTION_MESSAGE)
-        if selection.error.lower() not in told.lower():
-            return False
-    return _is_in_time(record, selection)
-
-
-def _is_in_time(record: Record, selection: DeadLetterFilter) -> bool:
-    if selection.since is None and selection.until is None:
-        return True
-    failed_at = names.moment(record.headers, names.DLQ_LAST_FAILED_AT) or record.timestamp
-    if failed_at is None:
-        return False
-    if selection.since is not None and failed_at < selection.since:
-        return False
-    return selection.until is None or failed_at < selection.until
-
 
 SUFFIX = "-dlq"
 BATCH = 100
@@ -230,9 +116,7 @@ class _TopicReplayer:
         self._keeps = self._transport.capabilities.replay
         self._report = ReplayReport(request.topic, is_dry_run=request.dry_run)
         self._pace = Pace(request.rate)
-        self._allowed = _allowed_targets(request)
-        self._retry_topics = _retry_topics(request)
-        self._max_replays = get_settings().max_replays
+        self._targets = _targets(request)
         self._ids: set[str] = set()
         """Of the records that matched."""
 
@@ -263,7 +147,7 @@ class _TopicReplayer:
 
     def _read(self, subscription: Subscription, bounds: _Bounds) -> None:
         patience = time.monotonic() + JOIN_PATIENCE
-        while not self._is_done(bounds):
+        while not (self._is_stopped or bounds.are_reached):
             records = subscription.poll(self._batch_size, 0.5)
             if not records:
                 if time.monotonic() > patience:
@@ -278,18 +162,15 @@ class _TopicReplayer:
             for record in records:
                 if self._is_stopped:
                     return
-                if not bounds.admits(record):
-                    continue
-                if self._handle(record):
+                if bounds.admits(record) and self._is_done_with(record):
                     subscription.acknowledge([record])
             self._progress(self._report.matched, bounds.total)
         subscription.flush()
 
     @property
     def _batch_size(self) -> int:
-        left = self._limit_left
-        size = BATCH if left is None else max(1, min(BATCH, left))
-        return size if self._request.rate is None else max(1, min(size, int(self._request.rate)))
+        sizes = [BATCH, self._limit_left, self._request.rate]
+        return max(1, int(min(size for size in sizes if size is not None)))
 
     @property
     def _limit_left(self) -> int | None:
@@ -303,15 +184,12 @@ class _TopicReplayer:
         left = self._limit_left
         return bool(self._report.stopped) or (left is not None and left <= 0)
 
-    def _is_done(self, bounds: _Bounds) -> bool:
-        return self._is_stopped or bounds.are_reached
-
     # --- One record -------------------------------------------------------------------------------
 
-    def _handle(self, record: Record) -> bool:
+    def _is_done_with(self, record: Record) -> bool:
         """Replay or refuse a record; returns whether the group is done with it."""
         request, report = self._request, self._report
-        if not matches(record, request.selection):
+        if not _matches(record, request.selection):
             report.skipped += 1
             return self._keeps and not request.dry_run
         dead = DeadRecord.of(record, self._target_of(record))
@@ -331,53 +209,38 @@ class _TopicReplayer:
         self._pace.wait()
         if dead.is_of_present_generation:
             return self._requeue(dead)
-        letter = dead.open_letter()
-        return self._publish(dead) if letter is None else self._replay_letter(letter)
+        if dead.job_letter is None:
+            return self._publish(dead)
+        replayed = report.replayed
+        Replayer(
+            report, force=request.force, actor=request.actor, reprocessor=self._reprocessor
+        ).replay_counted(dead.job_letter)
+        return self._keeps or report.replayed > replayed
 
     def _target_of(self, record: Record) -> str | None:
         """Return where it goes; only to topics of ours, since others wrote the header."""
-        if self._request.target:
-            return self._request.target
-        topic = origin_of(record) or self._request.topic.removesuffix(SUFFIX)
-        if topic not in self._allowed:
-            return None
-        return self._retry_topics.get(topic, topic)
+        topic = next(iter(_origins(record)), "") or self._request.topic.removesuffix(SUFFIX)
+        return self._request.target or self._targets.get(topic)
 
     def _refusal(self, dead: DeadRecord) -> tuple[str, str] | None:
         """Return why a record is not replayed, and what could be done."""
-        is_left_behind = self._is_left_behind(dead)
+        # Its job's id was enqueued again, and nobody has decided about this death: what the record
+        # holds has not run since.
+        is_left_behind = dead.job_letter is not None
         if dead.target is None and not dead.is_of_present_generation and not is_left_behind:
             return "no allowed target", "name it with --target"
         if self._request.force:
             return None
-        if dead.replay_count >= self._max_replays:
+        if dead.replay_count >= get_settings().max_replays:
             return REFUSED_LOOP, f"{dead.replay_count} times; --force replays it"
         if dead.job is not None and not dead.is_jobs_death and not is_left_behind:
             return "its job has moved on", f"the job is {dead.job.state}"
-        if dead.kdlq_letter is not None and letters.is_decided(
-            dead.record, dead.kdlq_letter.handler
-        ):
-            state = dead.kdlq_letter.state
+        if dead.is_decided and dead.foreign_letter is not None:
+            state = dead.foreign_letter.state
             return f"its dead letter is {state}", "--force replays it all the same"
         if dead.is_processed:
             return REFUSED_PROCESSED, "--force runs it again under a new id"
         return None
-
-    def _is_left_behind(self, dead: DeadRecord) -> bool:
-        """Whether the job's id was enqueued again without anybody having decided about this death:
-        what the record holds has not run since."""
-        return not dead.is_of_present_generation and dead.open_letter() is not None
-
-    def _replay_letter(self, letter: DeadLetter) -> bool:
-        replayed = self._report.replayed
-        Replayer(
-            self._report,
-            force=self._request.force,
-            actor=self._request.actor,
-            on_changed=None,
-            reprocessor=self._reprocessor,
-        ).replay_counted(letter)
-        return self._keeps or self._report.replayed > replayed
 
     def _publish(self, dead: DeadRecord) -> bool:
         assert dead.target is not None
@@ -396,15 +259,8 @@ class _TopicReplayer:
             self._report.fail(dead.id, error)
             self._report.stopped = "a record was not accepted; run it again later"
             return False
-        self._close_letter(dead)
-        self._report.replayed += 1
+        self._replayed(dead)
         return True
-
-    def _close_letter(self, dead: DeadRecord) -> None:
-        """Close the row of what KDLQ killed, or it would be replayed from the table once more."""
-        if dead.kdlq_letter is not None:
-            rows = DeadLetter.objects.using(jobs_database()).filter(pk=dead.kdlq_letter.pk)
-            jobs.close_as_replayed(rows, self._request.actor)
 
     def _reprocess(
         self, dead: DeadRecord, headers: dict[str, bytes], reprocessor: Reprocessor
@@ -414,34 +270,155 @@ class _TopicReplayer:
             self._report.refuse(dead.id, "no queue here reads its topic")
             return self._keeps
         # Keeping the place it had in this topic: messages without an id are known by it.
-        result = reprocessor.run(replace(dead.record, headers=headers), queue)
-        self._report.ended[result.value] += 1
-        if result in (Result.DEFERRED, Result.SKIPPED):
-            self._report.refuse(dead.id, f"it was {result.value}")
-            return self._keeps and result is Result.SKIPPED
-        self._close_letter(dead)
-        self._report.replayed += 1
+        ending = reprocessor.run(replace(dead.record, headers=headers), queue)
+        self._report.ended[ending] += 1
+        if ending in NOT_RUN:
+            self._report.refuse(dead.id, f"it was {ending}")
+            return self._keeps and ending == SKIPPED
+        self._replayed(dead)
         return True
+
+    def _replayed(self, dead: DeadRecord) -> None:
+        """Count it, and close its row, or it would be replayed from the table once more."""
+        if dead.foreign_letter is not None:
+            rows = DeadLetter.objects.using(jobs_database()).filter(pk=dead.foreign_letter.pk)
+            close_as_replayed(rows, self._request.actor)
+        self._report.replayed += 1
 
     def _requeue(self, dead: DeadRecord) -> bool:
         assert dead.job is not None
-        found = Job.objects.using(jobs_database()).filter(
-            # As it was looked at: of two who replay it at once, one does.
-            pk=dead.job.pk,
-            generation=dead.job.generation,
-        )
+        rows = Job.objects.using(jobs_database())
+        # As it was looked at: of two who replay it at once, one does.
+        found = rows.filter(pk=dead.job.pk, generation=dead.job.generation)
         if not self._request.force:
             found = found.filter(state=dead.job.state)
-        outcomes = jobs.requeue(found, actor=self._request.actor)
+        outcomes = requeue(found, actor=self._request.actor)
         if not outcomes.changed_count:
             result = next(iter(outcomes.counts), "moving on")
             self._report.refuse(dead.id, f"its job is {result}")
             return self._keeps
         self._report.replayed += 1
         if self._reprocessor is not None:
-            job = Job.objects.using(jobs_database()).get(pk=dead.job.pk)
-            self._report.ended[self._reprocessor.run_job(job).value] += 1
+            ending = self._reprocessor.run_job(rows.get(pk=dead.job.pk))
+            self._report.ended[ending] += 1
         return True
+
+
+def _targets(request: TopicReplay) -> dict[str, str]:
+    """Return the topics of this project's queues, and the one the source is named after, each with
+    where replays of its messages go."""
+    named_after = request.topic.removesuffix(SUFFIX)
+    targets = {named_after: named_after}
+    for name in registry.queue_names():
+        queue = get_settings().queue(name)
+        if queue.transport == request.transport:
+            targets[queue.topic] = replay_topic_of(queue)
+    targets.pop(request.topic, None)
+    return targets
+
+
+# --- What a record tells of its death, whoever put it there ---------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeadRecord:
+    """A record and all that decides about it."""
+
+    record: Record
+    id: str
+    handler: str
+    target: str | None
+    job: Job | None
+    job_letter: DeadLetter | None
+    """Of a job of ours that has begun another generation: the open dead letter of this death."""
+    replay_count: int
+    is_processed: bool
+    foreign_letter: DeadLetter | None
+    """The row of a record of another format, whatever its state; None where it is not here."""
+    is_decided: bool
+    """Whether that row has been replayed or discarded since."""
+
+    @classmethod
+    def of(cls, record: Record, target: str | None) -> DeadRecord:
+        id, handler = _message_id(record), _handler(record)
+        job, letter = find_job(record.headers), None
+        generation = generation_of(record.headers)
+        if job is not None and job.generation != generation:
+            source = source_of_job(job.pk, generation)
+            rows = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
+            letter = rows.filter(source_id=source).defer("traceback").first()
+        format = format_of(record.headers)
+        foreign = None if format is None else format.letter_of(record)
+        return cls(
+            record=record,
+            id=id or "{}[{}]@{}".format(*record.position),
+            handler=handler,
+            target=target,
+            job=job,
+            job_letter=letter,
+            replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
+            is_processed=bool(processed({id: handler})),
+            foreign_letter=foreign,
+            is_decided=bool(format and foreign and format.is_decided(record, foreign)),
+        )
+
+    @property
+    def is_of_present_generation(self) -> bool:
+        """Whether its job has begun no other generation since; another one may have another
+        payload."""
+        return self.job is not None and self.job.generation == generation_of(self.record.headers)
+
+    @property
+    def is_jobs_death(self) -> bool:
+        """Whether its job still is as this record left it."""
+        is_failed = self.job is not None and self.job.state == JobState.FAILED
+        return self.is_of_present_generation and is_failed
+
+
+def _message_id(record: Record) -> str:
+    """Return the id of the message, "" where it has none."""
+    found = names.text(record.headers, names.DLQ_MESSAGE_ID)
+    # The database is asked for it, and others wrote it.
+    return storable_text(found or names.text(record.headers, names.ID))
+
+
+def _handler(record: Record) -> str:
+    """Return the name of the handler it was for, "" where no header names one."""
+    found = names.text(record.headers, names.DLQ_HANDLER)
+    return found or names.text(record.headers, names.TYPE)
+
+
+def _origins(record: Record) -> list[str]:
+    """Return the topics it died on, as its headers name them."""
+    return list(filter(None, (names.text(record.headers, name) for name in ORIGINS)))
+
+
+def _matches(record: Record, selection: DeadLetterFilter) -> bool:
+    """Whether a record's headers pass the filter; what they do not say does not match."""
+    text = functools.partial(names.text, record.headers)
+    if selection.ids is not None and _message_id(record) not in map(str, selection.ids):
+        return False
+    topic = selection.queue and get_settings().queue(selection.queue).topic
+    if topic is not None and topic not in _origins(record):
+        return False
+    if selection.handler is not None and _handler(record) != selection.handler:
+        return False
+    if selection.reason is not None and text(names.DLQ_REASON) != selection.reason:
+        return False
+    if selection.error:
+        found = text(names.DLQ_EXCEPTION_TYPE) + "\n" + text(names.DLQ_EXCEPTION_MESSAGE)
+        if selection.error.lower() not in found.lower():
+            return False
+    return _is_in_time(record, selection)
+
+
+def _is_in_time(record: Record, selection: DeadLetterFilter) -> bool:
+    if selection.since is None and selection.until is None:
+        return True
+    failed_at = names.moment(record.headers, names.DLQ_LAST_FAILED_AT) or record.timestamp
+    if failed_at is None or (selection.since is not None and failed_at < selection.since):
+        return False
+    return selection.until is None or failed_at < selection.until
 
 
 class _Bounds:
@@ -485,23 +462,3 @@ class _Bounds:
         if self._counts[where] >= lag or (self._is_log and position >= lag - 1):
             self._open.discard(where)
         return position >= self._done_before.get(where, 0)
-
-
-def _allowed_targets(request: TopicReplay) -> set[str]:
-    """Return the topics of this project's queues, and the one the source is named after."""
-    conf = get_settings()
-    queues = [conf.queue(name) for name in registry.queue_names()]
-    topics = {queue.topic for queue in queues if queue.transport == request.transport}
-    topics.add(request.topic.removesuffix(SUFFIX))
-    return topics - {request.topic}
-
-
-def _retry_topics(request: TopicReplay) -> dict[str, str]:
-    """Return the topics shared with other services, and where our own replays of each go."""
-    conf = get_settings()
-    queues = [conf.queue(name) for name in registry.queue_names()]
-    return {
-        queue.topic: replay_topic_of(queue)
-        for queue in queues
-        if queue.transport == request.transport and queue.topic != request.topic
-    }

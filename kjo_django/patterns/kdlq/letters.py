@@ -13,6 +13,7 @@ from kjo_django.engine.dead_lettering import error_text, fingerprint, traceback_
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
+from kjo_django.operations.dead_letters.formats import DeadLetterFormat, register_format
 from kjo_django.patterns.kdlq import headers
 from kjo_django.retries.classification import import_path
 from kjo_django.store.transactions import jobs_database
@@ -106,11 +107,15 @@ def letter_of(record: Record, consumer: str) -> DeadLetter | None:
 def is_decided(record: Record, consumer: str) -> bool:
     """Whether a killed record is not to be processed: its row has been replayed or discarded.
 
-    What a replay of that row published is processed: it counts one replay more than its record in
-    the dead-letter topic.
+    A replay publishes a message that counts one replay more than the record in the dead-letter
+    topic. That message is processed.
     """
     letter = letter_of(record, consumer)
-    if letter is None or letter.state == DeadLetterState.OPEN:
+    return letter is not None and _is_decided(record, letter)
+
+
+def _is_decided(record: Record, letter: DeadLetter) -> bool:
+    if letter.state == DeadLetterState.OPEN:
         return False
     count = names.number(record.headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS)
     return letter.state == DeadLetterState.DISCARDED or count < letter.replay_count
@@ -124,3 +129,14 @@ def close_letter(record: Record, consumer: str) -> None:
         replay_count=F("replay_count") + 1,
         note="processed from the dead-letter topic",
     )
+
+
+register_format(
+    DeadLetterFormat(
+        marker=headers.MARKER,
+        counter=headers.REDELIVERED,
+        origin=headers.ORIGINAL_TOPIC,
+        letter_of=lambda record: letter_of(record, names.text(record.headers, headers.MARKER)),
+        is_decided=_is_decided,
+    )
+)
