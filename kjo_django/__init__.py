@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kjo_django.engine.handler.context import BatchItem, JobContext
-    from kjo_django.enqueue.definition import JobDefinition, job
-    from kjo_django.enqueue.save_hooks import enqueue_on_save
+    from kjo_django.enqueue.definition import JobDefinition, enqueue_on_save, job
     from kjo_django.enqueue.storing import EnqueueResult
     from kjo_django.exceptions import MustBeKilled, MustBeRedelivered, PermanentError, Retry
     from kjo_django.patterns.events.event import BaseEvent
@@ -53,7 +52,7 @@ _PUBLIC = {
     "ProcessingStatus": "kjo_django.patterns.kdlq.config",
     "Queue": "kjo_django.patterns.queue",
     "Retry": "kjo_django.exceptions",
-    "enqueue_on_save": "kjo_django.enqueue.save_hooks",
+    "enqueue_on_save": "kjo_django.enqueue.definition",
     "event_handler": "kjo_django.patterns.events.handlers",
     "job": "kjo_django.enqueue.definition",
     "kdlq_handler": "kjo_django.patterns.kdlq.handlers",

@@ -21,6 +21,7 @@ from kjo_django.values import unknown_key
 
 _lock = threading.RLock()
 _transports: dict[str, Transport] = {}
+_classes: dict[str, type[Transport]] = {}
 _coordination: list[Coordination] = []
 _pid = os.getpid()
 
@@ -35,8 +36,13 @@ def _forget_the_parents() -> None:
 
 
 def transport_class(alias: str, conf: Settings | None = None) -> type[Transport]:
-    """Return the class of a transport without making one."""
-    conf = conf or get_settings()
+    """Return the class of a transport without making one.
+
+    :param conf: settings that are not in force, as the checks read them.
+    """
+    if conf is None and alias in _classes:
+        return _classes[alias]
+    is_in_force, conf = conf is None, conf or get_settings()
     try:
         declared = conf.transports[alias]
     except KeyError:
@@ -44,6 +50,8 @@ def transport_class(alias: str, conf: Settings | None = None) -> type[Transport]
             f"KJO['TRANSPORTS'] has no {alias!r}. Declared: {', '.join(conf.transports) or 'none'}."
         ) from None
     found: type[Transport] = _import(declared, f"KJO['TRANSPORTS'][{alias!r}]", Transport)
+    if is_in_force:
+        _classes[alias] = found
     return found
 
 
@@ -129,6 +137,7 @@ def close_backends() -> None:
 
 def _reset(*, setting: str, **kwargs: Any) -> None:
     if setting in {"KJO", "CACHES", "DATABASES"}:
+        _classes.clear()
         close_backends()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kjo_django import signals
 from kjo_django.engine.attempt import Outcome, Result
-from kjo_django.enqueue.wakeups import call_waiters
+from kjo_django.enqueue.wakeups import notify_waiters
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, serializer_for
 
@@ -20,7 +20,7 @@ def tell_waiters(outcomes: Sequence[Outcome]) -> None:
         names.text(headers, names.REPLY_TO) for headers in ended if names.REPLY_TO in headers
     }
     if channels:
-        call_waiters(channels)
+        notify_waiters(channels)
 
 
 def tell(outcomes: Sequence[Outcome]) -> None:

@@ -34,7 +34,7 @@ from kjo_django.engine.handler.connections import is_unusable
 from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.enqueue import dispatch
-from kjo_django.enqueue.outgoing import only_in_rows, row_key
+from kjo_django.enqueue.storing import only_in_rows, row_key
 from kjo_django.exceptions import MessageError, PublishError, StalledError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names

@@ -1,4 +1,4 @@
-"""``@job``: a function that can be enqueued."""
+"""``@job``: a function that can be enqueued, by a call or by a model's save."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from itertools import repeat
 from typing import Any, Never, TypeVar, overload
 
 from asgiref.sync import sync_to_async
+from django.db import models, router, transaction
+from django.db.models.signals import post_save
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.conf import QueueConf, get_settings
+from kjo_django.conf import QueueConf
 from kjo_django.enqueue.storing import (
     Content,
     Contents,
@@ -30,6 +32,7 @@ from kjo_django.messages.carried import inherited
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.retries.policy import LONGEST_DELAY
+from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.values import (
     attempts,
     duration,
@@ -143,7 +146,8 @@ class JobDefinition:
                 f"{self.name}.enqueue() takes the arguments by keyword: "
                 f"{self.handler.example_of('enqueue')}, not by place"
             )
-        return store([self.build(payload)])[0]
+        runtime = current_runtime()
+        return store([self.build(payload, runtime)], runtime=runtime)[0]
 
     async def aenqueue(self, /, *arguments: Never, **payload: Any) -> EnqueueResult:
         """``enqueue`` from asynchronous code."""
@@ -164,20 +168,23 @@ class JobDefinition:
             if ids is None
             else zip(payloads, ids, strict=True)
         )
-        contents = Contents()
+        runtime, contents = current_runtime(), Contents()
         try:
             for payload, id in wanted:
-                contents.append(self._content(dict(payload), id))
+                contents.append(self._content(dict(payload), id, runtime))
         except Exception as error:
             error.add_note(f"Raised by payloads[{len(contents)}] of enqueue_many().")
             raise
-        return store_alike(self._row(next(iter(contents))), contents) if contents else []
+        if not contents:
+            return []
+        return store_alike(self._row(next(iter(contents)), runtime), contents, runtime)
 
-    def build(self, payload: dict[str, Any]) -> Job:
+    def build(self, payload: dict[str, Any], runtime: Runtime | None = None) -> Job:
         """Return the unsaved row of a job; everything is validated here, before any write."""
-        return self._row(self._content(payload, self.options.id))
+        runtime = runtime or current_runtime()
+        return self._row(self._content(payload, self.options.id, runtime), runtime)
 
-    def _content(self, payload: dict[str, Any], id: str | None) -> Content:
+    def _content(self, payload: dict[str, Any], id: str | None, runtime: Runtime) -> Content:
         """Return what tells a job from others of one call, validated."""
         problem = self.handler.check_arguments(payload)
         if problem is not None:
@@ -187,17 +194,17 @@ class JobDefinition:
         key = self.options.key
         if key is None:
             key = self.handler.key_of(payload)
-            self._check_key(key)
-        return Content(id, key, dumped(payload, self.handler.options.serializer))
+            if len(key) > 255:
+                raise ValueError(f"{self.name}: the key has {len(key)} characters, 255 are allowed")
+            if key:
+                _check_storable(key, f"{self.name}: the key")
+        data = self.handler.options.serializer.dumps(payload)
+        return Content(id, key, check_payload_size(data, runtime.settings.max_payload_bytes))
 
-    def _check_key(self, key: str) -> None:
-        if len(key) > 255:
-            raise ValueError(f"{self.name}: the key has {len(key)} characters, 255 are allowed")
-        _check_storable(key, f"{self.name}: the key")
-
-    def _row(self, content: Content) -> Job:
+    def _row(self, content: Content, runtime: Runtime) -> Job:
         declared, given = self.handler.options, self.options
-        queue = get_settings().queue(known_queue(given.queue) if given.queue else declared.queue)
+        name = known_queue(given.queue) if given.queue else declared.queue
+        queue = runtime.settings.queue(name)
         return new_job(
             given,
             queue=queue,
@@ -381,3 +388,68 @@ def _check_id(id: Any) -> None:
 def _check_storable(text: str, what: str) -> None:
     if text and storable_text(text) != text:
         raise PayloadError(f"{what} holds a character no database keeps: {text!r:.80}")
+
+
+# --- A model's save -------------------------------------------------------------------------------
+
+
+def enqueue_on_save(
+    model: type[models.Model],
+    job: JobDefinition,
+    *,
+    payload: Callable[[Any], Mapping[str, Any]],
+    created: bool | None = None,
+    condition: Callable[[Any], bool] | None = None,
+    id: Callable[[Any], str] | None = None,
+) -> None:
+    """Enqueue ``job`` whenever an instance of ``model`` is saved.
+
+    Django sends ``post_save`` after an autocommitted save has been committed; a crash in between
+    would lose the job. So the model's saves are given a transaction of their own here: the row and
+    its job are committed together or not at all. ``bulk_create`` and ``QuerySet.update`` send no
+    signals, hence enqueue nothing.
+
+    :param payload: makes the handler's keyword arguments from the instance.
+    :param created: True for new rows only, False for changed rows only, None for both.
+    :param condition: further condition on the instance.
+    :param id: makes the job's unique id from the instance.
+    """
+    _commit_save_and_signals_together(model)
+
+    def receiver(sender: Any, instance: Any, raw: bool = False, **kwargs: Any) -> None:
+        if raw or (created is not None and kwargs["created"] is not created):
+            return  # raw: a fixture is being loaded, its jobs have long run
+        if condition is not None and not condition(instance):
+            return
+        definition = job if id is None else job.using(id=id(instance))
+        definition.enqueue(**payload(instance))
+
+    post_save.connect(
+        receiver,
+        sender=model,
+        weak=False,
+        # A module imported twice hooks once; two hooks of one job may differ in their functions.
+        dispatch_uid=":".join(
+            ["kjo_django", job.name, str(created), *map(_place, (payload, condition, id))]
+        ),
+    )
+
+
+def _place(function: Callable[..., Any] | None) -> str:
+    code = getattr(function, "__code__", None)
+    return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _commit_save_and_signals_together(model: type[models.Model]) -> None:
+    original = model.save_base
+    if getattr(original, "_kjo_is_atomic", False):
+        return
+
+    @functools.wraps(original)
+    def save_base(self: models.Model, *args: Any, **kwargs: Any) -> None:
+        using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
+        with transaction.atomic(using=using, savepoint=False):
+            original(self, *args, **kwargs)
+
+    save_base._kjo_is_atomic = True  # type: ignore[attr-defined]
+    model.save_base = save_base  # type: ignore[method-assign]

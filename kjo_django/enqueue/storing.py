@@ -1,18 +1,23 @@
-"""Enqueue: store a job in the caller's transaction, once per queue and unique id.
+"""Storing jobs and records in the caller's transaction.
 
-The semantics of a known unique id (PJQ-14 … 16, PJQ-F1, F2): an open job is a ``duplicate``; a
+A job is stored once per queue and unique id. Of a known unique id an open job is a ``duplicate``; a
 completed one whose result still lives answers ``completed``; a failed one is a ``duplicate`` until
 its error expires; a cancelled or expired one begins a new generation with the new payload.
+
+A record for a topic that other services read (an event, a redelivery in another system's format) is
+stored as a row with a ``destination``: its bytes and headers as they are, not our envelope.
+Publishing it completes the row, since nothing here waits for it to be consumed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from django.db import connections, transaction
@@ -20,23 +25,24 @@ from django.db.models.base import ModelState
 from django.db.models.constants import OnConflict
 from django.utils import timezone
 
-from kjo_django import garbage_collection, states, tracing
-from kjo_django.conf import get_settings
+from kjo_django import garbage_collection, registry, states, tracing
+from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import dispatch
 from kjo_django.enqueue.wakeups import RELAY_CHANNEL, after_commit
 from kjo_django.exceptions import PayloadError, StorageError
-from kjo_django.ids import uuid7s
-from kjo_django.messages.serializers import load_result, serializer_for
+from kjo_django.ids import uuid7, uuid7s
+from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import load_result, serializer_for, storable_text
 from kjo_django.models import Job, transition
+from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.states import JobState
-from kjo_django.store import copying, store_for
+from kjo_django.store import copying
 from kjo_django.store.postgres import is_psycopg3
-from kjo_django.store.transactions import jobs_database
 
 
 @dataclass(frozen=True, slots=True)
 class EnqueueResult:
-    """The answer to an enqueue; duplicates are answers, never exceptions (PJQ-27)."""
+    """The answer to an enqueue; duplicates are answers, never exceptions."""
 
     status: Literal["queued", "duplicate", "completed"]
     job_id: uuid.UUID
@@ -55,9 +61,13 @@ MAX_RESULT_TTL = 100 * 365 * 86_400_000
 """Milliseconds. A moment that no database can hold would fail the job after it has run."""
 
 
-def check_payload_size(payload: bytes) -> bytes:
-    """Return the payload, or raise ``PayloadError`` when it is over the limit."""
-    limit = get_settings().max_payload_bytes
+def check_payload_size(payload: bytes, limit: int | None = None) -> bytes:
+    """Return the payload, or raise ``PayloadError`` when it is over the limit.
+
+    :param limit: bytes; by default ``MAX_PAYLOAD_BYTES``.
+    """
+    if limit is None:
+        limit = get_settings().max_payload_bytes
     if len(payload) > limit:
         raise PayloadError(
             f"The payload has {len(payload)} bytes; KJO['MAX_PAYLOAD_BYTES'] allows {limit}. "
@@ -67,7 +77,7 @@ def check_payload_size(payload: bytes) -> bytes:
 
 
 def milliseconds(value: timedelta | int | None, default: timedelta) -> int:
-    """Return a result's lifetime in milliseconds, validated before anything is written (PJQ-40).
+    """Return a result's lifetime in milliseconds, validated before anything is written.
 
     :param value: a positive timedelta, or a positive whole number of milliseconds.
     """
@@ -84,21 +94,24 @@ def milliseconds(value: timedelta | int | None, default: timedelta) -> int:
     return value
 
 
-def store(jobs: Sequence[Job], *, revives_failed: bool = False) -> list[EnqueueResult]:
+def store(
+    jobs: Sequence[Job], *, revives_failed: bool = False, runtime: Runtime | None = None
+) -> list[EnqueueResult]:
     """Store jobs and send them on their way, joining the caller's transaction.
 
     One INSERT for all of them; where a unique id was taken, a query tells by whom. Answers come in
     the order of the jobs.
 
     :param revives_failed: a failed job of the same id begins a new generation at once, instead of
-        being a duplicate until its error expires (PJQ-F1).
+        being a duplicate until its error expires.
     """
     if not jobs:
         return []
+    runtime = runtime or current_runtime()
     if tracing.tracer is None:
-        return _store(jobs, revives_failed)
+        return _store(jobs, revives_failed, runtime)
     with tracing.tracer.enqueuing(jobs):
-        return _store(jobs, revives_failed)
+        return _store(jobs, revives_failed, runtime)
 
 
 class Content(NamedTuple):
@@ -110,8 +123,11 @@ class Content(NamedTuple):
 
 
 class Contents:
-    """The same of many jobs, by column: of objects that stay, one for each, Python would look
-    through everything there is for garbage now and then."""
+    """What tells many jobs from one another, by column.
+
+    Of objects that stay, one for each job, Python would look through everything there is for
+    garbage now and then.
+    """
 
     def __init__(self) -> None:
         self.unique_ids: list[str | None] = []
@@ -131,36 +147,37 @@ class Contents:
         return map(Content, self.unique_ids, self.keys, self.payloads)
 
 
-def store_alike(job: Job, contents: Contents) -> list[EnqueueResult]:
+def store_alike(job: Job, contents: Contents, runtime: Runtime) -> list[EnqueueResult]:
     """Store a job for each of ``contents``, as ``store`` does, without making an instance of each
     where its row can be written without.
 
     :param job: unsaved; what all of them have in common. It is not stored itself.
     """
     if tracing.tracer is None:
-        return _store_alike(job, contents)
-    # What it leaves with this one, all of them carry.
+        return _store_alike(job, contents, runtime)
+    # What the tracer leaves with this one, all of them carry.
     with tracing.tracer.enqueuing([job] * len(contents)):
-        return _store_alike(job, contents)
+        return _store_alike(job, contents, runtime)
 
 
-def _store_alike(job: Job, contents: Contents) -> list[EnqueueResult]:
-    using = jobs_database()
+def _store_alike(job: Job, contents: Contents, runtime: Runtime) -> list[EnqueueResult]:
+    using = runtime.database
     connection = connections[using]
-    queue = get_settings().queue(job.queue)
+    queue = runtime.settings.queue(job.queue)
     if (
         dispatch.is_transactional(queue)
         or any(id is not None for id in contents.unique_ids)
         or not copying.may_copy(connection, len(contents))
     ):
         each = zip(uuid7s(len(contents)), contents, strict=True)
-        return _store([_like(job, id, content) for id, content in each], revives_failed=False)
-    job.state = dispatch.initial_state(queue)
+        return _store([_like(job, id, content) for id, content in each], False, runtime)
+    job.state = JobState.PENDING
     with garbage_collection.paused():
         ids = uuid7s(len(contents))
         copying.copy_alike(connection, job, zip(ids, contents.keys, contents.payloads, strict=True))
         answers = [EnqueueResult("queued", id) for id in ids]
-    after_commit(using, RELAY_CHANNEL, (_facts(job, id, None) for id in ids))
+    facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
+    after_commit(using, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
     return answers
 
 
@@ -171,21 +188,20 @@ def _like(job: Job, id: uuid.UUID, content: Content) -> Job:
     return copy
 
 
-def _store(jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
-    using = jobs_database()
-    conf = get_settings()
-    queues = {name: conf.queue(name) for name in {job.queue for job in jobs}}
+def _store(jobs: Sequence[Job], revives_failed: bool, runtime: Runtime) -> list[EnqueueResult]:
+    using = runtime.database
+    queues = {name: runtime.settings.queue(name) for name in {job.queue for job in jobs}}
+    transactional = {name for name, queue in queues.items() if dispatch.is_transactional(queue)}
     for job in jobs:
-        job.state = dispatch.initial_state(queues[job.queue])
-        job.queued_at = job.created_at if job.state == JobState.QUEUED else None
-    if all(job.unique_id is None for job in jobs) and not any(
-        dispatch.is_transactional(queue) for queue in queues.values()
-    ):
+        is_sent = job.queue in transactional
+        job.state = JobState.QUEUED if is_sent else JobState.PENDING
+        job.queued_at = job.created_at if is_sent else None
+    if not transactional and all(job.unique_id is None for job in jobs):
         # The common case of a log transport: a single statement needs no transaction of its own.
         _insert(using, jobs)
-        _tell(using, jobs, RELAY_CHANNEL)
+        after_commit(using, RELAY_CHANNEL, map(_facts, jobs))
         return [EnqueueResult("queued", job.pk) for job in jobs]
-    with store_for(using).transaction(savepoint=False):
+    with runtime.store.transaction(savepoint=False):
         answers = _store_unique(using, jobs, revives_failed)
         for name, queue in queues.items():
             fresh = [
@@ -195,7 +211,7 @@ def _store(jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
             ]
             if fresh:
                 dispatch.hand_over(fresh, queue)
-                _tell(using, fresh, dispatch.channel_of(queue))
+                after_commit(using, dispatch.channel_of(queue), map(_facts, fresh))
     return answers
 
 
@@ -257,12 +273,10 @@ def _insert_values(connection: Any, jobs: Sequence[Job], on_conflict: Any) -> in
     return count
 
 
-def _tell(using: str, jobs: Sequence[Job], channel: str) -> None:
-    after_commit(using, channel, (_facts(job, job.pk, job.unique_id) for job in jobs))
-
-
-def _facts(job: Job, id: uuid.UUID, unique_id: str | None) -> dict[str, Any]:
-    return {"job_id": str(id), "unique_id": unique_id, "queue": job.queue, "handler": job.handler}
+def _facts(job: Job) -> dict[str, Any]:
+    """Return what ``job_enqueued`` is sent with."""
+    facts = {"job_id": str(job.pk), "unique_id": job.unique_id}
+    return {**facts, "queue": job.queue, "handler": job.handler}
 
 
 def _store_unique(using: str, jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
@@ -374,3 +388,113 @@ def _revival(job: Job) -> dict[str, Any]:
         "result_ttl",
     ]
     return {**fresh_run(job.queue), **{name: getattr(job, name) for name in taken}}
+
+
+# --- Records for others ---------------------------------------------------------------------------
+
+
+def carrier_of(topic: str, transport: str | None = None) -> QueueConf:
+    """Return the queue whose relay publishes to a topic: the one declared for it, else the common
+    one of the default transport.
+
+    :raises ValueError: another transport is asked for and no queue there has the topic.
+    """
+    conf = get_settings()
+    for name in registry.queue_names():
+        queue = conf.queue(name)
+        if queue.topic == topic and transport in (None, queue.transport):
+            return queue
+    common = conf.queue(dispatch.OUTGOING)
+    if transport not in (None, common.transport):
+        raise ValueError(
+            f"No queue of the transport {transport!r} has the topic {topic!r}; declare one in "
+            "KJO['QUEUES'], with 'consume': False if this service only publishes to it."
+        )
+    return common
+
+
+def store_record(
+    topic: str,
+    *,
+    value: bytes | None,
+    key: bytes | None,
+    headers: Mapping[str, bytes],
+    kind: str,
+    carrier: QueueConf | None = None,
+    available_at: datetime | None = None,
+    row_header: str | None = None,
+) -> Job:
+    """Store a record in the caller's transaction, to be published once that commits.
+
+    :param kind: what people see it as; an event's type.
+    :param carrier: the queue whose relay publishes it; ``carrier_of(topic)`` if not given.
+    :param available_at: not published before.
+    :param row_header: a header that names the row.
+    :raises PayloadError: it is too large. Nothing is written.
+    """
+    queue = carrier or carrier_of(topic)
+    id, now = uuid7(), timezone.now()
+    # What only rows say is not for others to have written; nor that somebody waits for them.
+    ours = {*names.OF_A_ROW, names.PARKED_ROW, names.REDELIVERY}
+    headers = {name: value for name, value in headers.items() if name not in ours}
+    if row_header is not None:
+        headers[row_header] = str(id).encode()
+    stored = names.for_row({**names.in_order(headers), **only_in_rows(key, value)})
+    stored.pop(names.NO_KEY, None)  # as the empty column says
+    job = Job(
+        id=id,
+        queue=queue.name,
+        handler=storable_text(kind, 100),
+        key=row_key(key),
+        state=dispatch.initial_state(queue),
+        max_attempts=1,
+        payload=check_payload_size(value or b""),
+        headers=stored or None,
+        available_at=available_at or now,
+        created_at=now,
+        result_ttl=queue.result_ttl // timedelta(milliseconds=1),
+        destination=topic,
+    )
+    job.queued_at = now if job.state == JobState.QUEUED else None
+    if tracing.tracer is None:
+        _store_record(job, queue)
+    else:
+        with tracing.tracer.enqueuing([job]):
+            _store_record(job, queue)
+    return job
+
+
+def _store_record(job: Job, queue: QueueConf) -> None:
+    runtime = current_runtime()
+    using = runtime.database
+    with runtime.store.transaction(savepoint=False):
+        job.save(using=using, force_insert=True)
+        dispatch.hand_over([job], queue)
+
+
+def only_in_rows(key: bytes | None, value: bytes | None) -> dict[str, bytes]:
+    """Return the headers that say of a key and a value what a row's columns cannot."""
+    found: dict[str, bytes] = {}
+    if key is None:
+        found[names.NO_KEY] = b"1"
+    elif not _is_plain(key):
+        found[names.RAW_KEY] = key
+    if value is None:
+        found[names.NO_VALUE] = b"1"
+    return found
+
+
+def row_key(key: bytes | None) -> str:
+    """Return the key as the row's column holds it: its text, or a digest where only its bytes will
+    do, so that rows of one key are known as such. "" for none."""
+    if not key:
+        return ""
+    return key.decode() if _is_plain(key) else f"sha256:{hashlib.sha256(key).hexdigest()}"
+
+
+def _is_plain(key: bytes) -> bool:
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        return False
+    return 0 < len(text) <= 255 and storable_text(text) == text

@@ -22,7 +22,7 @@ REPLY_CHANNELS = "kjo:reply:"
 """Begins the names of the channels on which waiters are told that their job has ended."""
 LISTEN_AGAIN = 10.0
 """Seconds until coordination that was away when it was to be listened to is asked again."""
-LONGEST_REST = 30.0
+LONGEST_BACKOFF = 30.0
 """Seconds without calls after one that was long in vain."""
 MAX_REPLY_CHANNEL = 100
 """Ours are shorter; PostgreSQL refuses to be told thousands of characters."""
@@ -34,7 +34,7 @@ def topic_channel(topic: str) -> str:
 
 
 class _AfterCommit:
-    """What one transaction has to tell once it is committed."""
+    """The wake-ups and signals of one transaction, made once it is committed."""
 
     def __init__(self) -> None:
         self.channels: set[str] = set()
@@ -49,42 +49,42 @@ class _AfterCommit:
             signals.send(signals.job_enqueued, sender=facts["handler"], **facts)
 
 
-_silent: tuple[Coordination | None, float] = (None, 0.0)
-"""Who lets everybody wait for an answer, and until when it is left alone."""
+_unreachable: tuple[Coordination | None, float] = (None, 0.0)
+"""The coordination that let a caller wait in vain, and until when it is left alone."""
 
 
-def _call(notify: Callable[[Coordination], None], consequence: str) -> None:
+def _notify(notify: Callable[[Coordination], None], consequence: str) -> None:
     """Call by the coordination; one that is out of reach is logged, no more.
 
     A call is worth little time, and a web request or a lane waits for it: where one failed after
     seconds, none is tried for ten times as long, half a minute at most.
     """
-    global _silent
+    global _unreachable
     coordination, began = get_coordination(), time.monotonic()
-    if _silent[0] is coordination and began < _silent[1]:
+    if _unreachable[0] is coordination and began < _unreachable[1]:
         return
     try:
         notify(coordination)
     except CoordinationError as error:
         now = time.monotonic()
-        _silent = coordination, now + min(LONGEST_REST, 10 * (now - began))
+        _unreachable = coordination, now + min(LONGEST_BACKOFF, 10 * (now - began))
         logger.warning("%s by polling: %s", consequence, error)
 
 
 def wake(channel: str) -> None:
     """Call whoever listens, now; an unreachable coordination backend is logged, no more."""
-    _call(lambda by: by.notify(channel), f"Could not wake {channel}, it will find out")
+    _notify(lambda by: by.notify(channel), f"Could not wake {channel}, it will find out")
 
 
-def call_waiters(channels: Collection[str]) -> None:
-    """Tell those who wait for jobs that have ended; lost calls cost them time only.
+def notify_waiters(channels: Collection[str]) -> None:
+    """Wake those who wait for jobs that have ended; a lost call costs them time only.
 
     A channel came in a message's header, where anybody may have written anything.
     """
     known = sorted(filter(_is_reply_channel, channels))
     if not known:
         return
-    _call(lambda by: by.notify_all(known), "Waiters not called, they find out")
+    _notify(lambda by: by.notify_all(known), "Waiters not called, they find out")
 
 
 def _is_reply_channel(name: str) -> bool:
@@ -92,22 +92,22 @@ def _is_reply_channel(name: str) -> bool:
 
 
 def after_commit(using: str, channel: str, enqueued: Iterable[dict[str, Any]] = ()) -> None:
-    """Wake ``channel`` and tell of the enqueued jobs when the current transaction commits.
+    """Wake ``channel`` and send ``job_enqueued`` when the current transaction commits.
 
     Outside a transaction it happens at once; rolled back, it never happens.
     """
     connection = transaction.get_connection(using)
-    told: Any = None
+    after: Any = None
     if connection.in_atomic_block and connection.run_on_commit:
         savepoints, function, _robust = connection.run_on_commit[-1]
         # Only an entry of the same savepoints shares this job's fate.
         if isinstance(function, _AfterCommit) and savepoints == set(connection.savepoint_ids):
-            told = function
-    is_new = told is None
+            after = function
+    is_new = after is None
     if is_new:
-        told = _AfterCommit()
-    told.channels.add(channel)
+        after = _AfterCommit()
+    after.channels.add(channel)
     if signals.job_enqueued.receivers:
-        told.enqueued.extend(enqueued)
+        after.enqueued.extend(enqueued)
     if is_new:
-        transaction.on_commit(told, using=using, robust=True)
+        transaction.on_commit(after, using=using, robust=True)

@@ -48,22 +48,18 @@ class Publications:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._unrecorded: dict[UUID, Publication] = {}
+        self.unrecorded: dict[UUID, Publication] = {}
+        """By its job: what has been published though the job's row does not say so."""
         self._tried_at = 0.0
         self._thread: _RecordingThread | None = None
         self._begun: tuple[Sequence[Publication], Future[set[UUID]]] | None = None
-
-    @property
-    def unrecorded(self) -> Collection[UUID]:
-        """The jobs whose message has been published though their rows do not say so."""
-        return self._unrecorded.keys()
 
     @property
     def are_overdue(self) -> bool:
         """Whether to try again to record what could not be recorded."""
         begun = len(self._begun[0]) if self._begun is not None else 0
         waited = self._runtime.clock.monotonic() - self._tried_at
-        return len(self._unrecorded) > begun and waited > RECORD_AGAIN
+        return len(self.unrecorded) > begun and waited > RECORD_AGAIN
 
     def record(self, published: Sequence[Publication]) -> None:
         """Record where messages went, as far as their rows are free.
@@ -108,18 +104,18 @@ class Publications:
     def record_missing(self) -> None:
         """Record what could not be recorded and still has to be, as far as its rows are free."""
         self.finish()
-        if not self._unrecorded:
+        if not self.unrecorded:
             return
         rows = Job.objects.using(self._runtime.database).filter(
-            pk__in=list(self._unrecorded), state__in=states.AWAITING_PUBLISH
+            pk__in=list(self.unrecorded), state__in=states.AWAITING_PUBLISH
         )
         waiting = set(rows.values_list("pk", "generation", "attempts"))
-        missing = list(self._unrecorded.values())
+        missing = list(self.unrecorded.values())
         due = [
             one for one in missing if (one.job.id, one.job.generation, one.job.attempts) in waiting
         ]
         # All others have moved on, or are gone.
-        self._unrecorded = {one.job.id: one for one in due}
+        self.unrecorded = {one.job.id: one for one in due}
         self._tried_at = self._runtime.clock.monotonic()
         self.record(due)
 
@@ -130,14 +126,14 @@ class Publications:
             self._forget(jobs, locked.result())
 
     def _keep(self, published: Sequence[Publication]) -> None:
-        if not self._unrecorded:
+        if not self.unrecorded:
             self._tried_at = self._runtime.clock.monotonic()
-        self._unrecorded.update((one.job.id, one) for one in published)
+        self.unrecorded.update((one.job.id, one) for one in published)
 
     def _forget(self, published: Sequence[Publication], locked: Collection[UUID]) -> None:
         for one in published:
             if one.job.id not in locked:
-                del self._unrecorded[one.job.id]
+                del self.unrecorded[one.job.id]
 
 
 class _RecordingThread:

@@ -215,7 +215,8 @@ class Relay:
         record(accepted)
         self.published_count += len(accepted)
         self._on_error(next((each.error for each in answers if each.error is not None), None))
-        unpublishable.fail(self._runtime, queue, jobs, made, answers)
+        if len(accepted) < len(jobs):
+            unpublishable.fail(self._runtime, queue, jobs, made, answers)
         self._back_off(queue.name, jobs, answers)
 
     def _record_or_error(self, job: Due, queue: QueueConf) -> OutgoingRecord | Exception:

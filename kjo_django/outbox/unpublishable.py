@@ -17,7 +17,7 @@ from django.db import DatabaseError, connections, transaction
 
 from kjo_django import signals, states
 from kjo_django.conf import QueueConf
-from kjo_django.enqueue.wakeups import call_waiters
+from kjo_django.enqueue.wakeups import notify_waiters
 from kjo_django.exceptions import PublishError, text_of
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, storable_text
@@ -179,7 +179,7 @@ def _announce(refused: Unpublishable, failed: _Failed) -> None:
     """Call those who wait for the job, and send its signals."""
     job, record = refused.job, refused.record
     if record is not None and names.REPLY_TO in record.headers:
-        call_waiters({names.text(record.headers, names.REPLY_TO)})
+        notify_waiters({names.text(record.headers, names.REPLY_TO)})
     facts: dict[str, Any] = {"queue": job.queue, "handler": job.handler}
     facts |= {"error": refused.error, "reason": str(refused.reason)}
     signals.send(

@@ -10,7 +10,7 @@ from django.db import transaction
 
 from kjo_django import BaseEvent, publish_event, registry
 from kjo_django.backends import get_transport
-from kjo_django.enqueue.outgoing import carrier_of, store_record
+from kjo_django.enqueue.storing import carrier_of, store_record
 from kjo_django.exceptions import PayloadError, PublishError
 from kjo_django.models import Job
 from kjo_django.operations import jobs as job_operations

@@ -18,7 +18,7 @@ from kjo_django import (
     job,
     publish_event,
 )
-from kjo_django.enqueue.outgoing import store_record
+from kjo_django.enqueue.storing import store_record
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations import jobs as operations

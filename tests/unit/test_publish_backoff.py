@@ -9,7 +9,7 @@ import pytest
 
 from kjo_django.backends import get_coordination, get_transport
 from kjo_django.clock import Clock
-from kjo_django.enqueue.outgoing import store_record
+from kjo_django.enqueue.storing import store_record
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
 from kjo_django.outbox.relay import LONGEST_BACKOFF, PublishBackoff, Relay

@@ -24,7 +24,7 @@ from kjo_django.conf import get_settings
 from kjo_django.coordination.listeners import LocalListener
 from kjo_django.enqueue import dispatch
 from kjo_django.enqueue.dispatch import record_of
-from kjo_django.enqueue.outgoing import store_record
+from kjo_django.enqueue.storing import store_record
 from kjo_django.enqueue.wakeups import RELAY_CHANNEL, wake
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
@@ -666,7 +666,7 @@ def test_a_record_for_others_that_is_refused_for_good_is_a_dead_letter_too(relay
 
 def test_who_waits_for_a_job_that_is_refused_is_told(relay, refuse_bad, monkeypatch):
     called = []
-    monkeypatch.setattr(unpublishable, "call_waiters", called.extend)
+    monkeypatch.setattr(unpublishable, "notify_waiters", called.extend)
     write.using(headers={names.REPLY_TO: "kjo:reply:1"}).enqueue(job="bad")
     relay.publish_due()
     assert called == ["kjo:reply:1"]

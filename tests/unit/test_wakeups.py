@@ -13,7 +13,7 @@ from kjo_django.enqueue import wakeups
 from kjo_django.enqueue.wakeups import (
     REPLY_CHANNELS,
     after_commit,
-    call_waiters,
+    notify_waiters,
     topic_channel,
     wake,
 )
@@ -134,14 +134,14 @@ def test_a_topic_has_its_channel():
 @pytest.mark.parametrize("name", ["x" * 9000, "a\0b"], ids=["long", "NUL"])
 def test_a_waiter_made_up_by_others_is_not_called(name):
     """The header came with a message; PostgreSQL refused, and the settled group was run again."""
-    call_waiters([f"{REPLY_CHANNELS}{name}", f"{REPLY_CHANNELS}1"])
+    notify_waiters([f"{REPLY_CHANNELS}{name}", f"{REPLY_CHANNELS}1"])
 
 
 @pytest.mark.parametrize("name", ["x" * 9000, "a\0b", "1"], ids=["long", "NUL", "good"])
 def test_waiters_are_called_by_names_that_could_be_theirs(monkeypatch, name):
     called: list[str] = []
     monkeypatch.setattr(get_coordination(), "notify_all", called.extend)
-    call_waiters([f"{REPLY_CHANNELS}{name}", "kjo:relay"])
+    notify_waiters([f"{REPLY_CHANNELS}{name}", "kjo:relay"])
     assert called == ([f"{REPLY_CHANNELS}1"] if name == "1" else [])
 
 
@@ -156,7 +156,7 @@ def test_a_server_that_lets_callers_wait_is_left_alone_for_a_while(monkeypatch):
         raise CoordinationError("Timeout reading from socket")
 
     monkeypatch.setattr(get_coordination(), "notify", fail_slowly)
-    monkeypatch.setattr(wakeups, "LONGEST_REST", 0.4)
+    monkeypatch.setattr(wakeups, "LONGEST_BACKOFF", 0.4)
     # When
     for _ in range(20):
         wake("a")

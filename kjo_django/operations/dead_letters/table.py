@@ -27,8 +27,7 @@ from kjo_django import registry, signals
 from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import dispatch
-from kjo_django.enqueue.outgoing import only_in_rows, row_key
-from kjo_django.enqueue.storing import check_payload_size, store
+from kjo_django.enqueue.storing import check_payload_size, only_in_rows, row_key, store
 from kjo_django.enqueue.wakeups import after_commit
 from kjo_django.exceptions import MessageError, PublishError
 from kjo_django.ids import uuid7

@@ -27,7 +27,7 @@ from kjo_django.engine.handler.running import ABORT_TTL, abort_name
 from kjo_django.engine.leases import alive_name, lease_name
 from kjo_django.enqueue import dispatch
 from kjo_django.enqueue.storing import fresh_run
-from kjo_django.enqueue.wakeups import call_waiters
+from kjo_django.enqueue.wakeups import notify_waiters
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
@@ -155,7 +155,7 @@ def cancel_one(id: uuid.UUID | str, *, abort: bool = False, actor: str = "") -> 
 
 def _announce_cancelled(jobs: Sequence[Job]) -> None:
     channels = {str((job.headers or {}).get(names.REPLY_TO, "")) for job in jobs}
-    call_waiters(channels)
+    notify_waiters(channels)
     send_job_signals(signals.job_cancelled, jobs)
 
 

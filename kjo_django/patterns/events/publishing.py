@@ -13,8 +13,7 @@ from asgiref.sync import sync_to_async
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.dispatch import publish
-from kjo_django.enqueue.outgoing import carrier_of, store_record
-from kjo_django.enqueue.storing import check_payload_size
+from kjo_django.enqueue.storing import carrier_of, check_payload_size, store_record
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import carried
 from kjo_django.messages import headers as names

@@ -18,8 +18,7 @@ from django.utils.module_loading import import_string
 
 from kjo_django.backends import get_transport
 from kjo_django.enqueue.dispatch import publish
-from kjo_django.enqueue.outgoing import carrier_of, store_record
-from kjo_django.enqueue.storing import check_payload_size
+from kjo_django.enqueue.storing import carrier_of, check_payload_size, store_record
 from kjo_django.exceptions import (
     KDLQConfigurationException,
     KDLQException,

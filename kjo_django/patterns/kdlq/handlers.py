@@ -22,7 +22,7 @@ from django.utils import timezone
 from kjo_django import conf, registry
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import Abort, JobContext
-from kjo_django.enqueue.outgoing import row_key, store_record
+from kjo_django.enqueue.storing import row_key, store_record
 from kjo_django.exceptions import JobCancelledError, MessageError, PayloadError
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import Message

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from django.db import transaction
 from django.utils.translation import gettext as _
 
-from kjo_django.enqueue.outgoing import store_record
+from kjo_django.enqueue.storing import store_record
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, storable_text
 from kjo_django.store.transactions import jobs_database
