@@ -328,7 +328,8 @@ class Transport(abc.ABC):
 
     def offsets(self, topics: Sequence[str], group: str) -> dict[TopicPartition, GroupOffsets]:
         """Return where the group is in each partition, without joining it; no dearer than ``lag``,
-        and it raises what that raises. Default: the lag, of what is no log."""
+        and it raises what that raises, within about five seconds: a page waits for the answer.
+        Default: the lag, of what is no log."""
         return {where: GroupOffsets(lag) for where, lag in self.lag(topics, group).items()}
 
     def probe(self, timeout: float) -> str:

@@ -1,16 +1,16 @@
-"""Is it well? Ordered checks, each with what to do; the whole answers within its timeout.
+"""Ordered checks of everything, each with what to do; the whole answers within its timeout.
 
-Every probe runs in a thread of its own with a deadline: connecting to a server that is away may
-hang for minutes. What depends on something broken is not checked and says so.
+A run has one thread of its own, which the caller waits for until the time is up: connecting to a
+server that is away may hang for minutes. What depends on something broken is not checked.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -45,10 +45,10 @@ LEAST_EXECUTIONS = 10
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What is still well (RST-31)."""
+    """What is still well."""
 
     lag: int = 100
-    """Messages a queue's group may be behind (RST-F3: lag, not the length of the stream)."""
+    """Messages a queue's group may be behind."""
     failure_rate: float = 0.10
     """Share of the finished jobs of the window that may have failed."""
     idle: timedelta = timedelta(seconds=300)
@@ -87,14 +87,43 @@ def health(timeout: float = 5.0, thresholds: Thresholds | None = None) -> list[C
     """Check everything in order, in at most about ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     checks: dict[str, Check] = {}
+    asked_at: dict[str, float] = {}
+
+    def run() -> None:
+        for probe in PROBES:
+            now = asked_at[probe.name] = time.monotonic()
+            if now >= deadline:
+                return
+            checks[probe.name] = _unchecked(probe, checks) or _answer(
+                probe, thresholds or Thresholds(), max(0.1, deadline - now)
+            )
+
+    with suppress(TimeoutError):
+        answer_within(timeout, run)
+    found: dict[str, Check] = {}
     for probe in PROBES:
-        broken = [name for name in probe.needs if not checks[name].ok]
-        if broken:
-            checks[probe.name] = Check(probe.name, None, f"not checked: {broken[0]} is not well")
-        else:
-            left = deadline - time.monotonic()
-            checks[probe.name] = _answer(probe, thresholds or Thresholds(), left)
-    return list(checks.values())
+        check = checks.get(probe.name) or _unchecked(probe, found)
+        if check is None and asked_at.get(probe.name, deadline) < deadline:
+            detail = f"timed out: no answer within {deadline - asked_at[probe.name]:.1f} s"
+            check = Check(probe.name, False, detail, probe.fix if probe.asks_servers else ASK_AGAIN)
+        found[probe.name] = check or Check(probe.name, None, "not checked: the time was up")
+    return list(found.values())
+
+
+def _answer(probe: _Probe, thresholds: Thresholds, seconds: float) -> Check:
+    try:
+        ok, detail, fix = probe.ask(thresholds, seconds)
+    except Exception as error:
+        return Check(probe.name, False, f"{type(error).__name__}: {error}", probe.fix)
+    return Check(probe.name, ok, detail, fix if ok else fix or probe.fix)
+
+
+def _unchecked(probe: _Probe, checks: Mapping[str, Check]) -> Check | None:
+    """Return the check of a probe that needs something broken, None for any other."""
+    broken = [name for name in probe.needs if not checks[name].ok]
+    if not broken:
+        return None
+    return Check(probe.name, None, f"not checked: {broken[0]} is not well")
 
 
 def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
@@ -120,31 +149,6 @@ def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
 def is_healthy(checks: Iterable[Check]) -> bool:
     """Return whether every check passed."""
     return all(check.ok for check in checks)
-
-
-def _answer(probe: _Probe, thresholds: Thresholds, seconds: float) -> Check:
-    """Ask in a thread; a daemon, so that one that hangs keeps nobody from exiting."""
-    answers: list[Check] = []
-
-    def ask() -> None:
-        try:
-            ok, detail, fix = probe.ask(thresholds, max(0.1, seconds))
-            answers.append(Check(probe.name, ok, detail, fix if ok else fix or probe.fix))
-        except Exception as error:
-            detail = f"{type(error).__name__}: {error}"
-            answers.append(Check(probe.name, False, detail, probe.fix))
-        finally:
-            connections.close_all()
-
-    if seconds <= 0:
-        return Check(probe.name, None, "not checked: the time was up")
-    thread = threading.Thread(target=ask, name=f"kjo-health-{probe.name}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if answers:
-        return answers[0]
-    detail = f"timed out: no answer within {seconds:.1f} s"
-    return Check(probe.name, False, detail, probe.fix if probe.asks_servers else ASK_AGAIN)
 
 
 # --- The probes, in the order of their dependencies ---------------------------------------------
@@ -273,8 +277,8 @@ def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 
 def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
-    """KJO-100: a partition has one reader, so workers beyond their number stand by. That is wasted,
-    not broken: a warning."""
+    """Warn of workers beyond the number of partitions, which stand by: a partition has one reader.
+    That is wasted, not broken."""
     conf = get_settings()
     alive = [worker for worker in status.workers() if worker["is_alive"]]
     idle = []

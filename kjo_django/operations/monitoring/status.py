@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -21,7 +20,6 @@ from kjo_django.operations import queues as queue_operations
 from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.metrics import add_rates
 from kjo_django.operations.workers import alive_within, assignments, rebalanced_at
-from kjo_django.probing import answer_within
 from kjo_django.states import AWAITING_PUBLISH, JobState, JobStatus
 from kjo_django.store.counting import (
     COUNT_LIMIT,
@@ -32,7 +30,6 @@ from kjo_django.store.counting import (
     seconds_since,
 )
 from kjo_django.store.transactions import jobs_database
-from kjo_django.transports.base import GroupOffsets, TopicPartition
 
 WAITING = (JobState.PENDING, JobState.QUEUED)
 """Stored states of which some are shown as scheduled."""
@@ -105,10 +102,6 @@ def _living(now: datetime) -> list[int]:
     rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
     alive = rows.filter(heartbeat_at__gte=now - alive_within())
     return list(alive.order_by().values_list("in_flight_count", flat=True)[:5000])
-
-
-PATIENCE = 5.0
-"""Seconds a transport gets to say where a group is."""
 
 
 def status(queues: Iterable[str] | None = None) -> dict[str, Any]:
@@ -323,11 +316,11 @@ def add_lags(rows: Sequence[dict[str, Any]]) -> None:
         places: dict[str, list[dict[str, Any]]] = {row["topic"]: [] for row in members}
         if transport not in refusals:
             try:
-                found = _offsets(transport, sorted(places), group)
+                found = get_transport(transport).offsets(sorted(places), group)
                 for place, offsets in sorted(found.items()):
                     at = {"partition": place.partition, **offsets._asdict()}
                     places[place.topic].append(at)
-            except (PublishError, TimeoutError) as error:
+            except PublishError as error:
                 refusals[transport] = str(error)
         error_text = refusals.get(transport)
         for row in members:
@@ -336,17 +329,3 @@ def add_lags(rows: Sequence[dict[str, Any]]) -> None:
             row["lag"] = None if error_text else sum(by_partition.values())
             row["lag_by_partition"] = by_partition
             row["lag_error"] = error_text
-
-
-def _offsets(
-    alias: str, topics: Sequence[str], group: str
-) -> Mapping[TopicPartition, GroupOffsets]:
-    """Ask where a group is; a broker that is away lets nobody wait who looks at a screen.
-
-    :raises TimeoutError: there is no answer.
-    """
-    transport = get_transport(alias)
-    ask = functools.partial(transport.offsets, topics, group)
-    if transport.capabilities.transactional:
-        return ask()  # of the database, which all the rest was asked of
-    return answer_within(PATIENCE, ask, share=("offsets", id(transport), group, *topics))

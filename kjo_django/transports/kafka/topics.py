@@ -52,6 +52,8 @@ from kjo_django.transports.kafka.clients import (
 from kjo_django.transports.kafka.options import KafkaOptions
 
 CLOSE_TIMEOUT = 1.0
+PATIENCE = 5.0
+"""Seconds a broker gets for an answer about offsets: it has answered by then, or it is away."""
 NOBODY = "kjo-django-asks"
 """The group of questions that are about no group. It has no members and commits nothing."""
 
@@ -87,7 +89,7 @@ class Asker:
     def topic(self, name: str) -> Any:
         """Return the metadata of a topic, None where it does not exist. Nobody creates it."""
         with self._asking:
-            return self._topic(self._consumer.get(), name)
+            return self._topic(self._consumer.get(), name, self._options.request_timeout)
 
     def offsets(self, names: Iterable[str]) -> dict[TopicPartition, GroupOffsets]:
         """Return the committed and the end offset; the lag is what is between them, or after the
@@ -111,12 +113,13 @@ class Asker:
         return make(Consumer, watched(config, self._refusals.note), self._options)
 
     @property
-    def _timeout(self) -> float:
-        return self._options.request_timeout
+    def _patience(self) -> float:
+        """Seconds for each question about offsets: a page waits for the answer."""
+        return min(self._options.request_timeout, PATIENCE)
 
-    def _topic(self, consumer: Consumer, name: str) -> Any:
+    def _topic(self, consumer: Consumer, name: str, timeout: float) -> Any:
         try:
-            topic = self._refusals.list_topics(consumer, self._timeout, name).topics[name]
+            topic = self._refusals.list_topics(consumer, timeout, name).topics[name]
         except KafkaException as error:
             raise PublishError(f"Kafka, {name}: {_reason(error)}") from error
         finally:
@@ -130,7 +133,8 @@ class Asker:
     def _offsets(
         self, consumer: Consumer, names: Iterable[str]
     ) -> dict[TopicPartition, GroupOffsets]:
-        topics = {name: self._topic(consumer, name) for name in dict.fromkeys(names)}
+        patience = self._patience
+        topics = {name: self._topic(consumer, name, patience) for name in dict.fromkeys(names)}
         partitions = [
             KafkaPartition(name, number)
             for name, topic in topics.items()
@@ -139,7 +143,7 @@ class Asker:
         ]
         if not partitions:
             return {}
-        committed = _offsets(consumer.committed(partitions, timeout=self._timeout))
+        committed = _offsets(consumer.committed(partitions, timeout=patience))
         ends = self._edges(consumer, partitions, OFFSET_END)
         # Where a group has committed nothing, or what retention has passed since, the first record
         # there is comes next. Of who is at the end nobody needs to ask.
@@ -162,7 +166,7 @@ class Asker:
         if not partitions:
             return {}
         wanted = [KafkaPartition(each.topic, each.partition, edge) for each in partitions]
-        return _offsets(consumer.offsets_for_times(wanted, timeout=self._timeout))
+        return _offsets(consumer.offsets_for_times(wanted, timeout=self._patience))
 
 
 def _offsets(answers: Iterable[KafkaPartition]) -> dict[TopicPartition, int]:
