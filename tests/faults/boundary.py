@@ -146,8 +146,8 @@ def install(monkeypatch: Any, classes: list[type]) -> None:
         monkeypatch.setattr(BaseDatabaseWrapper, name, wrapped)
     for each in classes:
         contract = next(c for c in (Transport, Subscription, Coordination) if issubclass(each, c))
-        for name, method in vars(contract).items():
-            if name.startswith("_") or name in WITHOUT_IO or not inspect.isfunction(method):
+        for name, _ in inspect.getmembers(contract, inspect.isfunction):  # its bases' too
+            if name.startswith("_") or name in WITHOUT_IO:
                 continue
             label = f"{contract.__name__.lower()}.{name}"
             monkeypatch.setattr(each, name, _method(label, getattr(each, name), contract))

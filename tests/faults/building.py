@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from kjo_django import conf, registry
 from kjo_django.backends import close_backends
@@ -25,6 +25,7 @@ from tests.faults.patterns import Patterns
 from tests.faults.scenarios import QUEUE, Kinds
 from tests.faults.world import World
 
+W = TypeVar("W", bound=World)
 TASKS = {
     "default": {
         "BACKEND": "kjo_django.contrib.tasks.KJOBackend",
@@ -60,12 +61,20 @@ def kjo(transport: str) -> dict[str, Any]:
 
 
 @contextmanager
-def built(monkeypatch: Any, empty: Callable[[], None]) -> Iterator[World]:
+def built(
+    monkeypatch: Any,
+    empty: Callable[[], None],
+    make: Callable[[Clock, Callable[[], None]], W] = World,  # type: ignore[assignment]
+    *,
+    stands: bool = False,
+) -> Iterator[W]:
     """Yield a world; handlers declared for it are forgotten afterwards.
 
     :param empty: gives every case an empty database.
+    :param make: makes the world.
+    :param stands: whether time passes only when the world says so.
     """
-    clock = Clock()
+    clock = Clock(stands=stands)
     clock.install(monkeypatch)
     clock.waiting(lambda: boundary.current() is not None, monkeypatch)
     for name in ("POLL_TIMEOUT", "FULL_POLL_TIMEOUT"):
@@ -77,7 +86,7 @@ def built(monkeypatch: Any, empty: Callable[[], None]) -> Iterator[World]:
     # Thousands of errors that were asked for.
     logger.setLevel(os.environ.get("KJO_FAULTS_LOG", "CRITICAL"))
     with forgetting(registry._handlers, registry._routes, conf._declared, handlers._routes):
-        world = World(clock, empty)
+        world = make(clock, empty)
         world.kinds = Kinds(world)
         world.patterns = Patterns(world, world.kinds)
         stop = world.listening()

@@ -17,15 +17,22 @@ MOST_ADVANCES = 2_000
 
 
 class Clock:
-    """Shifts ``timezone.now`` and ``time.monotonic`` for the whole process."""
+    """Shifts ``timezone.now`` and ``time.monotonic`` for the whole process.
 
-    def __init__(self) -> None:
+    :param stands: whether time passes only when a test says so, and not by itself too.
+    """
+
+    def __init__(self, *, stands: bool = False) -> None:
+        self.stands = stands
         self.offset = 0.0
         self.advances = 0
         self.rivals_waits = 0
 
     def install(self, monkeypatch: Any) -> None:
         now, monotonic = timezone.now, time.monotonic
+        if self.stands:
+            began, began_at = now(), monotonic()
+            now, monotonic = lambda: began, lambda: began_at
         monkeypatch.setattr(timezone, "now", lambda: now() + timedelta(seconds=self.offset))
         monkeypatch.setattr(time, "monotonic", lambda: monotonic() + self.offset)
 
