@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 
 from django.db import InterfaceError, OperationalError, connections, router, transaction
 from django.db.models import F, QuerySet
-from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Claim, Coordination, Listener
@@ -36,7 +35,7 @@ from kjo_django.coordination.listeners import LocalListener, call_local_listener
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Lease, Mark
 from kjo_django.probing import answer_within
-from kjo_django.store import Store, store_for
+from kjo_django.store import store_for
 
 T = TypeVar("T")
 
@@ -46,6 +45,7 @@ _BATCH = 900
 _DELIVERIES_KEPT = timedelta(days=1)
 _PRUNE_EVERY = 600.0
 _TRIES = 10
+"""How often one call runs a statement that the database breaks off because of a deadlock."""
 
 
 class DatabaseCoordination(Coordination):
@@ -55,16 +55,15 @@ class DatabaseCoordination(Coordination):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
+        option: str | None = self.options.get("DATABASE")
+        self.database = option or get_settings().database or router.db_for_write(Lease)
+        """The alias of the database with the tables."""
+        self._store = store_for(self.database)
         self.supports_wake_ups = self._store.has_notify
         self._cannot_listen: CoordinationError | None = None
         # The first prune at a random moment: not every process of a deployment at once.
-        self._prune_at = time.monotonic() + _PRUNE_EVERY * random.random()  # noqa: S311
-
-    @property
-    def database(self) -> str:
-        """The alias of the database with the tables."""
-        option: str | None = self.options.get("DATABASE")
-        return option or get_settings().database or router.db_for_write(Lease)
+        delay = _PRUNE_EVERY * random.random()  # noqa: S311
+        self._prune_at = self.clock.monotonic() + delay
 
     @property
     def writes_concurrently(self) -> bool:
@@ -76,43 +75,46 @@ class DatabaseCoordination(Coordination):
         locked until the commit, in an order that claims do not keep."""
         return self._store.has_one_writer and self.database == using
 
-    @property
-    def _store(self) -> Store:
-        return store_for(self.database)
-
     # --- Leases -----------------------------------------------------------------------------------
 
     def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:
-        """Take the leases in one short transaction of its own (KJO-F1).
+        """Take the leases in one short transaction of its own.
 
         :raises RuntimeError: inside ``atomic``. Nobody else would see the leases before its commit,
             and they would block everybody who asks for the same names.
         """
-        stored = {name: _stored(name) for name in names}
-        answers: dict[str, Claim] = {}
-        with self._reached():
-            for batch in _batches(sorted(set(stored.values()))):
-                answers.update(self._again(partial(self._claim, batch, token, ttl)))
+        stored = [_stored(name) for name in names]
+        claims: dict[str, tuple[bool, int]] = {}
+        for found in self._run(sorted(set(stored)), partial(self._claim, token, ttl)):
+            claims.update(found)
         self._prune_sometimes()
-        return [answers[stored[name]] for name in names]
+        return [Claim(*claims[name]) for name in stored]
 
-    def _claim(self, names: list[str], token: str, ttl: timedelta) -> dict[str, Claim]:
-        with _own_transaction(self.database):
-            claims = self._store.claim_leases(names, token, ttl)
-        return {name: Claim(*claim) for name, claim in claims.items()}
+    def _claim(
+        self, token: str, ttl: timedelta, names: Sequence[str]
+    ) -> dict[str, tuple[bool, int]]:
+        with ExitStack() as stack:
+            try:
+                # Durable: Django itself refuses to nest it, but for the transaction of a TestCase.
+                stack.enter_context(self._store.transaction(durable=True))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "claim() must be called outside transaction.atomic(): others would not see the "
+                    "lease before the commit"
+                ) from error
+            # A lease lost in a crash of the server harms nobody.
+            self._store.commit_without_disk()
+            return self._store.claim_leases(names, token, ttl)
 
     def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
-        """Extend in one statement; a second one asks which, if not all were extended (KJO-F11)."""
+        """Extend in one statement; a second one asks which, if not all were extended."""
         stored = [_stored(name) for name in names]
-        held: set[str] = set()
-        with self._reached():
-            for batch in _batches(stored):
-                held.update(self._again(partial(self._renew, batch, token, ttl)))
+        held = set().union(*self._run(stored, partial(self._renew, token, ttl)))
         return [name in held for name in stored]
 
-    def _renew(self, names: list[str], token: str, ttl: timedelta) -> set[str]:
-        now = timezone.now()
-        live = self._leases(names).filter(token=token, expires_at__gt=now)
+    def _renew(self, token: str, ttl: timedelta, names: Sequence[str]) -> set[str]:
+        now = self.clock.now()
+        live = self._leases.filter(name__in=names, token=token, expires_at__gt=now)
         extended = live.update(expires_at=now + ttl)
         if extended == len(set(names)):
             return set(names)
@@ -126,56 +128,69 @@ class DatabaseCoordination(Coordination):
         count_delivery: bool = False,
         undo_claim: bool = False,
     ) -> None:
-        """Give up in one statement what ``token`` still holds (KJO-F10)."""
-        with self._reached():
-            for batch in _batches([_stored(name) for name in names]):
-                self._again(partial(self._release, batch, token, count_delivery, undo_claim))
+        """Give up the leases in one statement."""
 
-    def _release(
-        self, names: list[str], token: str, count_delivery: bool, undo_claim: bool
-    ) -> None:
-        held = self._leases(names).filter(token=token)
-        if undo_claim:
-            held.update(token="", expires_at=timezone.now(), deliveries=F("deliveries") - 1)
-        elif count_delivery:
-            held.update(token="", expires_at=timezone.now())
-        else:
-            self._store.delete_leases(names, token)
+        def give_up(batch: Sequence[str]) -> None:
+            if not (undo_claim or count_delivery):
+                self._store.delete_leases(batch, token)
+                return
+            held = self._leases.filter(name__in=batch, token=token)
+            undone = {"deliveries": F("deliveries") - 1} if undo_claim else {}
+            held.update(token="", expires_at=self.clock.now(), **undone)
+
+        self._run([_stored(name) for name in names], give_up)
 
     def holders(self, names: Sequence[str]) -> dict[str, str]:
         """Return the token of each name that has a live lease."""
         stored = {_stored(name): name for name in names}
-        with self._reached():
-            return {
-                stored[name]: token
-                for batch in _batches(list(stored))
-                for name, token in self._leases(batch)
-                .filter(expires_at__gt=timezone.now())
-                .values_list("name", "token")
-            }
+        live = self._leases.filter(expires_at__gt=self.clock.now())
+        found = self._run(
+            list(stored),
+            lambda batch: list(live.filter(name__in=batch).values_list("name", "token")),
+        )
+        return {stored[name]: token for batch in found for name, token in batch}
 
     def names(self, prefix: str) -> Iterable[str]:
         """Return the names with a live lease that start with ``prefix``, taken literally.
 
         A name beyond 255 characters is shown with its tail hashed.
         """
-        live = self._all_leases().filter(expires_at__gt=timezone.now(), name__startswith=prefix)
+        live = self._leases.filter(expires_at__gt=self.clock.now(), name__startswith=prefix)
         with self._reached():
             names = list(live.order_by("name").values_list("name", flat=True))
         # SQLite's and MySQL's LIKE ignore case.
         return [name for name in names if name.startswith(prefix)]
 
-    def _all_leases(self) -> QuerySet[Lease]:
+    @property
+    def _leases(self) -> QuerySet[Lease]:
         return Lease.objects.using(self.database)
 
-    def _leases(self, names: Iterable[str]) -> QuerySet[Lease]:
-        return self._all_leases().filter(name__in=list(names))
+    def _run(self, names: Sequence[str], statement: Callable[[Sequence[str]], T]) -> list[T]:
+        """Run a statement for each batch of names, again where the database ended a deadlock.
+
+        InnoDB also locks the gaps between names, in which others insert, and so finds deadlocks
+        where no two transactions want the same name.
+        """
+        batches = [names[start : start + _BATCH] for start in range(0, len(names), _BATCH)]
+        results: list[T] = []
+        tries = _TRIES
+        with self._reached():
+            while len(results) < len(batches):
+                try:
+                    results.append(statement(batches[len(results)]))
+                except OperationalError as error:
+                    tries -= 1
+                    is_over = not tries or connections[self.database].in_atomic_block
+                    if is_over or "deadlock" not in str(error).lower():
+                        raise
+                    time.sleep(random.uniform(0, 0.02))  # noqa: S311
+        return results
 
     # --- Marks ------------------------------------------------------------------------------------
 
     def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
         """Insert or replace, in one statement where the database takes them all."""
-        expires_at = timezone.now() + ttl
+        expires_at = self.clock.now() + ttl
         alias = self.database
         rows = [
             # In one order, so that two writers of the same marks cannot deadlock.
@@ -195,13 +210,12 @@ class DatabaseCoordination(Coordination):
     def get_marks(self, names: Sequence[str]) -> dict[str, str]:
         """Return the live values among ``names``."""
         stored = {_stored(name): name for name in names}
-        live = Mark.objects.using(self.database).filter(expires_at__gt=timezone.now())
-        with self._reached():
-            return {
-                stored[name]: value
-                for batch in _batches(list(stored))
-                for name, value in live.filter(name__in=batch).values_list("name", "value")
-            }
+        live = Mark.objects.using(self.database).filter(expires_at__gt=self.clock.now())
+        found = self._run(
+            list(stored),
+            lambda batch: list(live.filter(name__in=batch).values_list("name", "value")),
+        )
+        return {stored[name]: value for batch in found for name, value in batch}
 
     # --- Wake-up calls ----------------------------------------------------------------------------
 
@@ -210,7 +224,7 @@ class DatabaseCoordination(Coordination):
         self.notify_all([channel])
 
     def notify_all(self, channels: Collection[str]) -> None:
-        """The same for several, in one query."""
+        """Call the listeners of several channels, in one query."""
         alias = self.database
         if not self.supports_wake_ups:
             for channel in channels:
@@ -245,7 +259,7 @@ class DatabaseCoordination(Coordination):
         alias = self.database
 
         def look() -> str:
-            self._all_leases().exists()
+            self._leases.exists()
             return f"{connections[alias].display_name} database {alias!r}"
 
         try:
@@ -255,30 +269,17 @@ class DatabaseCoordination(Coordination):
 
     def prune(self) -> int:
         """Delete what expired: marks at once, leases when their delivery counts are a day old."""
-        now = timezone.now()
+        now = self.clock.now()
         with self._reached():
             marks = Mark.objects.using(self.database).filter(expires_at__lte=now)
-            leases = self._all_leases().filter(expires_at__lte=now - _DELIVERIES_KEPT)
+            leases = self._leases.filter(expires_at__lte=now - _DELIVERIES_KEPT)
             return marks._raw_delete(self.database) + leases._raw_delete(self.database)
 
     def _prune_sometimes(self) -> None:
-        if time.monotonic() < self._prune_at or connections[self.database].in_atomic_block:
-            return
-        self._prune_at = time.monotonic() + _PRUNE_EVERY
-        self.prune()
-
-    def _again(self, action: Callable[[], T]) -> T:
-        """Repeat a transaction the database broke off: InnoDB also locks the gaps between names, in
-        which others insert, and so finds deadlocks where no two want the same name."""
-        for remaining in reversed(range(_TRIES)):
-            try:
-                return action()
-            except OperationalError as error:
-                is_over = not remaining or connections[self.database].in_atomic_block
-                if is_over or "deadlock" not in str(error).lower():
-                    raise
-                time.sleep(random.uniform(0, 0.02))  # noqa: S311
-        raise AssertionError("unreachable")
+        now = self.clock.monotonic()
+        if now >= self._prune_at and not connections[self.database].in_atomic_block:
+            self._prune_at = now + _PRUNE_EVERY
+            self.prune()
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -297,30 +298,9 @@ def _unreachable(alias: str, error: Exception) -> str:
     return f"Database {alias!r} (KJO['COORDINATION']) cannot be used: {error}"
 
 
-@contextmanager
-def _own_transaction(alias: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        try:
-            # Durable: Django itself refuses to nest it, but for the transaction of a TestCase.
-            stack.enter_context(store_for(alias).transaction(durable=True))
-        except RuntimeError as error:
-            raise RuntimeError(
-                "claim() must be called outside transaction.atomic(): others would not see the "
-                "lease before the commit"
-            ) from error
-        # A lease lost in a crash of the server harms nobody.
-        store_for(alias).commit_without_disk()
-        yield
-
-
 def _stored(name: str) -> str:
     """Return the name as the column holds it: a long one ends in a hash of the whole."""
     if len(name) <= _LONGEST_NAME:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()
     return f"{name[: _LONGEST_NAME - len(digest) - 1]}:{digest}"
-
-
-def _batches(names: Sequence[str]) -> Iterator[list[str]]:
-    for start in range(0, len(names), _BATCH):
-        yield list(names[start : start + _BATCH])
