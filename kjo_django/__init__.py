@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from kjo_django.patterns.events.idempotency import EventIdempotencyService
     from kjo_django.patterns.events.publishing import publish_event
     from kjo_django.patterns.items.consumer import AbstractConsumer
-    from kjo_django.patterns.items.model_consumer import ModelConsumer
-    from kjo_django.patterns.items.model_producer import ModelProducer
+    from kjo_django.patterns.items.model_items import ModelConsumer, ModelProducer
     from kjo_django.patterns.items.producer import AbstractProducer
     from kjo_django.patterns.kdlq.config import DlqConfig, ProcessingStatus
     from kjo_django.patterns.kdlq.consumer import KDLQMessageConsumer
@@ -44,8 +43,8 @@ _PUBLIC = {
     "JobContext": "kjo_django.engine.handler.context",
     "JobDefinition": "kjo_django.enqueue.definition",
     "KDLQMessageConsumer": "kjo_django.patterns.kdlq.consumer",
-    "ModelConsumer": "kjo_django.patterns.items.model_consumer",
-    "ModelProducer": "kjo_django.patterns.items.model_producer",
+    "ModelConsumer": "kjo_django.patterns.items.model_items",
+    "ModelProducer": "kjo_django.patterns.items.model_items",
     "MustBeKilled": "kjo_django.exceptions",
     "MustBeRedelivered": "kjo_django.exceptions",
     "PermanentError": "kjo_django.exceptions",

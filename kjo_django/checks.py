@@ -50,7 +50,7 @@ from django.utils.module_loading import import_string
 
 from kjo_django import backends, conf, registry
 from kjo_django.conf import Settings, get_settings
-from kjo_django.patterns.items.declared import declared_producers, path_of
+from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer
 from kjo_django.patterns.streams.producer import AbstractStreamProducer
 

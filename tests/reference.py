@@ -130,7 +130,7 @@ def queue_options() -> Iterator[str]:
 
 @block
 def producer_options() -> Iterator[str]:
-    from kjo_django.patterns.items.item_options import ProducerOptions
+    from kjo_django.patterns.items.options import ProducerOptions
 
     return _settings(ProducerOptions, str)
 

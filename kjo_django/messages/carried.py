@@ -1,4 +1,4 @@
-"""What a handler's own publications inherit of the message it is handling (KII-36).
+"""What a handler's own publications inherit of the message it is handling.
 
 The trace and the correlation of a request follow it through jobs and events without anybody
 passing them on: whatever is enqueued or published while a handler runs carries them too.

@@ -1,6 +1,6 @@
 """The envelope: what our headers say around the payload's bytes.
 
-Nothing is parsed out of delimited strings (X-14); each field has its header. The payload is decoded
+Nothing is parsed out of delimited strings; each field has its header. The payload is decoded
 apart, with the serializer its content type names.
 """
 

@@ -52,7 +52,7 @@ PARKED_ROW = "kjo-parked-row"
 # The row a redelivered message was published from: what its copies are known by.
 REDELIVERY = "kjo-redelivery"
 
-# Carried through untouched (KII-36).
+# Carried through untouched.
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 CORRELATION_ID = "correlation-id"
@@ -94,8 +94,7 @@ FIRST_WINS = frozenset(
         DLQ_FIRST_FAILED_AT,
     }
 )
-"""A message that dies again keeps its first origin; everything else tells of the last death
-(KDLQ-F2, F3)."""
+"""A message that dies again keeps its first origin; everything else tells of the last death."""
 
 
 def text(headers: Mapping[str, bytes], name: str, default: str = "") -> str:

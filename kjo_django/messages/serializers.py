@@ -1,7 +1,7 @@
 """Bytes ↔ values. The payload is serialized once, when it is enqueued, and travels byte for byte.
 
 A serializer is named by its content type, which is stored with the bytes and sent along, so nothing
-ever parses a payload with a codec of its own guess (PJQ-F17). Never pickle.
+ever parses a payload with a codec of its own guess. Never pickle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from kjo_django.exceptions import MessageError, PayloadError, text_of
 
 MAX_ERROR_LENGTH = 500
-"""Characters of an error text kept (RST-27); the traceback is kept elsewhere."""
+"""Characters of an error text kept; the traceback is kept elsewhere."""
 
 
 @runtime_checkable
@@ -146,7 +146,7 @@ def load_value(data: bytes, content_type: str) -> Any:
         raise MessageError("deserialization", why) from error
 
 
-# --- Results are wrapped, so that None is a result and no result is not None (PJQ-F16) ------------
+# --- Results are wrapped, so that None is a result and no result is not None ----------------------
 
 
 _FOREIGN = b"\0"
@@ -196,7 +196,7 @@ def one_line(text: str) -> str:
 
 def storable_text(text: str, limit: int | None = None) -> str:
     """Return ``text`` as every database takes it: no NUL, no lone surrogates, at most ``limit``
-    code points (RST-27, RST-F14)."""
+    code points."""
     text = text.replace("\x00", "\N{REPLACEMENT CHARACTER}")
     text = text.encode("utf-8", "replace").decode()
     return text if limit is None else text[:limit]
@@ -237,7 +237,7 @@ def loads_for_display(data: bytes, content_type: str) -> Any:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Serialize so that equal values give equal bytes: sorted keys, no white space (PJQ-F11)."""
+    """Serialize so that equal values give equal bytes: sorted keys, no white space."""
     try:
         return _CANONICAL.encode(value).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -245,5 +245,5 @@ def canonical_json(value: Any) -> bytes:
 
 
 def content_id(value: Any, length: int = 16) -> str:
-    """Return the first ``length`` hex digits of the SHA-256 of the canonical JSON (PJQ-69)."""
+    """Return the first ``length`` hex digits of the SHA-256 of the canonical JSON."""
     return hashlib.sha256(canonical_json(value)).hexdigest()[:length]

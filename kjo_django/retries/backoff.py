@@ -1,4 +1,4 @@
-"""Exponential back-off with jitter and a cap (X-6)."""
+"""Exponential back-off with jitter and a cap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an error means for the attempt and for the messages behind it (KJO-73 … 75).
+"""What an error means for the attempt and for the messages behind it.
 
 Errors are matched by class through the MRO and by class name, so exceptions of libraries that use
 these names need no import here.
@@ -69,7 +69,7 @@ def is_database_error(error: BaseException) -> bool:
 
 
 def error_class(error: BaseException) -> str:
-    """Return ``rate_limit``, ``network``, ``database`` or ``default`` (KJO-74)."""
+    """Return ``rate_limit``, ``network``, ``database`` or ``default``."""
     if is_rate_limit_error(error):
         return "rate_limit"
     if is_network_error(error):

@@ -1,4 +1,4 @@
-"""One canonical rule for every failed attempt; the seeds' other counts are adapters (X-1)."""
+"""One canonical rule for every failed attempt; the seeds' other counts are adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Decision:
 class RetryPolicy:
     """Decides whether and when to try again.
 
-    :param floors: least seconds before the next attempt by class of error (KJO-74).
+    :param floors: least seconds before the next attempt by class of error.
     """
 
     backoff: Backoff

@@ -13,12 +13,12 @@ from tests.acceptance.manage import die_with_parent
 if __name__ == "__main__":
     die_with_parent()
     django.setup()
-    from kjo_django.patterns.items import sending
+    from kjo_django.patterns.items.producer import Sending
     from tests.items.producers import ItemProducer
 
     def die(self: object, records: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    sending.Sending._hand_over = die  # type: ignore[method-assign, assignment]
+    Sending._hand_over = die  # type: ignore[method-assign, assignment]
     producer = ItemProducer({"claim_ttl": float(os.environ["KJO_TEST_CLAIM_TTL"])})
     producer.produce_messages({"state": 1}, 1000)

@@ -15,7 +15,7 @@ from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import CoordinationError
 from kjo_django.operations.maintenance import topics
-from kjo_django.patterns.items.partitioning import partition_of
+from kjo_django.patterns.items.hashing import partition_of
 from tests.acceptance.items import ItemEngine
 from tests.items.models import Item
 from tests.items.producers import ItemProducer

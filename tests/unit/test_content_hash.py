@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django.exceptions import PayloadError
-from kjo_django.patterns.items.content_hash import content_hash
-from kjo_django.patterns.items.partitioning import murmur2, partition_of
+from kjo_django.patterns.items.hashing import content_hash, murmur2, partition_of
 
 
 def test_it_is_sha256_over_canonical_json():

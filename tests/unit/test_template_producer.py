@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from kjo_django import AbstractProducer, ModelProducer, signals
 from kjo_django.backends import close_backends, get_coordination, get_transport
 from kjo_django.exceptions import CoordinationError, PublishError
-from kjo_django.patterns.items import sending
+from kjo_django.patterns.items import producer
 from kjo_django.transports.base import Published
 from tests.items.models import Item
 
@@ -94,8 +94,7 @@ class Unreachable:
 
 @pytest.fixture
 def redis_down(monkeypatch):
-    for module in ("producer", "sending"):
-        monkeypatch.setattr(f"kjo_django.patterns.items.{module}.get_coordination", Unreachable)
+    monkeypatch.setattr("kjo_django.patterns.items.producer.get_coordination", Unreachable)
 
 
 # --- The contract ---------------------------------------------------------------------------------
@@ -228,8 +227,6 @@ def test_the_key_format_is_configurable():
 
 def test_an_item_has_one_partition_under_every_type(monkeypatch):
     """KJO-101, KJO-F7."""
-    from kjo_django.patterns.items import producer
-
     monkeypatch.setattr(producer, "_partition_count", lambda target: 12)
     source = Source(items(20))
     for item in source.items:
@@ -428,7 +425,7 @@ def test_items_that_can_never_be_sent_do_not_hide_those_behind_them(monkeypatch,
 
 
 def test_a_run_does_not_read_a_whole_table_of_items_that_can_never_be_sent(monkeypatch):
-    monkeypatch.setattr(sending, "LEAST_UNSENDABLE", 20)
+    monkeypatch.setattr(producer, "LEAST_UNSENDABLE", 20)
     refuse_some(monkeypatch, {str(n) for n in range(1, 500)}, is_final=True)
     result = Source(items(500)).produce_messages({}, 2)
     assert result.sent == 0

@@ -1,4 +1,4 @@
-"""``/health`` for load balancers and monitors (KII-35, RST-31).
+"""``/health`` for load balancers and monitors.
 
 urlpatterns = [path("kjo/health/", include("kjo_django.contrib.health.urls"))]
 """

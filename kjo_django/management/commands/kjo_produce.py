@@ -19,9 +19,8 @@ from kjo_django.enqueue.dispatch import OUTGOING
 from kjo_django.exceptions import KjoError
 from kjo_django.management.commands._shared import ParsedCommand, check_queues, positive, seconds
 from kjo_django.outbox.relay import Relay
-from kjo_django.patterns.items.declared import declared_producers, path_of
-from kjo_django.patterns.items.producer import AbstractProducer, ProduceResult
-from kjo_django.patterns.items.schedule import produce_every
+from kjo_django.patterns.declared import declared_producers, path_of
+from kjo_django.patterns.items.producer import AbstractProducer, ProduceResult, produce_every
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 

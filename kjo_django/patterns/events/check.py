@@ -1,4 +1,4 @@
-"""Seed 5's six checks of idempotency, on the real database and broker (KII-09, 32)."""
+"""Seed 5's six checks of idempotency, on the real database and broker."""
 
 from __future__ import annotations
 

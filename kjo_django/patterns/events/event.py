@@ -1,4 +1,4 @@
-"""``BaseEvent``: what services tell each other (KII-01). camelCase on the wire, both on input."""
+"""``BaseEvent``: what services tell each other. camelCase on the wire, both on input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _text(where: str, value: Any, limit: int) -> str:
 
 
 def normalised_version(value: Any) -> str:
-    """Return a version as it is compared: ``1``, ``"1"``, ``"v1"`` and ``"1.0"`` are one (KII-F13).
+    """Return a version as it is compared: ``1``, ``"1"``, ``"v1"`` and ``"1.0"`` are one.
 
     :raises PayloadError: it is none.
     """
@@ -63,7 +63,7 @@ class EventMetadata:
     causation_id: str | None = None
     """The event that caused this one."""
     user_id: str | None = None
-    """Whose events keep their order: the key (KII-12)."""
+    """Whose events keep their order: the key."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What others put beside these; kept as it was."""
 
@@ -157,7 +157,7 @@ class BaseEvent:
 
     @property
     def key(self) -> str:
-        """What its order is kept by: the user, else the event itself (KII-12, F9)."""
+        """What its order is kept by: the user, else the event itself."""
         return storable_text(self.user_id or self.id, MAX_ID_LENGTH)
 
     def to_wire(self) -> dict[str, Any]:

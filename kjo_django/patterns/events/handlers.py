@@ -108,7 +108,7 @@ class EventHandler(Handler):
         return run
 
     def _mark_bare(self, event: BaseEvent) -> None:
-        """Of an event an operator replayed, mark the event itself too (KII-18).
+        """Of an event an operator replayed, mark the event itself too.
 
         A replay runs as a new generation, whose marker names it; without this a late copy from the
         topic would run the handler once more after the replay.

@@ -1,6 +1,6 @@
 """``EventIdempotencyService``: run something once for an event, wherever the event comes from.
 
-The marker is inserted first and commits together with what the processor writes (KII-F2): a crash
+The marker is inserted first and commits together with what the processor writes: a crash
 in between leaves neither, and of several who process one event at once, one does and the others
 wait for its end, then see a duplicate. What the processor does outside the database may happen
 again; give other systems the event's id as their idempotency key.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ProcessOutcome(Generic[T]):
-    """What ``process_event_safely`` did (KII-22)."""
+    """What ``process_event_safely`` did."""
 
     processed: bool
     """False: the event had been processed before, nothing was done."""
@@ -37,7 +37,7 @@ class ProcessOutcome(Generic[T]):
 
 
 class EventIdempotencyService:
-    """Which events have taken effect for a service (KII-20 … 23).
+    """Which events have taken effect for a service.
 
     :param service_name: whose; ``SERVICE_NAME`` if not given. The same event counts for each
         service apart, and so does each type of one id.

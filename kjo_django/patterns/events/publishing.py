@@ -118,5 +118,5 @@ def _headers_of(event: BaseEvent) -> dict[str, bytes]:
 
 
 def service_group(service: str | None = None) -> str:
-    """Return the consumer group of a service, ``{service}-group`` (KII-14)."""
+    """Return the consumer group of a service, ``{service}-group``."""
     return f"{service or get_settings().service_name}-group"

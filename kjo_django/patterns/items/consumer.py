@@ -16,24 +16,44 @@ and ``manage.py kjo_consume email-queue`` works on it. `item_handler` draws the 
 from __future__ import annotations
 
 import abc
+import hashlib
+import logging
 import os
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
+from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured
+from django.db import transaction
 
 from kjo_django import registry
 from kjo_django.conf import declare_queue, get_settings
-from kjo_django.patterns.items import item_options
-from kjo_django.patterns.items.item_handler import ItemHandler
-from kjo_django.patterns.items.item_route import ItemRoute
-from kjo_django.patterns.items.wiring import above
+from kjo_django.engine.attempt import Outcome, Result
+from kjo_django.engine.handler.context import JobContext, facts_of
+from kjo_django.exceptions import MessageError
+from kjo_django.messages import headers as names
+from kjo_django.messages.envelope import MAX_ID_LENGTH, Message
+from kjo_django.messages.serializers import JSON, storable_text
+from kjo_django.models import Job
+from kjo_django.patterns.items.options import (
+    class_attributes,
+    flatten,
+    prefix_text,
+    read_class_options,
+    snake,
+)
+from kjo_django.patterns.items.producer import CONTENT_HASH
+from kjo_django.registry import Handler, HandlerOptions, Route
 from kjo_django.states import ItemState
 from kjo_django.store.transactions import jobs_database
+from kjo_django.transports.base import Record
 from kjo_django.values import flag, mapping, option, optional_duration, optional_text, text, whole
+from kjo_django.worker.process import Worker
+from kjo_django.worker.report import status_of
 
 # ruff: noqa: RUF009 - option() declares a field, as dataclasses.field does.
 
@@ -52,7 +72,7 @@ class ConsumerOptions:
 
     topic: str = option(text, "", "Topic it reads.")
     consumer_group: str = option(text, "", "Its consumer group.")
-    key_prefix: str = option(item_options.prefix, "", "PREFIX of its lease names.")
+    key_prefix: str = option(prefix_text, "", "PREFIX of its lease names.")
     queue: str | None = option(optional_text, None, "Its queue's name; the topic if not given.")
     name: str | None = option(
         optional_text, None, "The handler's name; '<app label>.<class>' if not given."
@@ -86,7 +106,7 @@ class AbstractConsumer(abc.ABC):
     """
 
     STATES: ClassVar[Any] = ItemState
-    """The states of its items; processing is virtual: a lease, nothing stored (KJO-67)."""
+    """The states of its items; processing is virtual: a lease, nothing stored."""
     config: ClassVar[Mapping[str, Any]] = {}
     topic: str
     consumer_group: str
@@ -165,7 +185,7 @@ class AbstractConsumer(abc.ABC):
     # --- Running it here --------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Make a worker for its queue, and the topic if it is missing (KJO-93)."""
+        """Make a worker for its queue, and the topic if it is missing."""
         if self._worker is not None:
             return
         handler = type(self)._handler
@@ -173,7 +193,7 @@ class AbstractConsumer(abc.ABC):
         handler.use(self)
         queue = handler.options.queue
         wanted = self._concurrency or get_settings().queue(queue).concurrency
-        worker = above.make_worker([queue], concurrency=wanted)
+        worker = Worker([queue], concurrency=wanted, install_signal_handlers=True)
         worker.ensure_topics()
         if self._concurrency is not None:
             worker.set_concurrency(queue, self._concurrency)
@@ -223,10 +243,10 @@ class AbstractConsumer(abc.ABC):
             self._worker.set_concurrency(handler.options.queue, count)
 
     def get_status(self) -> dict[str, Any]:
-        """Return what the status report shows (KJO-57), and whether it is connected."""
+        """Return what the status report shows, and whether it is connected."""
         if self._worker is None:
             return {"is_connected": False}
-        status: dict[str, Any] = above.status_of(self._worker)
+        status: dict[str, Any] = status_of(self._worker)
         maximum, active = status["concurrency"], status["active"]
         return {
             "is_connected": True,
@@ -263,8 +283,8 @@ def _is_abstract(cls: type[Any]) -> bool:
 def _given(cls: type[AbstractConsumer]) -> dict[str, Any]:
     """Return what the class says, ``config`` before attributes."""
     where = cls.__name__
-    declared = item_options.attributes(cls, ConsumerOptions)
-    return {**declared, **item_options.flatten(cls.config, where)}
+    declared = class_attributes(cls, ConsumerOptions)
+    return {**declared, **flatten(cls.config, where)}
 
 
 def options_of(cls: type[AbstractConsumer]) -> ConsumerOptions | None:
@@ -284,13 +304,13 @@ def options_of(cls: type[AbstractConsumer]) -> ConsumerOptions | None:
         given["max_concurrency"] = _concurrency_of_environment()
     if isinstance(given.get("topic_options"), Mapping):
         given["topic_options"] = {
-            item_options.snake(name): value for name, value in given["topic_options"].items()
+            snake(name): value for name, value in given["topic_options"].items()
         }
-    return item_options.read(ConsumerOptions, given, cls.__name__)
+    return read_class_options(ConsumerOptions, given, cls.__name__)
 
 
 def _concurrency_of_environment() -> int:
-    """Return MAX_CONCURRENT_MESSAGES (KJO-55)."""
+    """Return MAX_CONCURRENT_MESSAGES."""
     found = os.environ.get("MAX_CONCURRENT_MESSAGES")
     if not found:
         return MAX_CONCURRENCY
@@ -336,3 +356,223 @@ def _register(cls: type[AbstractConsumer], options: ConsumerOptions) -> ItemHand
     declare_queue(queue, **{name: value for name, value in declared.items() if value})
     registry.bind(queue, ItemRoute(handler))
     return handler
+
+
+# --- The handler: one run of one item -------------------------------------------------------------
+
+
+logger = logging.getLogger("kjo_django.consumer")
+
+SKIPPED_COMPLETED = "completed"
+"""``Outcome.reason`` of a message whose item was completed before."""
+
+
+class ItemHandler(Handler):
+    """One per consumer class; its consumer is made with the first message."""
+
+    judges_itself = True
+    observes = True
+
+    def __init__(
+        self, make: Callable[[], AbstractConsumer], kind: type[Any], options: HandlerOptions
+    ) -> None:
+        def run(context: JobContext, message: dict[str, Any]) -> None:
+            self.run(context, message)
+
+        # Two classes of one name are told apart by this.
+        run.__module__, run.__qualname__ = kind.__module__, kind.__qualname__
+        super().__init__(run, options)
+        self._make = make
+        self._consumer: AbstractConsumer | None = None
+        self._lock = threading.Lock()
+        self._completed_before: set[str] = set()
+
+    @property
+    def consumer(self) -> AbstractConsumer:
+        """The consumer whose methods are called, from every lane's thread."""
+        with self._lock:
+            if self._consumer is None:
+                self._consumer = self._make()
+            return self._consumer
+
+    def use(self, consumer: AbstractConsumer) -> None:
+        """Call the methods of this one."""
+        with self._lock:
+            self._consumer = consumer
+
+    def item_id_of(self, message: dict[str, Any]) -> str:
+        """Return the id of the item a message is about."""
+        found = _call(self.consumer.get_message_id, message)
+        if found is None:
+            raise ValueError("get_message_id returned None")
+        return str(found)
+
+    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hand the message over as it is."""
+        if not isinstance(value, dict):
+            raise MessageError(
+                "invalid", f"The message must be an object, not {type(value).__name__}"
+            )
+        return (value,), {}
+
+    def check_arguments(self, payload: dict[str, Any]) -> str | None:
+        """Return None: ``process`` takes any message."""
+        return None
+
+    # --- One run ----------------------------------------------------------------------------------
+
+    def run(self, context: JobContext, message: dict[str, Any]) -> None:
+        """Process the item unless it is completed; called under its lease."""
+        consumer, item_id = self.consumer, self.item_id_of(message)
+        self._completed_before.discard(context.idempotency_key)
+        key = _call(consumer.get_message_key, message)
+        if _call(consumer.is_item_completed, item_id):
+            logger.info("Nothing to do, completed already or gone: %s", key)
+            self._completed_before.add(context.idempotency_key)
+        elif self.options.atomic:
+            logger.debug("New item to process: %s", key)
+            with self._transaction(is_open=True):
+                self._complete(item_id, _call(consumer.process, message))
+        else:
+            logger.debug("New item to process: %s", key)
+            result = _call(consumer.process, message)
+            with self._transaction(is_open=False):
+                # A worker that was frozen past its lease comes late: the item is somebody else's.
+                if not _call(consumer.is_item_completed, item_id):
+                    self._complete(item_id, result)
+        if job_id := context.headers.get(names.JOB_ID):
+            _free_identity(job_id)
+
+    def _complete(self, item_id: str, result: Any) -> None:
+        _call(self.consumer.mark_item_as_completed, item_id)
+        if result is not None:  # 0, "", False and [] are results too
+            _call(self.consumer.handle_processing_result, item_id, result)
+
+    def _transaction(self, *, is_open: bool) -> AbstractContextManager[Any]:
+        """Return the transaction the item is completed in: the pipeline's, where it is open and on
+        the item's database, else one of its own."""
+        alias = self.consumer.get_database()
+        if is_open and alias == jobs_database():
+            return nullcontext()
+        return transaction.atomic(using=alias)
+
+    # --- Afterwards -------------------------------------------------------------------------------
+
+    def on_failure(self, outcome: Outcome) -> None:
+        """Mark the item as failed once no attempt is left."""
+        message = outcome.delivery.message
+        if outcome.result is not Result.DEAD or message is None:
+            return
+        if outcome.job is not None:
+            _free_identity(outcome.job.id)
+        try:
+            with transaction.atomic(using=self.consumer.get_database()):
+                _call(self.consumer.mark_item_as_failed, message.lease_id)
+        except Exception:
+            # The dead letter is written all the same, and the item found again by its producer.
+            facts = facts_of(outcome.delivery, outcome.attempt)
+            logger.exception("Item %s could not be marked as failed", message.lease_id, extra=facts)
+
+    def on_settled(self, outcome: Outcome) -> None:
+        """Call the hooks; everything is committed."""
+        message = outcome.delivery.message
+        if message is None:
+            return
+        if outcome.result is Result.COMPLETED:
+            was_before = message.id in self._completed_before
+            self._completed_before.discard(message.id)
+            if was_before and not outcome.is_confirmed:
+                outcome.result, outcome.reason = Result.SKIPPED, SKIPPED_COMPLETED
+            else:
+                _call(self.consumer.on_success, message.lease_id)
+        elif outcome.result is Result.DEAD:
+            _call(self.consumer.on_failed, message.lease_id, outcome.error)
+
+
+def _call(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method of a consumer, whether it is ``async def`` or not."""
+    found = method(*arguments)
+    if hasattr(found, "__await__"):
+        return async_to_sync(_await)(found)
+    return found
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _free_identity(job_id: Any) -> None:
+    """Let the job of an item's retries go: the same content, sent again once the item was set back
+    or has failed, is a new piece of work and not a copy of this one."""
+    Job.objects.using(jobs_database()).filter(pk=job_id).update(unique_id=None)
+
+
+# --- The route: records of template producers -----------------------------------------------------
+
+
+class ItemRoute(Route):
+    """Records about items. A retry of one carries our envelope around the same value."""
+
+    def __init__(self, handler: ItemHandler) -> None:
+        self.handler = handler
+
+    def read(self, record: Record, *, max_bytes: int) -> tuple[Message, Handler | None]:
+        """Read a record; its lease is the item's, whichever message speaks of it.
+
+        :raises MessageError: it is no JSON object with an id, or is too large.
+        """
+        item_id = self._item_id(_object_of(record.value, max_bytes))
+        if names.JOB_ID in record.headers:
+            found = super().read(record, max_bytes=max_bytes)
+            assert found is not None
+            message, handler = found
+            return replace(message, lease_id=item_id), handler
+        assert record.value is not None
+        content = names.text(record.headers, CONTENT_HASH) or _digest(record.value)
+        message = Message(
+            id=marker_of(item_id, content),
+            type=self.handler.name,
+            payload=record.value,
+            content_type=JSON.content_type,
+            replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
+            timestamp=record.timestamp,
+            lease_id=item_id,
+        )
+        return message, self.handler
+
+    def _item_id(self, message: dict[str, Any]) -> str:
+        try:
+            item_id = self.handler.item_id_of(message)
+        except Exception as error:
+            # The thread that polls must outlive any message.
+            raise MessageError("invalid", f"The message has no usable id: {error!r}") from error
+        if not 0 < len(item_id) <= MAX_ID_LENGTH or storable_text(item_id) != item_id:
+            raise MessageError(
+                "invalid", f"The item's id must be text of 1 to {MAX_ID_LENGTH} characters"
+            )
+        return item_id
+
+
+def marker_of(item_id: str, content: str) -> str:
+    """Return the identity of an item's content: what two deliveries of it have in common."""
+    marker = f"{item_id}#{content}"
+    # The content's hash may be whatever others wrote into a header.
+    fits = len(marker) <= MAX_ID_LENGTH and "\x00" not in marker
+    return marker if fits else _digest(marker.encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _object_of(value: bytes | None, max_bytes: int) -> dict[str, Any]:
+    if not value:
+        raise MessageError("invalid", "The message has no value")
+    if len(value) > max_bytes:
+        raise MessageError(
+            "too_large", f"The message has {len(value)} bytes; the limit is {max_bytes}"
+        )
+    data = JSON.loads(value)
+    if not isinstance(data, dict):
+        raise MessageError("invalid", f"The message must be an object, not {type(data).__name__}")
+    return data

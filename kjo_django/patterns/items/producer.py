@@ -18,24 +18,44 @@ prints them). Losing it sends items again; their consumers decide by the item's 
 from __future__ import annotations
 
 import abc
+import logging
+import secrets
+import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, InterfaceError, close_old_connections, transaction
 
-from kjo_django.backends import get_coordination, get_transport
+from kjo_django import signals
+from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.conf import declared_queues, get_settings, sent_ttl_for
-from kjo_django.exceptions import PublishError
-from kjo_django.messages.serializers import JSON
-from kjo_django.patterns.items import item_options
-from kjo_django.patterns.items.content_hash import content_hash
-from kjo_django.patterns.items.item_options import ProducerOptions
-from kjo_django.patterns.items.partitioning import partition_of
-from kjo_django.patterns.items.wiring import above
-from kjo_django.transports.base import OutgoingRecord
+from kjo_django.coordination.base import Claim
+from kjo_django.enqueue.dispatch import publish
+from kjo_django.enqueue.wakeups import topic_channel, wake
+from kjo_django.exceptions import (
+    CoordinationError,
+    KjoError,
+    PayloadError,
+    PublishError,
+    text_of,
+)
+from kjo_django.messages.serializers import JSON, one_line, storable_text
+from kjo_django.operations.maintenance.topics import ensure_topics
+from kjo_django.patterns.items.hashing import content_hash, partition_of
+from kjo_django.patterns.items.options import (
+    ProducerOptions,
+    class_attributes,
+    flatten,
+    prefix_text,
+    read_class_options,
+)
+from kjo_django.store.transactions import jobs_database
+from kjo_django.transports.base import OutgoingRecord, Published
 
 MESSAGE_TYPE = "message-type"
 ITEM_ID = "item-id"
@@ -52,7 +72,7 @@ PARTITIONS_KEPT = 30.0
 
 @dataclass(frozen=True)
 class ProduceResult:
-    """What one call of ``produce_messages`` did (KJO-07, KJO-31)."""
+    """What one call of ``produce_messages`` did."""
 
     batch_id: str
     """8 random bytes in hex."""
@@ -111,9 +131,9 @@ class AbstractProducer(abc.ABC):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         name = type(self).__name__
-        given = item_options.flatten({**self.config, **(config or {})}, name)
-        declared = item_options.attributes(type(self), ProducerOptions)
-        self.options = item_options.read(ProducerOptions, {**declared, **given}, name)
+        given = flatten({**self.config, **(config or {})}, name)
+        declared = class_attributes(type(self), ProducerOptions)
+        self.options = read_class_options(ProducerOptions, {**declared, **given}, name)
         _check_key_format(self.options.key_format, name)
         _ = self.target  # what is missing is said now
         self._is_connected = False
@@ -174,7 +194,7 @@ class AbstractProducer(abc.ABC):
     def build_message(
         self, item: Any, message_type: str, message_hash: str | None = None
     ) -> OutgoingRecord:
-        """Return the record of an item (KJO-17 … 23)."""
+        """Return the record of an item."""
         item_id = self.get_item_id(item)
         hash = message_hash or self.message_hash(item)
         key = self.options.key_format.format(type=message_type, id=item_id, hash=hash)
@@ -200,7 +220,7 @@ class AbstractProducer(abc.ABC):
     ) -> Iterator[list[Any]]:
         """Yield items in portions until there are no more: the caller stops when it has enough.
 
-        A window full of items that were sent a moment ago must not hide those behind it (KJO-F9).
+        A window full of items that were sent a moment ago must not hide those behind it.
         """
         seen = set(excluded_ids)
         size = limit
@@ -229,8 +249,6 @@ class AbstractProducer(abc.ABC):
         :raises CoordinationError: Redis is down, and ``without_coordination`` is "stop".
         :raises PublishError: the topic cannot be looked at or created.
         """
-        from kjo_django.patterns.items.sending import Sending
-
         if not isinstance(criteria, Mapping):
             raise TypeError(f"criteria must be a dict, not {type(criteria).__name__}")
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
@@ -241,12 +259,12 @@ class AbstractProducer(abc.ABC):
         return Sending(self, limit, message_type).run(dict(criteria))
 
     def connect(self) -> None:
-        """Make sure that the topic exists (KJO-93); the first ``produce_messages`` does it too.
+        """Make sure that the topic exists; the first ``produce_messages`` does it too.
 
         :raises ImproperlyConfigured: it is missing and its ``auto_create`` is off.
         """
         if not self._is_connected:
-            above.ensure_topics([self.target.queue])
+            ensure_topics([self.target.queue])
             self._is_connected = True
 
     def disconnect(self) -> None:
@@ -257,7 +275,7 @@ class AbstractProducer(abc.ABC):
     # --- What was sent ----------------------------------------------------------------------------
 
     def get_processing_ids(self) -> set[str]:
-        """Return the ids of the items somebody processes now (KJO-09)."""
+        """Return the ids of the items somebody processes now."""
         name = processing_name(self.target, "")
         return {found[len(name) :] for found in get_coordination().names(name)}
 
@@ -268,11 +286,11 @@ class AbstractProducer(abc.ABC):
         return {names[name]: hash for name, hash in marks.items()}
 
     def get_sent_hash(self, item_id: str) -> str | None:
-        """Return the hash the item was sent with recently (KJO-14)."""
+        """Return the hash the item was sent with recently."""
         return self.get_sent_hashes([item_id]).get(item_id)
 
     def is_sent_recently(self, item_id: str, message_hash: str) -> bool:
-        """Return whether the item was sent recently with this content (KJO-13)."""
+        """Return whether the item was sent recently with this content."""
         return self.get_sent_hash(item_id) == message_hash
 
     # --- Inside -----------------------------------------------------------------------------------
@@ -294,7 +312,7 @@ class AbstractProducer(abc.ABC):
             queue.name,
             options.topic or queue.topic,
             options.transport or queue.transport,
-            item_options.prefix(key_prefix),
+            prefix_text(key_prefix),
             sent_ttl or queue.sent_ttl,
         )
 
@@ -313,7 +331,7 @@ class AbstractProducer(abc.ABC):
 
 
 def processing_name(target: Target, item_id: str) -> str:
-    """Return the name of the consumers' lease on an item (KJO-60)."""
+    """Return the name of the consumers' lease on an item."""
     return f"CONS:{target.key_prefix}:{item_id}"
 
 
@@ -323,12 +341,12 @@ def claim_name(target: Target, item_id: str) -> str:
 
 
 def sent_name(target: Target, item_id: str) -> str:
-    """Return the name of an item's sent mark (KJO-28)."""
+    """Return the name of an item's sent mark."""
     return f"{target.key_prefix}_SENT:{item_id}"
 
 
 def hash_name(target: Target, hash: str) -> str:
-    """Return the name content is claimed under across ids (KJO-F6)."""
+    """Return the name content is claimed under across ids."""
     return f"{target.key_prefix}_HASH:{hash}"
 
 
@@ -348,3 +366,313 @@ def _check_key_format(key_format: str, name: str) -> None:
             f"{name}.key_format {key_format!r} cannot be used: {error!r}. It may name {{type}}, "
             "{id} and {hash}, or {hash:.12} for its beginning."
         ) from None
+
+
+# --- One run: what to send, claimed, sent, marked -------------------------------------------------
+
+
+logger = logging.getLogger("kjo_django.producer")
+
+T = TypeVar("T")
+
+UNSENDABLE_PER_ITEM = 10
+LEAST_UNSENDABLE = 1_000
+"""Items of a run that can never be sent: ten for each it may send, and at least a thousand. They
+do not count against its limit, and it reads on behind them; but it does not read all of a table."""
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    """An item that may be sent."""
+
+    item: Any
+    id: str
+    hash: str
+    record: OutgoingRecord | None = None
+
+
+class Sending:
+    """See the module. Its batch id is also the token of its claims."""
+
+    def __init__(self, producer: AbstractProducer, limit: int, message_type: str) -> None:
+        self._producer = producer
+        self._options = producer.options
+        self._target = producer.target
+        self._limit = limit
+        self._type = message_type
+        self._batch_id = secrets.token_hex(8)
+        self._hashes: set[str] = set()
+        self._sent: list[str] = []
+        self._total = self._failed = self._unsendable = 0
+        self._skips: Counter[str] = Counter()
+        self._reason: str | None = None
+
+    def run(self, criteria: dict[str, Any]) -> ProduceResult:
+        """Look at window after window until the limit is reached or nothing is left."""
+        excluded: set[str] = self._ask(self._producer.get_processing_ids, set())
+        for window in self._producer.windows(criteria, self._limit, excluded):
+            candidates = self._unsent(self._read(window))
+            while candidates and self._room > 0:
+                size = min(self._room, self._options.batch_size)
+                self._send(candidates[:size])
+                del candidates[:size]
+            if self._room <= 0:
+                break
+        if not self._total:
+            self._reason = "no items"
+        elif self._reason is None and self._skips:
+            self._reason = "; ".join(f"{n:,} skipped: {why}" for why, n in self._skips.items())
+        result = ProduceResult(
+            self._batch_id,
+            self._total,
+            len(self._sent),
+            self._skips.total(),
+            self._failed,
+            self._sent,
+            self._reason,
+        )
+        logger.info("Sent %d of %d items to %s", result.sent, result.total, self._target.topic)
+        return result
+
+    @property
+    def _room(self) -> int:
+        """How many more items may be tried."""
+        if self._unsendable >= max(UNSENDABLE_PER_ITEM * self._limit, LEAST_UNSENDABLE):
+            return 0
+        return self._limit - len(self._sent) - (self._failed - self._unsendable)
+
+    # --- What to send -----------------------------------------------------------------------------
+
+    def _read(self, window: Iterable[Any]) -> Iterator[_Candidate]:
+        seen: set[str] = set()
+        for item in window:
+            item_id = str(self._producer.get_item_id(item))
+            if item_id in seen:
+                continue  # a join returns a row for each match
+            seen.add(item_id)
+            try:
+                if storable_text(item_id) != item_id:
+                    raise PayloadError("Its id holds a character no database keeps")
+                yield _Candidate(item, item_id, self._producer.message_hash(item))
+            except Exception as error:
+                # One item that cannot be written down must not keep the others from going out.
+                self._total += 1
+                self._fail(item_id, error, is_final=True)
+
+    def _unsent(self, read: Iterator[_Candidate]) -> list[_Candidate]:
+        """Drop what was sent recently with the same content, seen by one bulk look."""
+        window = list(read)
+        nothing: dict[str, str] = {}
+        hashes = self._ask(lambda: self._producer.get_sent_hashes([c.id for c in window]), nothing)
+        unsent = []
+        for candidate in window:
+            if hashes.get(candidate.id) == candidate.hash:
+                seconds = self._target.sent_ttl.total_seconds()
+                self._skip(candidate, f"this content was sent less than {seconds:g} s ago")
+            else:
+                unsent.append(candidate)
+        return unsent
+
+    def _skip(self, candidate: _Candidate, why: str) -> None:
+        self._total += 1
+        self._skips[why] += 1
+        logger.debug(
+            "Skipping duplicate message of %s: %s",
+            self._producer.get_item_key(candidate.item),
+            why,
+        )
+
+    # --- Sending ----------------------------------------------------------------------------------
+
+    def _send(self, candidates: Sequence[_Candidate]) -> None:
+        """Claim, look again, send, mark, let go."""
+        claimed = self._claim(candidates)
+        try:
+            # Another producer may have sent some between our first look and our claim.
+            ready = self._new_content(self._unsent(iter(claimed)))
+            self._publish(ready)
+        finally:
+            self._release([claim_name(self._target, c.id) for c in claimed])
+
+    def _claim(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+        names = [claim_name(self._target, c.id) for c in candidates]
+        taken = self._taken(names)
+        claimed = []
+        for candidate, name in zip(candidates, names, strict=True):
+            if name in taken:
+                self._skip(candidate, "another producer is sending this item")
+            else:
+                claimed.append(candidate)
+        return claimed
+
+    def _taken(self, names: list[str]) -> set[str]:
+        """Claim all names; return those another run holds."""
+        ttl, unproven = self._options.claim_ttl, [Claim(True, 1)] * len(names)
+        claims = self._ask(lambda: get_coordination().claim(names, self._batch_id, ttl), unproven)
+        return {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
+
+    def _new_content(self, candidates: list[_Candidate]) -> list[_Candidate]:
+        """Drop content that was sent under another id, where that is asked for."""
+        if not self._options.dedup_across_ids:
+            return candidates
+        first: dict[str, _Candidate] = {}
+        for candidate in candidates:
+            if candidate.hash in self._hashes or candidate.hash in first:
+                self._skip(candidate, "this content was sent under another id")
+            else:
+                first[candidate.hash] = candidate
+        taken = self._taken([hash_name(self._target, hash) for hash in first])
+        fresh = []
+        for candidate in first.values():
+            if hash_name(self._target, candidate.hash) in taken:
+                self._skip(candidate, "this content was sent under another id")
+            else:
+                fresh.append(candidate)
+        return fresh
+
+    def _publish(self, candidates: Iterable[_Candidate]) -> None:
+        built = []
+        for candidate in candidates:
+            self._total += 1
+            try:
+                candidate.record = self._producer.build_message(
+                    candidate.item, self._type, candidate.hash
+                )
+            except Exception as error:
+                self._fail(candidate.id, error, is_final=True)
+                self._forget_content([candidate])
+            else:
+                built.append(candidate)
+        if not built:
+            return
+        answers = self._hand_over([c.record for c in built if c.record is not None])
+        pairs = list(zip(built, answers, strict=True))
+        self._note_sent([c for c, answer in pairs if answer.error is None])
+        refused = [(c, answer) for c, answer in pairs if answer.error is not None]
+        self._forget_content([c for c, _ in refused])
+        for candidate, answer in refused:
+            self._fail(candidate.id, PublishError(answer.error), is_final=answer.is_final)
+
+    def _hand_over(self, records: Sequence[OutgoingRecord]) -> list[Published]:
+        """Publish; that nothing could be tried is an answer for each record too."""
+        transport = get_transport(self._target.transport)
+        try:
+            if not transport_class(self._target.transport).capabilities.transactional:
+                return publish(transport, records)
+            # Committed before they are marked as sent: inside somebody's transaction they might
+            # never be. Durable makes Django refuse that.
+            with transaction.atomic(using=jobs_database(), durable=True):
+                answers = publish(transport, records)
+        except PublishError as error:
+            return [Published(error=str(error)) for _ in records]
+        wake(topic_channel(self._target.topic))
+        return answers
+
+    def _note_sent(self, sent: Sequence[_Candidate]) -> None:
+        """Mark what the transport has, then tell."""
+        marks = {sent_name(self._target, c.id): c.hash for c in sent}
+        try:
+            get_coordination().set_marks(marks, self._target.sent_ttl)
+            if self._options.dedup_across_ids:
+                names = [hash_name(self._target, c.hash) for c in sent]
+                get_coordination().renew(names, self._batch_id, self._target.sent_ttl)
+        except CoordinationError as error:
+            # They are on their way; not knowing that costs duplicates, which consumers absorb.
+            logger.error("%d items were sent and could not be marked: %s", len(sent), error)
+            self._reason = self._reason or str(error)
+        self._hashes.update(c.hash for c in sent)
+        for candidate in sent:
+            self._sent.append(candidate.id)
+            self._tell(lambda c=candidate: self._producer.on_success(c.id))  # type: ignore[misc]
+            signals.send(
+                signals.item_sent,
+                sender=type(self._producer).__name__,
+                item_id=candidate.id,
+                topic=self._target.topic,
+                content_hash=candidate.hash,
+                message_type=self._type,
+                batch_id=self._batch_id,
+            )
+
+    def _fail(self, item_id: str, error: Exception, *, is_final: bool) -> None:
+        """Count and tell of an item that was not sent.
+
+        :param is_final: the same would come of trying again, however often.
+        """
+        self._failed += 1
+        self._unsendable += is_final
+        self._reason = self._reason or text_of(error)
+        logger.error("Item %s was not sent: %s", one_line(item_id), one_line(text_of(error)))
+        self._tell(lambda: self._producer.on_failed(item_id, error))
+        signals.send(
+            signals.item_send_failed,
+            sender=type(self._producer).__name__,
+            item_id=item_id,
+            topic=self._target.topic,
+            error=error,
+            message_type=self._type,
+            batch_id=self._batch_id,
+        )
+
+    def _tell(self, hook: Callable[[], None]) -> None:
+        try:
+            hook()
+        except Exception:
+            # The record is out, or is not: a hook changes neither.
+            logger.exception("A hook of %s failed", type(self._producer).__name__)
+
+    # --- Coordination -----------------------------------------------------------------------------
+
+    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
+        """Ask coordination; when it is away, obey ``without_coordination``."""
+        try:
+            return question()
+        except CoordinationError as error:
+            if self._options.without_coordination == "stop":
+                raise
+            logger.warning("Sending without de-duplication: %s", error)
+            return otherwise
+
+    def _forget_content(self, candidates: Sequence[_Candidate]) -> None:
+        if self._options.dedup_across_ids and candidates:
+            self._release([hash_name(self._target, c.hash) for c in candidates])
+
+    def _release(self, names: list[str]) -> None:
+        try:
+            if names:
+                get_coordination().release(names, self._batch_id)
+        except KjoError as error:
+            logger.warning("Claims not released, they expire by themselves: %s", error)
+
+
+# --- At regular times -----------------------------------------------------------------------------
+
+
+logger = logging.getLogger("kjo_django.producer")
+
+
+def produce_every(
+    interval: float,
+    producer: AbstractProducer,
+    criteria: dict[str, Any],
+    limit: int,
+    message_type: str,
+    *,
+    stopping: threading.Event,
+    on_result: Callable[[ProduceResult], None],
+    on_error: Callable[[Exception], None],
+) -> None:
+    """Produce every ``interval`` seconds, counted from start to start, until told to stop.
+
+    An outage stops nothing but the run it met: the next one tries again. A run that takes longer
+    than the interval is followed by the next at once, never joined by it.
+    """
+    due = time.monotonic()
+    while not stopping.is_set():
+        try:
+            on_result(producer.produce_messages(criteria, limit, message_type))
+        except (KjoError, DatabaseError, InterfaceError, OSError) as error:
+            on_error(error)
+        close_old_connections()
+        due = max(due + interval, time.monotonic())
+        stopping.wait(due - time.monotonic())

@@ -24,12 +24,12 @@ PRODUCER_DEFAULTS: Mapping[str, Any] = {
     "request.timeout.ms": 30_000,
     "client.id": "KDLQ",
 }
-"""Of a producer of its own (KDLQ-20). We wait for each delivery report, that is for at least the
-delivery timeout: what counts as failed is never delivered later (KDLQ-F7)."""
+"""Of a producer of its own. We wait for each delivery report, that is for at least the
+delivery timeout: what counts as failed is never delivered later."""
 
 
 class ProcessingStatus(enum.Enum):
-    """What a processor answers (KDLQ-05)."""
+    """What a processor answers."""
 
     OK = "OK"
     MUST_BE_REDELIVERED = "MUST_BE_REDELIVERED"
@@ -37,7 +37,7 @@ class ProcessingStatus(enum.Enum):
 
 
 class Status(enum.Enum):
-    """What became of a message (KDLQ-06)."""
+    """What became of a message."""
 
     OK = "OK"
     ROUTED_TO_DLQ = "ROUTED_TO_DLQ"
@@ -49,14 +49,14 @@ class Ordering(enum.StrEnum):
     """What a redelivery does to the order of a key."""
 
     NONE = "none"
-    """A redelivered message comes after later ones of its key (KDLQ-F10)."""
+    """A redelivered message comes after later ones of its key."""
     KEY = "key"
     """Later messages of its key wait for it; only in the pipeline, see ``kdlq_handler``."""
 
 
 @dataclass(frozen=True)
 class DlqConfig:
-    """Immutable and validated (KDLQ-01).
+    """Immutable and validated.
 
     :raises KDLQConfigurationException: naming the field at fault.
     """
@@ -70,15 +70,15 @@ class DlqConfig:
     transport: str = "default"
     """Alias in ``KJO["TRANSPORTS"]``."""
     redelivery_topic: str | None = None
-    """The topic the message came from, if not given (KDLQ-11)."""
+    """The topic the message came from, if not given."""
     max_redeliveries: int = -1
-    """Redeliveries before a message is killed; negative: no end; 0: killed at once (KDLQ-12)."""
+    """Redeliveries before a message is killed; negative: no end; 0: killed at once."""
     max_kills: int = -1
     """Times a message is sent to the dead-letter topic; then it is discarded and recorded.
-    Negative: no end; 0: never sent (KDLQ-13)."""
+    Negative: no end; 0: never sent."""
     listeners: Collection[KDLQMessageLifecycleListener] = ()
     informational_headers: bool = False
-    """Add offset, partition and time of the original (KDLQ-17)."""
+    """Add offset, partition and time of the original."""
     redelivery_delay: timedelta | None = None
     """Until the first redelivery. One second if not given; none with ``servers``, where nobody
     could wait: a delayed message waits in our database, for the relay of our transport."""
@@ -86,7 +86,7 @@ class DlqConfig:
     max_redelivery_delay: timedelta = timedelta(minutes=10)
     default_on_exception: Literal["dlq", "redeliver"] = "dlq"
     """What an exception means that does not say: ``dlq`` as KDLQ 1 did, ``redeliver`` as KDLQ 2
-    does (KDLQ-F9)."""
+    does."""
     ordering: Ordering | str = Ordering.NONE
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ class DlqConfig:
 
     @property
     def id(self) -> str:
-        """Equal for configurations that can share a producer (KDLQ-03)."""
+        """Equal for configurations that can share a producer."""
         if self.servers is None:
             return f"transport:{self.transport}"
         told = json.dumps([list(self.servers), self.producer_properties], sort_keys=True)

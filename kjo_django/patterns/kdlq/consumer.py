@@ -46,7 +46,7 @@ KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 
 
 class KDLQMessageConsumer:
-    """Processes records and routes what fails; thread-safe (KDLQ-19). Close it, or use ``with``.
+    """Processes records and routes what fails; thread-safe. Close it, or use ``with``.
 
     :param id: marks the messages it has touched, in the header ``KDLQ_PrcMarker``.
     """
@@ -229,7 +229,7 @@ def as_record(message: Any) -> Record:
 
 
 class _Producers:
-    """One producer for each configuration that can share it, while somebody uses it (KDLQ-03)."""
+    """One producer for each configuration that can share it, while somebody uses it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

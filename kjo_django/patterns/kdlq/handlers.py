@@ -276,7 +276,7 @@ def kdlq_handler(
     :param id: of the consumer; the marker in the messages' headers.
     :param config: by default bounded: as many redeliveries as ``max_attempts`` allows, through a
         topic of this consumer's own, then ``<topic>-dlq``.
-    :param from_dlq: also process what is in the dead-letter topic (KDLQ-21).
+    :param from_dlq: also process what is in the dead-letter topic.
     :param queue_options: of the queue made for the topic, see ``KJO["QUEUES"]``.
     """
     if not isinstance(id, str) or not 0 < len(id.strip()) <= MAX_ID_LENGTH:

@@ -1,7 +1,7 @@
 """KDLQ's headers, encoded as the Java library encodes them: 4-byte and 8-byte big-endian numbers.
 
-Ours are replaced, never appended, so a message redelivered a thousand times has each once
-(KDLQ-F2); what tells of the origin is set once and stays (KDLQ-F3).
+Ours are replaced, never appended, so a message redelivered a thousand times has each once. What
+tells of the origin is set once and stays.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def long(value: int) -> bytes:
 
 
 def counter(headers: Mapping[str, bytes], name: str) -> int:
-    """Read a counter; missing, empty or unreadable counts as 0 (KDLQ-14)."""
+    """Read a counter; missing, empty or unreadable counts as 0."""
     value = headers.get(name)
     if value is None or len(value) != 4:
         return 0

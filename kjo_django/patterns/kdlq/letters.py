@@ -56,7 +56,7 @@ def record_letter(
     is_skipped: bool = False,
     is_exhausted: bool = False,
 ) -> None:
-    """Write the row of a killed message (open) or of a skipped one (discarded, KDLQ-F4), once.
+    """Write the row of a killed message (open) or of a skipped one (discarded), once.
 
     :param headers: as the message went to the dead-letter topic.
     """

@@ -13,7 +13,7 @@ logger = logging.getLogger("kjo_django")
 
 
 class KDLQMessageLifecycleListener:
-    """Override what you want to know of (KDLQ-07). ``consumer`` is the consumer's id."""
+    """Override what you want to know of. ``consumer`` is the consumer's id."""
 
     def on_message_processing(
         self, consumer: str, record: Record, status: Any, error: BaseException | None
@@ -55,7 +55,7 @@ def tell(
     record: Record,
     **facts: Any,
 ) -> None:
-    """Call a hook of every listener and send its signal; what one raises is logged (KDLQ-F8)."""
+    """Call a hook of every listener and send its signal; what one raises is logged."""
     for listener in listeners:
         try:
             getattr(listener, hook)(consumer, record, *facts.values())

@@ -36,7 +36,7 @@ class Decision:
 
 
 def judge(call: Callable[[], Any], config: DlqConfig) -> Verdict:
-    """Call the processor and understand its answer (KDLQ-04, 09, 10, F9)."""
+    """Call the processor and understand its answer."""
     try:
         answer = call()
     except JobCancelledError:
@@ -58,7 +58,7 @@ def judge(call: Callable[[], Any], config: DlqConfig) -> Verdict:
 
 
 def decide(record: Record, verdict: Verdict, config: DlqConfig, marker: str) -> Decision:
-    """Return what becomes of a message (KDLQ-11 … 13).
+    """Return what becomes of a message.
 
     :param marker: the consumer's id.
     """
@@ -83,7 +83,7 @@ def decide(record: Record, verdict: Verdict, config: DlqConfig, marker: str) -> 
 def _kill(record: Record, verdict: Verdict, config: DlqConfig, marker: str) -> Decision:
     count = headers.counter(record.headers, headers.KILLS)
     if 0 <= config.max_kills <= count:
-        # Whoever asked for a redelivery is told of the skip all the same (KDLQ-F5).
+        # Whoever asked for a redelivery is told of the skip all the same.
         return Decision(Status.SKIPPED_DLQ_MAX_ATTEMPTS_REACHED)
     return Decision(
         Status.ROUTED_TO_DLQ,

@@ -14,7 +14,7 @@ from kjo_django.messages.serializers import Serializer, register_serializer
 from kjo_django.models import Job
 
 DEFAULT_MAX_ATTEMPTS = 3
-"""PJQ-34: "3 retries" are three executions (X-1)."""
+"""Executions of a job: "3 retries" are three."""
 
 
 def attempts_in(queue: str, own: int | None) -> int:

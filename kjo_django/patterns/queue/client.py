@@ -58,9 +58,9 @@ class Queue:
     :param name: of the queue, as in ``KJO["QUEUES"]``.
     :param max_attempts: executions of a job, unless its enqueue says otherwise; if neither this nor
         ``KJO["QUEUES"]`` does, 3.
-    :param max_retries: the same by its other name: 3 retries are 3 executions (X-1).
+    :param max_retries: the same by its other name: 3 retries are 3 executions.
     :param result_ttl: how long results and errors are kept; a timedelta or whole milliseconds. It
-        is resolved when a job is enqueued and stored with it (PJQ-41).
+        is resolved when a job is enqueued and stored with it.
     :param concurrency: groups of this queue one worker runs at once. For a queue that
         ``KJO["QUEUES"]`` does not name, 1 if not given: first in, first out.
     :param serializer: of payloads.
@@ -224,7 +224,7 @@ class Queue:
     def enqueue(
         self, id: str, payload: Any, *, retry_failed: bool = False, **options: Any
     ) -> EnqueueResult:
-        """Store a job, once per id, joining the caller's transaction (PJQ-03, PJQ-F1, PJQ-F2).
+        """Store a job, once per id, joining the caller's transaction.
 
         The first accepted enqueue decides payload, lifetime and attempts. Everything is validated
         before anything is written.
@@ -252,14 +252,14 @@ class Queue:
         retry_failed: bool = False,
         **options: Any,
     ) -> Any:
-        """Enqueue and return the handler's result (PJQ-04, PJQ-61).
+        """Enqueue and return the handler's result.
 
         A living result of the same id is returned at once; a job of this id that is under way is
         waited for.
 
         :param timeout: seconds.
-        :raises JobTimeoutError: the time is over; the job may still complete (PJQ-63).
-        :raises JobFailedError: it failed for good, now or before (PJQ-F3).
+        :raises JobTimeoutError: the time is over; the job may still complete.
+        :raises JobFailedError: it failed for good, now or before.
         :raises JobCancelledError: it was cancelled meanwhile.
         :raises UncommittedJobError: called inside a transaction.
         """
@@ -330,7 +330,7 @@ class Queue:
 
     def cancel(self, id: str, *, abort: bool = False) -> CancelResult:
         """Cancel a job that is not running; ``cancelled``, ``not_found``, ``processing``,
-        ``completed`` or ``failed`` (PJQ-05, PJQ-F5).
+        ``completed`` or ``failed``.
 
         :param abort: ask a running one to end, see ``JobContext.aborted``. The answer is
             ``processing`` all the same: whether it ends as cancelled, its handler decides.
@@ -341,15 +341,15 @@ class Queue:
         return operations.cancel_one(key, abort=abort)
 
     def get_status(self, id: str) -> MessageStatus | None:
-        """Return what is known of a job, None for an unknown id (PJQ-07)."""
+        """Return what is known of a job, None for an unknown id."""
         return waiting.status_of(self.name, id)
 
     def get_states(self, ids: Collection[str]) -> dict[str, str | None]:
-        """Return the state of each job, None for an unknown id, in one go (PJQ-57)."""
+        """Return the state of each job, None for an unknown id, in one go."""
         return waiting.states_of(self.name, ids)
 
     def get_result(self, id: str, default: Any = NO_RESULT) -> Any:
-        """Return a completed job's result while it lives, else ``default`` (PJQ-06).
+        """Return a completed job's result while it lives, else ``default``.
 
         A handler that returned None has a result, which is None; ``NO_RESULT`` is none.
         """

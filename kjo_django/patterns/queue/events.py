@@ -1,4 +1,4 @@
-"""``queue.on``: the signals of one queue, by the names and arguments of its events (PJQ-09)."""
+"""``queue.on``: the signals of one queue, by the names and arguments of its events."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Events:
 
 
 def _failure(facts: dict[str, Any]) -> BaseException:
-    """Return the error of a failed job: ``MaxRetriesError`` once its attempts are spent (PJQ-28),
+    """Return the error of a failed job: ``MaxRetriesError`` once its attempts are spent,
     else what ended it at once."""
     error: BaseException = facts["error"] or KjoError("failed")
     if facts["reason"] not in (DeadLetterReason.EXHAUSTED, DeadLetterReason.STALLED):

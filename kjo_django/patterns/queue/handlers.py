@@ -25,7 +25,7 @@ CALLBACK_LOOK = 0.1
 
 @dataclass(frozen=True, slots=True)
 class QueueJob:
-    """What a queue's handler is given (PJQ-20)."""
+    """What a queue's handler is given."""
 
     payload: Any
     context: JobContext
@@ -37,7 +37,7 @@ class QueueJob:
 
     @property
     def attempts(self) -> int:
-        """Which execution this is, from 1 (PJQ-22)."""
+        """Which execution this is, from 1."""
         return self.context.attempt
 
     @property
@@ -47,12 +47,12 @@ class QueueJob:
 
     @property
     def created_at(self) -> datetime | None:
-        """When it was enqueued (PJQ-F19)."""
+        """When it was enqueued."""
         return self.context.created_at
 
     @property
     def signal(self) -> threading.Event:
-        """Set when the run is aborted: timeout, shutdown, cancellation, lost lease (PJQ-21)."""
+        """Set when the run is aborted: timeout, shutdown, cancellation, lost lease."""
         return self.context.cancel_event
 
     cancel_event = signal
@@ -64,7 +64,7 @@ class QueueJob:
 
     @property
     def correlation_id(self) -> str | None:
-        """Of the request it belongs to (PJQ-24)."""
+        """Of the request it belongs to."""
         return self.context.correlation_id
 
     @property
@@ -164,7 +164,7 @@ def _as_error(told: Any) -> BaseException:
 
 
 def _takes_callback(function: Callable[..., Any]) -> bool:
-    """Whether it is of the callback style: ``handler(job, callback)`` (PJQ-08)."""
+    """Whether it is of the callback style: ``handler(job, callback)``."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     needed = [p for p in parameters if p.kind in positional and p.default is p.empty]

@@ -6,9 +6,9 @@
                                      none left: mark_failed and a dead letter
 
 The steps run outside a transaction, so others see the task being processed (``atomic = False``). A
-copy of a task that is completed does not run again (RST-F11), an error while its state is written
-fails the attempt instead of acknowledging it (RST-F7), and what a crashed consumer held comes to
-another one (RST-F1).
+copy of a task that is completed does not run again, an error while its state is written
+fails the attempt instead of acknowledging it, and what a crashed consumer held comes to
+another one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
     group_name: ClassVar[str]
     transport: ClassVar[str] = "default"
     max_retry_count: ClassVar[int] = 3
-    """Retries after the first execution: 3 are 4 executions (RST-18, X-1)."""
+    """Retries after the first execution: 3 are 4 executions."""
     timeout: ClassVar[timedelta | None] = None
 
     def __init_subclass__(cls, *, register: bool = True, **kwargs: Any) -> None:
@@ -85,7 +85,7 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def process_business(self, payload: T) -> None:
-        """Do the work. Raise ``PermanentError`` when trying again cannot help (RST-25)."""
+        """Do the work. Raise ``PermanentError`` when trying again cannot help."""
 
     @abc.abstractmethod
     def mark_completed(self, payload: T) -> None:
@@ -97,8 +97,7 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
         transaction of its dead letter."""
 
     def should_skip(self, payload: T) -> bool:
-        """Return whether there is nothing to do: completed, or what it is about is gone
-        (RST-16, RST-32)."""
+        """Return whether there is nothing to do: completed, or what it is about is gone."""
         return False
 
     def retry_message(self, payload: T, retry_count: int) -> None:
@@ -106,7 +105,7 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
 
 class _StreamHandler(registry.Handler):
-    """Calls the methods of one consumer, in the order of seed 4 (RST-12)."""
+    """Calls the methods of one consumer, in the order of seed 4."""
 
     observes = True
 

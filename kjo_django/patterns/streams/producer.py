@@ -9,7 +9,7 @@
         def on_send_failed(self, resume, error): resume.fail(error)
 
 The entry is stored in the caller's transaction and sent once that commits, so a worker never finds
-the task before its row, and a crash in between loses nothing (RST-F6).
+the task before its row, and a crash in between loses nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RETRY_COUNT = "retryCount"
 
 
 def truncate_error(text: str | None) -> str | None:
-    """Return at most 500 characters of an error, the prefix included; None stays None (RST-27)."""
+    """Return at most 500 characters of an error, the prefix included; None stays None."""
     return None if text is None else storable_text(text, MAX_ERROR_LENGTH)
 
 
@@ -45,7 +45,7 @@ class AbstractStreamProducer(abc.ABC, Generic[T]):
     task_display_name: ClassVar[str]
     """What people call the task; it appears in logs and errors."""
     stream_key: ClassVar[str]
-    """The topic; by convention ``{domain}:{action}:stream`` (RST-20)."""
+    """The topic; by convention ``{domain}:{action}:stream``."""
 
     def __init__(self) -> None:
         for name in ("task_display_name", "stream_key"):

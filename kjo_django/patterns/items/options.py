@@ -1,4 +1,4 @@
-"""Configuration of template classes: class attributes, or the same as a dict (KJO-86, KJO-87)."""
+"""Configuration of template classes: class attributes, or the same as a dict."""
 
 # ruff: noqa: RUF009 - option() declares a field, as dataclasses.field does.
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.patterns.items.content_hash import ALGORITHMS
+from kjo_django.patterns.items.hashing import ALGORITHMS
 from kjo_django.values import (
     duration,
     flag,
@@ -28,16 +28,16 @@ from kjo_django.values import (
 T = TypeVar("T")
 
 
-def prefix(value: Any) -> str:
+def prefix_text(value: Any) -> str:
     """Text without a colon."""
     if not isinstance(value, str) or not value.strip() or ":" in value:
-        # CONS:EMAIL:VIP:7 could be item VIP:7 of EMAIL as well as item 7 of EMAIL:VIP (KJO-F8).
+        # CONS:EMAIL:VIP:7 could be item VIP:7 of EMAIL as well as item 7 of EMAIL:VIP.
         raise ValueError("text without ':', which ends the prefix in key names")
     return value
 
 
 def _optional_prefix(value: Any) -> str | None:
-    return None if value is None else prefix(value)
+    return None if value is None else prefix_text(value)
 
 
 def _one_of(*allowed: str) -> Any:
@@ -118,11 +118,11 @@ def flatten(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         given = {f.name: getattr(nested, f.name) for f in fields(nested)}
     else:
         given = {snake(name): value for name, value in dict(nested).items()}
-    read(RedisOptions, given, f"{where}.redis_options")
+    read_class_options(RedisOptions, given, f"{where}.redis_options")
     return {**{name: value for name, value in given.items() if value is not None}, **flat}
 
 
-def read(kind: type[T], given: Mapping[str, Any], where: str) -> T:
+def read_class_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
     """Return the options, checked.
 
     :raises ImproperlyConfigured: naming the first that is wrong.
@@ -134,7 +134,7 @@ def read(kind: type[T], given: Mapping[str, Any], where: str) -> T:
     return found
 
 
-def attributes(cls: type[Any], kind: type[Any]) -> dict[str, Any]:
+def class_attributes(cls: type[Any], kind: type[Any]) -> dict[str, Any]:
     """Return what the class says about the options of ``kind``."""
     names = (f.name for f in fields(kind))
     return {name: getattr(cls, name) for name in names if hasattr(cls, name)}
