@@ -1,198 +1,225 @@
-"""Dead letters: list, group, look at one, replay, discard, repair and replay."""
+"""Dead letters: list, group, look at one."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from django.db.models import QuerySet
 from django.http import Http404
-from drf_spectacular.utils import OpenApiExample
-from rest_framework.exceptions import ValidationError
-from rest_framework.request import Request
+from rest_framework import serializers
 from rest_framework.response import Response
 
-from kjo_django.api import letter_shapes as shapes
-from kjo_django.api.base import KjoView, id_of
-from kjo_django.api.openapi import ID, documented
-from kjo_django.api.paging import page
-from kjo_django.api.problems import Conflict, Unavailable
+from kjo_django.api.endpoints import ID, KjoView, endpoint, id_of, page_of
+from kjo_django.api.fields import (
+    Body,
+    Flag,
+    Identifier,
+    JSONValue,
+    Moment,
+    Query,
+    Text,
+    Word,
+    columns,
+    shape,
+)
+from kjo_django.api.paging import MAX_LIMIT, PageQuery, page
 from kjo_django.api.showing import shown_headers, shown_text, shown_value
-from kjo_django.messages.serializers import JSON, serializer_for
-from kjo_django.models import DeadLetter, DeadLetterState
+from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations import dead_letters
+from kjo_django.operations.bulk import PATIENT_SECONDS
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.dead_letters.table import ReplayReport
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.store.transactions import jobs_database
 
 TAG = "dead letters"
+FILTERS = ("queue", "handler", "reason", "error", "fingerprint", "since", "until")
+MAX_IDS = 500
 
-_PLAIN = (
-    *("id", "state", "reason", "message_id", "queue", "handler", "error_type", "error"),
-    *("fingerprint", "release", "attempts", "replay_count", "failed_at", "closed_at", "note"),
+
+# --- Requests -------------------------------------------------------------------------------------
+
+
+class LetterFilter(Query):
+    """Which dead letters."""
+
+    queue = serializers.CharField(max_length=100, required=False)
+    handler = serializers.CharField(max_length=100, required=False)
+    reason = Word("DeadLetterReason", DeadLetterReason.values, required=False)
+    error = serializers.CharField(
+        max_length=200, required=False, help_text="Part of the error's text or type, in any case."
+    )
+    fingerprint = serializers.CharField(max_length=32, required=False)
+    since = Moment(required=False, help_text="Failed at this moment or later.")
+    until = Moment(required=False, help_text="Failed before this moment.")
+
+
+class LetterQuery(LetterFilter, PageQuery):
+    """Which dead letters, and which page of them. The open ones and those of a fingerprint among
+    them are served by an index; other filters look through 50,000 rows for each page."""
+
+    state = Word(
+        "DeadLetterState", DeadLetterState.values, required=False, default=DeadLetterState.OPEN
+    )
+
+
+class GroupQuery(LetterFilter):
+    """Which dead letters to group, and how many groups."""
+
+    limit = serializers.IntegerField(
+        required=False, default=50, min_value=1, max_value=MAX_LIMIT, help_text="Most groups."
+    )
+
+
+class Selection(Body):
+    """Open dead letters: by ids, by filters, or all."""
+
+    ids = serializers.ListField(
+        child=Identifier(), required=False, min_length=1, max_length=MAX_IDS
+    )
+    queue = Text(max_length=100, required=False)
+    handler = Text(max_length=100, required=False)
+    reason = Word("DeadLetterReason", DeadLetterReason.values, required=False)
+    error = Text(max_length=200, required=False)
+    fingerprint = Text(max_length=32, required=False)
+    since = Moment(required=False)
+    until = Moment(required=False)
+    all = Flag(default=False, help_text="Needed to take all open ones: where nothing restricts.")
+    dry_run = Flag(default=False, help_text="Change nothing; tell what would be done.")
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """Refuse an empty selection, which is all of them, unless the body says `all`, and what
+        would take longer than a request should."""
+        if selected(attrs).is_empty != attrs["all"]:
+            raise serializers.ValidationError("Restrict the selection, or say `all`; not both.")
+        limit, rate = attrs.get("limit"), attrs.get("rate")
+        if limit and rate and limit / rate > PATIENT_SECONDS:
+            text = (
+                f"So many at this rate take longer than {PATIENT_SECONDS} s; leave one of them out."
+            )
+            raise serializers.ValidationError({"limit": text})
+        return attrs
+
+
+def selected(values: dict[str, Any]) -> DeadLetterFilter:
+    """Return the filter that validated values describe."""
+    given = {name: values[name] for name in ("ids", *FILTERS) if values.get(name) is not None}
+    return DeadLetterFilter(**given)
+
+
+# --- Answers --------------------------------------------------------------------------------------
+
+COLUMNS = (
+    *("id", "message_id", "queue", "handler", "error_type", "error", "fingerprint", "release"),
+    *("attempts", "replay_count", "failed_at", "closed_at", "note"),
 )
-_DETAILS = ("topic", "partition", "offset", "consumer_group", "content_type")
-_LARGE = ("key", "value", "headers", "traceback")
+DETAILS = ("topic", "partition", "offset", "consumer_group", "content_type")
+LARGE = ("key", "value", "headers", "traceback")
+WITH_PAYLOADS = "Redacted; with the permission `view_payload`."
+
+Letter = shape(
+    "DeadLetter",
+    "A dead letter.",
+    **columns(DeadLetter, COLUMNS),
+    state=Word("DeadLetterState", DeadLetterState.values),
+    reason=Word("DeadLetterReason", DeadLetterReason.values),
+    job=serializers.UUIDField(allow_null=True, help_text="Of the job it was, if it was one."),
+)
+LetterPage = page_of(Letter)
+LetterDetail = shape(
+    "DeadLetterDetail",
+    "A dead letter with where it was, and to those who may see it what it held.",
+    Letter,
+    **columns(DeadLetter, DETAILS),
+    key=serializers.CharField(
+        required=False,
+        allow_blank=True,
+        help_text="If it has one; with the permission `view_payload`.",
+    ),
+    payload=JSONValue(required=False, help_text=WITH_PAYLOADS),
+    headers=serializers.DictField(
+        child=serializers.CharField(allow_blank=True), required=False, help_text=WITH_PAYLOADS
+    ),
+    traceback=serializers.CharField(
+        required=False, allow_blank=True, help_text="With the permission `view_payload`."
+    ),
+)
+ErrorGroup = shape(
+    "ErrorGroup",
+    "Open dead letters of one error in one place of one handler.",
+    **columns(DeadLetter, ("fingerprint", "handler", "queue", "error_type")),
+    count=serializers.IntegerField(),
+    first_failed_at=serializers.DateTimeField(),
+    last_failed_at=serializers.DateTimeField(),
+    reason=serializers.CharField(),
+    error=serializers.CharField(allow_blank=True, help_text="Of the newest of them."),
+    newest_id=serializers.UUIDField(),
+)
+ErrorGroups = shape(
+    "ErrorGroups", "The largest groups among the newest 100,000.", results=ErrorGroup(many=True)
+)
 
 
-class DeadLettersView(KjoView):
-    """All dead letters."""
+# --- Endpoints ------------------------------------------------------------------------------------
 
-    permissions: ClassVar = {"GET": ("view_deadletter",)}
 
-    @documented("dead_letters_list", TAG, {200: shapes.DeadLetterPage}, query=shapes.LetterQuery)
-    def get(self, request: Request) -> Response:
-        """List dead letters, newest first, without what they held. The open ones, unless `state`
-        says otherwise."""
-        query = self.query(shapes.LetterQuery)
-        self.refuse_texts(query)
-        found = page(*_selected(query), cursor=query.get("cursor"), limit=query["limit"])
-        answer = {
-            "results": [summary(self, row) for row in found.rows],
-            "next_cursor": found.next_cursor,
+@endpoint("dead_letters_list", TAG, ["view_deadletter"], {200: LetterPage}, query=LetterQuery)
+def list_letters(view: KjoView) -> Response:
+    """List dead letters, newest first, without what they held. The open ones, unless `state`
+    says otherwise."""
+    query = view.query(LetterQuery)
+    view.refuse_texts(query)
+    found = page(*_selected(query), cursor=query.get("cursor"), limit=query["limit"])
+    answer = {
+        "results": [summary(view, row) for row in found.rows],
+        "next_cursor": found.next_cursor,
+    }
+    return Response(LetterPage(answer).data)
+
+
+@endpoint("dead_letters_groups", TAG, ["view_deadletter"], {200: ErrorGroups}, query=GroupQuery)
+def list_groups(view: KjoView) -> Response:
+    """Group open dead letters by fingerprint: the same error in the same place."""
+    query = view.query(GroupQuery)
+    view.refuse_texts(query)
+    groups = error_groups(selected(query), limit=query["limit"])
+    if not view.sees_payloads:
+        groups = [replace(group, error="") for group in groups]
+    return Response(ErrorGroups({"results": groups}).data)
+
+
+@endpoint(
+    "dead_letters_read",
+    TAG,
+    ["view_deadletter"],
+    {200: LetterDetail},
+    path=[ID],
+    problems=[404],
+)
+def read_letter(view: KjoView, id: str) -> Response:
+    """Tell why a message died and what became of it, and to those who may see it what it
+    held."""
+    rows = DeadLetter.objects.using(jobs_database())
+    letter = rows.defer(*(() if view.sees_payloads else LARGE)).filter(pk=id_of(id)).first()
+    if letter is None:
+        raise Http404
+    answer = summary(view, letter) | {name: getattr(letter, name) for name in DETAILS}
+    if view.sees_payloads:
+        answer |= {
+            **({} if letter.key is None else {"key": shown_text(letter.key)}),
+            "payload": shown_value(letter),
+            "headers": shown_headers(letter.headers),
+            "traceback": letter.traceback,
         }
-        return Response(shapes.DeadLetterPage(answer).data)
-
-
-class GroupsView(KjoView):
-    """The open dead letters by kind of error."""
-
-    permissions: ClassVar = {"GET": ("view_deadletter",)}
-
-    @documented("dead_letters_groups", TAG, {200: shapes.ErrorGroups}, query=shapes.GroupQuery)
-    def get(self, request: Request) -> Response:
-        """Group open dead letters by fingerprint: the same error in the same place."""
-        query = self.query(shapes.GroupQuery)
-        self.refuse_texts(query)
-        groups = error_groups(shapes.selected(query), limit=query["limit"])
-        if not self.sees_payloads:
-            groups = [replace(group, error="") for group in groups]
-        return Response(shapes.ErrorGroups({"results": groups}).data)
-
-
-class DeadLetterView(KjoView):
-    """One dead letter."""
-
-    permissions: ClassVar = {"GET": ("view_deadletter",)}
-
-    @documented("dead_letters_read", TAG, {200: shapes.DeadLetterDetail}, path=[ID], problems=[404])
-    def get(self, request: Request, id: str) -> Response:
-        """Tell why a message died and what became of it, and to those who may see it what it
-        held."""
-        rows = DeadLetter.objects.using(jobs_database())
-        letter = rows.defer(*(() if self.sees_payloads else _LARGE)).filter(pk=id_of(id)).first()
-        if letter is None:
-            raise Http404
-        answer = summary(self, letter) | {name: getattr(letter, name) for name in _DETAILS}
-        if self.sees_payloads:
-            answer |= {
-                **({} if letter.key is None else {"key": shown_text(letter.key)}),
-                "payload": shown_value(letter),
-                "headers": shown_headers(letter.headers),
-                "traceback": letter.traceback,
-            }
-        return Response(shapes.DeadLetterDetail(answer).data)
-
-
-class ReplayView(KjoView):
-    """Replaying one dead letter."""
-
-    permissions: ClassVar = {"POST": ("view_deadletter", "replay_dlq")}
-
-    @documented(
-        "dead_letters_replay",
-        TAG,
-        {200: shapes.LetterOutcome},
-        body=shapes.ReplayBody,
-        path=[ID],
-        problems=[404, 409, 503],
-    )
-    def post(self, request: Request, id: str) -> Response:
-        """Run again what died: its job is requeued, or its message published as it was."""
-        force = self.body(shapes.ReplayBody)["force"]
-        letter = find(id)
-        report = dead_letters.replay(
-            DeadLetterFilter(ids=[letter.pk]),
-            force=force,
-            actor=self.actor,
-            on_changed=self.audit("Replayed."),
-        )
-        return replayed(self, letter, report)
-
-
-class EditView(KjoView):
-    """Repairing one dead letter."""
-
-    permissions: ClassVar = {"POST": ("view_deadletter", "replay_dlq", "edit_payload")}
-
-    @documented(
-        "dead_letters_edit_and_replay",
-        TAG,
-        {200: shapes.LetterOutcome},
-        body=shapes.EditBody,
-        path=[ID],
-        problems=[404, 409, 503],
-        examples=[
-            OpenApiExample(
-                "The field that was missing",
-                value={"payload": {"order_id": 7, "customer_id": 3}},
-                request_only=True,
-            )
-        ],
-    )
-    def post(self, request: Request, id: str) -> Response:
-        """Replay a dead letter with another payload; it keeps the one it died with. Where it says
-        `[redacted]`, what the dead letter has there is kept."""
-        payload = self.body(shapes.EditBody)["payload"]
-        letter = find(id)
-        serializer = serializer_for(letter.content_type or JSON.content_type)
-        try:
-            report = dead_letters.edit_and_replay(
-                letter.pk,
-                serializer.dumps(payload),
-                actor=self.actor,
-                on_changed=self.audit("Replayed with another payload."),
-            )
-        except ValueError as error:
-            raise ValidationError({"payload": str(error)}) from None
-        return replayed(self, letter, report)
-
-
-class DiscardView(KjoView):
-    """Discarding one dead letter."""
-
-    permissions: ClassVar = {"POST": ("view_deadletter", "discard_dlq")}
-
-    @documented(
-        "dead_letters_discard",
-        TAG,
-        {200: shapes.LetterOutcome},
-        body=shapes.DiscardBody,
-        path=[ID],
-        problems=[404, 409],
-    )
-    def post(self, request: Request, id: str) -> Response:
-        """Close a dead letter without running it again."""
-        note = self.body(shapes.DiscardBody)["note"]
-        letter = find(id)
-        count = dead_letters.discard(
-            DeadLetterFilter(ids=[letter.pk]),
-            note=note,
-            actor=self.actor,
-            on_changed=self.audit(f"Discarded: {note}"),
-        )
-        if not count:
-            raise Conflict(f"The dead letter is {find(id).state} already.")
-        return told(self, "discarded", letter)
+    return Response(LetterDetail(answer).data)
 
 
 # --- Details --------------------------------------------------------------------------------------
 
 
 def _rows() -> QuerySet[DeadLetter]:
-    return DeadLetter.objects.using(jobs_database()).defer(*_LARGE)
+    return DeadLetter.objects.using(jobs_database()).defer(*LARGE)
 
 
 def find(id: str) -> DeadLetter:
@@ -210,37 +237,17 @@ def summary(view: KjoView, letter: DeadLetter) -> dict[str, Any]:
     """Return what is told this user of a dead letter in a list."""
     if not view.sees_payloads:
         hide_texts([letter])
-    return {name: getattr(letter, name) for name in _PLAIN} | {"job": letter.job_id}
-
-
-def told(view: KjoView, outcome: str, letter: DeadLetter) -> Response:
-    """Answer with an outcome and the letter after it."""
-    answer = {"outcome": outcome, "dead_letter": summary(view, find(str(letter.pk)))}
-    return Response(shapes.LetterOutcome(answer).data)
-
-
-def replayed(view: KjoView, letter: DeadLetter, report: ReplayReport) -> Response:
-    """Answer with what came of replaying one dead letter.
-
-    :raises Conflict: it was refused, or is not open.
-    :raises Unavailable: the transport did not take it.
-    """
-    if report.replayed:
-        return told(view, "replayed", letter)
-    detail = report.samples[0]["detail"] if report.samples else ""
-    if report.failed:
-        raise Unavailable(f"The message was not accepted, the dead letter stays open: {detail}")
-    if report.refused:
-        raise Conflict(f"Refused: {detail}")
-    raise Conflict(f"The dead letter is {find(str(letter.pk)).state} already.")
+    return {name: getattr(letter, name) for name in (*COLUMNS, "state", "reason")} | {
+        "job": letter.job_id
+    }
 
 
 def _selected(query: dict[str, Any]) -> tuple[QuerySet[DeadLetter], QuerySet[DeadLetter]]:
     """Return the rows an index serves, and those of them that are wanted."""
-    restriction, state = shapes.selected(query), query["state"]
+    restriction, state = selected(query), query["state"]
     if state == DeadLetterState.OPEN:
         rows = _rows().filter(state=state)
-        wanted = dead_letters.select(restriction).defer(*_LARGE)
+        wanted = dead_letters.select(restriction).defer(*LARGE)
         if restriction.fingerprint is not None:
             rows = rows.filter(fingerprint=restriction.fingerprint)
         if restriction in (

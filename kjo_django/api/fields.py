@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from django.db import models
+from django.db.models import Model
 from django.utils import timezone
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema_field, extend_schema_serializer
@@ -24,6 +26,32 @@ class Shape(serializers.Serializer):  # type: ignore[misc]
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         extend_schema_serializer(component_name=NAME_PREFIX + cls.__name__)(cls)
+
+
+def shape(name: str, about: str, base: type[Shape] = Shape, /, **members: Any) -> type[Any]:
+    """Return a shape with these members after those of its base.
+
+    :param about: its description in the schema.
+    """
+    return type(name, (base,), {"__doc__": about, **members})
+
+
+def columns(model: type[Model], names: Sequence[str]) -> dict[str, serializers.Field]:
+    """Return the members that show columns of a model."""
+    return {name: _column(model._meta.get_field(name)) for name in names}
+
+
+def _column(column: Any) -> serializers.Field:
+    plain: dict[str, Any] = {"allow_null": True} if column.null else {}
+    if isinstance(column, models.CharField | models.TextField):
+        return serializers.CharField(**plain, **({"allow_blank": True} if column.blank else {}))
+    if isinstance(column, models.IntegerField):
+        return serializers.IntegerField(**plain)
+    if isinstance(column, models.BooleanField):
+        return serializers.BooleanField(**plain)
+    if isinstance(column, models.DateTimeField):
+        return serializers.DateTimeField(**plain)
+    return serializers.UUIDField(**plain)
 
 
 class Body(Shape):

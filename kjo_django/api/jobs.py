@@ -1,32 +1,46 @@
-"""Jobs: enqueue, list, look at one, wait for it, cancel it, run it again."""
+"""Jobs: enqueue, list, look at one, wait for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
+from django.db import transaction
 from django.db.models import QuerySet
 from django.http import Http404
 from django.urls import reverse
 from drf_spectacular.utils import OpenApiExample
-from rest_framework import status
+from rest_framework import serializers, status
 from rest_framework.exceptions import PermissionDenied, ValidationError
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from kjo_django import states
-from kjo_django.api import job_shapes as shapes
-from kjo_django.api.base import KjoView, id_of, may
-from kjo_django.api.enqueueing import enqueue
-from kjo_django.api.openapi import ID, documented
+from kjo_django import registry, states
+from kjo_django.api.endpoints import ID, KjoView, endpoint, id_of, may, page_of
+from kjo_django.api.fields import (
+    Body,
+    JSONObject,
+    JSONValue,
+    Moment,
+    Query,
+    QueryNumber,
+    Seconds,
+    Text,
+    Whole,
+    Word,
+    columns,
+    shape,
+)
+from kjo_django.api.paging import page_limit
 from kjo_django.api.showing import shown_payload, shown_result
 from kjo_django.conf import get_settings
 from kjo_django.engine.leases import lease_name
-from kjo_django.exceptions import KjoError
-from kjo_django.models import DeadLetter, Job, JobFailure
-from kjo_django.operations import search
-from kjo_django.operations.jobs import live_leases
+from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
+from kjo_django.enqueue.storing import EnqueueResult, store
+from kjo_django.exceptions import KjoError, PayloadError
+from kjo_django.models import DeadLetter, DeadLetterState, Job, JobFailure
+from kjo_django.operations.jobs import live_leases, search
 from kjo_django.operations.jobs.search import JobFilter
 from kjo_django.operations.jobs.waiting import Awaited, Waiter
 from kjo_django.operations.progress import progress_of
@@ -37,20 +51,172 @@ from kjo_django.store.transactions import jobs_database
 TAG = "jobs"
 HISTORY = 100
 """Failed attempts and dead letters shown of one job."""
+LARGEST = 2**31 - 1
+"""Of a number that is stored in a column of four bytes."""
+WITH_PAYLOADS = "With the permission `view_payload`."
 
-_PLAIN = (
-    *("id", "queue", "handler", "unique_id", "key", "state", "attempts", "max_attempts"),
-    *("created_at", "available_at", "expires_at", "started_at", "finished_at"),
+# --- Requests -------------------------------------------------------------------------------------
+
+
+class EnqueueBody(Body):
+    """A job to enqueue: the handler's name, its arguments, and what `using()` takes."""
+
+    handler = Text(max_length=100, help_text="As registered, such as `shop.send_confirmation`.")
+    payload = JSONObject(default=dict, help_text="The handler's arguments by name.")
+    unique_id = Text(
+        max_length=255,
+        required=False,
+        allow_null=True,
+        help_text="One job per queue and id: a second request is answered with the first's job.",
+    )
+    key = Text(
+        max_length=255,
+        required=False,
+        allow_null=True,
+        allow_blank=True,
+        help_text="Jobs of one key run one at a time and in order.",
+    )
+    queue = Text(max_length=100, required=False, allow_null=True)
+    delay = Seconds(required=False, allow_null=True, help_text="Seconds; not with `run_at`.")
+    run_at = Moment(required=False, allow_null=True)
+    expires_at = Moment(
+        required=False, allow_null=True, help_text="Not started by then, never started."
+    )
+    max_attempts = Whole(required=False, allow_null=True, min_value=1, max_value=LARGEST)
+    result_ttl = Seconds(
+        required=False,
+        allow_null=True,
+        min_value=0.001,
+        help_text="Seconds its result or error is kept.",
+    )
+
+
+MAX_SEARCH = 4000
+SEARCHED = ("state", "queue", "handler", "key", "unique_id")
+
+
+class JobQuery(Query):
+    """Which jobs. A text that ends in `*` is a beginning. Ids, a time of creation and every state
+    but completed are served by an index; for the rest the newest 100,000 of these are looked at,
+    and `is_windowed` says so."""
+
+    q = serializers.CharField(
+        max_length=MAX_SEARCH,
+        required=False,
+        help_text="A search, such as `state:failed handler:shop.* args.order_id:7 since:2h`.",
+    )
+    state = Word("JobStatus", JobStatus.values, required=False)
+    queue = serializers.CharField(max_length=100, required=False)
+    handler = serializers.CharField(max_length=100, required=False)
+    key = serializers.CharField(max_length=255, required=False)
+    unique_id = serializers.CharField(max_length=255, required=False, trim_whitespace=False)
+    cursor = serializers.CharField(
+        max_length=100, required=False, help_text="`next_cursor` of the page before this one."
+    )
+    limit = page_limit()
+
+
+class WaitQuery(Query):
+    """How long to wait."""
+
+    timeout = QueryNumber(
+        required=False, default=20.0, min_value=0, max_value=30, help_text="Seconds."
+    )
+
+
+# --- Answers --------------------------------------------------------------------------------------
+
+COLUMNS = (
+    *("id", "queue", "handler", "unique_id", "key", "attempts", "max_attempts", "created_at"),
+    *("available_at", "expires_at", "started_at", "finished_at"),
 )
-_DETAILS = (
+DETAILS = (
     *("generation", "queued_at", "result_expires_at", "content_type"),
     *("topic", "partition", "offset"),
 )
-_ATTEMPT = (
+OF_ATTEMPTS = (
     *("generation", "attempt", "worker", "error_type", "error"),
     *("started_at", "failed_at", "retry_at"),
 )
-_LETTER = ("id", "state", "reason", "failed_at", "closed_at", "note")
+OF_LETTERS = ("id", "reason", "failed_at", "closed_at", "note")
+
+JobShape = shape(
+    "Job",
+    "A job.",
+    **columns(Job, COLUMNS),
+    state=Word("JobState", JobState.values, help_text="As stored."),
+    status=Word(
+        "JobStatus", JobStatus.values, help_text="The state with `scheduled` and `processing`."
+    ),
+    error=serializers.CharField(allow_null=True),
+)
+JobPage = shape(
+    "JobPage",
+    "A page of jobs.",
+    page_of(JobShape),
+    is_windowed=serializers.BooleanField(
+        help_text="Whether older jobs were not looked at, which may fit as well."
+    ),
+)
+Enqueued = shape(
+    "Enqueued",
+    "What became of a request to enqueue.",
+    **columns(Job, ("id", "queue", "handler", "unique_id")),
+    is_new=serializers.BooleanField(
+        help_text="false: the id was taken; this is the job that has it."
+    ),
+    state=Word("JobState", JobState.values),
+)
+Progress = shape(
+    "Progress",
+    "How far a running job says it is.",
+    percent=serializers.FloatField(allow_null=True),
+    text=serializers.CharField(allow_blank=True),
+)
+Attempt = shape(
+    "Attempt",
+    "A failed attempt.",
+    **columns(JobFailure, OF_ATTEMPTS),
+    traceback=serializers.CharField(allow_blank=True, required=False, help_text=WITH_PAYLOADS),
+)
+JobLetter = shape(
+    "JobLetter",
+    "A dead letter of a job.",
+    **columns(DeadLetter, OF_LETTERS),
+    state=Word("DeadLetterState", DeadLetterState.values),
+)
+JobDetail = shape(
+    "JobDetail",
+    "A job with its history.",
+    JobShape,
+    **columns(Job, DETAILS)
+    | {"generation": serializers.IntegerField(help_text="Grows with every requeue.")},
+    progress=Progress(allow_null=True),
+    failures=Attempt(many=True, help_text="The newest 100 failed attempts, oldest first."),
+    dead_letters=JobLetter(
+        many=True,
+        required=False,
+        help_text="The newest 100; with the permission `view_deadletter`.",
+    ),
+    payload=JSONValue(required=False, help_text="Redacted; with the permission `view_payload`."),
+    result=JSONValue(
+        required=False, help_text="Of a completed job; with the permission `view_payload`."
+    ),
+    headers=serializers.DictField(
+        child=serializers.CharField(),
+        required=False,
+        help_text="Sent along; with the permission `view_payload`.",
+    ),
+)
+JobOutcome = shape(
+    "JobOutcome",
+    "What became of a request about a job, and the job after it.",
+    outcome=serializers.CharField(),
+    job=JobShape(),
+)
+
+
+# --- Endpoints ------------------------------------------------------------------------------------
 
 EXAMPLE = OpenApiExample(
     "A confirmation, once",
@@ -64,97 +230,136 @@ EXAMPLE = OpenApiExample(
 )
 
 
-class JobsView(KjoView):
-    """All jobs."""
+@endpoint("jobs_list", TAG, ["view_job"], {200: JobPage}, query=JobQuery)
+def list_jobs(view: KjoView) -> Response:
+    """List jobs, newest first, without their payloads."""
+    query = view.query(JobQuery)
+    wanted = _filter(view, query)
+    try:
+        found = search.page(wanted, after=query.get("cursor"), size=query["limit"])
+    except ValueError as error:
+        raise ValidationError({"cursor": str(error)}) from None
+    answer = {
+        "results": summaries(view, found.rows),
+        "next_cursor": found.next,
+        "is_windowed": found.is_windowed,
+    }
+    return Response(JobPage(answer).data)
 
-    permissions: ClassVar = {"GET": ("view_job",), "POST": ("enqueue_job",)}
 
-    @documented("jobs_list", TAG, {200: shapes.JobPage}, query=shapes.JobQuery)
-    def get(self, request: Request) -> Response:
-        """List jobs, newest first, without their payloads."""
-        query = self.query(shapes.JobQuery)
-        wanted = _filter(self, query)
+@endpoint(
+    "jobs_enqueue",
+    TAG,
+    ["enqueue_job"],
+    {
+        201: (Enqueued, "The job is stored. `Location` is its address."),
+        200: (Enqueued, "Nothing was stored: the unique id is this job's."),
+    },
+    method="POST",
+    body=EnqueueBody,
+    examples=[EXAMPLE],
+)
+def enqueue_job(view: KjoView) -> Response:
+    """Enqueue a job.
+
+    With a `unique_id` it may be sent again at will: while the first job is open, and as long as
+    its result is kept, the answer is that job. A cancelled or expired one begins anew.
+    """
+    result = enqueue(view.body(EnqueueBody), view.audit("Enqueued.", is_new=True))
+    job = _rows().get(pk=result.job_id)
+    answer = {name: getattr(job, name) for name in (*COLUMNS, "state")} | {"is_new": result.is_new}
+    if not result.is_new and not view.sees_payloads:
+        answer["key"] = ""  # of what somebody else has enqueued
+    return Response(
+        Enqueued(answer).data,
+        status=status.HTTP_201_CREATED if result.is_new else status.HTTP_200_OK,
+        headers={"Location": job_url(view.request, job.pk)},
+    )
+
+
+@endpoint("jobs_read", TAG, ["view_job"], {200: JobDetail}, path=[ID], problems=[404])
+def read_job(view: KjoView, id: str) -> Response:
+    """Tell a job's state, history and progress, and to those who may see them its payload and
+    result."""
+    return Response(JobDetail(detail(view, id)).data)
+
+
+@endpoint(
+    "jobs_wait",
+    TAG,
+    ["view_job"],
+    {
+        200: (JobDetail, "It has ended: completed, failed or cancelled."),
+        202: (JobDetail, "It is still open; ask again."),
+    },
+    path=[ID],
+    query=WaitQuery,
+    problems=[404],
+)
+def wait_for_job(view: KjoView, id: str) -> Response:
+    """Wait until a job has ended, up to some seconds."""
+    seconds = view.query(WaitQuery)["timeout"]
+    job = find(id)
+    if job.state in states.OPEN and seconds:
         try:
-            found = search.page(wanted, after=query.get("cursor"), size=query["limit"])
-        except ValueError as error:
-            raise ValidationError({"cursor": str(error)}) from None
-        answer = {
-            "results": summaries(self, found.rows),
-            "next_cursor": found.next,
-            "is_windowed": found.is_windowed,
-        }
-        return Response(shapes.JobPage(answer).data)
-
-    @documented(
-        "jobs_enqueue",
-        TAG,
-        {
-            201: (shapes.Enqueued, "The job is stored. `Location` is its address."),
-            200: (shapes.Enqueued, "Nothing was stored: the unique id is this job's."),
-        },
-        body=shapes.EnqueueBody,
-        examples=[EXAMPLE],
-    )
-    def post(self, request: Request) -> Response:
-        """Enqueue a job.
-
-        With a `unique_id` it may be sent again at will: while the first job is open, and as long as
-        its result is kept, the answer is that job. A cancelled or expired one begins anew.
-        """
-        result = enqueue(self.body(shapes.EnqueueBody), self.audit("Enqueued.", is_new=True))
-        job = _rows().get(pk=result.job_id)
-        answer = {name: getattr(job, name) for name in _PLAIN} | {"is_new": result.is_new}
-        if not result.is_new and not self.sees_payloads:
-            answer["key"] = ""  # of what somebody else has enqueued
-        return Response(
-            shapes.Enqueued(answer).data,
-            status=status.HTTP_201_CREATED if result.is_new else status.HTTP_200_OK,
-            headers={"Location": job_url(request, job.pk)},
-        )
+            with Waiter(seconds, releases=True) as waiter:
+                waiter.wait(Awaited(job.pk, str(job.pk)))
+        except KjoError:
+            pass  # however it ended, or did not: the row below tells
+    told = detail(view, id)
+    is_open = told["state"] in states.OPEN
+    code = status.HTTP_202_ACCEPTED if is_open else status.HTTP_200_OK
+    return Response(JobDetail(told).data, status=code)
 
 
-class JobView(KjoView):
-    """One job."""
+# --- Enqueueing -----------------------------------------------------------------------------------
 
-    permissions: ClassVar = {"GET": ("view_job",)}
-
-    @documented("jobs_read", TAG, {200: shapes.JobDetail}, path=[ID], problems=[404])
-    def get(self, request: Request, id: str) -> Response:
-        """Tell a job's state, history and progress, and to those who may see them its payload and
-        result."""
-        return Response(shapes.JobDetail(detail(self, id)).data)
+OPTIONS = ("key", "queue", "delay", "run_at", "expires_at", "max_attempts", "result_ttl")
 
 
-class WaitView(KjoView):
-    """The end of one job."""
+def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> EnqueueResult:
+    """Store the job a validated body describes; everything is checked before anything is written.
 
-    permissions: ClassVar = {"GET": ("view_job",)}
+    :param on_stored: told of a new job inside the transaction that stores it.
+    :raises ValidationError: no such handler, or it does not take these arguments or options.
+    """
+    job = _build(body)
+    using = jobs_database()
+    with transaction.atomic(using=using):
+        answer = store([job])[0]
+        if answer.is_new:
+            on_stored([job])
+    return answer
 
-    @documented(
-        "jobs_wait",
-        TAG,
-        {
-            200: (shapes.JobDetail, "It has ended: completed, failed or cancelled."),
-            202: (shapes.JobDetail, "It is still open; ask again."),
-        },
-        path=[ID],
-        query=shapes.WaitQuery,
-        problems=[404],
-    )
-    def get(self, request: Request, id: str) -> Response:
-        """Wait until a job has ended, up to some seconds."""
-        seconds = self.query(shapes.WaitQuery)["timeout"]
-        job = find(id)
-        if job.state in states.OPEN and seconds:
-            try:
-                with Waiter(seconds, releases=True) as waiter:
-                    waiter.wait(Awaited(job.pk, str(job.pk)))
-            except KjoError:
-                pass  # however it ended, or did not: the row below tells
-        told = detail(self, id)
-        is_open = told["state"] in states.OPEN
-        code = status.HTTP_202_ACCEPTED if is_open else status.HTTP_200_OK
-        return Response(shapes.JobDetail(told).data, status=code)
+
+def is_for_callers(handler: registry.Handler) -> bool:
+    """Whether a program outside may enqueue it: what ``@job`` declares in the project.
+
+    Those of queues, events and tasks take messages that their own side makes and checks. Our own
+    do what needs more than the permission to enqueue, for whoever their payload names.
+    """
+    return type(handler) is registry.Handler and handler in registry.handlers()
+
+
+def _build(body: dict[str, Any]) -> Job:
+    handler = registry.find(body["handler"])
+    if handler is None or not is_for_callers(handler):
+        raise ValidationError({"handler": f"No job is named {body['handler']!r}."}, code="unknown")
+    given = {name: body[name] for name in OPTIONS if body.get(name) is not None}
+    try:
+        options = EnqueueOptions(id=body.get("unique_id"), **given)
+    except ValueError as error:
+        raise ValidationError(str(error)) from None
+    payload = body["payload"]
+    problem = handler.check_arguments(payload)
+    if problem is not None:
+        raise ValidationError({"payload": problem}, code="arguments")
+    try:
+        return JobDefinition(handler, options).build(payload)
+    except PayloadError as error:
+        raise ValidationError({"payload": str(error)}) from None
+    except ValueError as error:
+        raise ValidationError(str(error)) from None
 
 
 # --- Details --------------------------------------------------------------------------------------
@@ -190,7 +395,7 @@ def _filter(view: KjoView, query: dict[str, Any]) -> JobFilter:
         found = search.parse(query.get("q", ""))
     except ValueError as error:
         raise ValidationError({"q": str(error)}) from None
-    given = {name: query[name] for name in shapes.SEARCHED if name in query}
+    given = {name: query[name] for name in SEARCHED if name in query}
     twice = [name for name in given if getattr(found, name) is not None]
     if twice:
         raise ValidationError(dict.fromkeys(twice, "Given in `q` too."))
@@ -222,7 +427,7 @@ def summaries(view: KjoView, rows: Sequence[Job]) -> list[dict[str, Any]]:
         hide_texts(rows)
     return [
         {
-            **{name: getattr(row, name) for name in _PLAIN},
+            **{name: getattr(row, name) for name in (*COLUMNS, "state")},
             "status": status_of[row.pk],
             "error": row.error or None,
         }
@@ -241,7 +446,7 @@ def detail(view: KjoView, id: str) -> dict[str, Any]:
     progress = progress_of([job.pk]).get(str(job.pk)) if job.state in states.OPEN else None
     answer: dict[str, Any] = {
         **summaries(view, [job])[0],
-        **{name: getattr(job, name) for name in _DETAILS},
+        **{name: getattr(job, name) for name in DETAILS},
         "progress": progress and {"percent": progress.percent, "text": progress.text},
         "failures": _failures(job, view.sees_payloads),
     }
@@ -256,14 +461,19 @@ def detail(view: KjoView, id: str) -> dict[str, Any]:
 
 
 def _failures(job: Job, sees_payloads: bool) -> list[dict[str, Any]]:
-    names = (*_ATTEMPT, "traceback") if sees_payloads else _ATTEMPT
+    names = (*OF_ATTEMPTS, "traceback") if sees_payloads else OF_ATTEMPTS
     rows = JobFailure.objects.using(jobs_database()).filter(job=job).order_by("-pk").only(*names)
     found = list(rows[:HISTORY])[::-1]
     if not sees_payloads:
         hide_texts(found)
-    return shapes.dicts(found, names)
+    return _dicts(found, names)
 
 
 def _letters(job: Job) -> list[dict[str, Any]]:
     rows = DeadLetter.objects.using(jobs_database()).filter(job=job).order_by("-pk")
-    return shapes.dicts(list(rows.only(*_LETTER)[:HISTORY])[::-1], _LETTER)
+    names = (*OF_LETTERS, "state")
+    return _dicts(list(rows.only(*names)[:HISTORY])[::-1], names)
+
+
+def _dicts(rows: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    return [{name: getattr(row, name) for name in names} for row in rows]

@@ -1,17 +1,20 @@
-"""Errors as RFC 9457 problem details, for our views only."""
+"""Bodies that are read strictly, and errors as RFC 9457 problem details, for our views only."""
 
 from __future__ import annotations
 
 import http
+import json
 from collections.abc import Iterator
 from typing import Any
 
 from django.core.exceptions import PermissionDenied
 from django.http import Http404
 from rest_framework import exceptions, status
+from rest_framework.parsers import BaseParser
 from rest_framework.response import Response
 from rest_framework.views import exception_handler
 
+from kjo_django.conf import get_settings
 from kjo_django.exceptions import (
     CoordinationError,
     JobNotFoundError,
@@ -106,3 +109,63 @@ def _errors(detail: Any, place: str) -> Iterator[dict[str, str]]:
             yield from _errors(each, place)
     else:
         yield {"field": place, "detail": str(detail), "code": str(detail.code)}
+
+
+# --- Bodies: JSON in UTF-8, of bounded size and depth ---------------------------------------------
+
+ROOM = 64 * 1024
+"""Bytes a body may have beside its payload."""
+
+
+DEEPEST = 200
+"""Levels: what walks through a payload does so by recursion."""
+TOO_DEEP = f"The body has more than {DEEPEST} levels."
+
+
+def longest_body() -> int:
+    """Return how many bytes a body may have: a payload that is allowed fits in, escaped too."""
+    return 2 * get_settings().max_payload_bytes + ROOM
+
+
+class StrictJSONParser(BaseParser):  # type: ignore[misc]
+    """Refuses what is too long before it is read, and NaN, infinities and absurd nesting."""
+
+    media_type = "application/json"
+
+    def parse(self, stream: Any, media_type: Any = None, parser_context: Any = None) -> Any:
+        """Return the decoded body.
+
+        :raises TooLarge: it has more bytes than ``longest_body()``.
+        :raises ParseError: it is no JSON.
+        """
+        limit = longest_body()
+        body = stream.read(limit + 1)
+        if len(body) > limit:
+            raise TooLarge(f"The body has more than {limit} bytes.")
+        try:
+            value = json.loads(body.decode(), parse_constant=_refuse)
+        except RecursionError:
+            raise exceptions.ParseError(TOO_DEEP) from None
+        except ValueError as error:
+            raise exceptions.ParseError(f"The body is no JSON: {error}") from None
+        if not _is_flat_enough(value):
+            raise exceptions.ParseError(TOO_DEEP)
+        return value
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_flat_enough(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            each
+            for one in level
+            if isinstance(one, dict | list)
+            for each in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return True
+    return False

@@ -1,44 +1,50 @@
-"""Whether all is well, and what has taken effect."""
+"""The system: whether all is well, figures over time from the aggregates workers write, and what
+has taken effect."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 from django.utils import timezone
 from rest_framework import serializers, status
-from rest_framework.request import Request
 from rest_framework.response import Response
 
-from kjo_django.api.base import KjoView
-from kjo_django.api.fields import JSONValue, Query, QueryNumber, Shape
-from kjo_django.api.openapi import documented
+from kjo_django.api.endpoints import KjoView, endpoint
+from kjo_django.api.fields import JSONValue, Query, QueryNumber, columns, shape
 from kjo_django.api.showing import shown_event
 from kjo_django.models import ProcessedEvent as ProcessedEventRow
+from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.health import Thresholds, health, is_healthy
+from kjo_django.operations.monitoring.metrics import Summary
 from kjo_django.store.transactions import jobs_database
 
-TAG = "system"
+SYSTEM, METRICS = "system", "metrics"
 TIMEOUT = 5.0
 """Seconds the checks may take in all."""
 MOST_EVENTS = 100
+HOUR, DAY = 3600, 86_400
 
 
-class Check(Shape):
-    """One check, in the order of their dependencies."""
-
-    name = serializers.CharField()
-    ok = serializers.BooleanField(allow_null=True, help_text="null: not checked.")
-    detail = serializers.CharField(allow_blank=True)
-    fix = serializers.CharField(allow_blank=True, help_text="What to do about it.")
+# --- Health and processed events ------------------------------------------------------------------
 
 
-class Health(Shape):
-    """Whether all is well."""
-
-    healthy = serializers.BooleanField()
-    timestamp = serializers.DateTimeField()
-    checks = Check(many=True)
+Check = shape(
+    "Check",
+    "One check, in the order of their dependencies.",
+    name=serializers.CharField(),
+    ok=serializers.BooleanField(allow_null=True, help_text="null: not checked."),
+    detail=serializers.CharField(allow_blank=True),
+    fix=serializers.CharField(allow_blank=True, help_text="What to do about it."),
+)
+Health = shape(
+    "Health",
+    "Whether all is well.",
+    healthy=serializers.BooleanField(),
+    timestamp=serializers.DateTimeField(),
+    checks=Check(many=True),
+)
 
 
 class HealthQuery(Query):
@@ -53,23 +59,18 @@ class HealthQuery(Query):
     )
 
 
-class ProcessedEvent(Shape):
-    """An event or message whose effects are committed."""
-
-    id = serializers.UUIDField()
-    event_id = serializers.CharField()
-    event_type = serializers.CharField()
-    service_name = serializers.CharField()
-    processed_at = serializers.DateTimeField()
-    event_data = JSONValue(
-        required=False, help_text="Redacted; with the permission `view_payload`."
-    )
-
-
-class ProcessedEvents(Shape):
-    """The effects of one event: at most 100."""
-
-    results = ProcessedEvent(many=True)
+EVENT_COLUMNS = ("id", "event_id", "event_type", "service_name", "processed_at")
+ProcessedEvent = shape(
+    "ProcessedEvent",
+    "An event or message whose effects are committed.",
+    **columns(ProcessedEventRow, EVENT_COLUMNS),
+    event_data=JSONValue(required=False, help_text="Redacted; with the permission `view_payload`."),
+)
+ProcessedEvents = shape(
+    "ProcessedEvents",
+    "The effects of one event: at most 100.",
+    results=ProcessedEvent(many=True),
+)
 
 
 class EventQuery(Query):
@@ -82,50 +83,184 @@ class EventQuery(Query):
     event_type = serializers.CharField(max_length=100, required=False)
 
 
-class HealthView(KjoView):
-    """The checks of `kjo_health`."""
+@endpoint(
+    "health",
+    SYSTEM,
+    ["view_job"],
+    {200: (Health, "All is well."), 503: (Health, "Something is not; `fix` says what to do.")},
+    query=HealthQuery,
+)
+def read_health(view: KjoView) -> Response:
+    """Check settings, database, coordination, transports, topics, relay, workers and lag."""
+    query = view.query(HealthQuery)
+    limits: dict[str, Any] = {}
+    if "max_lag" in query:
+        limits["lag"] = query["max_lag"]
+    if "max_failure_rate" in query:
+        limits["failure_rate"] = query["max_failure_rate"]
+    if "max_idle" in query:
+        limits["idle"] = timedelta(seconds=query["max_idle"])
+    checks = health(TIMEOUT, Thresholds(**limits))
+    is_well = is_healthy(checks)
+    answer = {"healthy": is_well, "timestamp": timezone.now(), "checks": checks}
+    code = status.HTTP_200_OK if is_well else status.HTTP_503_SERVICE_UNAVAILABLE
+    return Response(Health(answer).data, status=code)
 
-    permissions: ClassVar = {"GET": ("view_job",)}
 
-    @documented(
-        "health",
-        TAG,
-        {200: (Health, "All is well."), 503: (Health, "Something is not; `fix` says what to do.")},
-        query=HealthQuery,
+@endpoint(
+    "processed_events_lookup",
+    SYSTEM,
+    ["view_processedevent"],
+    {200: ProcessedEvents},
+    query=EventQuery,
+)
+def find_events(view: KjoView) -> Response:
+    """Look up an event by its exact id: which consumers' effects of it are committed."""
+    query = view.query(EventQuery)
+    names = (*EVENT_COLUMNS, *(["event_data"] if view.sees_payloads else []))
+    rows = ProcessedEventRow.objects.using(jobs_database()).filter(**query).order_by("pk")
+    results = [
+        {name: getattr(row, name) for name in names} for row in rows.only(*names)[:MOST_EVENTS]
+    ]
+    for told in results:
+        if "event_data" in told:
+            told["event_data"] = shown_event(told["event_data"], told["event_type"])
+    return Response(ProcessedEvents({"results": results}).data)
+
+
+# --- Metrics --------------------------------------------------------------------------------------
+
+
+def seconds() -> serializers.FloatField:
+    """Return a field of seconds, null where nothing was measured."""
+    return serializers.FloatField(allow_null=True)
+
+
+Figures = shape(
+    "Figures",
+    "What was done in some time.",
+    completed=serializers.IntegerField(),
+    retried=serializers.IntegerField(help_text="Attempts that failed and are repeated."),
+    failed=serializers.IntegerField(),
+    duplicate=serializers.IntegerField(help_text="Dropped: they had taken effect before."),
+    skipped=serializers.IntegerField(help_text="Meant for others, or not to be run any more."),
+)
+Times = shape(
+    "Times",
+    "What was done in some time, and how long it took, in seconds.",
+    Figures,
+    run_p50=seconds(),
+    run_p95=seconds(),
+    run_p99=seconds(),
+    wait_p50=seconds(),
+    wait_p95=seconds(),
+    wait_p99=seconds(),
+)
+Point = shape(
+    "Point",
+    "The figures of one time of a series.",
+    Times,
+    time=serializers.DateTimeField(help_text="When it begins."),
+    minutes=serializers.FloatField(help_text="How long it is; the present one is shorter."),
+    lag=serializers.IntegerField(allow_null=True),
+)
+Totals = shape(
+    "Totals",
+    "The sums of the whole time, and the present rate and lag.",
+    Figures,
+    per_minute=serializers.FloatField(help_text="Jobs completed, of the last whole minutes."),
+    lag=serializers.IntegerField(),
+)
+Deploy = shape(
+    "Deploy",
+    "The first start of a release.",
+    time=serializers.DateTimeField(),
+    release=serializers.CharField(),
+)
+Metrics = shape(
+    "Metrics",
+    "Figures over time.",
+    width_seconds=serializers.FloatField(help_text="Of each point."),
+    points=Point(many=True, help_text="Evenly spaced, the oldest first, none left out."),
+    totals=Totals(help_text="Of all queues and handlers."),
+    deploys=Deploy(many=True),
+)
+MetricSummary = shape(
+    "MetricSummary",
+    "The figures of a queue or a handler.",
+    Times,
+    name=serializers.CharField(),
+    sparkline=serializers.ListField(
+        child=serializers.IntegerField(), help_text="Completed in each minute, the oldest first."
+    ),
+)
+MetricSummaries = shape(
+    "MetricSummaries",
+    "The figures of each, by name.",
+    results=MetricSummary(many=True),
+)
+
+
+class MetricQuery(Query):
+    """Which time, and what of it."""
+
+    length = serializers.IntegerField(
+        required=False,
+        default=HOUR,
+        min_value=60,
+        max_value=31 * DAY,
+        help_text="Seconds up to now: told by the minute up to two hours, by the quarter up to a "
+        "day, else by the hour.",
     )
-    def get(self, request: Request) -> Response:
-        """Check settings, database, coordination, transports, topics, relay, workers and lag."""
-        query = self.query(HealthQuery)
-        limits: dict[str, Any] = {}
-        if "max_lag" in query:
-            limits["lag"] = query["max_lag"]
-        if "max_failure_rate" in query:
-            limits["failure_rate"] = query["max_failure_rate"]
-        if "max_idle" in query:
-            limits["idle"] = timedelta(seconds=query["max_idle"])
-        checks = health(TIMEOUT, Thresholds(**limits))
-        is_well = is_healthy(checks)
-        answer = {"healthy": is_well, "timestamp": timezone.now(), "checks": checks}
-        code = status.HTTP_200_OK if is_well else status.HTTP_503_SERVICE_UNAVAILABLE
-        return Response(Health(answer).data, status=code)
+    queue = serializers.CharField(max_length=100, required=False, help_text="Points of it only.")
+    handler = serializers.CharField(max_length=100, required=False, help_text="Points of it only.")
 
 
-class ProcessedEventsView(KjoView):
-    """What has taken effect."""
+class SummaryQuery(Query):
+    """Which time."""
 
-    permissions: ClassVar = {"GET": ("view_processedevent",)}
+    length = serializers.IntegerField(
+        required=False, default=HOUR, min_value=60, max_value=2 * HOUR, help_text="Seconds."
+    )
 
-    @documented("processed_events_lookup", TAG, {200: ProcessedEvents}, query=EventQuery)
-    def get(self, request: Request) -> Response:
-        """Look up an event by its exact id: which consumers' effects of it are committed."""
-        query = self.query(EventQuery)
-        names = ["id", "event_id", "event_type", "service_name", "processed_at"]
-        names += ["event_data"] if self.sees_payloads else []
-        rows = ProcessedEventRow.objects.using(jobs_database()).filter(**query).order_by("pk")
-        results = [
-            {name: getattr(row, name) for name in names} for row in rows.only(*names)[:MOST_EVENTS]
-        ]
-        for told in results:
-            if "event_data" in told:
-                told["event_data"] = shown_event(told["event_data"], told["event_type"])
-        return Response(ProcessedEvents({"results": results}).data)
+
+@endpoint("metrics_read", METRICS, ["view_job"], {200: Metrics}, query=MetricQuery)
+def read_metrics(view: KjoView) -> Response:
+    """Tell what was done in the time up to now, and how long it took."""
+    query = view.query(MetricQuery)
+    length = timedelta(seconds=query.pop("length"))
+    series = metrics.series(length, **query)
+    answer = {
+        "width_seconds": series.width.total_seconds(),
+        "points": series.points,
+        "totals": metrics.totals(length),
+        "deploys": metrics.deploys(length),
+    }
+    return Response(Metrics(answer).data)
+
+
+@endpoint("metrics_queues", METRICS, ["view_job"], {200: MetricSummaries}, query=SummaryQuery)
+def metrics_by_queue(view: KjoView) -> Response:
+    """Tell what was done in each queue."""
+    return summaries(metrics.by_queue(length_of(view)))
+
+
+@endpoint("metrics_handlers", METRICS, ["view_job"], {200: MetricSummaries}, query=SummaryQuery)
+def metrics_by_handler(view: KjoView) -> Response:
+    """Tell what each handler did."""
+    return summaries(metrics.by_handler(length_of(view)))
+
+
+def length_of(view: KjoView) -> timedelta:
+    """Return the time that is asked for."""
+    return timedelta(seconds=view.query(SummaryQuery)["length"])
+
+
+def summaries(found: Mapping[str, Summary]) -> Response:
+    """Answer with the figures of each."""
+    names = [name for name in MetricSummary().fields if name != "name"]
+    results: list[dict[str, Any]] = [
+        {"name": name} | {each: getattr(figures, each) for each in names}
+        for name, figures in sorted(found.items())
+    ]
+    return Response(MetricSummaries({"results": results}).data)

@@ -111,6 +111,10 @@ class RestSchema:
     """Name of the body's component; made from the action's name if empty."""
     about: str = ""
     """Description of the body's component."""
+    about_many: str = ""
+    """Description of the body's component for a selection."""
+    about_bulk: str = ""
+    """What the endpoint for a selection does."""
     method: str = "POST"
     path: str | None = None
     """The last part of the address; made from the action's name if None."""
@@ -303,7 +307,7 @@ RATE = Input(
     name="rate",
     kind=Kind.NUMBER,
     label=_("At most so many a second"),
-    help=_("A second. Empty: as fast as possible."),
+    help=_("A second; none: as fast as possible."),
     is_nullable=True,
     minimum=RATE_MIN,
     maximum=RATE_MAX,
@@ -471,7 +475,11 @@ TABLE: tuple[Action, ...] = (
         done=ngettext_lazy("%d dead letter was replayed.", "%d dead letters were replayed."),
         inputs=(FORCE, RATE, LIMIT),
         surfaces=_EVERYWHERE,
-        rest=RestSchema(about="How to replay."),
+        rest=RestSchema(
+            about="How to replay.",
+            about_many="Which dead letters to replay, and how.",
+            about_bulk="Replay the open dead letters a selection takes, oldest first.",
+        ),
     ),
     Action(
         name="edit_and_replay",
@@ -519,7 +527,12 @@ TABLE: tuple[Action, ...] = (
         inputs=(NOTE,),
         is_dangerous=True,
         surfaces=_EVERYWHERE,
-        rest=RestSchema(about="Why.", problems=(404, 409)),
+        rest=RestSchema(
+            about="Why.",
+            about_many="Which dead letters to discard, and why.",
+            about_bulk="Close the open dead letters a selection takes, without running them again.",
+            problems=(404, 409),
+        ),
     ),
     Action(
         name="pause",

@@ -319,7 +319,7 @@ def test_a_request_looks_at_no_more_letters_than_its_limit(
         {"the job is completed": 2},
     )
     # And a dry run stops by itself
-    monkeypatch.setattr("kjo_django.api.bulk.PREVIEW_LIMIT", 3)
+    monkeypatch.setattr("kjo_django.api.actions.PREVIEW_LIMIT", 3)
     told = operator.post(f"{URL}replay/", {"all": True, "dry_run": True}).json()
     assert (told["matched"], told["is_capped"]) == (3, True)
 

@@ -11,8 +11,8 @@ from rest_framework.renderers import BrowsableAPIRenderer, JSONRenderer
 from rest_framework.test import APIRequestFactory, force_authenticate
 from rest_framework.throttling import ScopedRateThrottle
 
-from kjo_django.api.base import KjoView
-from kjo_django.api.jobs import JobsView
+from kjo_django.api.endpoints import KjoView, address
+from kjo_django.api.jobs import enqueue_job
 from kjo_django.models import Job
 from tests.api.conftest import Login, problem_of, user_with
 from tests.factories import JobFactory
@@ -125,5 +125,5 @@ def test_a_view_can_be_called_without_an_address(greet: Any) -> None:
     body = {"handler": "tests.greet", "payload": {"name": "Ada"}}
     request = APIRequestFactory().post("/", body, format="json")
     force_authenticate(request, user_with("enqueue_job"))
-    answer = JobsView.as_view()(request)
+    answer = address(enqueue_job)(request)
     assert answer["Location"] == f"/kjo/jobs/{Job.objects.get().pk}/"

@@ -1,14 +1,24 @@
-"""What all our views share: permissions, problems, strict bodies, audited changes."""
+"""How an endpoint is declared: a function with its permissions, body, answers and problems.
+
+``endpoint`` makes a method of a function, and describes it in the OpenAPI schema; ``address`` makes
+a view of one or more methods. What all views share is in ``KjoView``: permissions, problems, strict
+bodies, audited changes.
+"""
 
 from __future__ import annotations
 
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from django.apps import apps
 from django.http import Http404
+from drf_spectacular.extensions import OpenApiSerializerExtension
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiResponse, extend_schema
+from rest_framework import serializers
 from rest_framework.exceptions import PermissionDenied, ValidationError
 from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
@@ -17,14 +27,75 @@ from rest_framework.settings import api_settings
 from rest_framework.views import APIView
 
 from kjo_django.api import problems
-from kjo_django.api.fields import Body, Query
-from kjo_django.api.parsing import StrictJSONParser
+from kjo_django.api.fields import Body, Query, Shape
+from kjo_django.api.problems import CONTENT_TYPE, TYPE, StrictJSONParser
 from kjo_django.operations.audit import audit_of
 from kjo_django.operations.internal import UserActor
 
 logger = logging.getLogger("kjo_django")
 
 VIEW_PAYLOAD = "view_payload"
+
+
+ALWAYS = (400, 401, 403, 406, 429)
+"""Problems every endpoint may answer with; those that read a body add two."""
+WITH_BODY = (413, 415)
+MEANINGS = {
+    400: "The request is not valid; `errors` tells which fields. Nothing was changed.",
+    401: "Nobody is logged in, and there is a way to say who one is.",
+    403: "A permission is missing, or nobody is logged in.",
+    404: "There is none with this id or name.",
+    406: "The answer cannot be had in the wanted format.",
+    409: "It cannot be done in the present state; nothing was changed.",
+    413: "The body is too long.",
+    415: "The body is not JSON.",
+    429: "Too many requests; `Retry-After` tells the seconds to wait.",
+    503: "A server that is needed is away; try again later.",
+}
+
+
+class BodyExtension(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
+    """Bodies say that they take no other members."""
+
+    target_class = Body
+    match_subclasses = True
+
+    def map_serializer(self, auto_schema: Any, direction: Any) -> Any:
+        """Return the schema REST framework's fields give, closed."""
+        schema = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
+        return schema | {"additionalProperties": False}
+
+
+class ProblemError(Shape):
+    """What is wrong with one field."""
+
+    field = serializers.CharField(
+        allow_blank=True, help_text="Its path, as in `payload.order_id`; empty: the whole body."
+    )
+    detail = serializers.CharField()
+    code = serializers.CharField()
+
+
+class Problem(Shape):
+    """An error, as RFC 9457 wants it."""
+
+    type = serializers.CharField(help_text=f"`{TYPE}` and a code.")
+    title = serializers.CharField()
+    status = serializers.IntegerField()
+    detail = serializers.CharField()
+    errors = ProblemError(many=True, help_text="One for each field that is wrong.")
+
+
+def page_of(row: type[Any]) -> type[Any]:
+    """Return the shape of a page of such rows."""
+    members = {
+        "results": row(many=True),
+        "next_cursor": serializers.CharField(
+            allow_null=True, help_text="`cursor` of the next page; null: this is the last."
+        ),
+        "__doc__": "A page; it may hold fewer rows than asked for and still not be the last.",
+    }
+    return type(f"{row.__name__}Page", (Shape,), members)
 
 
 class HasPermissions(BasePermission):  # type: ignore[misc]
@@ -75,7 +146,7 @@ class KjoView(APIView):  # type: ignore[misc]
         response = super().finalize_response(request, response, *args, **kwargs)
         renderer = getattr(response, "accepted_renderer", None)
         if response.exception and getattr(renderer, "format", None) == "json":
-            response.content_type = problems.CONTENT_TYPE
+            response.content_type = CONTENT_TYPE
         response["X-Content-Type-Options"] = "nosniff"
         response["Cache-Control"] = "private, no-store"
         return response
@@ -146,3 +217,76 @@ def id_of(given: str) -> uuid.UUID:
         return uuid.UUID(given)
     except ValueError:
         raise Http404 from None
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method of an address."""
+
+    name: str
+    operation_id: str
+    permissions: tuple[str, ...]
+    handle: Callable[..., Response]
+
+
+ID = OpenApiParameter(
+    "id", OpenApiTypes.UUID, OpenApiParameter.PATH, description="The id of the row."
+)
+
+
+def endpoint(
+    operation_id: str,
+    tag: str,
+    permissions: Sequence[str],
+    answers: Mapping[int, Any],
+    *,
+    method: str = "GET",
+    about: str | None = None,
+    body: Any = None,
+    query: type[Shape] | None = None,
+    path: Sequence[OpenApiParameter] = (),
+    problems: Sequence[int] = (),
+    examples: Sequence[OpenApiExample] = (),
+) -> Callable[[Callable[..., Response]], Method]:
+    """Make the method of a view of a function, which is called with the view and the parts of the
+    address.
+
+    :param operation_id: unique and stable: clients generated from the schema name methods after it.
+    :param permissions: the codenames that it takes, all of them.
+    :param answers: shapes of its answers by status, or ``(shape, meaning)``.
+    :param about: what it does, for the schema; the function's docstring if not given.
+    :param problems: statuses of problems beside those everything may answer with.
+    """
+    responses: dict[Any, Any] = {}
+    for status, answer in answers.items():
+        shape, meaning = answer if isinstance(answer, tuple) else (answer, answer.__doc__)
+        responses[status] = OpenApiResponse(shape, description=meaning)
+    for status in sorted({*ALWAYS, *problems, *(WITH_BODY if body else ())}):
+        responses[status, CONTENT_TYPE] = OpenApiResponse(Problem, description=MEANINGS[status])
+    describe = extend_schema(
+        operation_id=f"kjo_{operation_id}",
+        tags=[f"kjo: {tag}"],
+        request=body,
+        responses=responses,
+        parameters=[*path, *([query] if query else [])],
+        examples=list(examples),
+    )
+
+    def declare(function: Callable[..., Response]) -> Method:
+        def handle(view: KjoView, request: Request, **parts: str) -> Response:
+            return function(view, **parts)
+
+        handle.__name__ = method.lower()
+        handle.__doc__ = about or function.__doc__
+        return Method(method, operation_id, tuple(permissions), describe(handle))
+
+    return declare
+
+
+def address(*methods: Method) -> Callable[..., Any]:
+    """Return the view of an address that has these methods."""
+    members: dict[str, Any] = {each.name.lower(): each.handle for each in methods}
+    members["permissions"] = {each.name: each.permissions for each in methods}
+    name = methods[0].operation_id.title().replace("_", "")
+    view: type[KjoView] = type(f"{name}View", (KjoView,), members)
+    return view.as_view()  # type: ignore[no-any-return]
