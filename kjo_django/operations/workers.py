@@ -48,7 +48,7 @@ class RunningJob:
     handler: str
     started_at: datetime
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
         return {
             "id": self.id,
@@ -72,7 +72,7 @@ class Assignment:
     running: tuple[RunningJob, ...] = ()
     """What runs of it, the longest first; not all of many, and none that had only begun."""
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
         return {
             "group": self.group,
@@ -80,12 +80,12 @@ class Assignment:
             "partition": self.partition,
             "rebalanced_at": _isoformat(self.rebalanced_at),
             "resting_until": _isoformat(self.resting_until),
-            "running": [each.told() for each in self.running],
+            "running": [each.as_dict() for each in self.running],
         }
 
     def stored(self) -> dict[str, Any]:
-        """Return it as the row has it: without what there is nothing to say of."""
-        return {name: value for name, value in self.told().items() if value not in (None, [])}
+        """Return it as the row has it: without what is not known."""
+        return {name: value for name, value in self.as_dict().items() if value not in (None, [])}
 
 
 def assignments(partitions: Any) -> list[Assignment]:
@@ -104,48 +104,48 @@ def rebalanced_at(held: list[Assignment]) -> datetime | None:
 # --- Details --------------------------------------------------------------------------------------
 
 
-def _assignment(told: Any) -> Assignment | None:
-    if isinstance(told, list) and len(told) == 2:  # as rows were written before they said more
-        told = {"topic": told[0], "partition": told[1]}
-    if not isinstance(told, dict):
+def _assignment(found: Any) -> Assignment | None:
+    if isinstance(found, list) and len(found) == 2:  # as rows were written before they said more
+        found = {"topic": found[0], "partition": found[1]}
+    if not isinstance(found, dict):
         return None
-    topic, partition = _text(told.get("topic")), told.get("partition")
+    topic, partition = _text(found.get("topic")), found.get("partition")
     if not topic or type(partition) is not int or not 0 <= partition <= _GREATEST:
         return None
     return Assignment(
         topic,
         partition,
-        group=_text(told.get("group")),
-        rebalanced_at=_moment(told.get("rebalanced_at")),
-        resting_until=_moment(told.get("resting_until")),
-        running=_running(told.get("running")),
+        group=_text(found.get("group")),
+        rebalanced_at=_moment(found.get("rebalanced_at")),
+        resting_until=_moment(found.get("resting_until")),
+        running=_running(found.get("running")),
     )
 
 
-def _running(told: Any) -> tuple[RunningJob, ...]:
-    if not isinstance(told, list):
+def _running(found: Any) -> tuple[RunningJob, ...]:
+    if not isinstance(found, list):
         return ()
-    found = []
-    for each in told[:MOST_RUNNING]:
+    running = []
+    for each in found[:MOST_RUNNING]:
         if not isinstance(each, dict):
             continue
         id, handler = _text(each.get("id")), _text(each.get("handler"))
         started_at = _moment(each.get("started_at"))
         if id is not None and handler is not None and started_at is not None:
-            found.append(RunningJob(id, handler, started_at))
-    return tuple(found)
+            running.append(RunningJob(id, handler, started_at))
+    return tuple(running)
 
 
-def _text(told: Any) -> str | None:
+def _text(found: Any) -> str | None:
     # JSON can escape what no encoding can write.
-    return told[:MAX_TEXT].encode(errors="replace").decode() if isinstance(told, str) else None
+    return found[:MAX_TEXT].encode(errors="replace").decode() if isinstance(found, str) else None
 
 
-def _moment(told: Any) -> datetime | None:
-    if not isinstance(told, str):
+def _moment(found: Any) -> datetime | None:
+    if not isinstance(found, str):
         return None
     try:
-        moment = parse_datetime(told)
+        moment = parse_datetime(found)
     except ValueError:
         return None
     # What another time zone could not hold could not be shown.

@@ -32,7 +32,7 @@ def test_what_is_stored_is_read_again():
     assert assignments(stored) == held
     assert stored[1] == {"group": "g", "topic": "mails", "partition": 1}
     # And so is what programs are told
-    assert assignments([each.told() for each in held]) == held
+    assert assignments([each.as_dict() for each in held]) == held
 
 
 def test_a_row_of_an_older_release_tells_topic_and_partition():

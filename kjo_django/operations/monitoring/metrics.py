@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
+from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -61,10 +62,10 @@ class Rate:
 
     @property
     def trend(self) -> Trend | None:
-        """Whether that is much."""
+        """The trend of that."""
         return trend_of(self.lag_per_minute)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
         return {
             "per_minute": self.per_minute,
@@ -82,7 +83,7 @@ def change_per_minute(lags: Sequence[tuple[datetime, int]]) -> float | None:
 
 
 def trend_of(change: float | None) -> Trend | None:
-    """Return the word for a change a minute."""
+    """Return the trend that a change a minute is."""
     if change is None:
         return None
     if abs(change) < STEADY:
@@ -94,7 +95,7 @@ def add_rates(rows: Iterable[dict[str, Any]]) -> None:
     """Add to each queue its rate."""
     found = rates_by_queue()
     for row in rows:
-        row |= found.get(row["queue"], Rate()).told()
+        row |= found.get(row["queue"], Rate()).as_dict()
 
 
 def rates_by_queue() -> dict[str, Rate]:
@@ -123,22 +124,20 @@ LAG_AGE = timedelta(minutes=3)
 """A lag seen longer ago than that is not the present one."""
 
 
-class _Row(NamedTuple):
-    """A row of an aggregate, in the order of `_COLUMNS`."""
+_Row = namedtuple(
+    "_Row",
+    "minute queue handler lag runs waits run_seconds wait_seconds "
+    "completed retried failed duplicate skipped",
+)
+"""A row of an aggregate, in the order of ``_COLUMNS``."""
 
-    minute: datetime
-    queue: str
-    handler: str
-    lag: int | None
-    runs: list[int]
-    waits: list[int]
-    run_seconds: float
-    wait_seconds: float
-    completed: int
-    retried: int
-    failed: int
-    duplicate: int
-    skipped: int
+
+def _percentile_of(histogram: str, share: float) -> Any:
+    return property(lambda figures: percentile(getattr(figures, histogram), share))
+
+
+def _per_minute(counter: str) -> Any:
+    return property(lambda point: getattr(point, counter) / point.minutes)
 
 
 @dataclass(slots=True)
@@ -157,43 +156,18 @@ class Figures:
     run_seconds: float = 0.0
     wait_seconds: float = 0.0
 
-    @property
-    def run_p50(self) -> float | None:
-        """Half the attempts ran no longer."""
-        return percentile(self.runs, 0.5)
-
-    @property
-    def run_p95(self) -> float | None:
-        """95 of 100 attempts ran no longer."""
-        return percentile(self.runs, 0.95)
-
-    @property
-    def run_p99(self) -> float | None:
-        """99 of 100 attempts ran no longer."""
-        return percentile(self.runs, 0.99)
-
-    @property
-    def wait_p50(self) -> float | None:
-        """Half the attempts waited no longer, from due to started."""
-        return percentile(self.waits, 0.5)
-
-    @property
-    def wait_p95(self) -> float | None:
-        """95 of 100 waited no longer."""
-        return percentile(self.waits, 0.95)
-
-    @property
-    def wait_p99(self) -> float | None:
-        """99 of 100 waited no longer."""
-        return percentile(self.waits, 0.99)
+    run_p50 = _percentile_of("runs", 0.5)
+    run_p95 = _percentile_of("runs", 0.95)
+    run_p99 = _percentile_of("runs", 0.99)
+    wait_p50 = _percentile_of("waits", 0.5)
+    wait_p95 = _percentile_of("waits", 0.95)
+    wait_p99 = _percentile_of("waits", 0.99)
+    """Half, 95 or 99 of 100 attempts ran, or waited from due to started, no longer."""
 
     def add(self, row: _Row) -> None:
         """Add an aggregate's row."""
-        self.completed += row.completed
-        self.retried += row.retried
-        self.failed += row.failed
-        self.duplicate += row.duplicate
-        self.skipped += row.skipped
+        for name in COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(row, name))
         # A row of nothing but the lag has no histograms; those of another length cannot be added.
         if len(row.runs) == BOUNDS:
             self.runs = list(map(operator.add, self.runs, row.runs))
@@ -213,24 +187,14 @@ class Point(Figures):
     """How long it is; shorter for the present one."""
     lag: int | None = None
 
-    @property
-    def completed_per_minute(self) -> float:
-        """Jobs completed a minute."""
-        return self.completed / self.minutes
-
-    @property
-    def retried_per_minute(self) -> float:
-        """Attempts a minute that will be repeated."""
-        return self.retried / self.minutes
-
-    @property
-    def failed_per_minute(self) -> float:
-        """Jobs a minute that ended as dead letters."""
-        return self.failed / self.minutes
+    completed_per_minute = _per_minute("completed")
+    retried_per_minute = _per_minute("retried")
+    """Attempts a minute that will be repeated."""
+    failed_per_minute = _per_minute("failed")
+    """Jobs a minute that ended as dead letters."""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(NamedTuple):
     """Points evenly spaced, the oldest first, none left out."""
 
     width: timedelta
@@ -255,8 +219,7 @@ class Summary(Figures):
     """Jobs completed in each minute, the oldest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deploy:
+class Deploy(NamedTuple):
     """The first start of a release."""
 
     time: datetime
@@ -274,7 +237,12 @@ def series(length: timedelta, *, queue: str | None = None, handler: str | None =
     end = _floor(now, width) + width
     count = max(1, -(-length // width))
     start = end - count * width
-    points = [_point(start + index * width, width, now) for index in range(count)]
+    begins = [start + index * width for index in range(count)]
+    # The present point is shorter than the others.
+    points = [
+        Point(time=begin, minutes=min(width, max(_MINUTE, now - begin)) / _MINUTE)
+        for begin in begins
+    ]
     for row in _rows(_of(rows, queue, handler), start):
         index = (row.minute - start) // width
         if 0 <= index < count:
@@ -289,7 +257,7 @@ def totals(length: timedelta) -> Totals:
     """Return the counts of the time up to now, the present rate and lag; no percentiles."""
     now = timezone.now()
     rows, width = _table(length)
-    whole = _floor(now, timedelta(minutes=1))
+    whole = _floor(now, _MINUTE)
     since = whole - timedelta(minutes=RATE_MINUTES)
     present = Q(minute__gte=since, minute__lt=whole)
     wanted: dict[str, Any] = {name: Sum(f"{name}_count") for name in COUNTERS}
@@ -378,15 +346,8 @@ def _rows(rows: QuerySet[Any], start: datetime) -> Iterable[_Row]:
     return map(_Row._make, streamed(found, chunk_size=5000))
 
 
-def _point(start: datetime, width: timedelta, now: datetime) -> Point:
-    whole = width / timedelta(minutes=1)
-    gone = max(1.0, (now - start) / timedelta(minutes=1))
-    return Point(time=start, minutes=min(whole, gone))
-
-
 def _summaries(length: timedelta, by: str) -> dict[str, Summary]:
-    minute = timedelta(minutes=1)
-    count = min(120, max(1, -(-length // minute)))
+    minute, count = _MINUTE, min(120, max(1, -(-length // _MINUTE)))
     start = _floor(timezone.now(), minute) + minute - count * minute
     found: dict[str, Summary] = {}
     rows = MetricBucket.objects.using(jobs_database()).order_by()

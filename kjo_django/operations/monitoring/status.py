@@ -294,7 +294,7 @@ def _worker(worker: Worker, now: datetime) -> dict[str, Any]:
         "in_flight": worker.in_flight_count,
         "processed": worker.processed_count,
         "failed": worker.failed_count,
-        "partitions": [each.told() for each in held],
+        "partitions": [each.as_dict() for each in held],
         "rebalanced_at": (at := rebalanced_at(held)) and at.isoformat(),
         "memory_bytes": worker.rss_bytes,
         "last_error": worker.last_error or None,
