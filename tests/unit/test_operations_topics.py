@@ -114,7 +114,7 @@ def test_every_queue_has_its_topic_and_an_uncompacted_dead_letter_topic(settings
         },
     )
     # When
-    specs = {spec.name: spec for spec in topics.specs(["emails"])["default"]}
+    specs = {topic.spec.name: topic.spec for topic in topics.wanted(["emails"])}
     # Then
     assert specs["email-queue"] == TopicSpec("email-queue", 4, 1, {"cleanup.policy": "compact"})
     assert specs["email-queue-dlq"] == TopicSpec(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -18,12 +18,13 @@ from kjo_django.transports.base import TopicDescription, TopicSpec, Transport
 from kjo_django.values import flag, mapping, text, whole
 
 MIN_INSYNC_REPLICAS = "min.insync.replicas"
+_CLEANUP = "cleanup.policy"
 
 _CONFIG_NAMES = {
     "retention_ms": "retention.ms",
     "segment_ms": "segment.ms",
     "compression_type": "compression.type",
-    "cleanup_policy": "cleanup.policy",
+    "cleanup_policy": _CLEANUP,
 }
 
 
@@ -59,7 +60,7 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
     "auto_create": flag,
     "config_entries": mapping,
     "retention_ms": _retention,
-    "segment_ms": lambda value: _retention(value),
+    "segment_ms": _retention,
     "compression_type": text,
     "cleanup_policy": text,
 }
@@ -68,7 +69,7 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
 def read_options(given: Mapping[str, Any], where: str) -> tuple[TopicOptions, Findings]:
     """Read ``topic_options``; ``where`` names them in messages.
 
-    An explicit entry of ``config_entries`` wins over the option of the same meaning (KJO-F17).
+    An explicit entry of ``config_entries`` wins over the option of the same meaning.
     """
     findings = Findings()
     values: dict[str, Any] = {}
@@ -122,7 +123,8 @@ def _entry(value: Any) -> str:
 
 
 def _check_replicas(options: TopicOptions, where: str, findings: Findings) -> None:
-    """KJO-98, and KJO-F16's warning: equal numbers stop producers when one broker is away."""
+    """Refuse more replicas than there are, and warn of equal numbers: then one broker that is away
+    stops all producers."""
     wanted = options.config.get(MIN_INSYNC_REPLICAS)
     if wanted is None:
         return
@@ -148,7 +150,19 @@ def _check_replicas(options: TopicOptions, where: str, findings: Findings) -> No
         )
 
 
-COMPACTED = "cleanup.policy"
+def findings() -> Mapping[str, Findings]:
+    """Return what is wrong with the topic options, by queue, for the system checks."""
+    conf = get_settings()
+    names = sorted({"default", *conf.queues, *declared_queues()})
+    return {name: _read_of(conf.queue(name))[1] for name in names}
+
+
+def _read_of(queue: QueueConf) -> tuple[TopicOptions, Findings]:
+    where = f"KJO['QUEUES'][{queue.name!r}]['topic_options']"
+    return read_options(queue.topic_options, where)
+
+
+# --- The topics that are wanted -------------------------------------------------------------------
 
 PATIENCE = 5.0
 """Seconds; a broker that is there has answered by then, one that is frozen takes half a minute."""
@@ -165,7 +179,116 @@ class WantedTopic:
     spec: TopicSpec
     auto_create: bool
     queues: tuple[str, ...]
-    is_dead_letter_topic: bool = False
+
+    def merged(self, other: WantedTopic) -> WantedTopic:
+        """Return the topic that two queues share: the larger numbers hold, both must allow its
+        creation, and the first one's configuration wins."""
+        spec = TopicSpec(
+            self.spec.name,
+            max(self.spec.partitions, other.spec.partitions),
+            max(self.spec.replication_factor, other.spec.replication_factor),
+            {**other.spec.config, **self.spec.config},
+        )
+        is_automatic = self.auto_create and other.auto_create
+        return WantedTopic(self.transport, spec, is_automatic, (*self.queues, *other.queues))
+
+
+def wanted(queues: Queues = None) -> list[WantedTopic]:
+    """Return the topics of the queues (all known ones if not given), each once.
+
+    Dead-letter topics are wanted where the transport keeps what was read; elsewhere the table is
+    the only place of dead letters.
+
+    :raises ImproperlyConfigured: when options are wrong.
+    """
+    found: dict[tuple[str, str], WantedTopic] = {}
+    names = registry.queue_names() if queues is None else map(_name, queues)
+    for name in sorted(set(names)):
+        queue = get_settings().queue(name)
+        options, findings = _read_of(queue)
+        if findings.errors:
+            raise ImproperlyConfigured(" ".join(findings.errors[0]).strip())
+        numbers, config = (options.partitions, options.replication_factor), dict(options.config)
+        specs = [TopicSpec(queue.topic, *numbers, config)]
+        if transport_class(queue.transport).capabilities.replay:
+            # With as many partitions as the source, a dead letter keeps its partition. Compacted,
+            # of two dead letters of one key only the second would be left.
+            kept = {**config, _CLEANUP: "delete"} if _CLEANUP in config else config
+            specs.append(TopicSpec(queue.dead_letter_topic, *numbers, kept))
+        for spec in specs:
+            topic = WantedTopic(queue.transport, spec, options.auto_create, (queue.name,))
+            place = (queue.transport, spec.name)
+            found[place] = found[place].merged(topic) if place in found else topic
+    return list(found.values())
+
+
+def _name(queue: str | QueueConf) -> str:
+    return queue if isinstance(queue, str) else queue.name
+
+
+def _by_transport(queues: Queues) -> Iterator[tuple[str, list[WantedTopic]]]:
+    topics = wanted(queues)
+    for alias in dict.fromkeys(topic.transport for topic in topics):
+        yield alias, [topic for topic in topics if topic.transport == alias]
+
+
+# --- Creating them --------------------------------------------------------------------------------
+
+
+def create(queues: Queues = None) -> list[str]:
+    """Create what is missing and grow what is too small; returns a line for each change."""
+    lines: list[str] = []
+    for alias, topics in _by_transport(queues):
+        lines += get_transport(alias).ensure_topics([topic.spec for topic in topics])
+    return lines
+
+
+def ensure_topics(queues: Queues = None) -> list[str]:
+    """Create the topics that may be created by themselves, before a worker subscribes to them.
+
+    :raises ImproperlyConfigured: when a topic is missing whose ``auto_create`` is off.
+    """
+    lines: list[str] = []
+    for alias, topics in _by_transport(queues):
+        transport = get_transport(alias)
+        _refuse_missing(transport, [topic for topic in topics if not topic.auto_create])
+        automatic = [topic.spec for topic in topics if topic.auto_create]
+        if automatic:
+            lines += transport.ensure_topics(automatic)
+    return lines
+
+
+def ensure_topics_soon(queues: Sequence[QueueConf]) -> list[str]:
+    """Call ``ensure_topics`` before a worker starts anything. Queues of a transport without topics
+    to make wait for it ``PATIENCE`` at most.
+
+    :raises TimeoutError: there are such queues, and the broker of others has not answered yet.
+    """
+    needs = {_makes_topics(transport_class(queue.transport)) for queue in queues}
+    if len(needs) < 2:
+        return ensure_topics(queues)
+    return answer_within(PATIENCE, functools.partial(ensure_topics, queues))
+
+
+def _makes_topics(kind: type[Transport]) -> bool:
+    return kind.ensure_topics is not Transport.ensure_topics
+
+
+def _refuse_missing(transport: Transport, topics: Sequence[WantedTopic]) -> None:
+    if not topics or not _makes_topics(type(transport)):
+        return
+    present = transport.describe_topics([topic.spec.name for topic in topics])
+    missing = {description.name for description in present if description.partitions is None}
+    for topic in topics:
+        if topic.spec.name in missing:
+            raise ImproperlyConfigured(
+                f"The topic {topic.spec.name!r} of queue {topic.queues[0]!r} does not exist, and "
+                "its topic_options['auto_create'] is False. Create it with "
+                "`manage.py kjo_topics create`."
+            )
+
+
+# --- Comparing them with what is there ------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -189,159 +312,20 @@ class TopicReport:
         return asdict(self)
 
 
-def wanted(queues: Queues = None) -> list[WantedTopic]:
-    """Return the topics of the queues (all known ones if not given), each once.
-
-    Dead-letter topics are wanted where the transport keeps what was read; elsewhere the table is
-    the only place of dead letters.
-
-    :raises ImproperlyConfigured: when options are wrong.
-    """
-    found: dict[tuple[str, str], WantedTopic] = {}
-    conf = get_settings()
-    names = registry.queue_names() if queues is None else map(_name, queues)
-    for name in sorted(set(names)):
-        queue = conf.queue(name)
-        options = _options(queue)
-        _add(found, queue, _spec(queue.topic, options), options, is_dead_letter_topic=False)
-        if transport_class(queue.transport).capabilities.replay:
-            spec = _dead_letter_spec(queue, options)
-            _add(found, queue, spec, options, is_dead_letter_topic=True)
-    return list(found.values())
-
-
-def specs(queues: Queues = None) -> dict[str, list[TopicSpec]]:
-    """Return the specs of ``wanted`` by transport alias."""
-    result: dict[str, list[TopicSpec]] = {}
-    for topic in wanted(queues):
-        result.setdefault(topic.transport, []).append(topic.spec)
-    return result
-
-
 def plan(queues: Queues = None) -> list[TopicReport]:
     """Compare what is wanted with what is there; changes nothing."""
     reports = []
-    for alias, topics in _by_transport(wanted(queues)).items():
+    for alias, topics in _by_transport(queues):
         transport = get_transport(alias)
         present = transport.describe_topics([topic.spec.name for topic in topics])
         by_name = {description.name: description for description in present}
         for topic in topics:
             there = by_name.get(topic.spec.name, TopicDescription(topic.spec.name, None))
-            reports.append(_compare(topic, there, transport))
+            reports.append(_compare(topic, there, _makes_topics(type(transport))))
     return reports
 
 
-def create(queues: Queues = None) -> list[str]:
-    """Create what is missing and grow what is too small; returns a line for each change."""
-    lines: list[str] = []
-    for alias, topics in _by_transport(wanted(queues)).items():
-        lines += get_transport(alias).ensure_topics([topic.spec for topic in topics])
-    return lines
-
-
-def ensure_topics(queues: Queues = None) -> list[str]:
-    """What a worker does before it subscribes: create topics that may be created by themselves.
-
-    :raises ImproperlyConfigured: when a topic is missing whose ``auto_create`` is off (KJO-90).
-    """
-    lines: list[str] = []
-    for alias, topics in _by_transport(wanted(queues)).items():
-        transport = get_transport(alias)
-        by_hand = [topic for topic in topics if not topic.auto_create]
-        _refuse_missing(transport, by_hand)
-        automatic = [topic.spec for topic in topics if topic.auto_create]
-        if automatic:
-            lines += transport.ensure_topics(automatic)
-    return lines
-
-
-def ensure_topics_soon(queues: Sequence[QueueConf]) -> list[str]:
-    """What a worker does before it starts anything: ``ensure_topics``, for which queues of a
-    transport without topics to make wait ``PATIENCE`` at most.
-
-    :raises TimeoutError: there are such queues, and the broker of others has not answered yet.
-    """
-    needs = {_makes_topics(transport_class(queue.transport)) for queue in queues}
-    if len(needs) < 2:
-        return ensure_topics(queues)
-    return answer_within(PATIENCE, functools.partial(ensure_topics, queues))
-
-
-# --- Details --------------------------------------------------------------------------------------
-
-
-def _name(queue: str | QueueConf) -> str:
-    return queue if isinstance(queue, str) else queue.name
-
-
-def _options(queue: QueueConf) -> TopicOptions:
-    where = f"KJO['QUEUES'][{queue.name!r}]['topic_options']"
-    options, findings = read_options(queue.topic_options, where)
-    if findings.errors:
-        raise ImproperlyConfigured(" ".join(findings.errors[0]).strip())
-    return options
-
-
-def _spec(name: str, options: TopicOptions) -> TopicSpec:
-    return TopicSpec(name, options.partitions, options.replication_factor, dict(options.config))
-
-
-def _dead_letter_spec(queue: QueueConf, options: TopicOptions) -> TopicSpec:
-    """As many partitions as the source, so that a dead letter keeps its partition; never compacted,
-    or of two dead letters of one key only the second would be left."""
-    spec = _spec(queue.dead_letter_topic, options)
-    if COMPACTED not in spec.config:
-        return spec
-    return replace(spec, config={**spec.config, COMPACTED: "delete"})
-
-
-def _add(
-    found: dict[tuple[str, str], WantedTopic],
-    queue: QueueConf,
-    spec: TopicSpec,
-    options: TopicOptions,
-    *,
-    is_dead_letter_topic: bool,
-) -> None:
-    """Queues may share a topic; then the larger numbers hold and both must allow creation."""
-    place = (queue.transport, spec.name)
-    before = found.get(place)
-    if before is None:
-        found[place] = WantedTopic(
-            queue.transport, spec, options.auto_create, (queue.name,), is_dead_letter_topic
-        )
-        return
-    merged = TopicSpec(
-        spec.name,
-        max(spec.partitions, before.spec.partitions),
-        max(spec.replication_factor, before.spec.replication_factor),
-        {**spec.config, **before.spec.config},
-    )
-    found[place] = replace(
-        before,
-        spec=merged,
-        auto_create=before.auto_create and options.auto_create,
-        queues=(*before.queues, queue.name),
-        is_dead_letter_topic=before.is_dead_letter_topic and is_dead_letter_topic,
-    )
-
-
-def _by_transport(topics: Sequence[WantedTopic]) -> dict[str, list[WantedTopic]]:
-    result: dict[str, list[WantedTopic]] = {}
-    for topic in topics:
-        result.setdefault(topic.transport, []).append(topic)
-    return result
-
-
-def _administers_topics(transport: Transport) -> bool:
-    return _makes_topics(type(transport))
-
-
-def _makes_topics(kind: type[Transport]) -> bool:
-    return kind.ensure_topics is not Transport.ensure_topics
-
-
-def _compare(topic: WantedTopic, there: TopicDescription, transport: Transport) -> TopicReport:
+def _compare(topic: WantedTopic, there: TopicDescription, is_made: bool) -> TopicReport:
     spec = topic.spec
     report = TopicReport(
         name=spec.name,
@@ -353,7 +337,7 @@ def _compare(topic: WantedTopic, there: TopicDescription, transport: Transport) 
         wanted_replication_factor=spec.replication_factor,
         replication_factor=there.replication_factor,
     )
-    if not _administers_topics(transport):
+    if not is_made:
         return report
     if there.partitions is None:
         report.action, report.is_ok = "create", False
@@ -375,52 +359,19 @@ def _compare(topic: WantedTopic, there: TopicDescription, transport: Transport) 
 
 
 def _unchangeable(spec: TopicSpec, there: TopicDescription) -> list[str]:
-    lines = []
-    if there.replication_factor not in (None, spec.replication_factor):
-        lines.append(
-            f"has replication factor {there.replication_factor}, not {spec.replication_factor}"
-        )
+    lines, factor = [], there.replication_factor
+    if factor not in (None, spec.replication_factor):
+        lines.append(f"has replication factor {factor}, not {spec.replication_factor}")
     # Without the right to read it the configuration is empty, which says nothing.
     lines += [
         f"has {name}={there.config.get(name, '(default)')}, not {value}"
         for name, value in sorted(spec.config.items() if there.config else ())
         if there.config.get(name) != value
     ]
-    lines += _too_few_replicas(there)
-    return lines
-
-
-def _too_few_replicas(there: TopicDescription) -> list[str]:
     least = there.config.get(MIN_INSYNC_REPLICAS, "")
-    factor = there.replication_factor
-    if factor is None or not least.isdigit() or int(least) <= factor:
-        return []
-    return [
-        f"has {MIN_INSYNC_REPLICAS}={least} with replication factor {factor}: "
-        "nothing can be published"
-    ]
-
-
-def _refuse_missing(transport: Transport, topics: Sequence[WantedTopic]) -> None:
-    if not topics or not _administers_topics(transport):
-        return
-    present = transport.describe_topics([topic.spec.name for topic in topics])
-    missing = {description.name for description in present if description.partitions is None}
-    for topic in topics:
-        if topic.spec.name in missing:
-            raise ImproperlyConfigured(
-                f"The topic {topic.spec.name!r} of queue {topic.queues[0]!r} does not exist, and "
-                "its topic_options['auto_create'] is False. Create it with "
-                "`manage.py kjo_topics create`."
-            )
-
-
-def findings() -> Mapping[str, Findings]:
-    """Return what is wrong with the topic options, by queue, for the system checks."""
-    conf = get_settings()
-    return {
-        name: read_options(
-            conf.queue(name).topic_options, f"KJO['QUEUES'][{name!r}]['topic_options']"
-        )[1]
-        for name in sorted({"default", *conf.queues, *declared_queues()})
-    }
+    if factor is not None and least.isdigit() and int(least) > factor:
+        lines.append(
+            f"has {MIN_INSYNC_REPLICAS}={least} with replication factor {factor}: "
+            "nothing can be published"
+        )
+    return lines
