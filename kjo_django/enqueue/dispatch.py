@@ -20,7 +20,8 @@ from kjo_django.messages.envelope import job_headers
 from kjo_django.models import Job, transition
 from kjo_django.models.job import message_id, origin_of
 from kjo_django.states import JobState
-from kjo_django.store.due_rows import Due
+from kjo_django.store import Store, store_for
+from kjo_django.store.rows import DueJob, Publication
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Published, Transport
 
@@ -51,7 +52,7 @@ def publish(transport: Transport, records: Sequence[OutgoingRecord]) -> list[Pub
 
 
 def record_of(
-    job: Job | Due,
+    job: Job | DueJob,
     queue: QueueConf,
     available_at: datetime | None = None,
     *,
@@ -114,45 +115,25 @@ def hand_over(jobs: Sequence[Job], queue: QueueConf) -> None:
     publish(
         get_transport(queue.transport), [record_of(job, queue, job.available_at) for job in jobs]
     )
-    now = timezone.now()
-    for job in jobs:
-        if job.destination:
-            mark_sent(using, job, now)
+    forwarded = [Publication(job, job.destination, None, None) for job in jobs if job.destination]
+    if forwarded:
+        record_forwarded(store_for(using), forwarded, timezone.now())
     for topic in {job.destination or queue.topic for job in jobs} or {queue.topic}:
         after_commit(using, topic_channel(topic))
 
 
-def is_waited_for(job: Job | Due) -> bool:
+def is_waited_for(job: Job | DueJob) -> bool:
     """Whether others of its key wait until a record has been handled; that completes its row."""
     return names.PARKED_ROW in (job.headers or {})
 
 
-def mark_sent(
-    using: str,
-    job: Job | Due,
-    now: datetime,
-    *,
-    partition: int | None = None,
-    offset: int | None = None,
-) -> None:
-    """Complete the row of a record for others: its publishing is all that the row asked for.
+def record_forwarded(store: Store, published: Sequence[Publication], now: datetime) -> None:
+    """Record that records for others have been published.
 
-    One that others of its key wait for becomes queued instead.
-
-    :param partition: where it went, if the transport tells.
+    That completes the row of a record; of a record that others of its key wait for, the row becomes
+    queued instead.
     """
-    rows = Job.objects.using(using).at(job.pk, job.generation).exclude(destination="")
-    if is_waited_for(job):
+    store.complete_forwarded([one for one in published if not is_waited_for(one.job)], now)
+    for job in [one.job for one in published if is_waited_for(one.job)]:
+        rows = Job.objects.using(store.alias).at(job.pk, job.generation).exclude(destination="")
         transition("publish", rows, topic=job.destination, queued_at=now)
-        return
-    transition(
-        "complete",
-        rows,
-        topic=job.destination,
-        partition=partition,
-        offset=offset,
-        queued_at=now,
-        finished_at=now,
-        attempts=job.attempts + 1,
-        error="",
-    )

@@ -11,7 +11,6 @@ Publishing it completes the row, since nothing here waits for it to be consumed.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import uuid
@@ -20,9 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
-from django.db import connections, transaction
 from django.db.models.base import ModelState
-from django.db.models.constants import OnConflict
 from django.utils import timezone
 
 from kjo_django import garbage_collection, registry, states, tracing
@@ -36,8 +33,7 @@ from kjo_django.messages.serializers import load_result, serializer_for, storabl
 from kjo_django.models import Job, transition
 from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.states import JobState
-from kjo_django.store import copying
-from kjo_django.store.postgres import is_psycopg3
+from kjo_django.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +158,18 @@ def store_alike(job: Job, contents: Contents, runtime: Runtime) -> list[EnqueueR
 
 def _store_alike(job: Job, contents: Contents, runtime: Runtime) -> list[EnqueueResult]:
     using = runtime.database
-    connection = connections[using]
     queue = runtime.settings.queue(job.queue)
     if (
         dispatch.is_transactional(queue)
         or any(id is not None for id in contents.unique_ids)
-        or not copying.may_copy(connection, len(contents))
+        or not runtime.store.may_copy(len(contents))
     ):
         each = zip(uuid7s(len(contents)), contents, strict=True)
         return _store([_like(job, id, content) for id, content in each], False, runtime)
     job.state = JobState.PENDING
     with garbage_collection.paused():
         ids = uuid7s(len(contents))
-        copying.copy_alike(connection, job, zip(ids, contents.keys, contents.payloads, strict=True))
+        runtime.store.copy_jobs(job, zip(ids, contents.keys, contents.payloads, strict=True))
         answers = [EnqueueResult("queued", id) for id in ids]
     facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
     after_commit(using, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
@@ -198,11 +193,11 @@ def _store(jobs: Sequence[Job], revives_failed: bool, runtime: Runtime) -> list[
         job.queued_at = job.created_at if is_sent else None
     if not transactional and all(job.unique_id is None for job in jobs):
         # The common case of a log transport: a single statement needs no transaction of its own.
-        _insert(using, jobs)
+        _insert(jobs, runtime.store)
         after_commit(using, RELAY_CHANNEL, map(_facts, jobs))
         return [EnqueueResult("queued", job.pk) for job in jobs]
     with runtime.store.transaction(savepoint=False):
-        answers = _store_unique(using, jobs, revives_failed)
+        answers = _store_unique(jobs, revives_failed, runtime.store)
         for name, queue in queues.items():
             fresh = [
                 job
@@ -215,61 +210,11 @@ def _store(jobs: Sequence[Job], revives_failed: bool, runtime: Runtime) -> list[
     return answers
 
 
-def _insert(using: str, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> int:
-    """Store rows; return how many. ``bulk_create`` would open a transaction for one, and look at 27
-    placeholders a row for many."""
-    connection = connections[using]
-    count = len(jobs)
-    if not ignore_conflicts and copying.may_copy(connection, len(jobs)):
-        copying.copy_jobs(connection, jobs)
-    else:
-        conflicts = OnConflict.IGNORE if ignore_conflicts else None
-        count = _insert_values(connection, jobs, conflicts)
+def _insert(jobs: Sequence[Job], store: Store, *, ignore_conflicts: bool = False) -> int:
+    """Insert rows and return how many."""
+    count = store.insert_jobs(jobs, ignore_conflicts=ignore_conflicts)
     for job in jobs:
-        job._state.adding, job._state.db = False, using
-    return count
-
-
-_FIELDS = Job._meta.local_concrete_fields
-_ROW = f"({', '.join(['%s'] * len(_FIELDS))})"
-_around: dict[tuple[str, Any], tuple[str, str]] = {}
-
-
-def _around_rows(connection: Any, on_conflict: Any) -> tuple[str, str]:
-    """Return how the statement begins and how it ends. To quote the names takes longer than to
-    build a job."""
-    around = _around.get((connection.vendor, on_conflict))
-    if around is None:
-        columns = ", ".join(connection.ops.quote_name(field.column) for field in _FIELDS)
-        begin = connection.ops.insert_statement(on_conflict=on_conflict)
-        end = connection.ops.on_conflict_suffix_sql(_FIELDS, on_conflict, [], [])
-        around = f"{begin} kjo_job ({columns}) VALUES ", f" {end}"
-        _around[connection.vendor, on_conflict] = around
-    return around
-
-
-def _values_of(connection: Any, job: Job) -> list[Any]:
-    return [field.get_db_prep_save(getattr(job, field.attname), connection) for field in _FIELDS]
-
-
-def _insert_values(connection: Any, jobs: Sequence[Job], on_conflict: Any) -> int:
-    begin, end = _around_rows(connection, on_conflict)
-    is_ready = connection.vendor == "postgresql" and is_psycopg3()
-    values_of = copying.values_of if is_ready else _values_of
-    limit = connection.features.max_query_params or 30_000
-    size = min(1000, limit // len(_FIELDS))
-    count = 0
-    with contextlib.ExitStack() as stack:
-        if len(jobs) > size:
-            stack.enter_context(transaction.atomic(using=connection.alias, savepoint=False))
-        cursor = stack.enter_context(connection.cursor())
-        for start in range(0, len(jobs), size):
-            chunk = jobs[start : start + size]
-            cursor.execute(
-                begin + ", ".join([_ROW] * len(chunk)) + end,
-                [value for job in chunk for value in values_of(connection, job)],
-            )
-            count += cursor.rowcount
+        job._state.adding, job._state.db = False, store.alias
     return count
 
 
@@ -279,16 +224,16 @@ def _facts(job: Job) -> dict[str, Any]:
     return {**facts, "queue": job.queue, "handler": job.handler}
 
 
-def _store_unique(using: str, jobs: Sequence[Job], revives_failed: bool) -> list[EnqueueResult]:
+def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> list[EnqueueResult]:
     """Insert, then resolve the unique ids that were taken."""
     named = [job for job in jobs if job.unique_id is not None]
-    if _insert(using, jobs, ignore_conflicts=bool(named)) == len(jobs):
+    if _insert(jobs, store, ignore_conflicts=bool(named)) == len(jobs):
         return [EnqueueResult("queued", job.pk) for job in jobs]
     holders: dict[tuple[str, str | None], Job] = {}
     for queue in {job.queue for job in named}:
         ids = [job.unique_id for job in named if job.queue == queue]
         for start in range(0, len(ids), 1000):
-            rows = Job.objects.using(using).filter(
+            rows = Job.objects.using(store.alias).filter(
                 queue=queue, unique_id__in=ids[start : start + 1000]
             )
             holders.update({(queue, row.unique_id): row for row in rows})
@@ -300,7 +245,7 @@ def _store_unique(using: str, jobs: Sequence[Job], revives_failed: bool) -> list
         if holder.pk == job.pk:
             answers.append(EnqueueResult("queued", job.pk))
         else:
-            answers.append(_meet(using, job, holder, revives_failed))
+            answers.append(_meet(store.alias, job, holder, revives_failed))
     return answers
 
 

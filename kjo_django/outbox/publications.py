@@ -10,32 +10,20 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import datetime
 from queue import SimpleQueue
-from typing import NamedTuple
 from uuid import UUID
 
-from django.db import DatabaseError, InterfaceError, connections, transaction
+from django.db import DatabaseError, InterfaceError, connections
 
 from kjo_django import states
 from kjo_django.enqueue import dispatch
-from kjo_django.models import Job, transition
+from kjo_django.models import Job
 from kjo_django.runtime import Runtime
-from kjo_django.store.due_rows import Due
-from kjo_django.store.postgres import array_text
+from kjo_django.store.rows import Publication
 
 RECORD_AGAIN = 0.1
 """Seconds until a row that was locked is looked at again, though one batch follows the other: its
 job's next attempt, or generation, waits for that."""
-
-
-class Publication(NamedTuple):
-    """Where the message of a job went."""
-
-    job: Due
-    topic: str
-    partition: int | None
-    offset: int | None
 
 
 class Publications:
@@ -81,9 +69,10 @@ class Publications:
         """
         self._keep(published)
         self._wait()
-        connection = connections[self._runtime.database]
+        store = self._runtime.store
         jobs = [one for one in published if not one.job.destination]
-        if connection.vendor != "postgresql" or connection.in_atomic_block or not jobs:
+        is_beside = store.has_independent_writers and not store.connection.in_atomic_block
+        if not is_beside or not jobs:
             self.record(published)
             return
         if self._thread is None:
@@ -175,110 +164,14 @@ def _close_connections() -> None:
 
 def _write(runtime: Runtime, published: Sequence[Publication]) -> set[UUID]:
     """Record where messages went; return the jobs whose rows were locked, or are gone."""
-    using, now = runtime.database, runtime.clock.now()
-    record = _record_at_once if connections[using].vendor == "postgresql" else _record_each
+    now = runtime.clock.now()
     by_topic: dict[str, list[Publication]] = {}
     for one in published:
         if not one.job.destination:
             by_topic.setdefault(one.topic, []).append(one)
     locked: set[UUID] = set()
     for topic, jobs in by_topic.items():
-        locked |= record(using, topic, jobs, now)
+        locked |= runtime.store.record_published(topic, jobs, now)
     if records := [one for one in published if one.job.destination]:
-        record_forwarded(using, records, now)
+        dispatch.record_forwarded(runtime.store, records, now)
     return locked
-
-
-# The rows are found and locked first, by their ids: the planner expects hardly any row in these
-# states, and would compare each with each. Nobody waits for the disk: what a crash of the
-# server loses is published and recorded again.
-_RECORD = """
-WITH free AS MATERIALIZED (
-    SELECT id, generation, attempts, state FROM kjo_job WHERE id = ANY(%s::uuid[])
-    FOR NO KEY UPDATE SKIP LOCKED
-), sent AS MATERIALIZED (
-    SELECT v.id, v.partition, v.position
-    FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::int[], %s::bigint[])
-        AS v (id, generation, attempts, partition, position)
-    JOIN free USING (id)
-    WHERE free.generation = v.generation AND free.attempts = v.attempts AND free.state = ANY(%s)
-), recorded AS (
-    UPDATE kjo_job SET state = 'queued', topic = %s, partition = sent.partition,
-        "offset" = sent.position, queued_at = now()
-    FROM sent, set_config(
-        'synchronous_commit',
-        CASE WHEN %s THEN current_setting('synchronous_commit') ELSE 'off' END, true
-    ) WHERE kjo_job.id = sent.id
-)
-SELECT id FROM unnest(%s::uuid[]) AS v (id) EXCEPT SELECT id FROM free
-"""
-
-
-def _record_at_once(
-    using: str, topic: str, published: Sequence[Publication], _now: datetime
-) -> set[UUID]:
-    """Record them in one round trip; return the jobs whose rows were locked, or are gone."""
-    rows = [
-        (job.id, job.generation, job.attempts, partition, offset)
-        for job, _, partition, offset in published
-    ]
-    columns = [array_text(column) for column in zip(*rows, strict=True)]
-    with connections[using].cursor() as cursor:
-        expected = states.expected("publish")
-        is_inside = connections[using].in_atomic_block
-        cursor.execute(_RECORD, [columns[0], *columns, expected, topic, is_inside, columns[0]])
-        return {row[0] for row in cursor.fetchall()}
-
-
-def _record_each(
-    using: str, topic: str, published: Sequence[Publication], now: datetime
-) -> set[UUID]:
-    """Record them one by one; return the jobs whose rows were locked, or are gone."""
-    with transaction.atomic(using=using):
-        free = every = {one.job.id for one in published}
-        if connections[using].features.has_select_for_update_skip_locked:
-            rows = Job.objects.using(using).filter(pk__in=list(free))
-            free = set(rows.select_for_update(skip_locked=True).values_list("pk", flat=True))
-        for job, _, partition, offset in published:
-            if job.id in free:
-                transition(
-                    "publish",
-                    Job.objects.using(using)
-                    .at(job.id, job.generation)
-                    .filter(attempts=job.attempts),
-                    topic=topic,
-                    partition=partition,
-                    offset=offset,
-                    queued_at=now,
-                )
-    return every - free
-
-
-_RECORD_FORWARDED = """
-UPDATE kjo_job SET state = 'completed', topic = kjo_job.destination, partition = v.partition,
-    "offset" = v.position, queued_at = now(), finished_at = now(), error = '',
-    attempts = kjo_job.attempts + 1
-FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::bigint[])
-    AS v (id, generation, partition, position)
-WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
-    AND kjo_job.destination <> ''
-"""
-
-
-def record_forwarded(using: str, records: Sequence[Publication], now: datetime) -> None:
-    """Record that records for others have been published; that completes their rows.
-
-    A row without a destination is none any more: a consumer of this service has read the record
-    before, has failed, and its retries are that row's.
-    """
-    waiting = [one for one in records if dispatch.is_waited_for(one.job)]
-    done = [one for one in records if not dispatch.is_waited_for(one.job)]
-    if connections[using].vendor == "postgresql" and done:
-        rows = [(one.job.id, one.job.generation, one.partition, one.offset) for one in done]
-        columns = [array_text(column) for column in zip(*rows, strict=True)]
-        with connections[using].cursor() as cursor:
-            cursor.execute(_RECORD_FORWARDED, [*columns, states.expected("complete")])
-        done = []
-    with transaction.atomic(using=using):
-        for job, _, partition, offset in [*waiting, *done]:
-            dispatch.mark_sent(using, job, now, partition=partition, offset=offset)

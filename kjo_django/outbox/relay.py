@@ -26,10 +26,10 @@ from kjo_django.enqueue import dispatch
 from kjo_django.enqueue.wakeups import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.outbox import unpublishable
-from kjo_django.outbox.publications import Publication, Publications
+from kjo_django.outbox.publications import Publications
 from kjo_django.outbox.relay_leases import LEASE_TTL, RelayLeases
 from kjo_django.runtime import Runtime, current_runtime
-from kjo_django.store.due_rows import Due, due_jobs, due_jobs_of, next_due
+from kjo_django.store.rows import DueJob, Publication
 from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
@@ -133,11 +133,10 @@ class Relay:
 
         :param queues: only those of these; of all it looks after that take records if not given.
         """
-        using = self._runtime.database
         wanted = self._awake() if queues is None else queues
         most = self._settings.relay_batch_size
         unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
-        jobs = due_jobs(using, wanted, most, unrecorded, topics)
+        jobs = self._runtime.store.due_jobs(wanted, most, unrecorded, topics)
         is_full = len(jobs) >= most
         if is_full:
             jobs = self._with_overtaken(jobs, wanted, most)
@@ -164,7 +163,9 @@ class Relay:
         failing = self._queue_backoff.names()
         return [queue for queue in self.queues if queue not in failing]
 
-    def _with_overtaken(self, jobs: list[Due], queues: Collection[str], most: int) -> list[Due]:
+    def _with_overtaken(
+        self, jobs: list[DueJob], queues: Collection[str], most: int
+    ) -> list[DueJob]:
         """Return the batch with rows of queues that have few in it, or none: the backlog of one
         queue must not keep another's new job waiting until it is worked off.
 
@@ -177,10 +178,10 @@ class Relay:
         share = max(1, most // len(queues))
         counts = Counter(job.queue for job in jobs)
         unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
-        overtaken: dict[str, list[Due]] = {}
+        overtaken: dict[str, list[DueJob]] = {}
         for queue in queues:
             if counts[queue] < share:
-                found = due_jobs_of(self._runtime.database, queue, share, unrecorded, topics)
+                found = self._runtime.store.due_jobs_of(queue, share, unrecorded, topics)
                 if len(found) > counts[queue]:
                     overtaken[queue] = found
         if not overtaken:
@@ -194,7 +195,7 @@ class Relay:
     def _publish(
         self,
         queue: QueueConf,
-        jobs: Sequence[Due],
+        jobs: Sequence[DueJob],
         record: Callable[[Sequence[Publication]], None],
     ) -> None:
         """Publish rows of one queue, record where they went, and what was refused for good."""
@@ -219,7 +220,7 @@ class Relay:
             unpublishable.fail(self._runtime, queue, jobs, made, answers)
         self._back_off(queue.name, jobs, answers)
 
-    def _record_or_error(self, job: Due, queue: QueueConf) -> OutgoingRecord | Exception:
+    def _record_or_error(self, job: DueJob, queue: QueueConf) -> OutgoingRecord | Exception:
         """One row nobody can send must not hold up the others of its batch for ever."""
         try:
             return dispatch.record_of(job, queue, service=self._runtime.service)
@@ -227,7 +228,7 @@ class Relay:
             logger.exception("The message of job %s cannot be made", job.pk, extra=job.log_facts)
             return error
 
-    def _back_off(self, queue: str, jobs: Sequence[Due], answers: Sequence[Published]) -> None:
+    def _back_off(self, queue: str, jobs: Sequence[DueJob], answers: Sequence[Published]) -> None:
         """Leave a queue alone whose records are not taken for reasons that pass; of records for
         many topics only those that take none, if others do or the topic is the reason.
 
@@ -290,7 +291,7 @@ class Relay:
 
     def _seconds_until_due(self, queues: Collection[str], longest: float) -> float:
         unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
-        next_at = next_due(self._runtime.database, queues, unrecorded, topics)
+        next_at = self._runtime.store.next_due(queues, unrecorded, topics)
         return min((next_at - self._clock.now()).total_seconds(), longest) if next_at else longest
 
     # --- The loop ---------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from kjo_django.models import (
 )
 from kjo_django.retries.classification import import_path
 from kjo_django.runtime import Runtime
-from kjo_django.store.due_rows import Due
+from kjo_django.store.rows import DueJob
 from kjo_django.transports.base import OutgoingRecord, Published
 
 logger = logging.getLogger("kjo_django")
@@ -41,7 +41,7 @@ logger = logging.getLogger("kjo_django")
 class Unpublishable(NamedTuple):
     """A row whose message was refused for good, or cannot be made."""
 
-    job: Due
+    job: DueJob
     record: OutgoingRecord | None
     """None where it cannot be made."""
     error: Exception
@@ -56,7 +56,7 @@ def refusal_of(error: Exception) -> Published:
 def fail(
     runtime: Runtime,
     queue: QueueConf,
-    jobs: Sequence[Due],
+    jobs: Sequence[DueJob],
     made: Sequence[OutgoingRecord | Exception],
     answers: Sequence[Published],
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -11,12 +11,13 @@ from uuid import UUID
 
 from django.db import connections, transaction
 from django.db.models import F, Q, QuerySet
+from django.db.models.constants import OnConflict
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.models import EventKey, Job, Lease, ProcessedEvent
+from kjo_django.models import EventKey, Job, Lease, ProcessedEvent, transition
 from kjo_django.states import JobState
-from kjo_django.store.rows import COLUMNS, NAMED_BY_OTHERS, Completion, JobRow
+from kjo_django.store.rows import COLUMNS, NAMED_BY_OTHERS, Completion, DueJob, JobRow, Publication
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -319,6 +320,173 @@ class Store:
             )
             return int(cursor.rowcount)
 
+    # --- New jobs ---------------------------------------------------------------------------------
+
+    def insert_jobs(self, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> int:
+        """Insert rows and return how many.
+
+        ``bulk_create`` would open a transaction for one, and look at each column of each row for
+        many.
+
+        :param ignore_conflicts: leave out rows whose unique id is taken.
+        """
+        connection = self.connection
+        begin, end = self._around_values(ignore_conflicts)
+        size = min(1000, (connection.features.max_query_params or 30_000) // len(_JOB_FIELDS))
+        count = 0
+        several = transaction.atomic(using=self.alias, savepoint=False)
+        with several if len(jobs) > size else nullcontext(), connection.cursor() as cursor:
+            for start in range(0, len(jobs), size):
+                chunk = jobs[start : start + size]
+                cursor.execute(
+                    begin + ", ".join([_JOB_PLACES] * len(chunk)) + end,
+                    [value for job in chunk for value in self._values_of(job)],
+                )
+                count += cursor.rowcount
+        return count
+
+    def _values_of(self, job: Job) -> list[Any]:
+        """Return a row as the driver takes it."""
+        connection = self.connection
+        return [
+            field.get_db_prep_save(getattr(job, field.attname), connection) for field in _JOB_FIELDS
+        ]
+
+    def _around_values(self, ignore_conflicts: bool) -> tuple[str, str]:
+        """Return how the statement begins and ends. To quote the names takes longer than to make a
+        job."""
+        key = self.connection.vendor, ignore_conflicts
+        if key not in _AROUND_VALUES:
+            operations: Any = self.connection.ops
+            conflicts = OnConflict.IGNORE if ignore_conflicts else None
+            columns = ", ".join(operations.quote_name(field.column) for field in _JOB_FIELDS)
+            begin = operations.insert_statement(on_conflict=conflicts)
+            end = operations.on_conflict_suffix_sql(_JOB_FIELDS, conflicts, [], [])
+            _AROUND_VALUES[key] = f"{begin} kjo_job ({columns}) VALUES ", f" {end}"
+        return _AROUND_VALUES[key]
+
+    def may_copy(self, count: int) -> bool:
+        """Return whether ``copy_jobs`` can store so many rows, and pays."""
+        return False
+
+    def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
+        """Store jobs without an instance of each.
+
+        :param job: all other columns are as of this one, which is not stored.
+        :param contents: id, key and payload of each.
+        """
+        raise NotImplementedError
+
+    # --- The relay --------------------------------------------------------------------------------
+
+    has_independent_writers = False
+    """Whether two connections can write different rows without waiting for each other."""
+
+    def due_jobs(
+        self,
+        queues: Collection[str],
+        limit: int,
+        without: Collection[UUID] = (),
+        without_topics: Collection[str] = (),
+    ) -> list[DueJob]:
+        """Return rows that are due, in order, with what their messages are made of.
+
+        :param queues: only those of these.
+        :param limit: at most so many.
+        :param without: ids of rows to leave out.
+        :param without_topics: destinations whose rows to leave out.
+        """
+        rows = self._waiting(without, without_topics)
+        rows = rows.filter(queue__in=queues, available_at__lte=timezone.now())
+        columns = rows.order_by("available_at", "id").values_list(*DueJob._fields)
+        return [DueJob._make(row) for row in columns[:limit]]
+
+    def due_jobs_of(
+        self,
+        queue: str,
+        limit: int,
+        without: Collection[UUID] = (),
+        without_topics: Collection[str] = (),
+    ) -> list[DueJob]:
+        """Return rows of one queue that are due, in order, behind however many of others.
+
+        For a cursor PostgreSQL prefers a plan that begins at once; otherwise it may sort a backlog
+        it does not know of yet. With a queue that only might vary, the order is that of one index
+        alone, and PostgreSQL does not walk through another queue's backlog by the index of all.
+        """
+        rows = self._waiting(without, without_topics).filter(
+            queue__gte=queue, queue__lte=queue, available_at__lte=timezone.now()
+        )
+        ordered = rows.order_by("queue", "available_at", "id")
+        columns = ordered.values_list(*DueJob._fields)[:limit]
+        return [DueJob._make(row) for row in columns.iterator(chunk_size=max(limit, 1))]
+
+    def next_due(
+        self,
+        queues: Collection[str],
+        without: Collection[UUID] = (),
+        without_topics: Collection[str] = (),
+    ) -> datetime | None:
+        """Return when the first of these rows is due, or was; None when none waits."""
+        rows = self._waiting(without, without_topics).filter(queue__in=queues)
+        return rows.order_by("available_at").values_list("available_at", flat=True).first()
+
+    def _waiting(
+        self, without: Collection[UUID], without_topics: Collection[str]
+    ) -> QuerySet[Job, Job]:
+        rows = Job.objects.using(self.alias).filter(state__in=states.AWAITING_PUBLISH)
+        if without:
+            rows = rows.exclude(pk__in=list(without))
+        return rows.exclude(destination__in=list(without_topics)) if without_topics else rows
+
+    def record_published(
+        self, topic: str, published: Sequence[Publication], now: datetime
+    ) -> set[UUID]:
+        """Write where messages went into the rows of their jobs, unless a job has moved on.
+
+        :returns: the jobs whose rows were locked, or are gone; nobody waits for a lock.
+        """
+        free = every = {one.job.id for one in published}
+        with transaction.atomic(using=self.alias):
+            if self.connection.features.has_select_for_update_skip_locked:
+                rows = Job.objects.using(self.alias).filter(pk__in=list(free))
+                free = set(rows.select_for_update(skip_locked=True).values_list("pk", flat=True))
+            for job, _, partition, offset in published:
+                if job.id in free:
+                    rows = Job.objects.using(self.alias).at(job.id, job.generation)
+                    transition(
+                        "publish",
+                        rows.filter(attempts=job.attempts),
+                        topic=topic,
+                        partition=partition,
+                        offset=offset,
+                        queued_at=now,
+                    )
+        return every - free
+
+    def complete_forwarded(self, published: Sequence[Publication], now: datetime) -> None:
+        """Complete the rows of records for others: to publish them was all that was asked for.
+
+        A row without a destination is none any more: a consumer of this service has read the
+        record before, has failed, and the row is for its retries.
+        """
+        if not published:
+            return
+        with transaction.atomic(using=self.alias, savepoint=False):
+            for job, _, partition, offset in published:
+                rows = Job.objects.using(self.alias).at(job.pk, job.generation)
+                transition(
+                    "complete",
+                    rows.exclude(destination=""),
+                    topic=job.destination,
+                    partition=partition,
+                    offset=offset,
+                    queued_at=now,
+                    finished_at=now,
+                    attempts=job.attempts + 1,
+                    error="",
+                )
+
     # --- Leases of coordination -------------------------------------------------------------------
 
     has_one_writer = False
@@ -430,3 +598,6 @@ class Store:
 
 _LONG_AGO = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
 _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
+_JOB_FIELDS = Job._meta.local_concrete_fields
+_JOB_PLACES = f"({', '.join(['%s'] * len(_JOB_FIELDS))})"
+_AROUND_VALUES: dict[tuple[str, bool], tuple[str, str]] = {}

@@ -14,9 +14,9 @@ from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.ids import uuid7_texts
-from kjo_django.models import EventKey
+from kjo_django.models import EventKey, Job
 from kjo_django.store.base import Store
-from kjo_django.store.rows import COLUMNS, Completion, JobRow, Place
+from kjo_django.store.rows import COLUMNS, Completion, DueJob, JobRow, Place, Publication
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NOTIFY_CHANNEL = "kjo"
 """The one channel of the server; what is notified is the payload, so it needs no quoting."""
 _TIMESTAMPTZ = 1184
+COPY_FROM = 20
+"""Fewer rows are stored sooner by an INSERT, which needs no transaction of its own."""
 
 
 def array_text(values: Iterable[object]) -> str:
@@ -327,6 +329,113 @@ class PostgresStore(Store):
                 cursor.execute(_COMPLETE, parameters)
             return int(cursor.rowcount)
 
+    # --- New jobs ---------------------------------------------------------------------------------
+
+    def insert_jobs(self, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> int:
+        """Store many rows by COPY."""
+        if ignore_conflicts or not self.may_copy(len(jobs)):
+            return super().insert_jobs(jobs, ignore_conflicts=ignore_conflicts)
+        with self._copying() as copy:
+            for job in jobs:
+                copy.write_row(self._values_of(job))
+        return len(jobs)
+
+    def _values_of(self, job: Job) -> list[Any]:
+        """Return a row for psycopg 3, which writes all but JSON as the fields have it."""
+        if not is_psycopg3():
+            return super()._values_of(job)
+        values = [getattr(job, field.attname) for field in _JOB_FIELDS]
+        if job.headers is not None:
+            values[_HEADERS] = _JOB_FIELDS[_HEADERS].get_db_prep_save(job.headers, self.connection)
+        return values
+
+    def may_copy(self, count: int) -> bool:
+        """COPY is not seen by query wrappers, such as the savepoint of a handler that enqueues
+        first: the rows would survive the handler's failure."""
+        return count >= COPY_FROM and not self.connection.execute_wrappers and is_psycopg3()
+
+    def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
+        """Write all rows by one COPY."""
+        row = self._values_of(job)
+        with self._copying() as copy:
+            for row[_ID], row[_KEY], row[_PAYLOAD] in contents:
+                copy.write_row(row)
+
+    @contextmanager
+    def _copying(self) -> Iterator[Any]:
+        columns = ", ".join(f'"{field.column}"' for field in _JOB_FIELDS)
+        types = [str(field.db_type(self.connection)).partition("(")[0] for field in _JOB_FIELDS]
+        with (
+            transaction.atomic(using=self.alias, savepoint=False),
+            self.connection.cursor() as cursor,
+            cursor.copy(f"COPY kjo_job ({columns}) FROM STDIN (FORMAT BINARY)") as copy,
+        ):
+            copy.set_types(types)
+            yield copy
+
+    # --- The relay --------------------------------------------------------------------------------
+
+    has_independent_writers = True
+
+    def due_jobs(
+        self,
+        queues: Collection[str],
+        limit: int,
+        without: Collection[UUID] = (),
+        without_topics: Collection[str] = (),
+    ) -> list[DueJob]:
+        """Execute a statement ready-made: to build it by the ORM takes several times as long as to
+        have it answered."""
+        parameters = [*_waiting_parameters(queues, without, without_topics), timezone.now(), limit]
+        with self.connection.cursor() as cursor:
+            cursor.execute(_DUE, parameters)
+            return [self._due_of(row) for row in cursor.fetchall()]
+
+    def _due_of(self, row: Sequence[Any]) -> DueJob:
+        due = DueJob._make(row)
+        if due.headers is None:
+            return due
+        return due._replace(headers=_read_headers(due.headers, None, self.connection))
+
+    def next_due(
+        self,
+        queues: Collection[str],
+        without: Collection[UUID] = (),
+        without_topics: Collection[str] = (),
+    ) -> datetime | None:
+        """Execute a statement ready-made."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(_NEXT, _waiting_parameters(queues, without, without_topics))
+            row = cursor.fetchone()
+        return row[0] if row else None
+
+    def record_published(
+        self, topic: str, published: Sequence[Publication], now: datetime
+    ) -> set[UUID]:
+        """Record all in one round trip, at the server's time."""
+        rows = [
+            (job.id, job.generation, job.attempts, partition, offset)
+            for job, _, partition, offset in published
+        ]
+        columns = [array_text(column) for column in zip(*rows, strict=True)]
+        expected = states.expected("publish")
+        is_inside = self.connection.in_atomic_block
+        with self.connection.cursor() as cursor:
+            cursor.execute(
+                _RECORD_PUBLISHED, [columns[0], *columns, expected, topic, is_inside, columns[0]]
+            )
+            return {row[0] for row in cursor.fetchall()}
+
+    def complete_forwarded(self, published: Sequence[Publication], now: datetime) -> None:
+        """Complete all in one statement."""
+        if published:
+            rows = [(job.id, job.generation, place, at) for job, _, place, at in published]
+            columns = [array_text(column) for column in zip(*rows, strict=True)]
+            with self.connection.cursor() as cursor:
+                cursor.execute(
+                    _COMPLETE_FORWARDED, [now, now, *columns, states.expected("complete")]
+                )
+
     # --- Sessions and wake-up calls ---------------------------------------------------------------
 
     @property
@@ -376,6 +485,12 @@ class PostgresStore(Store):
         server needs one, and elsewhere it is the cheaper for it."""
         with transaction.atomic(using=self.alias):
             yield
+
+
+def _waiting_parameters(
+    queues: Collection[str], without: Collection[UUID], without_topics: Collection[str]
+) -> list[Any]:
+    return [list(queues), list(without_topics), array_text(without)]
 
 
 def _marker_parameters(keys: Sequence[EventKey], minted: Any, now: datetime) -> list[Any]:
@@ -465,6 +580,59 @@ FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[],
 WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
     WHEN kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
         AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
+"""
+
+_JOB_FIELDS = Job._meta.local_concrete_fields
+_ID, _KEY, _PAYLOAD, _HEADERS = (
+    [field.attname for field in _JOB_FIELDS].index(name)
+    for name in ("id", "key", "payload", "headers")
+)
+_read_headers: Any = Job._meta.get_field("headers").from_db_value
+
+# What is due is few, a queue's jobs are millions: no plan is to begin with the queue, so its name
+# and the topic's are hidden in an expression. Of this one PostgreSQL expects that nearly every row
+# meets it, so it follows the index as far as the limit goes. Expecting few, it would sort the whole
+# backlog for every batch. The states are spelled out for the partial index.
+_WAITING = f"""FROM kjo_job
+WHERE state IN ({", ".join(f"'{state.value}'" for state in states.AWAITING_PUBLISH)})
+    AND array_position(%s::text[], CASE WHEN
+        array_position(%s::text[], destination::text) IS NULL THEN queue::text END) IS NOT NULL
+    AND id NOT IN (SELECT unnest(%s::uuid[]))"""
+_DUE = f"""SELECT {", ".join(DueJob._fields)} {_WAITING} AND available_at <= %s
+ORDER BY available_at, id LIMIT %s"""
+_NEXT = f"SELECT available_at {_WAITING} ORDER BY available_at LIMIT 1"
+
+# The rows are found and locked first, by their ids: the planner expects hardly any row in these
+# states, and would compare each with each. Nobody waits for the disk: what a crash of the
+# server loses is published and recorded again.
+_RECORD_PUBLISHED = """
+WITH free AS MATERIALIZED (
+    SELECT id, generation, attempts, state FROM kjo_job WHERE id = ANY(%s::uuid[])
+    FOR NO KEY UPDATE SKIP LOCKED
+), sent AS MATERIALIZED (
+    SELECT v.id, v.partition, v.position
+    FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::int[], %s::bigint[])
+        AS v (id, generation, attempts, partition, position)
+    JOIN free USING (id)
+    WHERE free.generation = v.generation AND free.attempts = v.attempts AND free.state = ANY(%s)
+), recorded AS (
+    UPDATE kjo_job SET state = 'queued', topic = %s, partition = sent.partition,
+        "offset" = sent.position, queued_at = now()
+    FROM sent, set_config(
+        'synchronous_commit',
+        CASE WHEN %s THEN current_setting('synchronous_commit') ELSE 'off' END, true
+    ) WHERE kjo_job.id = sent.id
+)
+SELECT id FROM unnest(%s::uuid[]) AS v (id) EXCEPT SELECT id FROM free
+"""
+_COMPLETE_FORWARDED = """
+UPDATE kjo_job SET state = 'completed', topic = kjo_job.destination, partition = v.partition,
+    "offset" = v.position, queued_at = %s, finished_at = %s, error = '',
+    attempts = kjo_job.attempts + 1
+FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::bigint[])
+    AS v (id, generation, partition, position)
+WHERE kjo_job.id = v.id AND kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
+    AND kjo_job.destination <> ''
 """
 
 _NOTIFY = "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload"

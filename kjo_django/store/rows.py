@@ -76,3 +76,37 @@ class Completion:
     """Where the message was, when the relay has not recorded it yet."""
     result_ttl: int | None = None
     """Milliseconds the result is kept, when the handler's hook has changed that."""
+
+
+class DueJob(NamedTuple):
+    """What is read of a row that is due, to publish its message: without results and errors."""
+
+    id: UUID
+    queue: str
+    handler: str
+    key: str
+    generation: int
+    attempts: int
+    payload: bytes
+    content_type: str
+    destination: str
+    headers: dict[str, Any] | None
+
+    @property
+    def pk(self) -> UUID:
+        """As of a model instance."""
+        return self.id
+
+    @property
+    def log_facts(self) -> dict[str, Any]:
+        """What a log record about the job says in its ``extra``."""
+        return {"job_id": str(self.id), "handler": self.handler, "queue": self.queue}
+
+
+class Publication(NamedTuple):
+    """Where the message of a job went."""
+
+    job: Job | DueJob
+    topic: str
+    partition: int | None
+    offset: int | None

@@ -19,19 +19,20 @@ def wait_for_ever(*arguments: Any) -> set[Any]:
 def main() -> None:
     die_with_parent()
     django.setup()
-    from kjo_django.outbox import publications
+    from kjo_django.outbox.publications import Publications
     from kjo_django.outbox.relay import Relay
+    from kjo_django.store.postgres import PostgresStore
 
-    batches, record = iter(range(int(sys.argv[1]), 0, -1)), publications.Publications.begin
+    batches, record = iter(range(int(sys.argv[1]), 0, -1)), Publications.begin
 
     def record_or_die(*arguments: Any) -> None:
         if next(batches) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         record(*arguments)
 
-    publications.Publications.begin = record_or_die  # type: ignore[method-assign]
+    Publications.begin = record_or_die  # type: ignore[method-assign]
     # What is recorded while the next batch is sent takes too long.
-    publications._record_at_once = wait_for_ever
+    PostgresStore.record_published = wait_for_ever
     Relay().run()
 
 

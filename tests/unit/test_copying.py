@@ -22,7 +22,7 @@ from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.enqueue.storing import store
 from kjo_django.exceptions import PayloadError
 from kjo_django.models import Job
-from kjo_django.store import copying
+from kjo_django.store.postgres import COPY_FROM, PostgresStore
 from tests.ledger.jobs import write, write_keyed
 
 pytestmark = pytest.mark.postgres
@@ -50,14 +50,14 @@ def on_a_log_transport(settings, postgres, monkeypatch):
 def copies(monkeypatch):
     """How many rows each COPY was asked for."""
     asked = []
-    may = copying.may_copy
+    may = PostgresStore.may_copy
 
-    def note(connection: Any, count: int) -> bool:
-        answer = may(connection, count)
+    def note(store: PostgresStore, count: int) -> bool:
+        answer = may(store, count)
         asked.append(count if answer else 0)
         return answer
 
-    monkeypatch.setattr(copying, "may_copy", note)
+    monkeypatch.setattr(PostgresStore, "may_copy", note)
     return asked
 
 
@@ -141,7 +141,7 @@ def test_every_option_is_stored_as_by_an_insert(options):
 KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=255)
 
 
-@given(st.lists(KEYS, min_size=copying.COPY_FROM, max_size=60))
+@given(st.lists(KEYS, min_size=COPY_FROM, max_size=60))
 @how(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_text_a_database_keeps_comes_back(keys):
     # Given
@@ -182,7 +182,7 @@ def test_a_payload_may_be_any_bytes(monkeypatch):
     assert_alike(definition, [{"job": each} for each in wanted])
 
 
-@pytest.mark.parametrize("size", [1, 1000, copying.BLOCK - 400, copying.BLOCK, 3 * copying.BLOCK])
+@pytest.mark.parametrize("size", [1, 1000, 65_000, 65_536, 200_000])
 def test_rows_larger_and_smaller_than_a_block_are_all_stored(size):
     payloads = [{"job": f"{number}{'x' * size}"} for number in range(45)]
     write.enqueue_many(payloads)

@@ -9,8 +9,8 @@ from django.db import OperationalError, connection, transaction
 
 from kjo_django.backends import get_transport
 from kjo_django.models import Job
-from kjo_django.outbox import publications
 from kjo_django.outbox.relay import Relay
+from kjo_django.store.postgres import PostgresStore
 from kjo_django.testing.conformance import eventually
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, MEMORY
@@ -62,13 +62,13 @@ def test_given_a_backlog_when_it_is_worked_off_then_each_goes_out_once_in_order_
 def test_given_a_statement_that_takes_long_when_there_is_more_then_that_goes_out_meanwhile(
     monkeypatch,
 ):
-    record, went_out = publications._record_at_once, threading.Event()
+    record, went_out = PostgresStore.record_published, threading.Event()
 
     def record_slowly(*arguments):
         assert went_out.wait(WAIT), "the second batch waits for the record of the first"
         return record(*arguments)
 
-    monkeypatch.setattr(publications, "_record_at_once", record_slowly)
+    monkeypatch.setattr(PostgresStore, "record_published", record_slowly)
     enqueue(4)
     relay = Relay()
     assert relay.publish_due() == 2
@@ -93,14 +93,14 @@ def tell(publish, event):
 def test_given_records_the_database_refuses_when_it_takes_them_again_then_nothing_goes_out_twice(
     monkeypatch, refused
 ):
-    record, refusals = publications._record_at_once, iter([True] * refused)
+    record, refusals = PostgresStore.record_published, iter([True] * refused)
 
     def refuse(*arguments):
         if next(refusals, False):
             raise OperationalError("the server is gone")
         return record(*arguments)
 
-    monkeypatch.setattr(publications, "_record_at_once", refuse)
+    monkeypatch.setattr(PostgresStore, "record_published", refuse)
     enqueue(6)
     relay = Relay()
 

@@ -13,7 +13,7 @@ from kjo_django.enqueue.storing import store_record
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
 from kjo_django.outbox.relay import LONGEST_BACKOFF, PublishBackoff, Relay
-from kjo_django.store.due_rows import due_jobs, next_due
+from kjo_django.store import store_for
 from kjo_django.transports.base import OutgoingRecord, Published
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, MEMORY
@@ -108,13 +108,13 @@ def test_a_topic_that_rests_is_neither_due_nor_next(relay):
     resting, other = store("missing"), store("there")
     queues = [resting.queue, "ledger"]
     # When
-    found = due_jobs("default", queues, 10, without_topics=["missing", "unheard of"])
+    found = store_for("default").due_jobs(queues, 10, without_topics=["missing", "unheard of"])
     # Then
     assert [each.pk for each in found] == [other.pk]
-    next_at = next_due("default", queues, without_topics=["missing"])
+    next_at = store_for("default").next_due(queues, without_topics=["missing"])
     assert next_at == Job.objects.get(pk=other.pk).available_at
-    assert next_due("default", queues, without_topics=["missing", "there"]) is None
-    assert len(due_jobs("default", queues, 10)) == 2
+    assert store_for("default").next_due(queues, without_topics=["missing", "there"]) is None
+    assert len(store_for("default").due_jobs(queues, 10)) == 2
 
 
 # --- Coordination ---------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from kjo_django.backends import get_coordination, get_transport
 from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.coordination.listeners import LocalListener
-from kjo_django.enqueue import dispatch
 from kjo_django.enqueue.dispatch import record_of
 from kjo_django.enqueue.storing import store_record
 from kjo_django.enqueue.wakeups import RELAY_CHANNEL, wake
@@ -32,13 +31,13 @@ from kjo_django.models import DeadLetter, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations.dead_letters import replay
 from kjo_django.operations.jobs import requeue
-from kjo_django.outbox import publications, relay_leases, unpublishable
 from kjo_django.outbox import relay as relays
+from kjo_django.outbox import relay_leases, unpublishable
 from kjo_django.outbox.publications import Publications
 from kjo_django.outbox.relay import Relay
 from kjo_django.outbox.relay_leases import lease_of
 from kjo_django.runtime import current_runtime
-from kjo_django.store.due_rows import due_jobs, due_jobs_of, next_due
+from kjo_django.store import store_for
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Published
 from tests.factories import JobFactory
@@ -167,8 +166,9 @@ def test_a_backlog_alone_is_seldom_looked_behind(monkeypatch):
     # Given
     monkeypatch.setattr(relays, "ASK_OVERTAKEN", 60)
     looks = []
-    look = relays.due_jobs_of
-    monkeypatch.setattr(relays, "due_jobs_of", lambda *args: looks.append(args[1]) or look(*args))
+    store = type(store_for("default"))
+    look = store.due_jobs_of
+    monkeypatch.setattr(store, "due_jobs_of", lambda *args: looks.append(args[1]) or look(*args))
     numbered("ledger", 60)
     # When
     relay = Relay(["ledger", "other"])
@@ -197,7 +197,7 @@ def test_what_is_due_of_one_queue_is_read_by_its_index(postgres):
             cursor.execute("ANALYZE kjo_job")
         # When
         with connection.execute_wrapper(explain):
-            assert len(due_jobs_of("default", "ledger", 100)) == 100
+            assert len(store_for("default").due_jobs_of("ledger", 100)) == 100
     # Then
     assert all("kjo_job_queue_due_idx" in plan and "'Sort'" not in plan for plan in seen), seen
     assert len(seen) == 2
@@ -230,15 +230,16 @@ def test_what_was_published_and_not_noted_yet_is_left_out():
     write.enqueue(job="second")
     first, second = jobs()
     # When, then
-    assert [each.pk for each in due_jobs("default", ["ledger"], 10, [first.pk])] == [second.pk]
-    assert next_due("default", ["ledger"], [first.pk]) == second.available_at
-    assert next_due("default", ["other"]) is None
-    (found,) = due_jobs("default", ["ledger"], 1)
+    store = store_for("default")
+    assert [each.pk for each in store.due_jobs(["ledger"], 10, [first.pk])] == [second.pk]
+    assert store.next_due(["ledger"], [first.pk]) == second.available_at
+    assert store.next_due(["other"]) is None
+    (found,) = store.due_jobs(["ledger"], 1)
     assert (found.pk, found.headers, found.payload) == (first.pk, {"a": "b"}, first.payload)
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda: due_jobs("default", ["ledger"], 10), lambda: next_due("default", ["ledger"])]
+    "ask", [lambda store: store.due_jobs(["ledger"], 10), lambda store: store.next_due(["ledger"])]
 )
 def test_given_a_backlog_when_a_batch_is_asked_for_then_no_more_of_it_is_read(postgres, ask):
     """Sorted as a whole for each batch, a backlog of a million took its square to publish."""
@@ -255,7 +256,7 @@ def test_given_a_backlog_when_a_batch_is_asked_for_then_no_more_of_it_is_read(po
         cursor.execute("ANALYZE kjo_job")
     # When
     with connection.execute_wrapper(explain):
-        assert ask()
+        assert ask(store_for("default"))
     # Then
     (plan,) = plans
     (scan,) = plan["Plans"]
@@ -402,14 +403,15 @@ def test_a_job_whose_row_was_locked_is_published_again_though_calls_never_cease(
 def test_what_cannot_be_noted_is_noted_later_and_not_published_again(alone, monkeypatch):
     """A database that is locked, or away, while the relay has its messages out."""
     # Given
-    note, refusals = publications._record_each, iter([True])
+    store = type(store_for("default"))
+    record, refusals = store.record_published, iter([True])
 
     def refuse(*arguments):
         if next(refusals, False):
             raise OperationalError("database is locked")
-        return note(*arguments)
+        return record(*arguments)
 
-    monkeypatch.setattr(publications, "_record_each", refuse)
+    monkeypatch.setattr(store, "record_published", refuse)
     write.enqueue(job="a")
     # When
     with pytest.raises(OperationalError):
@@ -424,14 +426,15 @@ def test_what_cannot_be_noted_is_noted_later_and_not_published_again(alone, monk
 def test_records_for_others_go_out_once_though_the_database_refuses_their_note(alone, monkeypatch):
     """Who reads them may have no marker that tells a second copy."""
     # Given
-    mark_sent, refusals = dispatch.mark_sent, iter([True] * 2)
+    store = type(store_for("default"))
+    complete, refusals = store.complete_forwarded, iter([True] * 2)
 
     def refuse(*arguments, **options):
         if next(refusals, False):
             raise OperationalError("database is locked")
-        return mark_sent(*arguments, **options)
+        return complete(*arguments, **options)
 
-    monkeypatch.setattr(dispatch, "mark_sent", refuse)
+    monkeypatch.setattr(store, "complete_forwarded", refuse)
     JobFactory(queue="ledger", destination="elsewhere")
     # When
     with pytest.raises(OperationalError):
@@ -439,7 +442,7 @@ def test_records_for_others_go_out_once_though_the_database_refuses_their_note(a
     assert alone.publish_due() == 0
     with pytest.raises(OperationalError):
         alone._round()
-    assert next_due("default", ["ledger"], alone._publications.unrecorded) is None
+    assert store_for("default").next_due(["ledger"], alone._publications.unrecorded) is None
     alone._publications.record_missing()
     # Then
     assert [job.state for job in jobs()] == ["completed"]
@@ -885,7 +888,7 @@ def test_called_it_publishes_without_asking_anything_before(arrived, monkeypatch
 
         monkeypatch.setattr(owner, name, noting)
 
-    note(relays, "next_due", "asked what is next")
+    note(type(store_for("default")), "next_due", "asked what is next")
     note(get_coordination(), "claim", "asked for leases")
     note(get_transport(), "publish", "published")
     note(LocalListener, "wait", "called")

@@ -19,10 +19,10 @@ from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import jobs as operations
-from kjo_django.outbox.publications import Publication, record_forwarded
 from kjo_django.patterns.streams.consumer import AbstractStreamConsumer
 from kjo_django.patterns.streams.producer import AbstractStreamProducer
-from kjo_django.store.due_rows import due_jobs
+from kjo_django.store import store_for
+from kjo_django.store.rows import Publication
 from kjo_django.store.transactions import jobs_database
 from tests.declarations import forgetting
 from tests.ledger.jobs import write
@@ -209,12 +209,12 @@ def test_a_relay_that_notes_late_does_not_complete_a_task_that_has_failed(tasks)
     # Given a task that has been read, and has failed, before the relay notes that it was sent
     id = Producer().send_task("a")
     tasks.failures["a"] = 1
-    (due,) = due_jobs(jobs_database(), [STREAM], 10)
+    (due,) = store_for(jobs_database()).due_jobs([STREAM], 10)
     tasks.run(taken_unnoted(tasks, Job.objects.get(pk=id)))
     assert the_job().state == "failing"
     # When
-    record_forwarded(jobs_database(), [Publication(due, "", None, None)], timezone.now())
-    dispatch.mark_sent(jobs_database(), due, timezone.now())
+    sent = [Publication(due, "", None, None)]
+    dispatch.record_forwarded(store_for(jobs_database()), sent, timezone.now())
     # Then
     assert the_job().state == "failing"
     tasks.run_until_done()
