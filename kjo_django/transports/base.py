@@ -184,8 +184,8 @@ class Subscription(abc.ABC):
         return
 
     def holds(self, record: Record) -> bool:
-        """Return whether a record that was handed out is still this consumer's, so that it may be
-        run again here; thread-safe. Default: it is."""
+        """Return whether a record that was handed out is still this consumer's by what its process
+        knows, so that it may be run again here. Makes no I/O; thread-safe. Default: it is."""
         return True
 
     @abc.abstractmethod
