@@ -144,12 +144,12 @@ def consumer_options() -> Iterator[str]:
 
 @block
 def kafka_defaults() -> Iterator[str]:
-    from kjo_django.transports.kafka import options
+    from kjo_django.transports.kafka import client_config
 
     kinds = {
-        "every client": options.GENERAL_DEFAULTS,
-        "producer": options.PRODUCER_DEFAULTS,
-        "consumer": options.CONSUMER_DEFAULTS,
+        "every client": client_config.GENERAL_DEFAULTS,
+        "producer": client_config.PRODUCER_DEFAULTS,
+        "consumer": client_config.CONSUMER_DEFAULTS,
     }
     return table(
         ("librdkafka's key", "Value", "Client"),
@@ -163,13 +163,13 @@ def kafka_defaults() -> Iterator[str]:
 
 @block
 def kafka_owned() -> Iterator[str]:
-    from kjo_django.transports.kafka import options
+    from kjo_django.transports.kafka import client_config
 
     return table(
         ("librdkafka's key", "Only value", "Because"),
         (
             (code(key), "none" if value is None else code(str(value).lower()), reason)
-            for key, (value, reason) in options.OWNED.items()
+            for key, (value, reason) in client_config.OWNED.items()
         ),
     )
 

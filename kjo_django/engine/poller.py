@@ -195,9 +195,9 @@ class Poller:
 
     def _poll_once(self, subscription: Subscription) -> None:
         max_records = self._prepare(subscription)
-        if self.is_quiet and subscription.hands_back and self._lanes.waiting:
+        if self.is_quiet and subscription.supports_release and self._lanes.waiting:
             waiting = self._lanes.discard(subscription.assignment(), subscription)
-            subscription.hand_back([delivery.record for delivery in waiting])
+            subscription.release([delivery.record for delivery in waiting])
         if self._is_draining.is_set() or self.is_quiet or max_records <= 0:
             subscription.poll(0, 0.0)
             self._is_closed.wait(FULL_WAIT)

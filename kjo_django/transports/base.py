@@ -174,11 +174,11 @@ class Subscription(abc.ABC):
         """
         self.acknowledge(records)
 
-    hands_back: bool = False
-    """Whether ``hand_back`` gives records to others; else they are its consumer's until ``close``,
-    as those of a log's partition are."""
+    supports_release: bool = False
+    """Whether ``release`` gives records to others; else they are its consumer's until ``close``, as
+    those of a log's partition are."""
 
-    def hand_back(self, records: Iterable[Record]) -> None:
+    def release(self, records: Iterable[Record]) -> None:
         """Give up records that were not begun: they are delivered again, to others at once. Called
         by the owner's thread. Default: they stay this consumer's."""
         return

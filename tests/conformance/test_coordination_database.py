@@ -129,7 +129,7 @@ class TestPostgres(DatabaseCoordinationConformance):
         self, coordination: DatabaseCoordination
     ) -> None:
         """A pooler in transaction mode gives the next statement another session."""
-        from kjo_django.coordination.database.postgres import PostgresListener
+        from kjo_django.coordination.database.postgres_listener import PostgresListener
 
         listener = coordination.listen(["a"])
         assert isinstance(listener, PostgresListener)

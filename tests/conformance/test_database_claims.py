@@ -20,7 +20,7 @@ from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from kjo_django.transports.database import DatabaseTransport
-from kjo_django.transports.database.rows import Claimer, key_hash
+from kjo_django.transports.database.message_table import Claimer, key_hash
 from kjo_django.transports.database.subscription import DatabaseSubscription
 from kjo_django.transports.database.transport import forget_groups
 
@@ -201,7 +201,7 @@ def test_what_could_not_be_handed_back_is_later(
     kept, given = first.poll(2, 1)
     with monkeypatch.context() as patch:
         patch.setattr(first, "_insist", lambda action: False)
-        first.hand_back([given])
+        first.release([given])
     first.poll(0, 0)
     assert texts(second.poll(10, 1)) == ["b1"]
     assert texts([kept]) == ["a1"]

@@ -25,7 +25,7 @@ from kjo_django.outbox.relay_leases import LEASE_TTL
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Published, TopicSpec
 from kjo_django.transports.kafka import KafkaTransport
-from kjo_django.transports.kafka.options import KafkaOptions
+from kjo_django.transports.kafka.client_config import KafkaOptions
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, read_all, send

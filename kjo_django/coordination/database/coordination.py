@@ -242,7 +242,10 @@ class DatabaseCoordination(Coordination):
         """
         if not self.supports_wake_ups:
             return LocalListener(self.database, channels)
-        from kjo_django.coordination.database.postgres import PostgresListener, SessionLentError
+        from kjo_django.coordination.database.postgres_listener import (
+            PostgresListener,
+            SessionLentError,
+        )
 
         if self._cannot_listen is not None:
             raise self._cannot_listen

@@ -81,7 +81,7 @@ def meet_poolers() -> Iterator[checks.CheckMessage]:
             hint=f"Set DATABASES[{alias!r}]{key}. docs/how-to/production.md tells why.",
             id="kjo.W013",
         )
-    from kjo_django.coordination.database.postgres import SessionLentError
+    from kjo_django.coordination.database.postgres_listener import SessionLentError
 
     try:
         backends.get_coordination().listen(["kjo-check"]).close()

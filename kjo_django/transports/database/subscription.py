@@ -27,7 +27,7 @@ from kjo_django.transports.base import (
     TopicKey,
     TopicPartition,
 )
-from kjo_django.transports.database.rows import (
+from kjo_django.transports.database.message_table import (
     OUTAGES,
     Claimer,
     Collision,
@@ -290,9 +290,9 @@ class DatabaseSubscription(Subscription):
 
     # --- Rows held --------------------------------------------------------------------------------
 
-    hands_back = True
+    supports_release = True
 
-    def hand_back(self, records: Iterable[Record]) -> None:
+    def release(self, records: Iterable[Record]) -> None:
         """Free these rows; while the database is away they stay held, until it is asked again."""
         ids = self._mine(records)
         if not self._insist(lambda: self._free(ids)):

@@ -43,7 +43,7 @@ from kjo_django.transports.base import (
     TopicPartition,
     Transport,
 )
-from kjo_django.transports.database.rows import (
+from kjo_django.transports.database.message_table import (
     OUTAGES,
     count_lag,
     key_hash,

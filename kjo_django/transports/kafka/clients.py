@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException
 
-from kjo_django.transports.kafka.options import KafkaOptions, guarded
+from kjo_django.transports.kafka.client_config import KafkaOptions, guarded
 
 logger = logging.getLogger("kjo_django.kafka")
 

@@ -24,6 +24,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from kjo_django.messages.headers import HEADER_LIST, listed
 from kjo_django.transports.base import OutgoingRecord, Published
+from kjo_django.transports.kafka.client_config import KafkaOptions, merge
 from kjo_django.transports.kafka.clients import (
     PerProcess,
     Refusals,
@@ -34,7 +35,6 @@ from kjo_django.transports.kafka.clients import (
     make,
     watched,
 )
-from kjo_django.transports.kafka.options import KafkaOptions, merge
 
 LINGER_MS = 10_000
 TIMEOUT_MARGIN_MS = 60_000

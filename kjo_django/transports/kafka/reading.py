@@ -59,7 +59,7 @@ class Reader:
         self.position = UNKNOWN
         """The next offset to hand out."""
         self.confirmed = UNKNOWN
-        """The same as of the last poll that returned; where a torn one goes back to."""
+        """``position`` when the last poll returned; an interrupted poll goes back to it."""
         self.muted = muted
         """What arrives is dropped, and the client is sent back to ``position`` before it ends."""
         self.restart = False
@@ -77,8 +77,8 @@ class Reader:
         if self.position == UNKNOWN and not self.restart:
             self.position = self.confirmed = offset
 
-    def hand_out(self) -> list[int]:
-        """Return the offsets of the batch; they are on their way."""
+    def delivered(self) -> list[int]:
+        """Return the offsets of the batch, which are delivered now, and begin another."""
         self.confirmed = self.position
         batch, self.batch = self.batch, []
         return batch
@@ -321,7 +321,7 @@ class Fetcher:
         records, touched = self._convert(messages)
         self._callbacks.raise_interrupt()
         for reader in touched:
-            self._watermark.deliver(reader.assignment, reader.hand_out())
+            self._watermark.deliver(reader.assignment, reader.delivered())
         self._torn = not complete
         return records
 

@@ -20,6 +20,7 @@ from kjo_django.transports.base import (
     Subscription,
     TopicPartition,
 )
+from kjo_django.transports.kafka.client_config import KafkaOptions
 from kjo_django.transports.kafka.clients import (
     Callbacks,
     Health,
@@ -32,7 +33,6 @@ from kjo_django.transports.kafka.clients import (
     watched,
 )
 from kjo_django.transports.kafka.committing import Committer
-from kjo_django.transports.kafka.options import KafkaOptions
 from kjo_django.transports.kafka.reading import (
     Fetcher,
     Reader,

@@ -21,10 +21,10 @@ from kjo_django.transports.base import (
     TopicSpec,
     Transport,
 )
-from kjo_django.transports.kafka.options import KafkaOptions
+from kjo_django.transports.kafka.client_config import KafkaOptions
 from kjo_django.transports.kafka.publisher import Publisher
 from kjo_django.transports.kafka.subscription import KafkaSubscription
-from kjo_django.transports.kafka.topics import Topics
+from kjo_django.transports.kafka.topic_admin import Topics
 
 
 class KafkaTransport(Transport):

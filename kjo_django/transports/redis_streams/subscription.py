@@ -278,9 +278,9 @@ class RedisStreamsSubscription(Subscription):
         except RedisError as error:
             self.last_error = f"Redis: {error}"
 
-    hands_back = True
+    supports_release = True
 
-    def hand_back(self, records: Iterable[Record]) -> None:
+    def release(self, records: Iterable[Record]) -> None:
         """Let others claim these entries; while Redis is away, once their lease is over."""
         given: dict[str, list[bytes]] = {}
         with self._lock:

@@ -37,6 +37,7 @@ from kjo_django.transports.base import (
     TopicPartition,
     TopicSpec,
 )
+from kjo_django.transports.kafka.client_config import KafkaOptions
 from kjo_django.transports.kafka.clients import (
     PerProcess,
     Refusals,
@@ -49,7 +50,6 @@ from kjo_django.transports.kafka.clients import (
     quiet,
     watched,
 )
-from kjo_django.transports.kafka.options import KafkaOptions
 
 CLOSE_TIMEOUT = 1.0
 PATIENCE = 5.0

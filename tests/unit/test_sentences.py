@@ -1,0 +1,128 @@
+"""Names and docstrings follow the rules that keep the package readable.
+
+A name is the noun of the field, as a manual of Kafka, PostgreSQL or Django has it, and no metaphor.
+No two modules have one name. A docstring is understood without its neighbour. What does not hold
+yet is listed here, by its room; the lists only ever get shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import kjo_django
+
+ROOT = Path(kjo_django.__file__).parent
+
+METAPHORS = {
+    *("aside", "buried", "bury", "flies", "flight", "flights", "fly", "flying", "goodbye"),
+    *("hand", "hands", "notes", "rest", "rested", "resting", "rests", "said", "say", "saying"),
+    *("says", "silence", "sortie", "suspect", "suspects", "tell", "teller", "telling", "tells"),
+    *("told", "turn", "turns", "unburied", "wish", "wished", "wishes", "wishing", "word", "words"),
+}
+NOUNS_OF_THE_FIELD = {"RestSchema"}
+"""Names that only look like one of these: REST is an interface."""
+
+STILL_METAPHORS = {
+    "admin": {"_rest", "_words", "tell"},
+    "api": {"Word", "told"},
+    "contrib": {"_tell_death", "tell_finished", "tell_started"},
+    "coordination": {"Silence"},
+    "engine": {
+        *("Flight", "Resting", "Turns", "_as_told", "_fly", "_is_in_hand", "_set_aside", "resting"),
+        *("_settle_in_hand", "_tell_handler", "_tell_handlers", "_tell_one", "say_goodbye", "tell"),
+        "tell_waiters",
+    },
+    "enqueue": {"hand_over"},
+    "messages": {"_told"},
+    "models": {"Wish"},
+    "operations": {"_in_words", "_rest", "_says", "_tell", "told"},
+    "patterns": {"_hand_over", "_tell", "_tell_later", "tell"},
+    "worker": {"_rest", "flights_of"},
+}
+STILL_BESIDE_THEIR_NEIGHBOUR = {"engine", "models", "worker"}
+"""Rooms with a docstring that begins with "The same"."""
+
+ROLES = {"__init__", "__main__", "apps", "base", "checks", "urls", "views"}
+"""Names of modules that Django gives, or that hold what a package's other modules share."""
+PARALLEL = (
+    r"transports\.\w+",
+    r"patterns\.\w+",
+    r"(admin|admin\.dashboard|api|operations(\.\w+)?)",
+    r"(worker|testing)(\.\w+)?",
+    r"contrib\.\w+",
+)
+"""Packages that do the like for different things: a transport, a pattern, an interface. A role or a
+resource has one name in all of them."""
+STILL_TWICE = {
+    *("definition", "events", "handlers", "headers", "jobs", "listeners", "publishing", "rows"),
+}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
+        for path in sorted(ROOT.rglob("*.py"))
+        if "migrations" not in path.parts
+    }
+
+
+def test_names_are_no_metaphors():
+    found = {
+        f"{module}: {name}"
+        for module, name in names()
+        if METAPHORS & words_of(name) and name not in NOUNS_OF_THE_FIELD | allowed(module)
+    }
+    assert not found, "use the noun of the field, see docs/how-to/contributing.md"
+
+
+def test_docstrings_do_not_begin_with_the_same():
+    found = {
+        f"{module}:{node.lineno}"
+        for module, tree in modules().items()
+        if module.partition(".")[0] not in STILL_BESIDE_THEIR_NEIGHBOUR
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and str(node.value.value).lstrip().startswith("The same")
+    }
+    assert not found, "say what it is or does, for readers who see only this docstring"
+
+
+def test_no_two_modules_have_one_name():
+    packages = defaultdict(set)
+    for module in modules():
+        package, _, name = module.rpartition(".")
+        if name not in ROLES | STILL_TWICE:
+            packages[name].add(package)
+    twice = {name: found for name, found in packages.items() if not are_parallel(found)}
+    assert not twice, "name each after what only it holds"
+
+
+def names() -> Iterator[tuple[str, str]]:
+    """Every module, class and function of the package, but tests of the conformance suites."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for module, tree in modules().items():
+        yield module, module.rpartition(".")[2]
+        for node in ast.walk(tree):
+            if isinstance(node, kinds) and not node.name.startswith("test_"):
+                yield module, node.name
+
+
+def words_of(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def allowed(module: str) -> set[str]:
+    return STILL_METAPHORS.get(module.partition(".")[0], set())
+
+
+def are_parallel(packages: set[str]) -> bool:
+    return len(packages) == 1 or any(
+        all(re.fullmatch(pattern, package) for package in packages) for pattern in PARALLEL
+    )
