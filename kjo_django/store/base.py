@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -66,6 +68,33 @@ class Store:
 
         For leases, marks and what is written again if a crash of the server loses it.
         """
+
+    sends_several = False
+    """Whether several statements can be sent as one."""
+
+    def is_aborted(self, connection: BaseDatabaseWrapper) -> bool:
+        """Return whether an error has made the connection's transaction unusable, by what the
+        driver knows without asking; False if that cannot be known."""
+        return False
+
+    def is_undone(self, connection: BaseDatabaseWrapper) -> bool:
+        """Return whether the database has undone the connection's transaction by itself, and goes
+        on without one."""
+        return False
+
+    def is_in_transaction(self, connection: BaseDatabaseWrapper) -> bool:
+        """Return whether the connection is in a transaction, or about to begin one, by what the
+        driver knows without asking; False if that cannot be known."""
+        return False
+
+    def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
+        """End the session of another thread's connection, which undoes its transaction.
+
+        :param terminates: end a statement in progress, too, where this thread's session can.
+        """
+        raw: Any = connection.connection
+        with socket.socket(fileno=os.dup(raw.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
 
     # --- Markers of effects -----------------------------------------------------------------------
 

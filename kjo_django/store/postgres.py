@@ -117,23 +117,6 @@ def pass_over(cursor: Any, results: int) -> None:
             cursor.nextset()
 
 
-def is_aborted(connection: Any) -> bool:
-    """Return whether an error has made the transaction of a connection of Django's unusable, by
-    what psycopg knows without asking; False where that cannot be told."""
-    if connection.vendor != "postgresql" or connection.connection is None or not is_psycopg3():
-        return False
-    return bool(connection.connection.pgconn.transaction_status == _psycopg().in_error)
-
-
-def is_in_transaction(connection: Any) -> bool:
-    """Return whether a connection of Django's is in a transaction, or about to begin one, by what
-    psycopg knows without asking; False where that cannot be told."""
-    if connection.vendor != "postgresql" or connection.connection is None or not is_psycopg3():
-        return False
-    status = connection.connection.pgconn.transaction_status
-    return bool(status != _psycopg().idle or not connection.connection.autocommit)
-
-
 def execute_both(
     cursor: Any, first: tuple[str, Sequence[Any]], second: tuple[str, Sequence[Any]]
 ) -> int:
@@ -234,6 +217,34 @@ class PostgresStore(Store):
         """Set ``synchronous_commit`` off for the current transaction."""
         with self.connection.cursor() as cursor:
             cursor.execute("SET LOCAL synchronous_commit TO off")
+
+    sends_several = True
+
+    def is_aborted(self, connection: BaseDatabaseWrapper) -> bool:
+        """Ask psycopg 3."""
+        raw = connection.connection
+        if raw is None or not is_psycopg3():
+            return False
+        return bool(raw.pgconn.transaction_status == _psycopg().in_error)
+
+    def is_in_transaction(self, connection: BaseDatabaseWrapper) -> bool:
+        """Ask psycopg 3."""
+        raw = connection.connection
+        if raw is None or not is_psycopg3():
+            return False
+        return bool(raw.pgconn.transaction_status != _psycopg().idle or not raw.autocommit)
+
+    def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
+        """End also a session whose server process is busy and does not see that its client is gone.
+
+        Behind a pooler the process id may be somebody else's: only a session of this worker's name
+        is ended.
+        """
+        pid = connection.connection.info.backend_pid
+        super().end_session(connection, terminates=terminates)
+        if terminates:
+            with self.connection.cursor() as cursor:
+                cursor.execute(_TERMINATE, [pid])
 
     # --- Markers of effects -----------------------------------------------------------------------
 
@@ -644,6 +655,11 @@ _IDLE_TRANSACTIONS = """
 SELECT pid, left(application_name, %s) FROM pg_stat_activity
 WHERE datname = current_database() AND application_name LIKE %s AND xact_start IS NOT NULL
     AND state_change < now() - make_interval(secs => %s) AND pid <> pg_backend_pid()
+"""
+_TERMINATE = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s
+    AND pid <> pg_backend_pid() AND application_name LIKE 'kjo-%%'
+    AND application_name = current_setting('application_name')
 """
 _SESSION_COUNTS = """
 SELECT count(*) FILTER (WHERE application_name LIKE %s),

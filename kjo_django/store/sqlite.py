@@ -15,6 +15,7 @@ from kjo_django.store.base import Store
 from kjo_django.store.rows import COLUMNS, JobRow
 
 if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import Model
 
 _MOST_PARAMETERS = 900
@@ -37,6 +38,22 @@ class SqliteStore(Store):
         table = self.connection.ops.quote_name(model._meta.db_table)
         with self.connection.cursor() as cursor:
             cursor.execute(f"UPDATE {table} SET {key} = {key} WHERE {key} IS NULL")  # noqa: S608 - names of columns
+
+    def is_undone(self, connection: BaseDatabaseWrapper) -> bool:
+        """As SQLite does when its disk is full: after that each statement is committed at once."""
+        return not getattr(connection.connection, "in_transaction", True)
+
+    def is_in_transaction(self, connection: BaseDatabaseWrapper) -> bool:
+        """Return what the driver says."""
+        return bool(connection.connection.in_transaction)
+
+    def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
+        """Interrupt, roll back and close; a database in memory would be gone with that."""
+        raw: Any = connection.connection
+        if not getattr(connection, "is_in_memory_db", lambda: True)():
+            raw.interrupt()
+            raw.rollback()
+            raw.close()
 
     # --- Markers of effects -----------------------------------------------------------------------
 

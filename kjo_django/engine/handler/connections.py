@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
-from kjo_django.store.postgres import is_aborted, is_in_transaction
+from kjo_django.store import store_for
 
 logger = logging.getLogger("kjo_django")
 
@@ -55,7 +53,7 @@ def freshen_connections(
         is_left_open = connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
         if is_own and connection.autocommit:
             # Django was torn from noting that it had begun one, or the handler did it by hand.
-            is_left_open = is_left_open or _is_in_transaction(connection)
+            is_left_open = is_left_open or store_for(connection.alias).is_in_transaction(connection)
         # One that broke is in none any more, and what was written before it broke is committed.
         if is_left_open and not getattr(connection.connection, "closed", False):
             left = _left(connection, TRANSACTION)
@@ -80,30 +78,9 @@ def sever(connection: BaseDatabaseWrapper, *, terminates: bool = True) -> None:
     if raw is None:
         return
     try:
-        if connection.vendor == "sqlite":
-            if not getattr(connection, "is_in_memory_db", lambda: True)():
-                raw.interrupt()
-                raw.rollback()
-                raw.close()
-            return
-        with socket.socket(fileno=os.dup(raw.fileno())) as line:
-            line.shutdown(socket.SHUT_RDWR)
-        if terminates and connection.vendor == "postgresql":
-            _terminate(connection.alias, raw.info.backend_pid)
+        store_for(connection.alias).end_session(connection, terminates=terminates)
     except Exception as error:
         logger.error("A session on %r cannot be ended: %s", connection.alias, error)
-
-
-def _terminate(using: str, pid: int) -> None:
-    """End a session whose server process is busy and does not see that its client has gone. Behind
-    a pooler the number may be somebody else's: only a session of this worker's name is ended."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s"
-            " AND pid <> pg_backend_pid() AND application_name LIKE 'kjo-%%'"
-            " AND application_name = current_setting('application_name')",
-            [pid],
-        )
 
 
 def open_blocks() -> dict[str, int]:
@@ -182,12 +159,6 @@ def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:
     connection.closed_in_transaction = False
 
 
-def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    if connection.vendor == "sqlite":
-        return bool(connection.connection.in_transaction)
-    return is_in_transaction(connection)
-
-
 @contextmanager
 def leaving_no_blocks(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """End with this block the blocks of ``atomic()`` that handlers have entered within it and not
@@ -214,24 +185,15 @@ def is_broken(connection: BaseDatabaseWrapper) -> bool:
         return True
     if connection.needs_rollback:  # its savepoint was not there any more
         return True
-    if connection.in_atomic_block and _is_undone(connection):
+    if connection.in_atomic_block and store_for(connection.alias).is_undone(connection):
         return True
     return bool(connection.errors_occurred and not connection.is_usable())
 
 
 def is_unusable(connection: BaseDatabaseWrapper) -> bool:
     """Return whether an error was swallowed after which nothing can be committed here."""
-    if connection.needs_rollback or is_aborted(connection):
-        return True
-    return _is_undone(connection)
-
-
-def _is_undone(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether SQLite has undone the transaction by itself, as it does when its disk is full:
-    it goes on without one, and each statement is committed as it comes."""
-    return connection.vendor == "sqlite" and not getattr(
-        connection.connection, "in_transaction", True
-    )
+    store = store_for(connection.alias)
+    return connection.needs_rollback or store.is_aborted(connection) or store.is_undone(connection)
 
 
 def answers(using: str) -> bool:

@@ -12,7 +12,8 @@ from django.db import Error, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from kjo_django.exceptions import JobTimeoutError
-from kjo_django.store.postgres import is_aborted, pass_over, takes_several
+from kjo_django.store import store_for
+from kjo_django.store.postgres import pass_over, takes_several
 
 CAUGHT = (
     "The handler caught a database error without an atomic() block around it; its writes were "
@@ -46,7 +47,8 @@ class LazySavepoint:
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
-        self._rides_along = connection.vendor == "postgresql"
+        self._store = store_for(connection.alias)
+        self._rides_along = self._store.sends_several
         self._left_open = ""
         self._name = ""
         self._sid: str | None = None
@@ -108,7 +110,7 @@ class LazySavepoint:
             # not, going back fails, which costs the group its transaction.
             raise
         except Exception:
-            if self._sid is not None and not is_aborted(self._connection):
+            if self._sid is not None and not self._store.is_aborted(self._connection):
                 # Refused before it was sent, by wrong parameters say.
                 self._connection.savepoint_ids.remove(self._sid)
                 self._sid, self._left_open, self._opens = None, left_open, True
@@ -133,7 +135,7 @@ class LazySavepoint:
                 self._undo()
             except Error:
                 pass  # the original error says why
-        elif connection.needs_rollback or (is_open and is_aborted(connection)):
+        elif connection.needs_rollback or (is_open and self._store.is_aborted(connection)):
             self._undo()
             raise transaction.TransactionManagementError(CAUGHT)
         elif is_open:
