@@ -15,6 +15,7 @@ job_cancelled          job_id, unique_id, queue, handler
 job_requeued           job_id, unique_id, queue, handler
 job_run_now            job_id, unique_id, queue, handler, actor
 job_moved              job_id, unique_id, queue, handler, to_queue, actor
+job_expiry_changed     job_id, unique_id, queue, handler, expires_at, actor
 message_dead_lettered  dead_letter_id, queue, handler, reason, error
 message_replayed       dead_letter_id, queue, handler
 event_skipped          topic, event_type
@@ -51,6 +52,7 @@ job_cancelled = Signal()
 job_requeued = Signal()
 job_run_now = Signal()
 job_moved = Signal()
+job_expiry_changed = Signal()
 message_dead_lettered = Signal()
 message_replayed = Signal()
 message_discarded = Signal()

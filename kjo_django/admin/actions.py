@@ -93,7 +93,7 @@ def form_of(action: Action, *, many: bool) -> type[forms.Form]:
     :param many: whether it is asked for a selection or a filter, not for one row.
     """
     fields = {
-        each.name: _field_of(each, is_required=each.is_required)
+        each.name: _field_of(each, is_required=True)
         for each in action.inputs
         if many or not each.is_for_many
     }
@@ -126,9 +126,7 @@ def list_inputs(action: Action, posted: Mapping[str, str]) -> dict[str, Any]:
 def fields_of_button(action: Action) -> list[dict[str, Any]]:
     """Return label and widget of each input that a button of the admin asks for."""
     form = forms.Form(auto_id=f"kjo-{action.name}-%s")
-    form.fields = {
-        each.name: _field_of(each, is_required=each.is_required) for each in _in_lists(action)
-    }
+    form.fields = {each.name: _field_of(each, is_required=True) for each in _in_lists(action)}
     return [{"label": bound.label_tag(), "widget": str(bound)} for bound in form]
 
 
@@ -140,7 +138,7 @@ def _field_of(given: Input, *, is_required: bool) -> forms.Field:
     common: dict[str, Any] = {
         "label": given.label,
         "help_text": given.help,
-        "required": is_required,
+        "required": is_required and given.is_required and not given.is_nullable,
     }
     numbers: dict[str, Any] = {"min_value": given.minimum, "max_value": given.maximum}
     match given.kind:

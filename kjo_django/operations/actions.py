@@ -27,6 +27,7 @@ from kjo_django.operations.dead_letters.table import ReplayReport
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.jobs import Outcomes, rescheduling
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, Observer, Progress, checked_rate
+from kjo_django.retries.policy import LONGEST_DELAY
 from kjo_django.states import JobStatus
 
 SYNCHRONOUS_LIMIT = 1000
@@ -91,7 +92,7 @@ class Input:
     help: Any = ""
     is_required: bool = False
     is_nullable: bool = False
-    """Whether None may be given, which is something else than nothing."""
+    """Whether None may be given, which is something else than nothing; an empty field is None."""
     minimum: float | None = None
     maximum: float | None = None
     max_length: int | None = None
@@ -193,10 +194,10 @@ class Action:
             raise ValueError(f"{self.key} takes no {', '.join(unknown)}")
         values = dict(inputs)
         for name, each in known.items():
+            if each.check is not None and (each.is_required or name in values):
+                values[name] = each.check(values.get(name))
             if each.is_required and name not in values:
-                values[name] = None
-            if name in values and each.check is not None:
-                values[name] = each.check(values[name])
+                raise ValueError(f"{self.key} needs {name}")
         return values
 
     def log_entry(self, inputs: Mapping[str, Any]) -> str:
@@ -407,6 +408,40 @@ TABLE: tuple[Action, ...] = (
         surfaces=_EVERYWHERE,
         rest=RestSchema(
             about="Where to.", answers={200: "`moved`, or `unchanged`: it was in that queue."}
+        ),
+    ),
+    Action(
+        name="change_expiry",
+        subject=Subject.JOBS,
+        label=_("Change expiry"),
+        about="Change until when an open job may be started; without, it never expires.",
+        permission="retry_job",
+        operation=rescheduling.change_expiry,
+        log="Expiry changed: {inputs}.",
+        done=ngettext_lazy(
+            "The expiry of %d job was changed.", "The expiry of %d jobs was changed."
+        ),
+        result="changed",
+        harmless=frozenset({"unchanged"}),
+        inputs=(
+            Input(
+                name="expires_in",
+                kind=Kind.NUMBER,
+                label=_("Expires in (seconds; empty: never)"),
+                help=_("Seconds from now; none: it never expires."),
+                is_required=True,
+                is_nullable=True,
+                minimum=1,
+                maximum=LONGEST_DELAY.total_seconds(),
+                is_in_lists=True,
+            ),
+        ),
+        applies=_waits,
+        surfaces=_EVERYWHERE,
+        rest=RestSchema(
+            about="Until when the job may be started.",
+            answers={200: "`changed`, or `unchanged`: it expires then already."},
+            problems=(404, 409),
         ),
     ),
     Action(

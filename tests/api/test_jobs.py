@@ -597,3 +597,21 @@ def test_an_internal_job_runs_again_for_who_may_do_what_it_does(
     # And the log names who asked
     entry = LogEntry.objects.get(object_id=str(job.pk))
     assert entry.user == entitled.user
+
+
+@pytest.mark.django_db
+def test_the_expiry_of_a_job_is_changed_and_lifted(login: Login) -> None:
+    # Given
+    client, job = login("view_job", "retry_job"), JobFactory()
+    address = f"/kjo/jobs/{job.pk}/change-expiry/"
+    # When, then
+    told = client.post(address, {"expires_in": 60}).json()
+    assert told["outcome"] == "changed"
+    assert told["job"]["expires_at"] is not None
+    assert client.post(address, {"expires_in": None}).json()["job"]["expires_at"] is None
+    assert client.post(address, {"expires_in": None}).json()["outcome"] == "unchanged"
+    # And what would be anybody's guess is refused
+    for body in ({}, {"expires_in": 0}, {"expires_in": "60"}, {"expires_in": 1e12}):
+        problem_of(client.post(address, body), 400)
+    Job.objects.update(state="completed")
+    problem_of(client.post(address, {"expires_in": 60}), 409)

@@ -58,6 +58,13 @@ ENDPOINTS = [
         {"queue": "mails"},
         audited="Moved to mails.",
     ),
+    Endpoint(
+        "POST",
+        "jobs/{job}/change-expiry/",
+        ("view_job", "retry_job"),
+        {"expires_in": 60},
+        audited="Expiry changed: expires_in: 60.0.",
+    ),
     Endpoint("GET", "dead-letters/", ("view_deadletter",)),
     Endpoint("GET", "dead-letters/groups/", ("view_deadletter",)),
     Endpoint("GET", "dead-letters/{letter}/", ("view_deadletter",)),

@@ -30,6 +30,7 @@ OPERATIONS = {
     "kjo_dead_letters_replay",
     "kjo_health",
     "kjo_jobs_cancel",
+    "kjo_jobs_change_expiry",
     "kjo_jobs_change_queue",
     "kjo_jobs_enqueue",
     "kjo_jobs_list",

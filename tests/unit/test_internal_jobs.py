@@ -126,7 +126,7 @@ def test_who_may_not_do_it_any_more_when_it_runs_does_not_do_it(change, told):
     assert open_letters() == 1
 
 
-INPUTS = {"note": "x", "queue": "ledger"}
+INPUTS = {"note": "x", "queue": "ledger", "expires_in": 60}
 OF_JOBS = [each for each in TABLE if each.is_bulk and each.subject == Subject.JOBS]
 
 

@@ -169,6 +169,7 @@ def test_letters_are_discarded_with_the_note():
         ("cancel", "queued", {"cancelled": 3}),
         ("run_now", "scheduled", {"due": 3}),
         ("discard", "failed", {"discarded": 3}),
+        ("change_expiry", "queued", {"changed": 3}),
     ],
 )
 def test_jobs_are_changed(action, state, counts):
@@ -180,7 +181,7 @@ def test_jobs_are_changed(action, state, counts):
         JobFactory(queue="other", queued=True, available_at=timezone.now() + later)
     # When
     found = replace(parse("attempts:0"), state=state)
-    inputs = {"note": "why"} if action == "discard" else {}
+    inputs = {"discard": {"note": "why"}, "change_expiry": {"expires_in": 60}}.get(action, {})
     job = run(start_bulk(action, found, actor="ann", **inputs))
     # Then
     assert result_of(job)["counts"] == counts

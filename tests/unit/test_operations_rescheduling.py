@@ -181,3 +181,51 @@ def test_a_queue_nobody_knows_is_refused_with_a_suggestion(settings):
     settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "other": {"consume": False}}}
     with pytest.raises(ValueError, match="consumes the queue 'other'"):
         rescheduling.change_queue([], "other")
+
+
+# --- Expiry ---------------------------------------------------------------------------------------
+
+
+def test_a_job_whose_message_is_on_its_way_expires_as_asked(transport):
+    # Given two jobs that wait, and would have run
+    soon, later = (write.enqueue(job=name).job_id for name in ("soon", "later"))
+    bench = Bench()
+    # When one may be started for a second more, the other one for an hour
+    rescheduling.change_expiry([soon], 1, actor="ann")
+    outcomes = rescheduling.change_expiry([later], 3600, actor="ann")
+    Job.objects.filter(pk=soon).update(expires_at=timezone.now() - timedelta(seconds=1))
+    ran(bench)
+    # Then
+    assert outcomes.counts == {"changed": 1}
+    assert Job.objects.get(pk=soon).state == "failed"
+    assert Job.objects.get(pk=later).state == "completed"
+
+
+def test_a_job_that_would_expire_never_does(transport):
+    # Given
+    id = write.using(expires_at=timezone.now() + timedelta(hours=1)).enqueue(job="x").job_id
+    heard = []
+
+    def hear(**facts):
+        heard.append((facts["job_id"], facts["expires_at"], facts["actor"]))
+
+    signals.job_expiry_changed.connect(hear)
+    # When
+    outcomes = rescheduling.change_expiry([id], None, actor="ann")
+    again = rescheduling.change_expiry([id], None, actor="ann")
+    signals.job_expiry_changed.disconnect(hear)
+    # Then
+    assert Job.objects.get(pk=id).expires_at is None
+    assert (outcomes.counts, again.counts) == ({"changed": 1}, {"unchanged": 1})
+    assert heard == [(str(id), None, "ann")]
+
+
+def test_the_expiry_of_what_has_ended_or_runs_or_is_for_others_stays():
+    rows = [
+        JobFactory(completed=True),
+        JobFactory(queued=True, lease_expires_at=timezone.now() + LATER),
+        JobFactory(destination="elsewhere"),
+    ]
+    outcomes = rescheduling.change_expiry(rows, 60)
+    assert outcomes.counts == {"completed": 1, "processing": 1, "other_kind": 1}
+    assert not Job.objects.exclude(expires_at=None).exists()

@@ -1,4 +1,4 @@
-"""Run now, and move to another queue: what changes when and where an open job runs, not how often.
+"""Run now, move, change the expiry: when and where an open job runs, not how often.
 
 A job whose message is on its way already gets another one. The old one is not looked for: when its
 time comes, its consumer finds that its attempt, or its generation, is past and drops it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from django.db import IntegrityError, transaction
@@ -62,6 +63,18 @@ class MoveResult(enum.StrEnum):
     PROCESSING = "processing"
 
 
+class ExpiryResult(enum.StrEnum):
+    """What changing the expiry of one job ended with; a final job answers with its state."""
+
+    CHANGED = "changed"
+    UNCHANGED = "unchanged"
+    """It expires never, as asked."""
+    OTHER_KIND = "other_kind"
+    """It is a record for others, which no worker here starts."""
+    NOT_FOUND = "not_found"
+    PROCESSING = "processing"
+
+
 def run_now(
     jobs: Selection,
     *,
@@ -111,6 +124,47 @@ def change_queue(
         _move_chunk(keys, target, outcomes, actor, on_changed)
 
     return change_in_chunks(jobs, change, f"Moved to {queue}", actor, progress)
+
+
+def change_expiry(
+    jobs: Selection,
+    expires_in: float | None,
+    *,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
+) -> Outcomes:
+    """Change until when open jobs may be started; a job that is not started by then fails.
+
+    A worker looks at the job's row before it starts the job, so this also holds for a job whose
+    message is on its way.
+
+    :param expires_in: seconds from now; None: the jobs never expire.
+    :param actor: who asked, for the signal and the log.
+    :param on_changed: called with the jobs of each chunk inside its transaction.
+    """
+    expires_at = None if expires_in is None else timezone.now() + timedelta(seconds=expires_in)
+
+    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
+        open_jobs = lock_open_jobs(keys, outcomes)
+        ours = [job for job in open_jobs if not job.destination]
+        outcomes.add(ExpiryResult.OTHER_KIND, len(open_jobs) - len(ours))
+        changed = [job for job in ours if job.expires_at != expires_at]
+        outcomes.add(ExpiryResult.UNCHANGED, len(ours) - len(changed))
+        if not changed:
+            return
+        using = jobs_database()
+        rows = Job.objects.using(using).filter(pk__in=[job.pk for job in changed])
+        # They are locked, but a database that cannot lock rows leaves it to this condition.
+        rows.filter(state__in=states.OPEN).update(expires_at=expires_at)
+        if on_changed is not None:
+            on_changed(changed)
+        outcomes.add_changed(ExpiryResult.CHANGED, len(changed))
+        facts = {"actor": actor, "expires_at": expires_at}
+        announce = functools.partial(send_job_signals, signals.job_expiry_changed, changed, **facts)
+        on_commit(using, announce)
+
+    return change_in_chunks(jobs, change, "Changed the expiry of", actor, progress)
 
 
 # --- Run now --------------------------------------------------------------------------------------
