@@ -64,25 +64,22 @@ def test_a_lost_notification_costs_time_only(
     assert lost
 
 
-def test_a_call_ends_the_wait_long_before_the_poll(running: Queue, settings: Any) -> None:
+def test_a_call_ends_the_wait_long_before_the_poll(
+    running: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PJQ-61: subscribed before it is enqueued, so the call cannot be missed."""
     running.enqueue_and_wait("first", 1)
-    settings_before = settings.KJO
     pauses: list[float] = []
 
-    class Patient(waiting._Pauses):
-        def next(self) -> float:
+    def long_pauses(waiter: Any, awaited: Any) -> Iterator[float]:
+        while True:
             pauses.append(20.0)
-            return 20.0
+            yield 20.0
 
-    original, waiting._Pauses = waiting._Pauses, Patient  # type: ignore[misc]
-    try:
-        begun = time.monotonic()
-        for number in range(5):
-            assert running.enqueue_and_wait(f"job-{number}", number, timeout=30) == number
-    finally:
-        waiting._Pauses = original  # type: ignore[misc]
-    assert settings.KJO is settings_before
+    monkeypatch.setattr(waiting.Waiter, "_pauses", long_pauses)
+    begun = time.monotonic()
+    for number in range(5):
+        assert running.enqueue_and_wait(f"job-{number}", number, timeout=30) == number
     assert pauses
     assert time.monotonic() - begun < 15
 
@@ -146,7 +143,7 @@ def test_a_hundred_timeouts_leave_nothing_behind(
     # When a hundred wait in vain, several at once
     with ThreadPoolExecutor(10) as pool:
         assert all(pool.map(give_up, range(100)))
-    board = waiting.switchboard()
+    board = waiting.reply_listener()
     assert board is not None
     assert board.waiting_count == 0
     # Then one listener served them all, and ends when nobody has waited for a while
@@ -245,14 +242,14 @@ def test_asynchronous_twins(running: Queue) -> None:
         return list(results)
 
     assert async_to_sync(go)() == list(range(10))
-    board = waiting.switchboard()
+    board = waiting.reply_listener()
     assert board is None or board.waiting_count == 0
 
 
 def test_more_waiters_than_channels(running: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who share a channel are woken for one another and go on waiting."""
     monkeypatch.setattr(waiting, "CHANNELS", 2)
-    monkeypatch.setattr(waiting, "_switchboard", None)
+    monkeypatch.setattr(waiting, "_reply_listener", None)
 
     def wait(number: int) -> Any:
         try:

@@ -69,40 +69,23 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def positive_number(text: str) -> float:
-    """Read a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
+def _number(check: Callable[[Any], Any], what: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            return float(check(float(text)))
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r} is no {what}") from None
+
+    return read
 
 
-def rate(text: str) -> float:
-    """Read how many a second there may be at most."""
-    try:
-        return checked_rate(float(text)) or 0.0
-    except ValueError:
-        bounds = f"{RATE_MIN} to {RATE_MAX:,} a second"
-        raise ArgumentTypeError(f"{text!r} is no number from {bounds}") from None
-
-
-def seconds(text: str) -> float:
-    """Read a number of seconds above 0, a century at most: no thread can wait longer."""
-    value = positive_number(text)
-    if value > LONGEST.total_seconds():
-        raise ArgumentTypeError(f"{text!r} is too long a time; {LONGEST.days:,} days at most")
-    return value
-
-
-def share(text: str) -> float:
-    """Read a number from 0 to 1."""
-    try:
-        return number(0, 1)(float(text))
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no number from 0 to 1") from None
+rate = _number(checked_rate, f"number from {RATE_MIN} to {RATE_MAX:,} a second")
+share = _number(number(0, 1), "number from 0 to 1")
+seconds = _number(
+    number(1e-9, LONGEST.total_seconds()),
+    f"number of seconds above 0 and up to {LONGEST.days:,} days",
+)
+"""A century at most: no thread can wait longer."""
 
 
 def check_queues(names: Iterable[str] | None, known: Collection[str]) -> None:
@@ -123,30 +106,27 @@ def plain(text: object) -> str:
 
 
 class _HelpFormatter(DjangoHelpFormatter):
-    """Tells the default of each option that has one."""
+    """Adds the default to each option that has one."""
 
     def _get_help_string(self, action: Action) -> str | None:
-        text = action.help
-        is_told = action.default not in (None, False, SUPPRESS, []) and "--version" not in (
-            action.option_strings
-        )
-        if not text or not is_told:
-            return text
         default = action.default
-        told = _spelled(default) if isinstance(default, timedelta) else "%(default)s"
-        return f"{text} (default: {told})"
-
-
-def _spelled(value: timedelta) -> str:
-    """Write a duration as ``duration`` reads it."""
-    count = int(value.total_seconds())
-    sizes = (("w", 604_800), ("d", 86_400), ("h", 3600), ("m", 60))
-    whole = (f"{count // size}{unit}" for unit, size in sizes if count % size == 0)
-    return next(whole, f"{count}s")
+        if not action.help or default in (None, False, SUPPRESS, []):
+            return action.help
+        if "--version" in action.option_strings:
+            return action.help
+        if isinstance(default, timedelta):
+            count = int(default.total_seconds())
+            sizes = {unit: timedelta(**{name: 1}).total_seconds() for unit, name in _UNITS.items()}
+            default = next(
+                f"{count / size:.0f}{unit}"
+                for unit, size in reversed(sizes.items())
+                if count % size == 0
+            )
+        return f"{action.help} (default: {default})"
 
 
 class ParsedCommand(BaseCommand):
-    """A command whose help tells defaults, and whose options may be given to ``call_command`` as
+    """A command whose help names defaults, and whose options may be given to ``call_command`` as
     keywords that are text, which Django does not parse."""
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:

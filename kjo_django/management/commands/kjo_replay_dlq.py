@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from kjo_django.management.commands._replay_report import show_replay
 from kjo_django.management.commands._shared import (
     KjoCommand,
     instant,
+    plain,
     positive,
     rate,
 )
@@ -89,5 +89,27 @@ class Command(KjoCommand):
                 raise ValueError(f"--{name} goes with --source topic")
 
     def show(self, answer: Any) -> None:
-        """Print the report."""
-        show_replay(self, answer)
+        """Print the counts, what they consist of, and some of what was refused."""
+        verb = "would be looked at" if answer["dry_run"] else "looked at"
+        self.stdout.write(
+            f"{answer['matched']:,} dead letters {verb}, {answer['replayed']:,} replayed, "
+            f"{sum(answer['refused'].values()):,} refused, {answer['failed']:,} failed, "
+            f"{answer['skipped']:,} skipped"
+        )
+        if answer["ended"]:
+            ends = ", ".join(f"{count:,} {result}" for result, count in answer["ended"].items())
+            self.stdout.write(f"Run here: {ends}")
+        if answer["histogram"]:
+            rows = [
+                tuple(str(value or "-") for value in row.values()) for row in answer["histogram"]
+            ]
+            self.table([("reason", "handler", "error", "count"), *rows])
+        if answer["already_processed"]:
+            self.stdout.write(
+                f"{answer['already_processed']:,} have taken effect before; they run again only "
+                "with --force"
+            )
+        for sample in answer["samples"]:
+            self.stdout.write(plain(f"{sample['outcome']} {sample['id']}: {sample['detail']}"))
+        if answer["stopped"]:
+            self.stdout.write(self.style.ERROR(f"Stopped: {answer['stopped']}"))

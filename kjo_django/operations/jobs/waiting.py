@@ -1,7 +1,9 @@
-"""Waiting for a job's end: heard where possible, read always.
+"""What became of a job, and waiting for its end.
 
-The row decides. It is read right after subscribing, whenever the waiter is called, on a slow poll,
-and once more before giving up, so a lost call costs time only (PJQ-F7).
+Each waiter has a channel, sent along with its job as the header ``kjo-reply-to``; the worker that
+commits the job's end calls it. So a job nobody waits for costs nothing, and one that is awaited
+costs one call. Calls may be lost: the row decides. It is read right after subscribing, whenever the
+waiter is called, on a slow poll, and once more before giving up, so a lost call costs time only.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -45,8 +47,10 @@ from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, JobFailure, JobQuerySet
 from kjo_django.operations.jobs.changes import live_leases
 from kjo_django.operations.progress import Progress, progress_of
-from kjo_django.states import JobState, JobStatus
+from kjo_django.states import JobState
 from kjo_django.store.transactions import jobs_database
+
+logger = logging.getLogger("kjo_django")
 
 
 class NoResult(enum.Enum):
@@ -63,7 +67,7 @@ class NoResult(enum.Enum):
 
 NO_RESULT: Final = NoResult.NO_RESULT
 """There is no result: the job is unknown, has not completed, or its result has expired. A job that
-returned None has a result, which is None (PJQ-06, PJQ-F16)."""
+returned None has a result, which is None."""
 
 
 EXPIRED = "expired"
@@ -71,7 +75,7 @@ EXPIRED = "expired"
 
 
 class UpdateTtlResult(enum.StrEnum):
-    """What changing a result's lifetime ended with (O-02)."""
+    """What changing a result's lifetime ended with."""
 
     UPDATED = "updated"
     NOT_FOUND = "not_found"
@@ -82,7 +86,7 @@ class UpdateTtlResult(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MessageStatus:
-    """What is known of a job (PJQ-07)."""
+    """What is known of a job."""
 
     id: str
     state: str
@@ -110,7 +114,7 @@ class MessageStatus:
     job_id: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it with the names it has on the wire (PJQ-23); times in milliseconds."""
+        """Return it with the names it has on the wire; times in milliseconds."""
         known: dict[str, Any] = {
             "id": self.id,
             "state": self.state,
@@ -119,21 +123,21 @@ class MessageStatus:
             "maxAttempts": self.max_attempts,
             "resultTTL": self.result_ttl,
         }
-        if self.correlation_id is not None:
-            known["correlationId"] = self.correlation_id
         if self.result is not NO_RESULT:
             known["result"] = self.result
-        if self.error is not None:
-            known["error"] = self.error
-        if self.error_type is not None:
-            known["errorType"] = self.error_type
-        if self.error_code is not None:
-            known["errorCode"] = self.error_code
-        if self.error_details is not None:
-            known["errorDetails"] = self.error_details
+        optional: dict[str, Any] = {
+            "correlationId": self.correlation_id,
+            "error": self.error,
+            "errorType": self.error_type,
+            "errorCode": self.error_code,
+            "errorDetails": self.error_details,
+        }
         if self.progress is not None:
-            known["progress"] = {"percent": self.progress.percent, "text": self.progress.text}
-        return known
+            optional["progress"] = {"percent": self.progress.percent, "text": self.progress.text}
+        return known | {name: value for name, value in optional.items() if value is not None}
+
+
+# --- What is known of a job -----------------------------------------------------------------------
 
 
 def named(queue: str, *unique_ids: str) -> JobQuerySet:
@@ -160,13 +164,11 @@ def status_of(queue: str, unique_id: str) -> MessageStatus | None:
     job = find(queue, unique_id)
     if job is None:
         return None
-    is_open = job.state in states.OPEN
-    is_kept = _is_kept(job)
+    is_open, is_kept = job.state in states.OPEN, _is_kept(job)
     error = (job.error or None) if is_open or is_kept else None
-    failure = last_failure(job) if error is not None else None
     return MessageStatus(
         id=unique_id,
-        state=EXPIRED if is_expired(job) else states.to_queue(_status(job)),
+        state=_states([job])[0],
         created_at=job.created_at,
         attempts=job.attempts,
         max_attempts=job.max_attempts,
@@ -174,35 +176,33 @@ def status_of(queue: str, unique_id: str) -> MessageStatus | None:
         correlation_id=(job.headers or {}).get(names.CORRELATION_ID),
         result=result_of(job) if job.state == JobState.COMPLETED and is_kept else NO_RESULT,
         error=error,
-        error_type=(failure and failure.error_type) or None,
-        error_code=(failure and failure.code) or None,
-        error_details=failure and failure.details,
         progress=progress_of([job.pk]).get(str(job.pk)) if is_open else None,
         job_id=str(job.pk),
+        **(_facts_of_failure(job) if error is not None else {}),
     )
 
 
 def states_of(queue: str, unique_ids: Collection[str]) -> dict[str, str | None]:
-    """Return the state of each job, None for an unknown id, in two round trips (PJQ-57)."""
+    """Return the state of each job, None for an unknown id, in two round trips."""
     rows = list(named(queue, *unique_ids).defer("payload", "result"))
-    conf = get_settings().queue(queue)
-    names = {row.pk: lease_name(conf, row.message_id) for row in rows if row.state in states.OPEN}
-    leased = live_leases(list(names.values()))
-    found = {
-        row.unique_id: EXPIRED
-        if is_expired(row)
-        else states.to_queue(row.status_with(leased=names.get(row.pk) in leased))
-        for row in rows
-    }
+    found = dict(zip([row.unique_id for row in rows], _states(rows), strict=True))
     return {id: found.get(id) for id in unique_ids}
 
 
-def _status(job: Job) -> JobStatus:
-    """A running atomic handler shows by the lease its worker holds in coordination."""
-    if job.state not in states.OPEN:
-        return JobStatus(job.state)
-    name = lease_name(get_settings().queue(job.queue), job.message_id)
-    return job.status_with(leased=name in live_leases([name]))
+def _states(rows: Sequence[Job]) -> list[str]:
+    """Return the states of jobs of the same queue. A running atomic handler shows by the lease its
+    worker holds in coordination."""
+    is_open = [row for row in rows if row.state in states.OPEN]
+    leases = {
+        row.pk: lease_name(get_settings().queue(row.queue), row.message_id) for row in is_open
+    }
+    leased = live_leases(list(leases.values()))
+    return [
+        EXPIRED
+        if is_expired(row)
+        else states.to_queue(row.status_with(leased=leases.get(row.pk) in leased))
+        for row in rows
+    ]
 
 
 def is_expired(job: Job) -> bool:
@@ -212,27 +212,31 @@ def is_expired(job: Job) -> bool:
     return has_ended and job.result_expires_at is not None and not _is_kept(job)
 
 
-def last_failure(job: Job) -> JobFailure | None:
-    """Return the latest failed attempt of the job's present generation."""
-    rows = JobFailure.objects.using(jobs_database()).defer("traceback")
-    return rows.filter(job=job.pk, generation=job.generation).order_by("-attempt", "-pk").first()
-
-
 def failure_of(id: str, job: Job) -> JobFailedError:
-    """Return what is raised to those who wait for a failed job.
+    """Return the error of a failed job, for those who wait for it.
 
     :param id: as they know it.
     """
-    failure = last_failure(job)
     return JobFailedError(
         f"Job {id!r} failed: {job.error}",
         original_error=job.error,
         job_id=id,
         attempts=job.attempts,
-        error_type=(failure and failure.error_type) or None,
-        error_code=(failure and failure.code) or None,
-        error_details=failure and failure.details,
+        **_facts_of_failure(job),
     )
+
+
+def _facts_of_failure(job: Job) -> dict[str, Any]:
+    """Return what the latest failed attempt of the job's present generation has noted."""
+    rows = JobFailure.objects.using(jobs_database()).defer("traceback")
+    found = rows.filter(job=job.pk, generation=job.generation).order_by("-attempt", "-pk").first()
+    if found is None:
+        return {}
+    return {
+        "error_type": found.error_type or None,
+        "error_code": found.code or None,
+        "error_details": found.details,
+    }
 
 
 def _is_kept(job: Job) -> bool:
@@ -268,7 +272,7 @@ def update_result_ttl(queue: str, unique_id: str, ttl: timedelta | int) -> Updat
     return UpdateTtlResult.MISSING_PAYLOAD
 
 
-logger = logging.getLogger("kjo_django")
+# --- Being called when a job has ended ------------------------------------------------------------
 
 CHANNELS = 64
 """Beyond so many waiters at once, some share a channel and are woken for one another."""
@@ -277,37 +281,20 @@ IDLE = 10.0
 _WAIT = 1.0
 
 
-class Reply:
-    """A waiter's place: ``channel`` goes with the job, ``heard`` is called when it is called.
+class ReplyListener:
+    """The listener of this process for all its waiters. It and its thread exist while somebody
+    waits.
 
-    ``heard`` runs in the listener's thread and must return at once.
+    A waiter is the function that is called. It runs in the listener's thread and must return at
+    once.
     """
-
-    def __init__(self, switchboard: Switchboard, number: int, heard: Callable[[], None]) -> None:
-        self._switchboard = switchboard
-        self.number = number
-        self.heard = heard
-
-    @property
-    def channel(self) -> str:
-        """Whom to call."""
-        return self._switchboard.channels[self.number]
-
-    def close(self) -> None:
-        """Hear nothing more."""
-        self._switchboard.leave(self)
-
-
-class Switchboard:
-    """The listener of this process and its thread, which exist while somebody waits."""
 
     def __init__(self, coordination: Coordination) -> None:
         self.coordination = coordination
         self.pid = os.getpid()
         name = uuid7().hex
         self.channels = [f"{REPLY_CHANNELS}{name}:{number}" for number in range(CHANNELS)]
-        self._numbers = {channel: number for number, channel in enumerate(self.channels)}
-        self._waiting: list[set[Reply]] = [set() for _ in range(CHANNELS)]
+        self._waiting: dict[str, set[Callable[[], None]]] = {name: set() for name in self.channels}
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._idle_since = time.monotonic()
@@ -315,12 +302,12 @@ class Switchboard:
     @property
     def waiting_count(self) -> int:
         """How many wait now."""
-        return sum(len(replies) for replies in self._waiting)
+        return sum(map(len, self._waiting.values()))
 
-    def enter(self, heard: Callable[[], None]) -> Reply:
-        """Open a place; calls made after this returned are heard.
+    def add(self, waiter: Callable[[], None]) -> str:
+        """Return a channel; calls of it made after this returned reach the waiter.
 
-        :raises CoordinationError: nobody can be heard now.
+        :raises CoordinationError: nobody can be called now.
         """
         with self._lock:
             if self._listener is None:
@@ -329,22 +316,24 @@ class Switchboard:
                     target=self._run, args=(self._listener,), name="kjo-replies", daemon=True
                 )
                 thread.start()
-            number = min(range(CHANNELS), key=lambda n: len(self._waiting[n]))
-            reply = Reply(self, number, heard)
-            self._waiting[number].add(reply)
-            return reply
+            channel = min(self.channels, key=lambda name: len(self._waiting[name]))
+            self._waiting[channel].add(waiter)
+            return channel
 
-    def leave(self, reply: Reply) -> None:
-        """Close a place."""
+    def remove(self, channel: str, waiter: Callable[[], None]) -> None:
+        """Call this waiter no more."""
         with self._lock:
-            self._waiting[reply.number].discard(reply)
+            self._waiting[channel].discard(waiter)
             self._idle_since = time.monotonic()
 
     def _run(self, listener: Listener) -> None:
         try:
             while not self._may_end(listener):
                 for channel in listener.wait(_WAIT):
-                    self._call(self._numbers[channel])
+                    with self._lock:
+                        waiters = list(self._waiting[channel])
+                    for waiter in waiters:
+                        waiter()
         except Exception:
             # Waiters poll; the next one opens a new listener.
             logger.exception("The listener for awaited jobs failed")
@@ -364,12 +353,6 @@ class Switchboard:
             self._listener = None
             return True
 
-    def _call(self, number: int) -> None:
-        with self._lock:
-            replies = list(self._waiting[number])
-        for reply in replies:
-            reply.heard()
-
     def close(self) -> None:
         """End the thread soon."""
         with self._lock:
@@ -378,32 +361,29 @@ class Switchboard:
             listener.wake()
 
 
-_switchboard: Switchboard | None = None
+_reply_listener: ReplyListener | None = None
 _lock = threading.Lock()
 
 
-def listen_for_reply(heard: Callable[[], None]) -> Reply | None:
-    """Open a place at this process' switchboard; None when nobody can be heard now."""
-    global _switchboard
-    try:
-        coordination = get_coordination()
-        with _lock:
-            board = _switchboard
-            if board is None or board.coordination is not coordination or board.pid != os.getpid():
-                # Settings changed, or this is a forked child: the parent's is not ours to close.
-                if board is not None and board.pid == os.getpid():
-                    board.close()
-                board = _switchboard = Switchboard(coordination)
-        return board.enter(heard)
-    except CoordinationError as error:
-        logger.warning("Waiting by polling only: %s", error)
-        return None
+def reply_listener() -> ReplyListener | None:
+    """Return this process' listener, if somebody has waited yet; for tests and diagnosis."""
+    return _reply_listener
 
 
-def switchboard() -> Switchboard | None:
-    """Return this process' switchboard, if somebody has waited yet; for tests and diagnosis."""
-    return _switchboard
+def _current_listener() -> ReplyListener:
+    global _reply_listener
+    coordination = get_coordination()
+    with _lock:
+        found = _reply_listener
+        if found is None or found.coordination is not coordination or found.pid != os.getpid():
+            # Settings changed, or this is a forked child: the parent's is not ours to close.
+            if found is not None and found.pid == os.getpid():
+                found.close()
+            found = _reply_listener = ReplyListener(coordination)
+        return found
 
+
+# --- Waiting --------------------------------------------------------------------------------------
 
 FIRST_POLL = 0.02
 POLL_GROWTH = 1.5
@@ -454,34 +434,39 @@ def refuse_in_transaction(name: str) -> None:
 
 
 class Waiter:
-    """One who waits: subscribe, enqueue with ``channel``, then ``wait``. A context manager, so the
-    subscription ends however the wait ends (PJQ-62).
+    """Waits for one job: subscribe, enqueue with ``channel``, then ``wait``. A context manager, so
+    the subscription ends however the wait ends.
 
     :param timeout: seconds.
     :param releases: close this thread's database connections for the longer sleeps: where many
         wait at once, they have threads and no sessions. Those in a transaction stay open.
     """
 
+    channel: str | None = None
+    """What the job is to carry; None when nobody would be called."""
+
     def __init__(self, timeout: float, *, releases: bool = False) -> None:
         self._deadline = time.monotonic() + seconds_of(timeout)
         self._timeout = timeout
         self._releases = releases
-        self._reply: Reply | None = None
+        self._listener: ReplyListener | None = None
         self._called = threading.Event()
-        self._heard: Callable[[], None] = self._called.set
+        self._on_call: Callable[[], None] = self._called.set
+
+    def _call(self) -> None:
+        self._on_call()
 
     def __enter__(self) -> Waiter:
-        self._reply = listen_for_reply(lambda: self._heard())
+        try:
+            self._listener = _current_listener()
+            self.channel = self._listener.add(self._call)
+        except CoordinationError as error:
+            logger.warning("Waiting by polling only: %s", error)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._reply is not None:
-            self._reply.close()
-
-    @property
-    def channel(self) -> str | None:
-        """What the job is to carry; None when nobody would be heard."""
-        return self._reply.channel if self._reply is not None else None
+        if self._listener is not None and self.channel is not None:
+            self._listener.remove(self.channel, self._call)
 
     def wait(self, awaited: Awaited) -> Any:
         """Return the job's result.
@@ -491,16 +476,13 @@ class Waiter:
         :raises JobNotFoundError: its row was deleted.
         :raises JobTimeoutError: the time is over; the job may still complete.
         """
-        pauses = _Pauses(self._reply, awaited)
+        pauses = self._pauses(awaited)
         while True:
             self._called.clear()
             is_ended, value, awaited = self._look(awaited)
             if is_ended:
                 return value
-            remaining = self._deadline - time.monotonic()
-            if remaining <= 0:
-                raise self._too_late(awaited)
-            pause = min(remaining, pauses.next())
+            pause = min(self._remaining(awaited), next(pauses))
             if self._releases and pause >= RELEASED_FROM:
                 _release_connections()
             self._called.wait(pause)
@@ -509,22 +491,20 @@ class Waiter:
         """``wait`` without holding a thread."""
         loop, called = asyncio.get_running_loop(), asyncio.Event()
 
-        def heard() -> None:
+        def on_call() -> None:
             with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
                 loop.call_soon_threadsafe(called.set)
 
-        self._heard = heard
-        pauses = _Pauses(self._reply, awaited)
+        self._on_call = on_call
+        pauses = self._pauses(awaited)
         while True:
             called.clear()
             is_ended, value, awaited = await sync_to_async(self._look)(awaited)
             if is_ended:
                 return value
-            remaining = self._deadline - time.monotonic()
-            if remaining <= 0:
-                raise self._too_late(awaited)
+            pause = min(self._remaining(awaited), next(pauses))
             with suppress(TimeoutError):
-                await asyncio.wait_for(called.wait(), min(remaining, pauses.next()))
+                await asyncio.wait_for(called.wait(), pause)
 
     def _look(self, awaited: Awaited) -> tuple[bool, Any, Awaited]:
         """Read the row. An outage means: not yet known."""
@@ -537,13 +517,27 @@ class Waiter:
             connection.close()
             return False, None, awaited
 
-    def _too_late(self, awaited: Awaited) -> JobTimeoutError:
-        return JobTimeoutError(
+    def _remaining(self, awaited: Awaited) -> float:
+        remaining = self._deadline - time.monotonic()
+        if remaining > 0:
+            return remaining
+        raise JobTimeoutError(
             f"Job {awaited.name!r} did not end within {self._timeout:g} s; it may still complete",
             job_id=awaited.name,
             timeout=self._timeout,
             attempts=awaited.attempts,
         )
+
+    def _pauses(self, awaited: Awaited) -> Iterator[float]:
+        """Yield how long to sleep between looks: long where the end is called out, growing where it
+        is not."""
+        longest = get_settings().poll_interval.total_seconds()
+        is_called = self.channel is not None and awaited.is_called
+        is_called = is_called and get_coordination().supports_wake_ups
+        pause = longest if is_called else min(FIRST_POLL, longest)
+        while True:
+            yield pause
+            pause = min(pause * POLL_GROWTH, longest)
 
 
 def _release_connections() -> None:
@@ -552,24 +546,11 @@ def _release_connections() -> None:
             connection.close()
 
 
-class _Pauses:
-    """How long to sleep between looks: long where the end is heard, growing where it is not."""
-
-    def __init__(self, reply: Reply | None, awaited: Awaited) -> None:
-        self._longest = get_settings().poll_interval.total_seconds()
-        is_heard = reply is not None and awaited.is_called and get_coordination().supports_wake_ups
-        self._pause = self._longest if is_heard else min(FIRST_POLL, self._longest)
-
-    def next(self) -> float:
-        pause, self._pause = self._pause, min(self._pause * POLL_GROWTH, self._longest)
-        return pause
-
-
 _READ = ("state", "created_at", "content_type", "result", "error", "attempts", "generation")
 
 
 def _look(awaited: Awaited) -> tuple[bool, Any, Awaited]:
-    """Return whether the run has ended, its result, and whom to wait for from now on."""
+    """Return whether the run has ended, its result, and what to wait for from now on."""
     job = Job.objects.using(jobs_database()).filter(pk=awaited.job_id).only(*_READ).first()
     if job is None:
         raise JobNotFoundError(f"Job {awaited.name!r} was deleted while it was waited for")
