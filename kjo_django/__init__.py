@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from kjo_django.enqueue.definition import JobDefinition, enqueue_on_save, job
     from kjo_django.enqueue.storing import EnqueueResult
     from kjo_django.exceptions import MustBeKilled, MustBeRedelivered, PermanentError, Retry
-    from kjo_django.patterns.events.event import BaseEvent
+    from kjo_django.patterns.events.event import BaseEvent, publish_event
     from kjo_django.patterns.events.handlers import event_handler
     from kjo_django.patterns.events.idempotency import EventIdempotencyService
-    from kjo_django.patterns.events.publishing import publish_event
     from kjo_django.patterns.items.consumer import AbstractConsumer
     from kjo_django.patterns.items.model_items import ModelConsumer, ModelProducer
     from kjo_django.patterns.items.producer import AbstractProducer
@@ -25,16 +24,15 @@ if TYPE_CHECKING:
     from kjo_django.patterns.kdlq.consumer import KDLQMessageConsumer
     from kjo_django.patterns.kdlq.handlers import kdlq_handler
     from kjo_django.patterns.queue import Queue
-    from kjo_django.patterns.streams.consumer import AbstractStreamConsumer
-    from kjo_django.patterns.streams.producer import AbstractStreamProducer
+    from kjo_django.patterns.streams import AbstractStreamConsumer, AbstractStreamProducer
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "AbstractConsumer": "kjo_django.patterns.items.consumer",
     "AbstractProducer": "kjo_django.patterns.items.producer",
-    "AbstractStreamConsumer": "kjo_django.patterns.streams.consumer",
-    "AbstractStreamProducer": "kjo_django.patterns.streams.producer",
+    "AbstractStreamConsumer": "kjo_django.patterns.streams",
+    "AbstractStreamProducer": "kjo_django.patterns.streams",
     "BaseEvent": "kjo_django.patterns.events.event",
     "BatchItem": "kjo_django.engine.handler.context",
     "DlqConfig": "kjo_django.patterns.kdlq.config",
@@ -55,7 +53,7 @@ _PUBLIC = {
     "event_handler": "kjo_django.patterns.events.handlers",
     "job": "kjo_django.enqueue.definition",
     "kdlq_handler": "kjo_django.patterns.kdlq.handlers",
-    "publish_event": "kjo_django.patterns.events.publishing",
+    "publish_event": "kjo_django.patterns.events.event",
 }
 
 __all__ = [

@@ -52,7 +52,7 @@ from kjo_django import backends, conf, registry
 from kjo_django.conf import Settings, get_settings
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer
-from kjo_django.patterns.streams.producer import AbstractStreamProducer
+from kjo_django.patterns.streams import AbstractStreamProducer
 
 TAG = "kjo"
 CONNECTIONS_BESIDE_LANES = 11

@@ -10,8 +10,7 @@ import pytest
 
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, ProcessedEvent
-from kjo_django.patterns.events.event import BaseEvent
-from kjo_django.patterns.events.publishing import publish_event
+from kjo_django.patterns.events.event import BaseEvent, publish_event
 from tests.acceptance.conftest import REAL
 from tests.acceptance.engine import ALIAS, Engine
 from tests.acceptance.program import Program

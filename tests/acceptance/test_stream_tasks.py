@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from django.db import transaction
 
-from kjo_django.patterns.streams.producer import AbstractStreamProducer
+from kjo_django.patterns.streams import AbstractStreamProducer
 from tests.acceptance.conftest import REAL
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.program import Program

@@ -16,7 +16,7 @@ from kjo_django.models import Job
 from kjo_django.operations import jobs as job_operations
 from kjo_django.operations.maintenance import topics
 from kjo_django.outbox.relay import Relay
-from kjo_django.patterns.events.publishing import apublish_event
+from kjo_django.patterns.events.event import apublish_event
 from kjo_django.states import JobState
 from tests.events.bench import EVENTS, MEMORY, TOPIC, read_all
 from tests.unit.deliveries import make_everything_due

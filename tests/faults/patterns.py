@@ -23,8 +23,7 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations import jobs as operations
 from kjo_django.patterns.kdlq import ProcessingStatus, kdlq_handler
-from kjo_django.patterns.streams.consumer import AbstractStreamConsumer
-from kjo_django.patterns.streams.producer import AbstractStreamProducer
+from kjo_django.patterns.streams import AbstractStreamConsumer, AbstractStreamProducer
 from kjo_django.transports.base import Record
 from tests.faults.process import Process
 from tests.faults.scenarios import QUEUE, Kinds, scenario

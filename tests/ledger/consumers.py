@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kjo_django import BaseEvent, event_handler
-from kjo_django.patterns.streams.consumer import AbstractStreamConsumer
+from kjo_django.patterns.streams import AbstractStreamConsumer
 from tests.ledger.jobs import _wait_for_file
 from tests.ledger.models import Entry
 

@@ -18,8 +18,12 @@ from django.db import transaction
 from kjo_django.backends import get_transport
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job
-from kjo_django.patterns.streams.consumer import BACKOFF, AbstractStreamConsumer
-from kjo_django.patterns.streams.producer import AbstractStreamProducer, truncate_error
+from kjo_django.patterns.streams import (
+    BACKOFF,
+    AbstractStreamConsumer,
+    AbstractStreamProducer,
+    truncate_error,
+)
 from kjo_django.retries import Backoff
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.worker import Worker
@@ -35,7 +39,7 @@ numbers = itertools.count(1)
 def quick(settings, sqlite_file, monkeypatch):
     settings.KJO = {"SERVICE_NAME": "tests", "POLL_INTERVAL": 0.1, "HEARTBEAT_INTERVAL": 0.3}
     fast = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=50))
-    monkeypatch.setattr("kjo_django.patterns.streams.consumer.BACKOFF", fast)
+    monkeypatch.setattr("kjo_django.patterns.streams.BACKOFF", fast)
 
 
 def task(business=lambda payload: None, **methods: Any) -> Any:

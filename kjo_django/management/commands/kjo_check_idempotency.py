@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from kjo_django.management.commands._shared import KjoCommand, seconds
-from kjo_django.patterns.events.check import check_idempotency
+from kjo_django.patterns.events.idempotency import check_idempotency
 
 
 class Command(KjoCommand):

@@ -39,9 +39,9 @@ from kjo_django.patterns.events.event import (
     BaseEvent,
     normalised_version,
     read_event,
+    service_group,
     validated,
 )
-from kjo_django.patterns.events.publishing import service_group
 from kjo_django.registry import Handler, HandlerOptions, Route
 from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database

@@ -648,9 +648,6 @@ class Sending:
 # --- At regular times -----------------------------------------------------------------------------
 
 
-logger = logging.getLogger("kjo_django.producer")
-
-
 def produce_every(
     interval: float,
     producer: AbstractProducer,

@@ -11,10 +11,15 @@ from kjo_django.exceptions import (
     MustBeKilled,
     MustBeRedelivered,
 )
-from kjo_django.patterns.kdlq.config import DlqConfig, Ordering, ProcessingStatus, Status
+from kjo_django.patterns.kdlq.config import (
+    DlqConfig,
+    KDLQMessageLifecycleListener,
+    Ordering,
+    ProcessingStatus,
+    Status,
+)
 from kjo_django.patterns.kdlq.consumer import KDLQMessageConsumer
 from kjo_django.patterns.kdlq.handlers import kdlq_handler
-from kjo_django.patterns.kdlq.listeners import KDLQMessageLifecycleListener
 
 __all__ = [
     "DlqConfig",

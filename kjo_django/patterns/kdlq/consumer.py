@@ -34,9 +34,9 @@ from kjo_django.patterns.kdlq.config import (
     DlqConfig,
     ProcessingStatus,
     Status,
+    tell,
 )
 from kjo_django.patterns.kdlq.letters import DECIDED
-from kjo_django.patterns.kdlq.listeners import tell
 from kjo_django.patterns.kdlq.routing import Decision, Processor, Verdict, decide, judge
 from kjo_django.transports.base import OutgoingRecord, Record, Transport, timestamp_of
 

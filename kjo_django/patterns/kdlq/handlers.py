@@ -35,8 +35,8 @@ from kjo_django.patterns.kdlq.config import (
     Ordering,
     ProcessingStatus,
     Status,
+    tell,
 )
-from kjo_django.patterns.kdlq.listeners import tell
 from kjo_django.patterns.kdlq.routing import Decision, Processor, Verdict, decide, judge
 from kjo_django.registry import Handler, HandlerOptions, Route
 from kjo_django.store.transactions import jobs_database

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Never, overload
 
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 
 from kjo_django import registry, states, values
-from kjo_django.conf import declare_queue, declared_queues, settings_as_read
-from kjo_django.enqueue.storing import EnqueueResult, store
+from kjo_django.conf import declare_queue, declared_queues, get_settings, settings_as_read
+from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
+from kjo_django.enqueue.storing import EnqueueResult, milliseconds, store
 from kjo_django.exceptions import JobNotFoundError, JobStateError
+from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import MAX_TYPE_LENGTH
-from kjo_django.messages.serializers import JSON, Serializer
+from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.models import DeadLetter, Job, source_of_job
 from kjo_django.operations import jobs as operations
 from kjo_django.operations.jobs import CancelResult, RequeueResult, waiting
@@ -29,13 +32,12 @@ from kjo_django.operations.jobs.waiting import (
     Waiter,
     refuse_in_transaction,
 )
-from kjo_django.patterns.queue.building import JobBuilder
 from kjo_django.patterns.queue.events import Events, Listener
-from kjo_django.patterns.queue.handlers import Hook, QueueHandler, adapt
-from kjo_django.patterns.queue.local import LocalWorker
+from kjo_django.patterns.queue.handlers import Hook, QueueHandler, adapt, attempts_in
 from kjo_django.states import JobState
 from kjo_django.store.transactions import jobs_database
 from kjo_django.values import refuse_unknown, whole
+from kjo_django.worker import Worker
 
 _OPTIONS = frozenset(
     {
@@ -427,3 +429,121 @@ class Queue:
     async def aget_result(self, id: str, default: Any = NO_RESULT) -> Any:
         """``get_result``."""
         return await sync_to_async(self.get_result)(id, default)
+
+
+# --- The rows of its jobs -------------------------------------------------------------------------
+
+
+class JobBuilder:
+    """Builds the jobs of one queue; what it is given stands where an enqueue says nothing.
+
+    :raises ValueError: a lifetime that means nothing.
+    """
+
+    def __init__(
+        self,
+        queue: str,
+        handler: str,
+        max_attempts: int | None,
+        result_ttl: timedelta | int | None,
+        serializer: Serializer,
+    ) -> None:
+        register_serializer(serializer)
+        self._queue = queue
+        self._handler = handler
+        self.max_attempts = max_attempts
+        self.result_ttl = None if result_ttl is None else milliseconds(result_ttl, timedelta(1))
+        self._serializer = serializer
+
+    def build(
+        self,
+        id: str,
+        payload: Any,
+        *,
+        serializer: Serializer | None = None,
+        correlation_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        reply_to: str | None = None,
+        key: str | None = None,
+        delay: timedelta | None = None,
+        run_at: datetime | None = None,
+        expires_at: datetime | None = None,
+        max_attempts: int | None = None,
+        result_ttl: timedelta | int | None = None,
+    ) -> Job:
+        """Return the unsaved row of a job; see ``Queue.enqueue``."""
+        if not isinstance(id, str):
+            raise TypeError(f"id must be text, not {id!r}")
+        ours = {names.CORRELATION_ID: correlation_id, names.REPLY_TO: reply_to}
+        sent = {**(headers or {}), **{k: v for k, v in ours.items() if v is not None}}
+        options = EnqueueOptions(
+            id=id,
+            key=key,
+            delay=delay,
+            run_at=run_at,
+            expires_at=expires_at,
+            max_attempts=max_attempts,
+            result_ttl=result_ttl,
+            headers=sent or None,
+        )
+        queue = get_settings().queue(self._queue)
+        if serializer is not None:
+            register_serializer(serializer)
+        chosen = serializer or self._serializer
+        lasts = result_ttl if result_ttl is not None else self.result_ttl
+        return new_job(
+            options,
+            queue=queue,
+            handler=self._handler,
+            payload=dumped(payload, chosen),
+            serializer=chosen,
+            key=key or "",
+            max_attempts=max_attempts or attempts_in(self._queue, self.max_attempts),
+            result_ttl=milliseconds(lasts, queue.result_ttl),
+        )
+
+
+# --- Working in this process ----------------------------------------------------------------------
+
+
+logger = logging.getLogger("kjo_django")
+
+STOP_MARGIN = 20.0
+"""Seconds beyond the grace period in which a worker leaves its groups and flushes."""
+
+
+class LocalWorker:
+    """Started once, stopped once.
+
+    :param complain: told of outages and of the worker's failure.
+    """
+
+    def __init__(self, queue: str, name: str | None, complain: Callable[[Exception], None]) -> None:
+        self._queue = queue
+        self._complain = complain
+        self._worker = Worker(
+            [queue],
+            name=name,
+            # Others in this process enqueue and wait on the same transports.
+            owns_process=False,
+            on_error=lambda source, error: complain(RuntimeError(f"{source}: {error}")),
+        )
+        self._thread = threading.Thread(target=self._run, name=f"kjo-queue-{queue}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let what runs end within ``SHUTDOWN_GRACE``, hand back the rest, wait for the end."""
+        self._worker.stop()
+        self._thread.join(get_settings().shutdown_grace.total_seconds() + STOP_MARGIN)
+
+    def _run(self) -> None:
+        try:
+            self._worker.run()
+        except Exception as error:
+            logger.exception("The worker of queue %s failed", self._queue)
+            self._complain(error)
+        finally:
+            connections.close_all()

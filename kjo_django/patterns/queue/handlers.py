@@ -12,10 +12,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from kjo_django import registry
-from kjo_django.conf import QueueConf
+from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.storing import milliseconds
-from kjo_django.patterns.queue.building import attempts_in
 
 logger = logging.getLogger("kjo_django")
 
@@ -189,3 +188,13 @@ def _with_callback(function: Callable[..., Any]) -> Callable[[QueueJob], Any]:
         return result
 
     return call
+
+
+DEFAULT_MAX_ATTEMPTS = 3
+"""Executions of a job: "3 retries" are three."""
+
+
+def attempts_in(queue: str, own: int | None) -> int:
+    """Return how many attempts a queue's jobs get: its own number, the settings' or 3."""
+    declared = get_settings().queues.get(queue, {}).get("max_attempts")
+    return own or declared or DEFAULT_MAX_ATTEMPTS

@@ -19,8 +19,7 @@ from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import jobs as operations
-from kjo_django.patterns.streams.consumer import AbstractStreamConsumer
-from kjo_django.patterns.streams.producer import AbstractStreamProducer
+from kjo_django.patterns.streams import AbstractStreamConsumer, AbstractStreamProducer
 from kjo_django.store import store_for
 from kjo_django.store.rows import Publication
 from kjo_django.store.transactions import jobs_database

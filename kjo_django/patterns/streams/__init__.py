@@ -1,1 +1,0 @@
-"""Template producers and consumers of tasks on a stream."""
