@@ -3,54 +3,56 @@
 from __future__ import annotations
 
 import threading
-import time
+
+from kjo_django.clock import CLOCK, Clock
 
 SLOW = 0.1
-"""Seconds. What fails more quickly than that, a refused connection say, may be asked each time."""
+"""Seconds. A call that fails more quickly, of a refused connection say, is tried each time."""
 LONGEST = 30.0
-"""Seconds, at most, until somebody asks again."""
+"""Seconds, at most, until a call is tried again."""
 
 
-class Silence:
-    """Begins with a question that failed slowly, and ends with the first that is answered.
+class CircuitBreaker:
+    """Opens with a call that failed slowly, and closes with the first that is answered.
 
-    Meanwhile one at a time asks for all, first after twice the time the question took, then after
-    twice as long each time. Thread-safe; while there is none, a look costs nothing.
+    While it is open one call at a time is tried for all: first after twice the time the failed one
+    took, then after twice as long each time. Thread-safe; while it is closed, a look costs nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
-        self._until = 0.0
-        self._rest = 0.0
-        self._since = 0.0
+        self._open_until = 0.0
+        self._pause = 0.0
+        self._opened_at = 0.0
 
-    def lasts(self) -> bool:
-        """Return whether not to ask now; whoever hears False must ask, and tell how it went."""
-        if not self._until:
+    def is_open(self) -> bool:
+        """Return whether not to call now. Whoever gets False must call, and record how it went."""
+        if not self._open_until:
             return False
         with self._lock:
-            now = time.monotonic()
-            if now < self._until:
+            now = self._clock.monotonic()
+            if now < self._open_until:
                 return True
-            if self._until:
-                self._until = now + LONGEST
+            if self._open_until:
+                self._open_until = now + LONGEST
             return False
 
-    def failed(self, began: float) -> None:
-        """Note that a question asked at that time (monotonic) got no answer."""
+    def record_failure(self, began: float) -> None:
+        """Note that a call begun at that time (monotonic) got no answer."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock.monotonic()
             took = now - began
             if took < SLOW:
-                self._until = self._rest = 0.0
-            elif began >= self._since:  # else it is one of those that were asked at the same time
-                self._rest = min(LONGEST, 2 * (self._rest or took))
-                self._until, self._since = now + self._rest, now
+                self._open_until = self._pause = 0.0
+            elif began >= self._opened_at:  # else it is one of several calls of the same time
+                self._pause = min(LONGEST, 2 * (self._pause or took))
+                self._open_until, self._opened_at = now + self._pause, now
 
-    def answered(self) -> bool:
-        """Note an answer; return whether that was the end of a silence."""
-        if not self._until:
+    def record_success(self) -> bool:
+        """Note an answer; return whether it closed the breaker."""
+        if not self._open_until:
             return False
         with self._lock:
-            was_silent, self._until, self._rest = bool(self._until), 0.0, 0.0
-            return was_silent
+            was_open, self._open_until, self._pause = bool(self._open_until), 0.0, 0.0
+            return was_open

@@ -1,24 +1,25 @@
-"""The thread that owns a subscription: it polls, pauses, and is told of rebalances; it never runs a
-handler, so a long job never costs the group membership."""
+"""Reading one consumer group's topics: what a poller fetches, and when it fetches nothing.
+
+A poller owns a subscription. It polls, pauses and answers rebalances, and never runs a handler, so
+a long job never costs the worker its membership of the group.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
-
-from django.db import connections
-from django.utils import timezone
+from typing import NamedTuple
 
 from kjo_django import registry
-from kjo_django.conf import QueueConf, get_settings
+from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.dead_lettering import error_text
-from kjo_django.engine.flow_control import FlowControl
-from kjo_django.engine.scheduler import Lanes
+from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import MessageError
+from kjo_django.runtime import Runtime
 from kjo_django.transports.base import (
     Record,
     Subscription,
@@ -32,59 +33,65 @@ logger = logging.getLogger("kjo_django")
 POLL_TIMEOUT = 0.5
 """Seconds one poll waits at most; the subscription is woken before."""
 FULL_WAIT = 0.05
-"""Seconds between looks while the lanes are full."""
+"""Seconds between looks while the worker holds all the records it may hold."""
 FULL_POLL_TIMEOUT = 0.1
 """Seconds one poll waits at most while a partition is full."""
 REVOKE_WAIT = 5.0
 """Seconds a rebalance waits for running groups; well below every session timeout."""
 FIRST_RESTART, LAST_RESTART = 1.0, 30.0
-"""Seconds before it starts over after a failure, and the most it grows to by doubling (KJO-53). It
+"""Seconds before a poller starts over after a failure, and the most this grows to by doubling. It
 never gives up. Connections to brokers are librdkafka's, by its ``reconnect.backoff.*``."""
+CHUNKS = 8
+"""Polls that fill the room at least."""
 
 
 class Poller:
-    """Feeds the lanes from one consumer group's topics.
+    """Feeds the scheduler from one consumer group's topics, one ``step`` after the other.
 
     :param queues: the queues whose topics it reads.
     :param max_outstanding: records its worker lets wait and run at most.
     :param is_alone: whether its worker reads one topic only, which may have all that room.
-    :param on_error: told of outages, and with None of their end.
-    :param on_skipped: told of each record that was meant for others.
+    :param on_error: called with each outage, and with None at its end.
+    :param on_skipped: called for each record that was meant for others.
     """
 
     def __init__(
         self,
+        runtime: Runtime,
         transport: Transport,
         group: str,
         queues: Sequence[QueueConf],
-        lanes: Lanes,
+        scheduler: GroupScheduler,
         *,
         max_outstanding: int,
         is_alone: bool = True,
         on_error: Callable[[str | None], None] = lambda error: None,
         on_skipped: Callable[[QueueConf], None] = lambda queue: None,
     ) -> None:
+        self._clock = runtime.clock
+        self._settings = runtime.settings
         self._transport = transport
         self.group = group
-        self._lanes = lanes
+        self._scheduler = scheduler
         self._max_outstanding = max_outstanding
         self._flow = FlowControl(max_outstanding, is_alone=is_alone)
         self._on_error = on_error
         self._on_skipped = on_skipped
         self._queue_of = {queue.topic: queue for queue in reversed(queues)}
         self._queues = {queue.name: queue for queue in queues}
-        self._max_bytes = get_settings().max_payload_bytes
         self._subscription: Subscription | None = None
-        self._is_draining = threading.Event()
-        self._is_closed = threading.Event()
+        self._is_draining = False
+        self._is_closed = False
         self.is_quiet = False
-        self._wanted_pauses: frozenset[str] = frozenset()
+        self._paused_queues: frozenset[str] = frozenset()
         self._paused: set[TopicPartition] = set()
         self._skipped_keys: set[TopicKey] = set()
         self._is_full = False
         self._resume_at: dict[TopicPartition, float] = {}
         self._lock = threading.Lock()
-        self.thread = threading.Thread(target=self._run, name=f"kjo-poll-{group}", daemon=True)
+        self._subscribed_at = 0.0
+        self._retry_at = 0.0
+        self._retry_delay = FIRST_RESTART
         self.polled_count = 0
         self.rebalanced_at: datetime | None = None
         """When partitions were given to it or taken from it last."""
@@ -95,8 +102,8 @@ class Poller:
         return list(self._queue_of)
 
     @property
-    def is_called(self) -> bool:
-        """Whether those who publish to its topics call; others' brokers answer its poll at once."""
+    def needs_wakeup(self) -> bool:
+        """Whether publishers wake it through coordination; a broker answers its poll at once."""
         return self._transport.capabilities.transactional
 
     @property
@@ -104,9 +111,7 @@ class Poller:
         """The partitions assigned to it now."""
         return self._subscription.assignment() if self._subscription is not None else []
 
-    def start(self) -> None:
-        """Start the thread."""
-        self.thread.start()
+    # --- What other threads ask of it -------------------------------------------------------------
 
     def wake(self) -> None:
         """Look for records now."""
@@ -115,93 +120,68 @@ class Poller:
 
     def drain(self) -> None:
         """Fetch nothing more, but stay a member of the group until ``close``."""
-        self._is_draining.set()
+        self._is_draining = True
         self.wake()
-
-    def leave(self) -> None:
-        """Begin to leave the group: acknowledgements are flushed, the rest is handed back. What
-        runs is not waited for; the thread ends when it has left."""
-        self._is_draining.set()
-        self._is_closed.set()
-        self.wake()
-
-    def close(self, timeout: float) -> None:
-        """Leave the group, waiting so many seconds until that is done."""
-        self.leave()
-        self.thread.join(timeout)
 
     def set_quiet(self, is_quiet: bool) -> None:
-        """Fetch nothing, or again, as a member of the group. What waits in the lanes goes to others
-        where the transport can hand records back; the partitions of a log stay here with it."""
+        """Fetch nothing, or again, as a member of the group. What waits in the worker goes to
+        others where the transport can hand records back; the partitions of a log stay here."""
         self.is_quiet = is_quiet
         self.wake()
 
     def set_paused(self, queues: frozenset[str]) -> None:
         """Fetch nothing of these queues, and of all others again."""
-        self._wanted_pauses = queues
+        self._paused_queues = queues
 
     def pause_for(self, partition: TopicPartition, seconds: float) -> None:
-        """Let one partition rest: what its messages need is down (KJO-76)."""
+        """Fetch nothing of one partition for a while: what its messages need is down."""
         with self._lock:
-            self._resume_at[partition] = time.monotonic() + seconds
+            self._resume_at[partition] = self._clock.monotonic() + seconds
 
     def resting(self) -> dict[TopicPartition, float]:
-        """Return the partitions that rest, with the seconds they still will; thread-safe."""
-        now = time.monotonic()
+        """Return the partitions that are paused by an outage, with the seconds this lasts."""
+        now = self._clock.monotonic()
         with self._lock:
             return {tp: due - now for tp, due in self._resume_at.items() if due > now}
 
-    # --- The thread -------------------------------------------------------------------------------
+    # --- Its own thread ---------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        delay = FIRST_RESTART
+    def step(self) -> float:
+        """Poll once; return the seconds until the next poll. After a failure it starts over with a
+        new subscription, since a poller that ended would stop all consumption in silence."""
+        pause = self._retry_at - self._clock.monotonic()
+        if pause > 0:
+            return pause
         try:
-            while not self._is_closed.is_set():
-                began = time.monotonic()
-                try:
-                    self._poll_until_closed()
-                except Exception as error:
-                    # A poller that dies silently would stop consumption with everything looking
-                    # alive: report, back off, start over with a new subscription.
-                    logger.exception("Polling %s failed, starting over", ", ".join(self.topics))
-                    self._on_error(str(error))
-                    if time.monotonic() - began > LAST_RESTART:
-                        # It had worked meanwhile: this is another outage.
-                        delay = FIRST_RESTART
-                    self._is_closed.wait(delay)
-                    delay = min(delay * 2, LAST_RESTART)
-        finally:
-            connections.close_all()
-
-    def _poll_until_closed(self) -> None:
-        subscription = self._transport.subscribe(
-            self.topics,
-            self.group,
-            lease=get_settings().record_lease,
-            on_revoked=self._on_revoked,
-            on_assigned=self._on_assigned,
-        )
-        self._subscription = subscription
-        self._paused, self._skipped_keys = set(), set()
-        try:
-            while not self._is_closed.is_set():
-                self._poll_once(subscription)
-        finally:
+            return self.poll()
+        except Exception as error:
+            logger.exception("Polling %s failed, starting over", ", ".join(self.topics))
+            self._on_error(str(error))
             try:
-                self._lanes.discard(subscription.assignment(), subscription)
-            finally:
-                # Left open, it would stay a member that reads nothing.
-                subscription.close()
+                self.unsubscribe()
+            except Exception as second:
+                logger.warning("The subscription of %s did not close: %s", self.group, second)
+            now = self._clock.monotonic()
+            if now - self._subscribed_at > LAST_RESTART:
+                # It had worked meanwhile: this is another outage.
+                self._retry_delay = FIRST_RESTART
+            delay, self._retry_delay = self._retry_delay, min(2 * self._retry_delay, LAST_RESTART)
+            self._retry_at = now + delay
+            return delay
 
-    def _poll_once(self, subscription: Subscription) -> None:
-        max_records = self._prepare(subscription)
-        if self.is_quiet and subscription.supports_release and self._lanes.waiting:
-            waiting = self._lanes.discard(subscription.assignment(), subscription)
+    def poll(self) -> float:
+        """Poll once, after subscribing if needed; return the seconds until the next poll.
+
+        :raises Exception: the transport's.
+        """
+        subscription = self._subscription or self._subscribe()
+        max_records = self._pause_and_plan(subscription)
+        if self.is_quiet and subscription.supports_release and self._scheduler.waiting:
+            waiting = self._scheduler.discard(subscription.assignment(), subscription)
             subscription.release([delivery.record for delivery in waiting])
-        if self._is_draining.is_set() or self.is_quiet or max_records <= 0:
+        if self._is_draining or self.is_quiet or max_records <= 0:
             subscription.poll(0, 0.0)
-            self._is_closed.wait(FULL_WAIT)
-            return
+            return FULL_WAIT
         # One that is full may have room again before another one brings anything.
         timeout = FULL_POLL_TIMEOUT if self._is_full else POLL_TIMEOUT
         records = subscription.poll(max_records, timeout)
@@ -209,14 +189,48 @@ class Poller:
         if records:
             self.polled_count += len(records)
             read = [self.read(record, subscription) for record in records]
-            self._lanes.put([delivery for delivery in read if delivery is not None])
+            self._scheduler.put([delivery for delivery in read if delivery is not None])
+        return 0.0
+
+    def close(self) -> None:
+        """Leave the group: acknowledgements are flushed, the rest is handed back. What runs is not
+        waited for."""
+        self._is_closed = True
+        self.unsubscribe()
+
+    def unsubscribe(self) -> None:
+        """Close the subscription and forget what it brought and has not started."""
+        subscription = self._subscription
+        if subscription is None:
+            return
+        try:
+            self._scheduler.discard(subscription.assignment(), subscription)
+        finally:
+            try:
+                # Left open, it would stay a member that reads nothing.
+                subscription.close()
+            finally:
+                self._subscription = None
+
+    def _subscribe(self) -> Subscription:
+        self._subscribed_at = self._clock.monotonic()
+        self._paused, self._skipped_keys = set(), set()
+        self._subscription = self._transport.subscribe(
+            self.topics,
+            self.group,
+            lease=self._settings.record_lease,
+            on_revoked=self._on_revoked,
+            on_assigned=self._on_assigned,
+        )
+        return self._subscription
 
     def read(self, record: Record, subscription: Subscription) -> Delivery | None:
-        """Read the message and find its handler; what cannot be read becomes poison, not an error:
-        the loop goes on. None: the record was meant for others, and is settled."""
+        """Return the delivery of a record: its message and its handler, or why it cannot be read.
+        None: the record was meant for others, and is acknowledged."""
         queue = self._queue_of[record.topic]
+        max_bytes = self._settings.max_payload_bytes
         try:
-            found = registry.route_of(queue.name).read(record, max_bytes=self._max_bytes)
+            found = registry.route_of(queue.name).read(record, max_bytes=max_bytes)
         except MessageError as problem:
             return Delivery(record, subscription, queue, None, None, problem)
         except Exception as error:
@@ -237,32 +251,34 @@ class Poller:
         return Delivery(record, subscription, queue, message, handler)
 
     def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
-        """Called within poll: forget what waits, let what runs end, bounded and lock-free."""
-        self.rebalanced_at = timezone.now()
-        if self._subscription is None:
+        """Forget what waits of partitions that go to another consumer, and wait a moment for what
+        runs. The transport calls this within a poll."""
+        self.rebalanced_at = self._clock.now()
+        subscription = self._subscription
+        if subscription is None:
             return
-        self._lanes.discard(partitions, self._subscription)
-        if lost or self._is_closed.is_set():
+        self._scheduler.discard(partitions, subscription)
+        if lost or self._is_closed:
             return  # a worker that stops has waited for all it is going to wait for
-        if not self._lanes.wait_for(partitions, REVOKE_WAIT):
+        if not self._scheduler.wait_for(partitions, REVOKE_WAIT):
             logger.warning("A rebalance did not wait for long jobs of %s", partitions)
-        # Of those that have ended meanwhile, some may have been put off.
-        self._lanes.discard(partitions, self._subscription)
+        # Of those that have ended meanwhile, some may have been deferred.
+        self._scheduler.discard(partitions, subscription)
 
     def _on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
-        self.rebalanced_at = timezone.now()
+        self.rebalanced_at = self._clock.now()
 
     # --- Pauses -----------------------------------------------------------------------------------
 
-    def _prepare(self, subscription: Subscription) -> int:
+    def _pause_and_plan(self, subscription: Subscription) -> int:
         """Pause what is not to be read now, and resume the rest; return how many records the next
         poll may bring."""
         assigned = subscription.assignment()
         unwanted = self._unwanted(assigned)
         plan = self._flow.plan(
             [each for each in assigned if each not in unwanted],
-            self._lanes.held_of(subscription),
-            self._max_outstanding - self._lanes.occupied,
+            self._scheduler.held_of(subscription),
+            self._max_outstanding - self._scheduler.occupied,
             subscription.uncommitted(),
             self._paused,
         )
@@ -275,8 +291,8 @@ class Poller:
 
     def _unwanted(self, assigned: Sequence[TopicPartition]) -> set[TopicPartition]:
         """Return the partitions that operators or an outage have paused."""
-        wanted = {q.topic for q in self._queues.values() if q.name in self._wanted_pauses}
-        now = time.monotonic()
+        wanted = {q.topic for q in self._queues.values() if q.name in self._paused_queues}
+        now = self._clock.monotonic()
         with self._lock:
             self._resume_at = {tp: due for tp, due in self._resume_at.items() if due > now}
             return {tp for tp in assigned if tp.topic in wanted or tp in self._resume_at}
@@ -284,16 +300,108 @@ class Poller:
     def _pause(self, subscription: Subscription, wanted: set[TopicPartition]) -> None:
         if to_pause := wanted - self._paused:
             subscription.pause(sorted(to_pause))
-        # Of those somebody else has now, too: the subscription remembers a pause across rebalances,
-        # and a partition must not come back paused for ever.
+        # Also of partitions that somebody else has now: the subscription remembers a pause across
+        # rebalances, and a partition must not come back paused for ever.
         if to_resume := self._paused - wanted:
             subscription.resume(sorted(to_resume))
         self._paused = wanted
 
     def _skip_keys(self, subscription: Subscription) -> None:
-        """Leave keys alone of which much waits here, where the transport can read past them."""
-        waits = self._lanes.outstanding >= self._flow.chunk
-        keys = self._lanes.keys_waiting(subscription, self._flow.chunk) if waits else set()
+        """Read past keys of which much waits here already, where the transport can."""
+        waits = self._scheduler.outstanding >= self._flow.chunk
+        keys = self._scheduler.keys_waiting(subscription, self._flow.chunk) if waits else set()
         if keys != self._skipped_keys:
             subscription.skip_keys(keys)
             self._skipped_keys = keys
+
+
+class FetchPlan(NamedTuple):
+    """What the next poll may fetch."""
+
+    max_records: int
+    """0: nothing; no partition has room."""
+    full: frozenset[TopicPartition]
+    """Partitions to fetch nothing from until they hold less."""
+
+
+class FlowControl:
+    """The limits of one poller: how many records it may fetch, and of which partitions. Pure.
+
+    A worker holds ``MAX_OUTSTANDING`` records at most, and all its queues share that room. A
+    backlog of slow jobs would fill it and keep every other queue waiting, so:
+
+    - A topic holds at most as many records as are left free. One busy topic gets half of the room,
+      two get a third each, and there is always room for one that was idle so far.
+    - A partition holds at most half of what its topic may hold alone: a hot key fills its own
+      partition's share, and the keys of other partitions go on.
+    - A partition of a log is read no further than ``MAX_OUTSTANDING`` records past its oldest
+      unsettled one: so many are delivered again after a crash.
+    - One poll fetches at most an eighth of the room, so that these limits are looked at in time.
+
+    :param max_outstanding: records its worker holds at most.
+    :param is_alone: whether its worker reads one topic only: that one needs to leave nothing free.
+    """
+
+    def __init__(self, max_outstanding: int, *, is_alone: bool) -> None:
+        self._most = max_outstanding
+        self._is_alone = is_alone
+        self.chunk = max(1, max_outstanding // CHUNKS)
+        """Records one poll fetches at most; a key holds at most as many when that can be helped."""
+
+    def plan(
+        self,
+        assigned: Sequence[TopicPartition],
+        held: Mapping[TopicPartition, int],
+        free: int,
+        uncommitted: Mapping[TopicPartition, int],
+        paused: Collection[TopicPartition],
+    ) -> FetchPlan:
+        """Return what to fetch next.
+
+        :param assigned: the partitions to choose from.
+        :param held: records of each partition that wait or run in this worker.
+        :param free: records the worker has room for, whatever their topic.
+        :param uncommitted: records of each partition a crash would deliver again.
+        :param paused: partitions that were full: they have room again when they hold much less, not
+            with every record that ends.
+        """
+        if not assigned:
+            # Its partitions are yet to come, within the poll.
+            return FetchPlan(max(0, min(free, self.chunk)), frozenset())
+        topics: Counter[str] = Counter()
+        partitions = Counter(each.topic for each in assigned)
+        for partition, count in held.items():
+            topics[partition.topic] += count
+        full = frozenset(
+            each
+            for each in assigned
+            if self._is_topic_full(topics[each.topic], free, each in paused)
+            or (
+                partitions[each.topic] > 1
+                and self._is_partition_full(held.get(each, 0), each in paused)
+            )
+            or self._is_too_far(uncommitted.get(each, 0), each in paused)
+        )
+        room = 0
+        for each in assigned:
+            if each not in full:
+                left = self._most - uncommitted.get(each, 0)
+                if not self._is_alone:
+                    # Half of the difference makes what it holds and what is free equal.
+                    free_for_it = max(1, (free - topics[each.topic]) // 2)
+                else:
+                    free_for_it = free
+                room = max(room, min(left, free_for_it))
+        return FetchPlan(max(0, min(room, self.chunk)), full)
+
+    def _is_topic_full(self, held: int, free: int, was_full: bool) -> bool:
+        if self._is_alone:
+            return free <= 0
+        return held >= max(1, free // 4 if was_full else free)
+
+    def _is_partition_full(self, held: int, was_full: bool) -> bool:
+        limit = max(CHUNKS, self._most // (2 if self._is_alone else 4))
+        return held >= (limit // 2 if was_full else limit)
+
+    def _is_too_far(self, uncommitted: int, was_full: bool) -> bool:
+        return uncommitted > (self._most // 2 if was_full else self._most - self.chunk)

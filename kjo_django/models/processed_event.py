@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from django.db import models
 from django.utils import timezone
@@ -33,6 +33,8 @@ class ProcessedEvent(models.Model):
 
     Kept longer than any redelivery or replay can come (KII-F10); ``kjo_prune`` removes the rest.
     """
+
+    objects: ClassVar[models.Manager[ProcessedEvent]]
 
     id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
     event_id = models.CharField(_("event id"), max_length=255)

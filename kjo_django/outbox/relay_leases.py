@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 from django.db import connections
 
-from kjo_django.coordination.circuit_breaker import Silence
+from kjo_django.coordination.circuit_breaker import CircuitBreaker
 from kjo_django.exceptions import CoordinationError, KjoError
 from kjo_django.ids import uuid7
 from kjo_django.runtime import Runtime
@@ -40,7 +39,7 @@ class RelayLeases:
         self._token = uuid7().hex
         self._held: frozenset[str] = frozenset()
         self._sure_until = 0.0
-        self._silence = Silence()
+        self._breaker = CircuitBreaker(self._clock)
         self._busy_since: float | None = None
 
     def take(self, queues: Sequence[str]) -> list[str]:
@@ -52,19 +51,19 @@ class RelayLeases:
             return list(queues)
         names = {lease_of(queue): queue for queue in queues}
         self._held = frozenset()
-        if self._silence.lasts():
+        if self._breaker.is_open():
             return list(queues)
-        began = time.monotonic()
+        began = self._clock.monotonic()
         try:
             claims = self._coordination.claim(list(names), self._token, LEASE_TTL)
             held = [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
             if held:
                 self._coordination.renew(held, self._token, LEASE_TTL)
         except CoordinationError as error:
-            self._silence.failed(began)
+            self._breaker.record_failure(began)
             logger.warning("Relaying without a lease: %s", error)
             return list(queues)
-        self._silence.answered()
+        self._breaker.record_success()
         mine = [names[name] for name in held]
         self._held = frozenset(mine)
         self._sure_until = self._clock.monotonic() + LEASE_TTL.total_seconds() / 3

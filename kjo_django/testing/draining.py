@@ -33,6 +33,7 @@ from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job
 from kjo_django.patterns.queue import Queue
+from kjo_django.runtime import current_runtime
 from kjo_django.store.rows import JobRow
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record, Subscription, TopicPartition
@@ -230,7 +231,7 @@ class _NoLeases(LeaseBook):
     """A test has no rivals, and its transaction no room for leases."""
 
     def __init__(self) -> None:
-        super().__init__(uuid.uuid4().hex, timedelta(minutes=5), timedelta(minutes=5))
+        super().__init__(current_runtime(), uuid.uuid4().hex)
 
     def claim(self, names: list[str], ttl: timedelta | None = None) -> list[Claim]:
         return [Claim(True, 1)] * len(names)

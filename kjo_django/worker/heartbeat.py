@@ -1,226 +1,255 @@
-"""The background duties of a worker: leases, signs of life, controls, metrics."""
+"""How a worker shows that it lives, keeps its leases, and learns what operators want of it."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+from uuid import UUID
 
-from django.db import DatabaseError, InterfaceError, connections
-from django.utils import timezone
+from django.db import DatabaseError, InterfaceError
 
-from kjo_django.conf import get_settings
+from kjo_django.conf import QueueConf
+from kjo_django.engine import queue_policies
 from kjo_django.engine.handler.connections import drop_broken_connections
-from kjo_django.exceptions import KjoError
+from kjo_django.engine.handler.running import RunningJobs
+from kjo_django.engine.leases import LeaseBook
+from kjo_django.models import QueueControl
 from kjo_django.models import Worker as WorkerRow
-from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
-from kjo_django.worker.sessions import end_sessions_of_the_dead
-from kjo_django.worker.worker_snapshot import held
-
-if TYPE_CHECKING:
-    from kjo_django.worker.process import Worker
+from kjo_django.runtime import Runtime
+from kjo_django.worker.duties import OUTAGES
+from kjo_django.worker.sessions import end_sessions_of_dead_workers
+from kjo_django.worker.statistics import Statistics
 
 logger = logging.getLogger("kjo_django")
 
 CONTROL_INTERVAL = 1.0
 """Seconds between looks at what operators asked; a pause is obeyed within two."""
-OUTAGES = (DatabaseError, InterfaceError, OSError, KjoError)
+
+
+class Controls:
+    """What operators asked of one worker and of its queues. The heartbeat reads it once a second
+    and keeps it in memory, so that no job costs a query for it.
+
+    :param concurrency: groups of a queue without a limit of its own that may run at once.
+    """
+
+    def __init__(
+        self, runtime: Runtime, worker_id: UUID, queues: Sequence[QueueConf], concurrency: int
+    ) -> None:
+        self._runtime = runtime
+        self._worker_id = worker_id
+        self.concurrency = concurrency
+        self._configured_limits = {queue.name: queue.limit for queue in queues}
+        self._limits: dict[str, int] = {}
+        self._requested_limits: dict[str, int] = {}
+        self.paused_queues: frozenset[str] = frozenset()
+        self.is_quiet = False
+        """Nothing more is started; what runs ends."""
+        self.is_stopped = False
+        """An operator asked the worker to stop."""
+
+    def limit_of(self, queue: str) -> int:
+        """Return how many groups of the queue this worker runs at once."""
+        # Without a limit of its own a queue may use every lane of this worker, however many
+        # --concurrency gave it.
+        return self._own_limit(queue) or self.concurrency
+
+    def coroutines_of(self, queue: str) -> int:
+        """Return how many coroutines of the queue this worker runs at once: each counts as a group
+        where the queue has a limit of its own."""
+        return self._own_limit(queue) or self._runtime.settings.async_concurrency
+
+    def _own_limit(self, queue: str) -> int | None:
+        return (
+            self._limits.get(queue)
+            or self._requested_limits.get(queue)
+            or self._configured_limits.get(queue)
+        )
+
+    def request_limit(self, queue: str, count: int) -> None:
+        """Set the limit of a queue on which no operator has set one."""
+        self._requested_limits[queue] = count
+
+    def read(self) -> bool:
+        """Read the rows; return whether anything has changed."""
+        using = self._runtime.database
+        rows = list(QueueControl.objects.using(using))
+        own = WorkerRow.objects.using(using).filter(pk=self._worker_id)
+        # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
+        wish = own.values_list("wish", flat=True).first() or ""
+        queue_policies.learn(rows)
+        before = self._limits, self.paused_queues, self.is_quiet, self.is_stopped
+        self._limits = {row.queue: row.concurrency for row in rows if row.concurrency}
+        self.paused_queues = frozenset(row.queue for row in rows if row.is_paused)
+        if wish == WorkerRow.Wish.STOP:
+            if not self.is_stopped:
+                logger.info("An operator stops this worker: finishing what runs")
+            self.is_stopped = True
+        elif self.is_quiet != (wish == WorkerRow.Wish.QUIET):
+            self.is_quiet = not self.is_quiet
+            state = "quiet" if self.is_quiet else "back at work"
+            logger.info("An operator wants this worker %s", state)
+        return before != (self._limits, self.paused_queues, self.is_quiet, self.is_stopped)
+
+
+def lease_renewal_interval(runtime: Runtime, queues: Sequence[QueueConf]) -> float:
+    """Return the seconds between renewals of leases: a third of what the shortest lasts."""
+    ttls = (queue.processing_ttl for queue in queues)
+    return min([runtime.settings.processing_ttl, *ttls]).total_seconds() / 3
+
+
+class LifeSign:
+    """Shows that the worker lives and renews its leases. It asks the database for nothing else: a
+    connection that hangs must not let others run again what runs here.
+
+    :param renewal: seconds between renewals of leases.
+    :param path: a file that a liveness probe looks at.
+    """
+
+    def __init__(
+        self, runtime: Runtime, leases: LeaseBook, renewal: float, path: str | None
+    ) -> None:
+        self._clock = runtime.clock
+        self._pause = min(runtime.settings.heartbeat_interval.total_seconds(), renewal)
+        self._leases = leases
+        self._renewal = renewal
+        self._path = path
+        self._has_complained = False
+        self._due_at = self._renew_at = 0.0
+
+    def step(self) -> float:
+        """Show life if it is time, and renew the leases if it is time for that."""
+        now = self._clock.monotonic()
+        if now >= self._due_at:
+            self._due_at = now + self._pause
+            self._touch()
+            self._leases.show_alive()
+            if now >= self._renew_at:
+                self._renew_at = now + self._renewal
+                self._leases.renew()
+        return self._due_at - self._clock.monotonic()
+
+    def _touch(self) -> None:
+        """Write the file for a liveness probe, before anything that an outage could stop: a worker
+        that waits for its database is alive, and restarting it would not help.
+
+        A disk that is full or read-only costs the probe its answer, and the worker nothing else.
+        """
+        if not self._path:
+            return
+        try:
+            Path(self._path).write_text(f"{self._clock.now().isoformat()}\n")
+            self._has_complained = False
+        except OSError as error:
+            if not self._has_complained:
+                logger.error("The heartbeat file %s cannot be written: %s", self._path, error)
+            self._has_complained = True
+
+    def wake(self) -> None:
+        """Do nothing: it waits for nothing."""
+
+    def close(self) -> None:
+        """Do nothing: ``Heartbeat.say_goodbye`` gives the leases back."""
 
 
 class Heartbeat:
-    """Two threads: one gives signs of life, one does what needs the database. An outage delays
-    their duties and never ends them."""
+    """What a worker's database needs of it every second or every few: renewed leases in rows,
+    operators' wishes obeyed, running jobs looked after, the worker's own row and statistics.
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._stopping = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._show_life, name="kjo-alive", daemon=True),
-            threading.Thread(target=self._run, name="kjo-heartbeat", daemon=True),
-        ]
-        self._is_touching = True
+    :param renewal: seconds between renewals of leases.
+    :param describe: returns the worker's row, but for its heartbeat.
+    :param obey: called when the controls have changed.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        worker_id: UUID,
+        controls: Controls,
+        leases: LeaseBook,
+        running: RunningJobs,
+        statistics: Statistics,
+        *,
+        renewal: float,
+        describe: Callable[[], dict[str, Any]],
+        obey: Callable[[], None],
+    ) -> None:
+        self._runtime = runtime
+        self._worker_id = worker_id
+        self._controls = controls
+        self._leases = leases
+        self._running = running
+        self._statistics = statistics
+        self._renewal = renewal
+        self._describe = describe
+        self._obey = obey
+        self._beat = runtime.settings.heartbeat_interval.total_seconds()
+        self._pause = min(CONTROL_INTERVAL, self._beat, renewal)
+        self._due_at = self._beat_at = self._renew_at = 0.0
 
     def register(self) -> None:
         """Make the worker known and learn the controls before the first job is started."""
-        self._worker.leases.show_alive()
-        self._worker.controls.open()
+        self._leases.show_alive()
+        queue_policies.join()
         try:
             self._write()
             self._read_controls()
         except (DatabaseError, InterfaceError) as error:
             logger.error("The worker could not register yet: %s", error)
             drop_broken_connections()
+        self._due_at = self._runtime.clock.monotonic() + self._pause
 
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
-        threading.Thread(target=self._make_topics, name="kjo-topics", daemon=True).start()
+    def step(self) -> float:
+        """Do what is due. What an outage stops is done with the next step."""
+        clock = self._runtime.clock
+        now = clock.monotonic()
+        if now >= self._due_at:
+            self._due_at = now + self._pause
+            if now >= self._renew_at:
+                self._renew_at = now + self._renewal
+                self._leases.renew_rows()
+            self._read_controls()
+            self._running.look_after(self._leases.token)
+            if now >= self._beat_at:
+                self._beat_at = now + self._beat
+                self._write()
+                self._statistics.flush()
+                end_sessions_of_dead_workers(self._runtime, self._leases.alive_ttl)
+        return self._due_at - clock.monotonic()
 
-    def stop(self) -> None:
-        """Give back leases of jobs that still run, write the last metrics, say goodbye."""
-        self._worker.controls.close()
-        self._stopping.set()
-        deadline = time.monotonic() + 5.0
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        leases = self._worker.leases
+    def _read_controls(self) -> None:
+        if self._controls.read():
+            self._obey()
+            self._write()
+
+    def _write(self) -> None:
+        values = self._describe() | {"heartbeat_at": self._runtime.clock.now()}
+        rows = WorkerRow.objects.using(self._runtime.database)
+        if not rows.filter(pk=self._worker_id).update(**values):
+            rows.create(pk=self._worker_id, **values)
+
+    def wake(self) -> None:
+        """Do nothing: it waits for nothing."""
+
+    def close(self) -> None:
+        """Do nothing: it is ``say_goodbye`` that ends a worker."""
+
+    def say_goodbye(self) -> None:
+        """Give back leases of jobs that still run, write the last metrics and the row's end."""
+        queue_policies.leave()
+        leases = self._leases
         try:
-            # What is handed back is not to say that it is processed.
-            store_for(jobs_database()).release_row_leases(leases.held_rows(), leases.token)
+            # What is handed back must not look as if it were processed.
+            self._runtime.store.release_row_leases(leases.held_rows(), leases.token)
         except OUTAGES as error:
             logger.error("Leases of jobs that still run are left to expire: %s", error)
             drop_broken_connections()
-        leases.say_goodbye()
+        leases.release_all()
         try:
-            self._worker.statistics.flush()
-            self._write(WorkerRow.State.STOPPED)
+            self._statistics.flush()
+            self._write()
         except Exception as error:
             is_outage = isinstance(error, OUTAGES)
             logger.error("The worker could not say goodbye: %s", error, exc_info=not is_outage)
-
-    def _run(self) -> None:
-        beat = get_settings().heartbeat_interval.total_seconds()
-        renewal = self._renewal_interval
-        next_beat = next_renewal = 0.0
-        try:
-            while not self._stopping.wait(min(CONTROL_INTERVAL, beat, renewal)):
-                now = time.monotonic()
-                try:
-                    if now >= next_renewal:
-                        next_renewal = now + renewal
-                        self._worker.leases.renew_rows()
-                    self._read_controls()
-                    self._worker.running.look_after(self._worker.leases.token)
-                    if now >= next_beat:
-                        next_beat = now + beat
-                        self._beat()
-                except Exception as error:
-                    # Whatever it is: a worker without heartbeat hears nobody.
-                    self._complain("The heartbeat is late: %s", error)
-        finally:
-            connections.close_all()
-
-    def _show_life(self) -> None:
-        """Give signs of life and renew leases, in a thread that asks the database for nothing else:
-        a connection that hangs must not let others run again what runs here."""
-        beat = get_settings().heartbeat_interval.total_seconds()
-        renewal = self._renewal_interval
-        next_renewal = 0.0
-        try:
-            while not self._stopping.wait(min(beat, renewal)):
-                now = time.monotonic()
-                try:
-                    self._touch()
-                    self._worker.leases.show_alive()
-                    if now >= next_renewal:
-                        next_renewal = now + renewal
-                        self._worker.leases.renew()
-                except Exception as error:
-                    self._complain("The sign of life is late: %s", error)
-        finally:
-            connections.close_all()
-
-    @property
-    def _renewal_interval(self) -> float:
-        """Seconds between renewals of leases: a third of what the shortest of them lasts."""
-        queues = (queue.processing_ttl for queue in self._worker.queues)
-        return min([get_settings().processing_ttl, *queues]).total_seconds() / 3
-
-    @staticmethod
-    def _complain(complaint: str, error: Exception) -> None:
-        logger.error(complaint, error, exc_info=not isinstance(error, OUTAGES))
-        drop_broken_connections()
-
-    def _touch(self) -> None:
-        """Tell a liveness probe, before anything that an outage could stop: a worker that waits for
-        its database is alive, and restarting it would not help.
-
-        A disk that is full or read-only costs the probe its answer, and the worker nothing else.
-        """
-        path = self._worker.heartbeat_file
-        if not path:
-            return
-        try:
-            Path(path).write_text(f"{timezone.now().isoformat()}\n")
-            self._is_touching = True
-        except OSError as error:
-            if self._is_touching:
-                logger.error("The heartbeat file %s cannot be written: %s", path, error)
-            self._is_touching = False
-
-    def _make_topics(self) -> None:
-        """Ask again for the topics of a broker that was away at the start, until they are there.
-
-        In a thread of its own: it lets an answer wait for half a minute, in which this worker would
-        lose its leases, and hear no operator.
-        """
-        try:
-            while not self._worker._has_topics:
-                try:
-                    self._worker.ensure_topics()
-                except Exception as error:
-                    is_outage = isinstance(error, OUTAGES)
-                    logger.error("Topics have to wait: %s", error, exc_info=not is_outage)
-                if self._stopping.wait(get_settings().heartbeat_interval.total_seconds()):
-                    return
-        finally:
-            connections.close_all()
-
-    def _beat(self) -> None:
-        self._write()
-        self._worker.statistics.flush()
-        end_sessions_of_the_dead(self._worker.leases.alive_ttl)
-
-    def _write(self, state: WorkerRow.State | None = None) -> None:
-        worker = self._worker
-        values = {
-            "name": worker.name,
-            "hostname": worker.hostname,
-            "pid": _pid(),
-            "queues": [queue.name for queue in worker.queues],
-            "state": state or self._state(),
-            "release": get_settings().release,
-            "concurrency": worker.concurrency,
-            "is_relaying": worker.is_relaying,
-            "processed_count": worker.statistics.processed,
-            "failed_count": worker.statistics.failed,
-            "in_flight_count": worker.lanes.outstanding,
-            "partitions": [each.stored() for each in held(worker)],
-            "rss_bytes": memory_bytes(),
-            "last_error": worker.last_error[:500],
-            "started_at": worker.statistics.started_at,
-            "heartbeat_at": timezone.now(),
-        }
-        rows = WorkerRow.objects.using(jobs_database())
-        if not rows.filter(pk=worker.id).update(**values):
-            rows.create(pk=worker.id, **values)
-
-    def _state(self) -> WorkerRow.State:
-        if self._worker.lanes.is_stopped or self._worker.controls.is_stopped:
-            return WorkerRow.State.STOPPING
-        return WorkerRow.State.QUIET if self._worker.controls.is_quiet else WorkerRow.State.RUNNING
-
-    def _read_controls(self) -> None:
-        if self._worker.controls.read():
-            self._write()
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()
-
-
-def memory_bytes() -> int | None:
-    """Return this process' resident memory, None where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-    import resource
-
-    return pages * resource.getpagesize()

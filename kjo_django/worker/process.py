@@ -1,69 +1,74 @@
 """One worker process: what it starts, how it stops.
 
-    main thread      signals, control of queues, the end
+    main thread      signals, ``until``, the end
     kjo-poll-…       one per consumer group: owns the subscription, never runs a handler
     kjo-lane-n       run groups of jobs
-    kjo-flight       coroutines outside a transaction, on one event loop; kjo-landing settles them
     kjo-relay        publishes committed jobs, where a transport needs it
+    kjo-listen       wakes pollers when something was published, where a transport needs it
     kjo-alive        sign of life, leases
-    kjo-heartbeat    leases in job rows, metrics, what others want of running jobs
-    kjo-rescue       one worker at a time: queued jobs whose message is gone
-    kjo-lag          for each queue one worker at a time: how far behind it is
+    kjo-heartbeat    leases in job rows, operators' wishes, metrics
+    kjo-duties       one worker at a time: jobs whose message is gone, how far behind queues are
+
+Handlers bring threads of their own with them: ``kjo-timeouts`` for time limits, and an event loop
+for coroutines outside a transaction.
 
 Stopping: admit nothing more, let running groups end within the grace period while the pollers keep
 the membership, hand back what was not started without spending its attempt, commit, leave.
+
+A worker that is made and not run has no threads: a test opens it with ``open``, takes the steps of
+its ``duties`` and runs its groups with ``lanes.run_group(0)``, all on one thread.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from datetime import datetime
-from typing import Any, NamedTuple
+from datetime import datetime, timedelta
+from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
-from django.db.backends.base.base import BaseDatabaseWrapper
 
 from kjo_django import garbage_collection, registry, signals
 from kjo_django.backends import close_backends, get_transport
-from kjo_django.conf import QueueConf, default_worker_name, get_settings
+from kjo_django.conf import QueueConf, default_worker_name
 from kjo_django.engine.announcements import tell, tell_waiters
-from kjo_django.engine.attempt import Delivery, Mode, Outcome
+from kjo_django.engine.attempt import Outcome
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY, Pipeline
-from kjo_django.engine.handler.connections import drop_broken_connections, sever
-from kjo_django.engine.handler.context import JobContext, facts_of
-from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
-from kjo_django.engine.key_queue import Group
+from kjo_django.engine.handler.connections import drop_broken_connections
+from kjo_django.engine.handler.context import facts_of
+from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.poller import Poller
-from kjo_django.engine.scheduler import Lanes
+from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job
-from kjo_django.operations.maintenance import topics
+from kjo_django.models import Worker as WorkerRow
+from kjo_django.operations.workers import Assignment, RunningJob
 from kjo_django.outbox.relay import Relay
 from kjo_django.running_job import worker_name
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.transports.base import TopicPartition
-from kjo_django.worker.controls import Controls
-from kjo_django.worker.draining import waiting_records
-from kjo_django.worker.heartbeat import Heartbeat
-from kjo_django.worker.lagging import LagWatch
-from kjo_django.worker.listening import PublishListener
-from kjo_django.worker.outages import Outages
-from kjo_django.worker.rescuer import Rescuer
-from kjo_django.worker.scheduling import LaneScheduling
+from kjo_django.worker.duties import (
+    Duty,
+    DutyThread,
+    LagRecorder,
+    PublishListener,
+    Rescuer,
+    TopicCheck,
+)
+from kjo_django.worker.heartbeat import Controls, Heartbeat, LifeSign, lease_renewal_interval
+from kjo_django.worker.lanes import Lanes
 from kjo_django.worker.sessions import mark_sessions
-from kjo_django.worker.statistics import Statistics
-from kjo_django.worker.stopping import hear_stop_signals
-from kjo_django.worker.supervisor import LEFT_RUNNING
+from kjo_django.worker.statistics import OutageLog, Statistics, memory_bytes
+from kjo_django.worker.supervisor import LEFT_RUNNING, stop_on_signals
 
 logger = logging.getLogger("kjo_django")
 
@@ -72,17 +77,12 @@ ABORT_WAIT = 1.0
 LEAVE_WAIT = 10.0
 """Seconds the pollers have to leave their groups."""
 HASTY_WAIT = 3.0
-"""The same, and for the last words, when jobs still run: what takes longer is left to leases."""
+"""Seconds the pollers and the last heartbeat have when jobs still run: what takes longer is left to
+leases."""
 TICK = 0.2
 """Seconds between looks of the main thread at signals and ``until``."""
-
-
-class LaneRun(NamedTuple):
-    """A group that a lane runs."""
-
-    group: Group
-    connections: list[BaseDatabaseWrapper]
-    """Those of the lane's thread."""
+LISTED_RUNS = 5
+"""Running jobs that the worker's row names, those that have run longest."""
 
 
 class Worker:
@@ -95,7 +95,8 @@ class Worker:
     :param max_messages: stop once so many have been settled; no more than that are begun.
     :param owns_process: close the process' transports and coordination at the end, and let the
         garbage collector look less often meanwhile; False where others use the process too.
-    :param on_error: told of outages: what met one, and which.
+    :param on_error: called with outages: what met one, and which.
+    :param runtime: what it runs with; that of the process if not given.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class Worker:
         name: str | None = None,
         owns_process: bool = True,
         on_error: Callable[[str, str], None] = lambda source, error: None,
+        runtime: Runtime | None = None,
     ) -> None:
-        conf = get_settings()
+        self.runtime = runtime = runtime or current_runtime()
+        conf = runtime.settings
         known = registry.queue_names()
         unknown = [queue for queue in queues or () if queue not in known]
         if unknown:
@@ -120,108 +123,115 @@ class Worker:
             )
         self.id = uuid7()
         self.name = name or default_worker_name()
-        self.hostname = socket.gethostname()
         self.queues: list[QueueConf] = [
             conf.queue(queue) for queue in queues or registry.consumed_queue_names()
         ]
-        self.concurrency = concurrency or conf.concurrency
         self.statistics = Statistics(self.id)
-        self.heartbeat_file = heartbeat_file
         self._max_messages = max_messages
         self._owns_process = owns_process
-        self._outages = Outages(on_error)
+        self._outages = OutageLog(on_error)
         self._installs_signal_handlers = install_signal_handlers
         self._stopping = threading.Event()
+        self._has_ended = False
         self._settled = 0
         self._counting = threading.Lock()
-        self._has_topics = False
-        self.controls = Controls(self)
-        self._lane_threads: list[threading.Thread] = []
-        self._lane_numbers = itertools.count()
-        self._lanes_lock = threading.Lock()
-        self.lanes = Lanes(
-            self.concurrency,
+        lanes = concurrency or conf.concurrency
+        self.controls = Controls(runtime, self.id, self.queues, lanes)
+        self.scheduler = GroupScheduler(
+            lanes,
             group_size=conf.group_size,
             budget=conf.group_budget.total_seconds(),
             limit_of=self.controls.limit_of,
-            flights_of=self.controls.flights_of,
+            coroutines_of=self.controls.coroutines_of,
             most=max_messages,
+            clock=runtime.clock,
         )
-        alive_ttl = 3 * conf.heartbeat_interval
-        self.leases = LeaseBook(self.id.hex, conf.processing_ttl, alive_ttl)
-        self._watch = TimeoutWatch(self._on_hung)
-        self._lane_runs: dict[int, LaneRun] = {}
-        """What each lane runs, by the id of its thread. Who takes it from here ends it."""
-        self.running = self._watch.running
+        self.leases = LeaseBook(runtime, self.id.hex)
+        self._watch = TimeoutWatch(self._replace_lane)
         self._pipeline = Pipeline(
             self.leases,
             self._watch,
             worker=self.name,
             on_outcomes=self._on_outcomes,
-            on_pause=self._rest,
-            on_measure=self.lanes.measure,
+            on_pause=self._pause_partition,
+            on_measure=self.scheduler.measure,
             stopping=self._stopping,
-            on_landed=functools.partial(self.lanes.land, delay=HELD_ELSEWHERE_DELAY),
+            on_landed=functools.partial(
+                self.scheduler.finish_coroutines, delay=HELD_ELSEWHERE_DELAY
+            ),
             on_thread=self._enter_thread,
         )
+        self.lanes = Lanes(self.scheduler, self._pipeline, self._watch, self._enter_thread)
         self.pollers = self._make_pollers()
-        self._listener = PublishListener(self.pollers)
         self._relay = Relay(
             [queue.name for queue in self.queues] if queues else None,
             on_error=functools.partial(self._outages.note, "relay"),
         )
         self.is_relaying = relay and bool(self._relay.queues)
-        self._heartbeat = Heartbeat(self)
-        self._duties = [
-            Rescuer(self.leases.token),
-            LagWatch(self.leases.token, self.queues),
-        ]
+        self._relay_thread = threading.Thread(target=self._relay.run, name="kjo-relay", daemon=True)
+        self._make_duties(heartbeat_file)
 
     def _make_pollers(self) -> list[Poller]:
-        conf = get_settings()
         groups: dict[tuple[str, str], list[QueueConf]] = {}
         for queue in self.queues:
             groups.setdefault((queue.transport, queue.consumer_group), []).append(queue)
         topics = {(queue.transport, queue.consumer_group, queue.topic) for queue in self.queues}
         return [
             Poller(
+                self.runtime,
                 get_transport(alias),
                 group,
                 queues,
-                self.lanes,
-                max_outstanding=conf.max_outstanding,
+                self.scheduler,
+                max_outstanding=self.runtime.settings.max_outstanding,
                 is_alone=len(topics) == 1,
-                # With its transport: as one source, two would replace each other's word for ever.
+                # With its transport: as one source, two would replace each other's error for ever.
                 on_error=functools.partial(self._outages.note, f"{group} ({alias})"),
                 on_skipped=self.statistics.skip,
             )
             for (alias, group), queues in groups.items()
         ]
 
-    @property
-    def slots(self) -> int:
-        """Groups that may run at once: its lanes, or fewer where its queues allow no more."""
-        limits = sum(self.controls.limit_of(queue.name) for queue in self.queues)
-        return min(self.concurrency, limits or 1)
-
-    def set_concurrency(self, queue: str, count: int) -> None:
-        """Run up to ``count`` groups of this queue at once, with more lanes if that needs them; an
-        operator's limit of the queue goes before (KJO-58)."""
-        with self._lanes_lock:
-            self.controls.ask_limit(queue, count)
-            more = max(0, count - self.concurrency)
-            self.concurrency += more
-            self.lanes.add_lanes(more)
-            if self._lane_threads:
-                self._start_lanes(more)
-        self.lanes.look_again()
-
-    def _start_lanes(self, count: int, begin: Callable[[], None] = lambda: None) -> None:
-        for _ in range(count):
-            name = f"kjo-lane-{next(self._lane_numbers)}"
-            thread = threading.Thread(target=self._run_lane, args=(begin,), name=name, daemon=True)
-            self._lane_threads.append(thread)
-            thread.start()
+    def _make_duties(self, heartbeat_file: str | None) -> None:
+        runtime, token = self.runtime, self.leases.token
+        renewal = lease_renewal_interval(runtime, self.queues)
+        life_sign = LifeSign(runtime, self.leases, renewal, heartbeat_file)
+        self._heartbeat = Heartbeat(
+            runtime,
+            self.id,
+            self.controls,
+            self.leases,
+            self._watch.running,
+            self.statistics,
+            renewal=renewal,
+            describe=self._row,
+            obey=self._obey_controls,
+        )
+        self._topics = TopicCheck(
+            runtime,
+            [*self.queues, *self._published_only()],
+            functools.partial(self._outages.note, "topics"),
+        )
+        listener = PublishListener(runtime, self.pollers)
+        # A broker that is away keeps an answer waiting for half a minute, in which a worker must
+        # not lose its leases: so the questions to brokers have a thread of their own.
+        asking: list[Duty] = [
+            self._topics,
+            Rescuer(runtime, token),
+            LagRecorder(runtime, token, self.queues),
+        ]
+        self._alive_threads = [
+            DutyThread(runtime, "kjo-alive", [life_sign]),
+            DutyThread(runtime, "kjo-heartbeat", [self._heartbeat]),
+        ]
+        self._poller_threads = [
+            DutyThread(runtime, f"kjo-poll-{poller.group}", [poller]) for poller in self.pollers
+        ]
+        self._duty_threads = [DutyThread(runtime, "kjo-duties", asking)]
+        if listener.is_needed:
+            self._duty_threads.append(DutyThread(runtime, "kjo-listen", [listener]))
+        self.duties: list[Duty] = [life_sign, self._heartbeat, *asking, *self.pollers]
+        """Those that a test steps: all but the listener, which only wakes pollers."""
 
     # --- Life -------------------------------------------------------------------------------------
 
@@ -233,7 +243,7 @@ class Worker:
         # Python takes signals in the main thread only; elsewhere somebody else hears them.
         is_main = threading.current_thread() is threading.main_thread()
         hears = self._installs_signal_handlers and is_main
-        restore = hear_stop_signals(self._stopping) if hears else None
+        restore = stop_on_signals(self._stopping) if hears else None
         with garbage_collection.seldom() if self._owns_process else nullcontext():
             self._start()
             try:
@@ -253,161 +263,66 @@ class Worker:
         """Begin to stop; thread-safe, returns at once."""
         self._stopping.set()
 
-    def _start(self) -> None:
-        self.ensure_topics()
-        self._heartbeat.register()
-        with self._lanes_lock:
-            self._start_lanes(self.concurrency)
-        for poller in self.pollers:
-            poller.start()
-        self._threads = [
-            threading.Thread(target=self._listener.run, name="kjo-listen", daemon=True),
-            *(
-                threading.Thread(target=duty.run, name=f"kjo-{duty.name}", daemon=True)
-                for duty in self._duties
-            ),
-        ]
-        if self.is_relaying:
-            self._threads.append(
-                threading.Thread(target=self._relay.run, name="kjo-relay", daemon=True)
-            )
-        for thread in self._threads:
-            thread.start()
-        self._heartbeat.start()
-        signals.send(signals.worker_started, sender=self.name, worker_id=str(self.id))
+    def open(self) -> None:
+        """Make topics, make the worker known and learn its controls: what comes before its first
+        step.
 
-    def ensure_topics(self) -> None:
-        """Create missing topics; a broker that is away is asked again with the next heartbeat, and
-        holds up the start of queues that do not need it for a few seconds at most.
-
-        :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off; only while
-            nothing runs yet, later it is an error that is told.
+        :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off.
         """
-        if self._has_topics:
-            return
-        ensure = topics.ensure_topics if self._lane_threads else topics.ensure_topics_soon
-        try:
-            for line in ensure([*self.queues, *self._published_only()]):
-                logger.info(line)
-            self._has_topics = True
-            self._outages.note("topics", None)
-        except (PublishError, TimeoutError) as error:
-            self._outages.note("topics", f"Topics could not be checked yet: {error}")
-        except ImproperlyConfigured as error:
-            if not self._lane_threads:
-                raise
-            # It has begun, since the broker was away: its other topics are worth going on for.
-            self._outages.note("topics", str(error))
+        self._topics.start()
+        self._heartbeat.register()
+
+    def _start(self) -> None:
+        self.open()
+        self.lanes.start(self.scheduler.lanes)
+        if self.is_relaying:
+            self._relay_thread.start()
+        for thread in (*self._poller_threads, *self._duty_threads, *self._alive_threads):
+            thread.start()
+        signals.send(signals.worker_started, sender=self.name, worker_id=str(self.id))
 
     def _published_only(self) -> list[QueueConf]:
         """Return the queues this worker relays to and nobody here consumes."""
-        conf, known = get_settings(), registry.queue_names()
+        conf, known = self.runtime.settings, registry.queue_names()
         names = self._relay.queues if self.is_relaying else []
         queues = [conf.queue(name) for name in names if name in known]
         return [queue for queue in queues if not queue.consume]
 
     def _enter_thread(self) -> None:
-        """Say whose thread this is, to the database and to log records."""
+        """Let log records and database sessions of this thread name the worker."""
         worker_name.set(self.name)
         mark_sessions(self.leases.token)
 
-    def _on_hung(self, thread_id: int) -> bool:
-        """Give up a lane's thread and start another one in its place."""
-        run = self._lane_runs.get(thread_id)
-        hung = self.running.of(run.group.deliveries) if run is not None else []
-        if not hung or self._stopping.is_set():
-            return False
-        run = self._lane_runs.pop(thread_id, None)
-        if run is None:  # it has just ended
-            return False
-        for context, seconds, delivery in hung:
-            told = "%s still runs after %.0f s, its timeout has no effect: its thread is given up"
-            facts = facts_of(delivery, context.attempt)
-            logger.error(told, delivery.kind, seconds, extra=facts)
-            self.running.leave(context)
-        with self._lanes_lock:
-            self._lane_threads = [t for t in self._lane_threads if t.ident != thread_id]
-            self._start_lanes(1, lambda: self._end_lane_run(run, hung, thread_id))
-        return True
-
-    def _end_lane_run(
-        self,
-        run: LaneRun,
-        hung: Sequence[tuple[JobContext, float, Delivery]],
-        thread_id: int,
-    ) -> None:
-        """End what a thread that was given up had begun; in the one that takes its place."""
-        deferred: Any = run.group.deliveries
-        try:
-            for connection in run.connections:
-                sever(connection)
-            deferred = self._pipeline.abandon(run.group.deliveries, hung, thread_id)
-        except Exception:
-            logger.exception("A group of %d is run again", len(run.group.deliveries))
-        finally:
-            self.lanes.done(run.group, deferred)
-
-    def _run_lane(self, begin: Callable[[], None] = lambda: None) -> None:
-        self._enter_thread()
-        scheduling = LaneScheduling()
-        thread_id, own = threading.get_ident(), [connections[alias] for alias in connections]
-        try:
-            begin()
-            while (group := self.lanes.take()) is not None:
-                scheduling.suit(len(group.deliveries))
-                deferred: Any = group.deliveries
-                flying: set[Delivery] = set()
-                self._lane_runs[thread_id] = LaneRun(group, own)
-                try:
-                    if group.mode is Mode.CONCURRENT:
-                        deferred = self._pipeline.launch(group.deliveries, flying)
-                    else:
-                        deferred = self._pipeline.run(group.deliveries, group.mode)
-                except RunAbandoned:
-                    return
-                except BaseException:
-                    # Nothing of the group was acknowledged: it is tried again, and so is seen. A
-                    # lane that ended here would take its place among the living with it.
-                    logger.exception("A lane failed on a group of %d", len(group.deliveries))
-                finally:
-                    if self._lane_runs.pop(thread_id, None) is not None:
-                        self.lanes.done(group, deferred, HELD_ELSEWHERE_DELAY, flying=flying)
-        finally:
-            self._watch.forget(thread_id)
-            connections.close_all()
-
     def _stop(self) -> bool:
-        grace = get_settings().shutdown_grace.total_seconds()
+        grace = self.runtime.settings.shutdown_grace.total_seconds()
         self._stopping.set()
         for poller in self.pollers:
             poller.drain()
         self._relay.stop()
-        for duty in self._duties:
-            duty.stop()
-        self._listener.stop()
-        self.lanes.stop()
-        is_drained = self.lanes.wait_for(None, grace)
+        for thread in self._duty_threads:
+            thread.stop()
+        self.scheduler.stop()
+        is_drained = self.scheduler.wait_for(None, grace)
         if not is_drained:
             logger.warning("Jobs still ran after %g s; they are handed back", grace)
             self._watch.abort_all()
-            is_drained = self.lanes.wait_for(None, ABORT_WAIT)
+            is_drained = self.scheduler.wait_for(None, ABORT_WAIT)
         if not is_drained:
-            self._abandon_lanes()
-        deadline = time.monotonic() + (LEAVE_WAIT if is_drained else HASTY_WAIT)
-        for poller in self.pollers:
-            poller.leave()
-        for poller in self.pollers:
-            poller.thread.join(max(0.0, deadline - time.monotonic()))
-        deadline = time.monotonic() + 5.0
-        for thread in (*self._lane_threads, *self._threads):
-            thread.join(max(0.0, deadline - time.monotonic()) if is_drained else 0.05)
+            self.lanes.abandon_all()
+        for thread in self._poller_threads:
+            thread.stop()
+        _join(self._poller_threads, LEAVE_WAIT if is_drained else HASTY_WAIT)
+        others: list[DutyThread | threading.Thread] = [*self.lanes.threads, *self._duty_threads]
+        if self.is_relaying:
+            others.append(self._relay_thread)
+        _join(others, 5.0 if is_drained else 0.05 * len(others))
         self._pipeline.close(5.0 if is_drained else 0.05)
         self._watch.stop()
         if is_drained:
-            self._heartbeat.stop()
+            self._end()
         else:
             # On SQLite a handler that still runs may keep everybody from writing.
-            farewell = threading.Thread(target=self._stop_heartbeat, name="kjo-end", daemon=True)
+            farewell = threading.Thread(target=self._end_in_thread, name="kjo-end", daemon=True)
             farewell.start()
             farewell.join(HASTY_WAIT)
         signals.send(signals.worker_stopped, sender=self.name, worker_id=str(self.id))
@@ -415,23 +330,46 @@ class Worker:
             close_backends()
         return is_drained
 
-    def _abandon_lanes(self) -> None:
-        """Undo what jobs that still run have written, so that others can run them: on SQLite nobody
-        could write before. What they still do has no effect."""
-        for thread_id in list(self._lane_runs):
-            run = self._lane_runs.pop(thread_id, None)
-            if run is not None and run.group.mode is not Mode.CONCURRENT:
-                self._watch.abandon(thread_id)
-                for connection in run.connections:
-                    sever(connection, terminates=False)
+    def _end(self) -> None:
+        for thread in self._alive_threads:
+            thread.stop()
+        _join(self._alive_threads, 5.0)
+        self._has_ended = True
+        self._heartbeat.say_goodbye()
 
-    def _stop_heartbeat(self) -> None:
+    def _end_in_thread(self) -> None:
         try:
-            self._heartbeat.stop()
+            self._end()
         finally:
             connections.close_all()
 
-    # --- What lanes and pollers tell --------------------------------------------------------------
+    # --- Lanes ------------------------------------------------------------------------------------
+
+    @property
+    def concurrency(self) -> int:
+        """How many lanes it has."""
+        return self.scheduler.lanes
+
+    @property
+    def slots(self) -> int:
+        """Groups that may run at once: its lanes, or fewer where its queues allow no more."""
+        limits = sum(self.controls.limit_of(queue.name) for queue in self.queues)
+        return min(self.concurrency, limits or 1)
+
+    def set_concurrency(self, queue: str, count: int) -> None:
+        """Run up to ``count`` groups of this queue at once, with more lanes if that needs them; a
+        limit that an operator has set for the queue goes before."""
+        self.controls.request_limit(queue, count)
+        more = self.scheduler.raise_lanes(count)
+        self.controls.concurrency = self.scheduler.lanes
+        if self.lanes.threads:
+            self.lanes.start(more)
+        self.scheduler.on_limits_changed()
+
+    def _replace_lane(self, thread_id: int) -> bool:
+        return not self._stopping.is_set() and self.lanes.replace(thread_id)
+
+    # --- What its parts report --------------------------------------------------------------------
 
     def _on_outcomes(self, outcomes: Sequence[Outcome]) -> None:
         tell_waiters(outcomes)
@@ -442,16 +380,27 @@ class Worker:
             self.stop()
         tell(outcomes)
 
-    def _rest(self, outcome: Outcome) -> None:
+    def _pause_partition(self, outcome: Outcome) -> None:
         record = outcome.delivery.record
         partition = TopicPartition(record.topic, record.partition)
         seconds = outcome.pause_seconds or 0.0
         facts = facts_of(outcome.delivery, outcome.attempt)
         logger.warning("Pausing %s for %g s: %s", partition, seconds, outcome.error, extra=facts)
-        self.lanes.hold(partition, seconds)
+        self.scheduler.hold(partition, seconds)
         for poller in self.pollers:
             if record.topic in poller.topics:
                 poller.pause_for(partition, seconds)
+
+    def _obey_controls(self) -> None:
+        controls = self.controls
+        if controls.is_stopped:
+            self.stop()
+        every = frozenset(queue.name for queue in self.queues)
+        self.scheduler.set_paused(every if controls.is_quiet else controls.paused_queues)
+        for poller in self.pollers:
+            poller.set_paused(controls.paused_queues)
+            if poller.is_quiet != controls.is_quiet:
+                poller.set_quiet(controls.is_quiet)
 
     @property
     def last_error(self) -> str:
@@ -460,8 +409,63 @@ class Worker:
 
     @property
     def last_error_at(self) -> datetime | None:
-        """When that was first met."""
+        """When that error was first met."""
         return self._outages.began_at or self.statistics.last_error_at
+
+    # --- Its row ----------------------------------------------------------------------------------
+
+    def _row(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "hostname": socket.gethostname(),
+            "pid": os.getpid(),
+            "queues": [queue.name for queue in self.queues],
+            "state": self._state(),
+            "release": self.runtime.settings.release,
+            "concurrency": self.concurrency,
+            "is_relaying": self.is_relaying,
+            "processed_count": self.statistics.processed,
+            "failed_count": self.statistics.failed,
+            "in_flight_count": self.scheduler.outstanding,
+            "partitions": [each.stored() for each in self._assignments()],
+            "rss_bytes": memory_bytes(),
+            "last_error": self.last_error[:500],
+            "started_at": self.statistics.started_at,
+        }
+
+    def _state(self) -> WorkerRow.State:
+        if self._has_ended:
+            return WorkerRow.State.STOPPED
+        if self.scheduler.is_stopped or self.controls.is_stopped:
+            return WorkerRow.State.STOPPING
+        return WorkerRow.State.QUIET if self.controls.is_quiet else WorkerRow.State.RUNNING
+
+    def _assignments(self) -> list[Assignment]:
+        """Return its partitions in order, with what runs of them."""
+        now = self.runtime.clock.now()
+        running: dict[TopicPartition, list[RunningJob]] = {}
+        for run in self._watch.running.longest(LISTED_RUNS):
+            partition = TopicPartition(run.record.topic, run.record.partition)
+            started_at = now - timedelta(seconds=run.seconds)
+            running.setdefault(partition, []).append(
+                RunningJob(run.job_id, run.handler, started_at)
+            )
+        found = []
+        for poller in self.pollers:
+            resting = poller.resting()
+            for partition in poller.partitions:
+                rest = resting.get(partition)
+                found.append(
+                    Assignment(
+                        partition.topic,
+                        partition.partition,
+                        poller.group,
+                        rebalanced_at=poller.rebalanced_at,
+                        resting_until=None if rest is None else now + timedelta(seconds=rest),
+                        running=tuple(running.get(partition, ())),
+                    )
+                )
+        return sorted(found, key=lambda each: (each.group or "", each.topic, each.partition))
 
     # --- Draining ---------------------------------------------------------------------------------
 
@@ -471,18 +475,39 @@ class Worker:
         Retries and delayed jobs that are due later do not count. During an outage nobody knows, and
         the answer is no.
         """
-        if self.lanes.outstanding:
+        if self.scheduler.outstanding:
             return False
         try:
-            using = jobs_database()
             names = {queue.name for queue in self.queues}
             names.update(self._relay.queues if self.is_relaying else ())
-            if Job.objects.using(using).unfinished_due().filter(queue__in=names).exists():
+            jobs = Job.objects.using(self.runtime.database)
+            if jobs.unfinished_due().filter(queue__in=names).exists():
                 return False
-            is_drained = not any(waiting_records(self.queues))
+            is_drained = not any(map(self._waiting_records, self.queues))
         except (PublishError, DatabaseError, InterfaceError) as error:
             self._outages.note("drain", f"Whether all is done cannot be seen yet: {error}")
             drop_broken_connections()
             return False
         self._outages.note("drain", None)
         return is_drained
+
+    def _waiting_records(self, queue: QueueConf) -> int:
+        """Return how many records wait for a queue that no due job stands for."""
+        transport = get_transport(queue.transport)
+        if not transport.capabilities.transactional:
+            return sum(transport.lag([queue.topic], queue.consumer_group).values())
+        if registry.route_of(queue.name) is registry.JOBS:
+            return 0  # each due job has its record in the table
+        records = sum(transport.lag([queue.topic], queue.consumer_group).values())
+        if not records:
+            return 0
+        jobs = Job.objects.using(self.runtime.database).open()
+        now = self.runtime.clock.now()
+        return max(0, records - jobs.filter(queue=queue.name, available_at__lte=now).count())
+
+
+def _join(threads: Iterable[DutyThread | threading.Thread], seconds: float) -> None:
+    """Wait for the ends of threads, so many seconds for all of them."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The status report of a worker, as text or as JSON lines (KJO-77 … 85)."""
+"""The status report of a worker, as text or as JSON lines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from django.utils.timesince import timesince
 
 from kjo_django.conf import get_settings
 from kjo_django.messages.serializers import one_line
-from kjo_django.worker.heartbeat import memory_bytes
-from kjo_django.worker.memory import memory_limit
 from kjo_django.worker.process import Worker
+from kjo_django.worker.statistics import memory_bytes, memory_limit
 
 
 class _Writes(Protocol):
@@ -23,19 +22,19 @@ class _Writes(Protocol):
 
 def status_of(worker: Worker) -> dict[str, Any]:
     """Return what the report shows, as numbers."""
-    statistics, lanes = worker.statistics, worker.lanes
+    statistics, scheduler = worker.statistics, worker.scheduler
     processed = statistics.processed
     failures = statistics.failed + statistics.retried
     minutes = max(statistics.uptime / 60, 1e-9)
     return {
         "worker": worker.name,
         "queues": [queue.name for queue in worker.queues],
-        "active": lanes.running,
+        "active": scheduler.running,
         "concurrency": worker.slots,
-        "capacity_percent": round(100 * lanes.running / worker.slots, 2),
-        "peak": lanes.peak,
-        "queue_length": lanes.waiting,
-        "oldest_waiting_ms": round(lanes.oldest_wait * 1000),
+        "capacity_percent": round(100 * scheduler.running / worker.slots, 2),
+        "peak": scheduler.peak,
+        "queue_length": scheduler.waiting,
+        "oldest_waiting_ms": round(scheduler.oldest_wait * 1000),
         "processed": processed,
         "per_minute": round(processed / minutes, 2),
         # Of attempts: one that failed is a failure, though another follows.
@@ -142,7 +141,7 @@ class StatusReporter:
             return
         self._due = time.monotonic() + self._interval
         processed = self._worker.statistics.processed
-        if processed != self._reported or self._worker.lanes.outstanding:
+        if processed != self._reported or self._worker.scheduler.outstanding:
             self._reported = processed
             self._write()
 

@@ -25,14 +25,12 @@ from uuid import UUID
 
 from django.db import DatabaseError
 from django.db.backends.signals import connection_created
-from django.utils import timezone
 
-from kjo_django.backends import get_coordination
 from kjo_django.engine.leases import alive_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Worker
+from kjo_django.runtime import Runtime
 from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
@@ -68,17 +66,16 @@ def _warn_of_namelessness(alias: str) -> None:
 connection_created.connect(_mark, dispatch_uid="kjo_django.worker.sessions")
 
 
-def end_sessions_of_the_dead(alive_ttl: timedelta) -> int:
+def end_sessions_of_dead_workers(runtime: Runtime, alive_ttl: timedelta) -> int:
     """End the open transactions of vanished workers; return how many.
 
     :param alive_ttl: how long a worker counts as alive without a sign of life.
     """
-    using = jobs_database()
-    store = store_for(using)
+    store = runtime.store
     # Only what has stood still for so long; a living worker's long job is left alone below.
     names = store.idle_transactions(PREFIX, len(PREFIX) + 32, alive_ttl)
     sessions = {pid: name[len(PREFIX) :] for pid, name in names.items()}
-    dead = _dead(using, set(sessions.values()), alive_ttl) if sessions else set()
+    dead = _dead_workers(runtime, set(sessions.values()), alive_ttl) if sessions else set()
     doomed = [pid for pid, token in sessions.items() if token in dead]
     if doomed:
         logger.warning(
@@ -93,21 +90,21 @@ def end_sessions_of_the_dead(alive_ttl: timedelta) -> int:
     return len(doomed)
 
 
-def _dead(using: str, tokens: set[str], alive_ttl: timedelta) -> set[str]:
+def _dead_workers(runtime: Runtime, tokens: set[str], alive_ttl: timedelta) -> set[str]:
     """Return those of the workers that neither the database nor coordination has heard of lately.
 
     Both, since a Redis that was away for a while forgets workers that live. A token without a row
     is nobody's we know: projects may share a database, each with a schema of its own.
     """
     ids = [id for token in tokens if (id := _uuid(token)) is not None]
-    silent_since = timezone.now() - alive_ttl
-    rows = Worker.objects.using(using).filter(pk__in=ids, heartbeat_at__lt=silent_since)
+    silent_since = runtime.clock.now() - alive_ttl
+    rows = Worker.objects.using(runtime.database).filter(pk__in=ids, heartbeat_at__lt=silent_since)
     suspects = {id.hex for id in rows.values_list("pk", flat=True)}
     if not suspects:
         return set()
     names = {alive_name(token): token for token in suspects}
     try:
-        return suspects - {names[name] for name in get_coordination().holders(list(names))}
+        return suspects - {names[name] for name in runtime.coordination.holders(list(names))}
     except CoordinationError:
         return suspects
 

@@ -1,13 +1,17 @@
-"""Counting what a worker did: totals for its status, minute buckets for the screens."""
+"""What a worker did and how it is: totals for its status, minute buckets for the screens, outages,
+memory."""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -21,6 +25,8 @@ from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
 from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
+
+logger = logging.getLogger("kjo_django")
 
 _COUNTERS = {
     Result.COMPLETED: "completed_count",
@@ -179,3 +185,70 @@ class Statistics:
 
 def _sum(left: Sequence[int], right: Sequence[int]) -> list[int]:
     return [a + b for a, b in zip(left, right, strict=True)]
+
+
+class OutageLog:
+    """The outages of a worker's parts: each is logged once, and kept until its part says that it is
+    over. Thread-safe, since each part notes its own from its own thread.
+
+    :param on_error: called with each new one: the part, and its error.
+    """
+
+    def __init__(self, on_error: Callable[[str, str], None]) -> None:
+        self._on_error = on_error
+        self._errors: dict[str, tuple[str, datetime]] = {}
+
+    def note(self, source: str, error: str | None) -> None:
+        """Note what a part has met, or with None that it works again."""
+        if error is None:
+            self._errors.pop(source, None)
+        elif self._errors.get(source, ("",))[0] != error:
+            logger.error("%s: %s", source, error)
+            self._errors[source] = (error, timezone.now())
+            self._on_error(source, error)
+
+    @property
+    def error(self) -> str:
+        """The error of the part that has had one for longest; empty where all work."""
+        return next((error for error, _ in list(self._errors.values())), "")
+
+    @property
+    def began_at(self) -> datetime | None:
+        """When that error was first met."""
+        return next((began_at for _, began_at in list(self._errors.values())), None)
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+_CGROUP_V2 = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_V1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory_bytes() -> int | None:
+    """Return this process' resident memory, None where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_limit(places: tuple[Path, ...] = (_CGROUP_V2, _CGROUP_V1)) -> int | None:
+    """Return the container's limit in bytes, else the machine's memory; None: neither is known."""
+    total = _machine_memory()
+    for place in places:
+        try:
+            found = place.read_text().strip()
+        except OSError:
+            continue
+        # Without a limit one says "max", the other a number beyond every machine.
+        if found.isdigit() and (total is None or int(found) < total):
+            return int(found)
+    return total
+
+
+def _machine_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None

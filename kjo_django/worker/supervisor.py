@@ -1,4 +1,4 @@
-"""``--processes N``: forks workers, passes signals on, starts again what died."""
+"""Stop signals, and ``--processes N``: a supervisor forks workers and replaces those that died."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -25,6 +26,33 @@ QUICK_DEATH = 5.0
 TICK = 0.1
 """Seconds between looks at the children. A signal that comes when Python has looked for one and is
 about to wait is not handled before that wait ends, so there must be none without an end."""
+
+
+def stop_on_signals(stopping: threading.Event) -> Callable[[], None]:
+    """Set ``stopping`` on the first stop signal, and end the process on a second. To be called in
+    the main thread.
+
+    :returns: a function that restores the signal handlers there were.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stopping.is_set():
+            logger.warning("Second signal: stopping at once")
+            os._exit(128 + number)
+        logger.info("%s: finishing what runs", signal.Signals(number).name)
+        stopping.set()
+
+    previous = {
+        number: signal.signal(number, handle)
+        for name in STOP_SIGNALS
+        if (number := getattr(signal, name, None)) is not None
+    }
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    return restore
 
 
 def supervise(count: int, work: Callable[[], int]) -> int:

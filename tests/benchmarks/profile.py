@@ -32,7 +32,7 @@ RATE = 250
 STAGES: Mapping[str, Sequence[str]] = {
     "reading records from Kafka": ("KafkaSubscription.poll",),
     "reading the envelope": ("Poller.read",),
-    "handing jobs to lanes and back": ("Lanes.",),
+    "handing jobs to lanes and back": ("GroupScheduler.",),
     "leases, one script a group": ("LeaseBook.claim",),
     "markers and rows, one INSERT and one SELECT a group": (
         "ProcessedEventQuerySet.mark",

@@ -13,13 +13,11 @@ from typing import Any
 
 from django.db import connections
 
-from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery, Mode
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY
 from kjo_django.engine.poller import Poller
 from kjo_django.outbox import relay
 from kjo_django.store.transactions import jobs_database
-from kjo_django.transports.base import Subscription
 from kjo_django.worker import Worker
 from tests.faults.boundary import Boundary, Died, within
 
@@ -38,13 +36,12 @@ class Process:
         self.is_stopped = False
         self.is_strict = False
         """Whether nothing befalls it, so that no step of its worker may fail."""
-        self._subscriptions: dict[Poller, Subscription] = {}
         with self.unwatched():
             self.worker = Worker(queues, concurrency=1, name=name, owns_process=False)
-            self.worker.ensure_topics()
+            self.worker._topics.start()
             self.worker.leases.show_alive()
             for poller in self.worker.pollers:
-                self._subscribe(poller)
+                poller._subscribe()
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -119,37 +116,19 @@ class Process:
         self.worker._relay._round()
         return self.worker._relay.published_count > before
 
-    def _subscribe(self, poller: Poller) -> Subscription:
-        subscription = poller._transport.subscribe(
-            poller.topics,
-            poller.group,
-            lease=get_settings().record_lease,
-            on_revoked=poller._on_revoked,
-            on_assigned=poller._on_assigned,
-        )
-        poller._subscription = self._subscriptions[poller] = subscription
-        poller._paused, poller._skipped_keys = set(), set()
-        return subscription
-
     def _poll(self, poller: Poller) -> bool:
-        subscription = self._subscriptions.get(poller) or self._subscribe(poller)
         before = poller.polled_count
         try:
-            poller._poll_once(subscription)
+            poller.poll()
         except BaseException:
             if not self.boundary.is_dead:
-                self._unsubscribe(poller)
+                poller.unsubscribe()
             raise
         return poller.polled_count > before
 
-    def _unsubscribe(self, poller: Poller) -> None:
-        subscription = self._subscriptions.pop(poller)
-        self.worker.lanes.discard(subscription.assignment(), subscription)
-        subscription.close()
-
     def _lanes(self) -> bool:
         worker, has_run = self.worker, False
-        while (group := worker.lanes.take(0.0)) is not None:
+        while (group := worker.scheduler.take(0.0)) is not None:
             has_run = True
             deferred: Sequence[Delivery] = group.deliveries
             flying: set[Delivery] = set()
@@ -164,8 +143,8 @@ class Process:
                     raise
                 logger.info("A lane failed: %r", error)
             finally:
-                worker.lanes.done(group, deferred, HELD_ELSEWHERE_DELAY, flying=flying)
-            while not worker.lanes.wait_for(None, 0.02):  # coroutines
+                worker.scheduler.finish(group, deferred, HELD_ELSEWHERE_DELAY, started=flying)
+            while not worker.scheduler.wait_for(None, 0.02):  # coroutines
                 self._check()
             self._check()
         return has_run
@@ -174,31 +153,32 @@ class Process:
 
     @property
     def is_idle(self) -> bool:
-        return not self.worker.lanes.outstanding
+        return not self.worker.scheduler.outstanding
 
     def stop(self) -> None:
         """End as a worker does that is asked to: hand back what has not begun, say goodbye."""
 
         def leave() -> bool:
             self.worker._relay.close()
-            for poller in list(self._subscriptions):
-                self._unsubscribe(poller)
+            for poller in self.worker.pollers:
+                poller.unsubscribe()
             return False
 
-        def say_goodbye() -> bool:
-            self.worker.leases.say_goodbye()
+        def release_all() -> bool:
+            self.worker.leases.release_all()
             return False
 
-        self.worker.lanes.stop()
+        self.worker.scheduler.stop()
         self._step(leave)
-        self._step(say_goodbye)
+        self._step(release_all)
         self.is_stopped = True
         self._end_threads()
 
     def bury(self) -> None:
         """Let the world see that it died: sessions end, nobody gives a sign of life any more."""
         self.boundary.die()
-        for subscription in self._subscriptions.values():
+        for poller in self.worker.pollers:
+            subscription: Any = poller._subscription
             if hasattr(subscription, "crash"):
                 subscription.crash()
         del connections[jobs_database()]
@@ -208,8 +188,8 @@ class Process:
         if self.boundary.is_dead or self.is_stopped:
             return
         with self.unwatched():
-            for poller in list(self._subscriptions):
-                self._unsubscribe(poller)
+            for poller in self.worker.pollers:
+                poller.unsubscribe()
         self._end_threads()
 
     def _end_threads(self) -> None:

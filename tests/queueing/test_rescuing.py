@@ -19,8 +19,9 @@ from kjo_django.backends import get_coordination
 from kjo_django.engine.handler.running import dump_progress, load_progress
 from kjo_django.engine.leases import alive_name
 from kjo_django.ids import uuid7_floor
-from kjo_django.worker.rescuer import LEASE, Rescuer
-from kjo_django.worker.sessions import end_sessions_of_the_dead
+from kjo_django.runtime import current_runtime
+from kjo_django.worker.duties import DutyThread, Rescuer
+from kjo_django.worker.sessions import end_sessions_of_dead_workers
 from tests.factories import JobFactory, WorkerFactory
 from tests.queueing.conftest import QUICK, wait_until
 
@@ -59,27 +60,28 @@ def test_one_rescuer_works_at_a_time(file_queue: Queue, monkeypatch: pytest.Monk
     settings_of = {"RESCUE_AFTER": 0.1}
     working: list[str] = []
     monkeypatch.setattr(
-        "kjo_django.worker.rescuer.rescue",
+        "kjo_django.worker.duties.rescue",
         lambda: working.append(threading.current_thread().name),
     )
     with override_settings(KJO={**QUICK, **settings_of}):
-        rescuers = [Rescuer("first"), Rescuer("second")]
+        runtime = current_runtime()
         threads = [
-            threading.Thread(target=rescuer.run, name=str(n)) for n, rescuer in enumerate(rescuers)
+            DutyThread(runtime, str(n), [Rescuer(runtime, token)])
+            for n, token in enumerate(["first", "second"])
         ]
         threads[0].start()
         wait_until(lambda: working)
         threads[1].start()
         wait_until(lambda: len(working) > 5)
         assert set(working) == {"0"}
-        rescuers[0].stop()
-        threads[0].join()
+        threads[0].stop()
+        assert threads[0].join(20)
         working.clear()
         wait_until(lambda: working)
         assert set(working) == {"1"}
-        rescuers[1].stop()
-        threads[1].join()
-        wait_until(lambda: not get_coordination().holders([LEASE]))
+        threads[1].stop()
+        assert threads[1].join(20)
+        wait_until(lambda: not get_coordination().holders(["RESCUE"]))
 
 
 @pytest.fixture
@@ -126,14 +128,14 @@ def test_only_sessions_of_proven_dead_workers_are_ended(
     sessions = {worker.pk: frozen(worker.pk.hex) for worker in (living, quiet, dead)}
     unknown = frozen("not-a-token")
     # When nothing has stood still for long enough, nothing is ended
-    assert end_sessions_of_the_dead(timedelta(minutes=5)) == 0
-    wait_until(lambda: end_sessions_of_the_dead(ttl) == 1)
+    assert end_sessions_of_dead_workers(current_runtime(), timedelta(minutes=5)) == 0
+    wait_until(lambda: end_sessions_of_dead_workers(current_runtime(), ttl) == 1)
     # Then
     assert is_ended(sessions[dead.pk])
     assert not is_ended(sessions[living.pk])
     assert not is_ended(sessions[quiet.pk])
     assert not is_ended(unknown)
-    assert end_sessions_of_the_dead(ttl) == 0
+    assert end_sessions_of_dead_workers(current_runtime(), ttl) == 0
 
 
 @pytest.mark.postgres
@@ -148,7 +150,7 @@ def test_a_worker_of_another_project_is_nobodys_to_end(
     ours = WorkerFactory(heartbeat_at=timezone.now() - timedelta(hours=1))
     dead = frozen(ours.pk.hex)
     # When
-    wait_until(lambda: end_sessions_of_the_dead(timedelta(seconds=0.2)) == 1)
+    wait_until(lambda: end_sessions_of_dead_workers(current_runtime(), timedelta(seconds=0.2)) == 1)
     # Then
     assert is_ended(dead)
     assert not is_ended(theirs)

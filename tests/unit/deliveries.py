@@ -19,11 +19,12 @@ from kjo_django.engine.group import Pipeline
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.poller import Poller
-from kjo_django.engine.scheduler import Lanes
+from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job, TransportMessage
 from kjo_django.outbox.relay import Relay
 from kjo_django.registry import HandlerOptions
+from kjo_django.runtime import current_runtime
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription
 from tests.ledger.models import Entry
@@ -62,7 +63,8 @@ class Bench:
         self.queue = get_settings().queue(queue)
         self.transport = get_transport(self.queue.transport)
         self.subscription = self.transport.subscribe([self.queue.topic], self.queue.consumer_group)
-        self.leases = LeaseBook(worker, timedelta(minutes=5), timedelta(minutes=1))
+        runtime = current_runtime()
+        self.leases = LeaseBook(runtime, worker, timedelta(minutes=5), timedelta(minutes=1))
         if alive:
             self.leases.show_alive()
         self.watch = TimeoutWatch()
@@ -80,10 +82,11 @@ class Bench:
             stopping=self.stopping,  # type: ignore[arg-type]
         )
         self._poller = Poller(
+            runtime,
             self.transport,
             self.queue.consumer_group,
             [self.queue],
-            Lanes(1, group_size=1, budget=1),
+            GroupScheduler(1, group_size=1, budget=1),
             max_outstanding=1,
         )
 

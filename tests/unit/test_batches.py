@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from kjo_django import PermanentError, job, registry
 from kjo_django.engine.handler.context import Abort
 from kjo_django.engine.runners.batch import in_steps
-from kjo_django.engine.scheduler import Lanes
+from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import JobCancelledError, RateLimitExceededError
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.testing import drain, perform
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, entries, states
-from tests.unit.test_lanes import delivery
+from tests.unit.test_scheduler import delivery
 
 both = pytest.mark.usefixtures("real_database")
 EVERY_WAY = pytest.mark.parametrize("is_atomic", [True, False], ids=["atomic", "outside"])
@@ -354,8 +354,8 @@ def test_steps_hold_everything_once_in_the_order_of_its_key(wanted):
         assert len(step) <= (step[0].batch or 1)
 
 
-def lanes_of(count: int, **options) -> Lanes:
-    return Lanes(count, **{"group_size": 5, "budget": 0.1, **options})
+def lanes_of(count: int, **options) -> GroupScheduler:
+    return GroupScheduler(count, **{"group_size": 5, "budget": 0.1, **options})
 
 
 def slow_batches(size: int) -> registry.Handler:
@@ -371,8 +371,8 @@ def test_a_lane_takes_a_whole_batch_however_long_it_takes():
         first, second = lanes.take(timeout=0), lanes.take(timeout=0)
         # Then
         assert [len(group.deliveries) for group in (first, second)] == [20, 10]
-        lanes.done(first)
-        lanes.done(second)
+        lanes.finish(first)
+        lanes.finish(second)
         lanes.measure("b", 5.0)
 
 

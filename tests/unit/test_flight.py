@@ -20,14 +20,15 @@ from kjo_django.engine.attempt import Mode
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.runners.leased import PlainRunner
 from kjo_django.engine.runners.loop import Flight
-from kjo_django.engine.scheduler import Lanes
+from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
+from kjo_django.runtime import current_runtime
 from kjo_django.worker import Worker
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job
-from tests.unit.test_lanes import delivery, handler
+from tests.unit.test_scheduler import delivery, handler
 
 WAIT = 60
 
@@ -114,7 +115,7 @@ def test_the_slow_hold_up_nobody(configured, transport):
         wait_until(lambda: Job.objects.filter(state="completed").count() == 99)
         job.enqueue(number=100)
         wait_until(lambda: Job.objects.filter(state="completed").count() == 100)
-        wait_until(lambda: worker.lanes.outstanding == 1)
+        wait_until(lambda: worker.scheduler.outstanding == 1)
         # And the lanes are free meanwhile
         as_job(lambda: None, "quick").enqueue()
         wait_until(lambda: Job.objects.filter(state="completed").count() == 101)
@@ -401,7 +402,7 @@ def test_endings_are_settled_together(configured, monkeypatch):
     monkeypatch.setattr(PlainRunner, "record", count)
     as_job(together, atomic=False).enqueue_many([{"number": n} for n in range(300)])
     with running() as worker:
-        wait_until(lambda: worker.lanes.outstanding == 300)
+        wait_until(lambda: worker.scheduler.outstanding == 300)
         gate.set()
         wait_until(settled)
     assert sum(groups) == 300
@@ -467,7 +468,7 @@ def test_an_obedient_one_keeps_its_attempt(configured):
     assert list(Job.objects.values_list("state", "attempts")) == [("queued", 0)]
 
 
-# --- Lanes ----------------------------------------------------------------------------------------
+# --- The scheduler --------------------------------------------------------------------------------
 
 
 CONCURRENT = handler("async", mode=Mode.CONCURRENT)
@@ -475,36 +476,36 @@ CONCURRENT = handler("async", mode=Mode.CONCURRENT)
 
 def test_a_lane_is_free_while_its_coroutines_fly():
     # Given
-    lanes = Lanes(1, group_size=10, budget=1.0)
+    lanes = GroupScheduler(1, group_size=10, budget=1.0)
     flying = [delivery(key, handler=CONCURRENT) for key in "aba"]
     lanes.put(flying)
     group = lanes.take(timeout=0)
     assert group.deliveries == flying[:2]
     # When
-    lanes.done(group, flying=set(group.deliveries))
+    lanes.finish(group, started=set(group.deliveries))
     # Then its keys are not, until they land
     assert lanes.take(timeout=0) is None
     assert (lanes.running, lanes.outstanding) == (0, 3)
     assert not lanes.wait_for(None, 0)
-    lanes.land([flying[1]])
+    lanes.finish_coroutines([flying[1]])
     assert lanes.take(timeout=0) is None
-    lanes.land([flying[0]], {flying[0]})
+    lanes.finish_coroutines([flying[0]], {flying[0]})
     again = lanes.take(timeout=0)
     assert again.deliveries == [flying[0]]
-    lanes.done(again)
+    lanes.finish(again)
     assert lanes.take(timeout=0).deliveries == [flying[2]]
 
 
 def test_what_waits_for_room_in_the_air_holds_up_nothing_else():
-    lanes = Lanes(2, group_size=10, budget=1.0, flights_of=lambda queue: 2)
+    lanes = GroupScheduler(2, group_size=10, budget=1.0, coroutines_of=lambda queue: 2)
     lanes.put([delivery(None, handler=CONCURRENT) for _ in range(3)])
     lanes.put([delivery(None)])
     first = lanes.take(timeout=0)
     assert len(first.deliveries) == 2
-    lanes.done(first, flying=set(first.deliveries))
+    lanes.finish(first, started=set(first.deliveries))
     assert lanes.take(timeout=0).mode is Mode.ATOMIC
     assert lanes.take(timeout=0) is None
-    lanes.land(first.deliveries[:1])
+    lanes.finish_coroutines(first.deliveries[:1])
     assert len(lanes.take(timeout=0).deliveries) == 1
 
 
@@ -527,7 +528,7 @@ def test_renewing_waits_for_no_row_that_is_being_recorded(postgres, settings):
     # Given two leases, one in a row that somebody is writing
     settings.KJO = KJO | MEMORY
     token = "mine"
-    leases = LeaseBook(token, timedelta(minutes=5), timedelta(minutes=1))
+    leases = LeaseBook(current_runtime(), token, timedelta(minutes=5), timedelta(minutes=1))
     busy, free = (JobFactory(queue="ledger", state="queued", lease_token=token) for _ in range(2))
     leases.hold_rows([busy.pk, free.pk])
     locked, let_go = threading.Event(), threading.Event()

@@ -15,7 +15,7 @@ from django.db import connection
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
-from kjo_django.engine.flow_control import FetchPlan, FlowControl
+from kjo_django.engine.poller import FetchPlan, FlowControl
 from kjo_django.messages import headers as names
 from kjo_django.operations.maintenance import topics
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
@@ -143,7 +143,7 @@ class Working:
         last, since, end = -1, time.monotonic(), time.monotonic() + WAIT
         while time.monotonic() < since + 1.0:
             assert time.monotonic() < end, "it fetches without an end"
-            if (held := self.worker.lanes.outstanding) != last:
+            if (held := self.worker.scheduler.outstanding) != last:
                 last, since = held, time.monotonic()
             time.sleep(0.02)
 

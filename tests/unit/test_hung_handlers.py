@@ -140,7 +140,7 @@ def test_a_hung_handler_costs_an_attempt_and_not_its_lane(hanging, kind):
         assert entries() == expected
         assert Job.objects.get(pk=id).finished_at == job.finished_at
         assert JobFailure.objects.count() == 1
-        assert running.worker.lanes.outstanding == 0
+        assert running.worker.scheduler.outstanding == 0
         # And the worker works on
         write.enqueue(job="later")
         wait_until(lambda: entries()["later"])
@@ -156,7 +156,7 @@ def test_the_others_of_its_group_are_run_by_the_next_lane(hanging):
 
     definition = as_job(work, timeout=timedelta(seconds=0.2), max_attempts=1)
     with Running() as running:
-        running.worker.lanes.measure("bench.work", 0.0001)
+        running.worker.scheduler.measure("bench.work", 0.0001)
         definition.enqueue_many({"job": name} for name in ("before", "hangs", "after"))
         # When, then
         wait_until(lambda: not Job.objects.open().exists())

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from kjo_django.engine import poller as poller_module
+from kjo_django.clock import Clock
 from kjo_django.engine.poller import Poller
-from kjo_django.engine.scheduler import Lanes
+from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.operations.maintenance import topics
+from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
 from kjo_django.transports.kafka.client_config import KafkaOptions
 from tests.unit.deliveries import Silent
@@ -80,37 +80,23 @@ class Subscription(Silent):
 
 def test_a_pause_that_ends_while_somebody_else_has_the_partition():
     """KJO-76: when the partition comes back it is not paused for ever."""
-    poller = Poller(None, "group", [], Lanes(1, group_size=1, budget=1.0), max_outstanding=1)
+    lanes = GroupScheduler(1, group_size=1, budget=1.0)
+    poller = Poller(current_runtime(), None, "group", [], lanes, max_outstanding=1)
     subscription, partition = Subscription(), TopicPartition("emails", 3)
     subscription.assigned = [partition]
     poller.pause_for(partition, 0.05)
-    poller._prepare(subscription)
+    poller._pause_and_plan(subscription)
     assert subscription.paused == {partition}
     # Revoked; the pause ends; assigned again
     subscription.assigned = []
     time.sleep(0.06)
-    poller._prepare(subscription)
+    poller._pause_and_plan(subscription)
     subscription.assigned = [partition]
-    poller._prepare(subscription)
+    poller._pause_and_plan(subscription)
     assert subscription.paused == set()
 
 
 # --- KJO-53: the connection is tried again, later each time, and for ever -------------------------
-
-
-class Waits(threading.Event):
-    """Notes how long it would have waited; set after so many times."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-        self._most = most
-
-    def wait(self, timeout=None):
-        self.seconds.append(timeout)
-        if len(self.seconds) == self._most:
-            self.set()
-        return self.is_set()
 
 
 class Away:
@@ -120,29 +106,67 @@ class Away:
         raise ConnectionError("the broker is away")
 
 
-def failing_poller(times: int) -> tuple[Poller, Waits, list[str | None]]:
+class Time(Clock):
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def time_passes():
+    return Time()
+
+
+@pytest.fixture
+def poller(time_passes):
+    lanes = GroupScheduler(1, group_size=1, budget=1.0)
     told: list[str | None] = []
-    lanes = Lanes(1, group_size=1, budget=1.0)
-    poller = Poller(Away(), "group", [], lanes, max_outstanding=1, on_error=told.append)
-    poller._is_closed = waits = Waits(times)
-    return poller, waits, told
+    runtime = replace(current_runtime(), clock=time_passes)
+    made = Poller(runtime, Away(), "group", [], lanes, max_outstanding=1, on_error=told.append)
+    made.told = told
+    return made
 
 
-def test_the_poller_starts_over_after_1_s_doubling_to_30_s():
+def test_the_poller_starts_over_after_1_s_doubling_to_30_s(poller, time_passes):
     """KJO-53: 1000 ms at first, twice as long each time, 30000 ms at most; 10 times and more."""
-    poller, waits, told = failing_poller(12)
-    poller._run()
-    assert waits.seconds == [1, 2, 4, 8, 16, 30, 30, 30, 30, 30, 30, 30]
-    assert told == ["the broker is away"] * 12
+    pauses = []
+    for _ in range(12):
+        pauses.append(poller.step())
+        time_passes.seconds += pauses[-1]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30, 30, 30, 30, 30]
+    assert poller.told == ["the broker is away"] * 12
 
 
-def test_an_outage_after_good_times_begins_with_1_s_again(monkeypatch):
+def test_it_does_not_start_over_before_its_time(poller, time_passes):
+    assert poller.step() == 1
+    time_passes.seconds += 0.4
+    assert poller.step() == pytest.approx(0.6)
+    assert poller.told == ["the broker is away"]
+
+
+def test_an_outage_after_good_times_begins_with_1_s_again(poller, time_passes, monkeypatch):
     """KJO-53."""
-    poller, waits, _ = failing_poller(4)
-    clock = iter([0, 1, 1, 2, 100, 200, 300, 300])
-    monkeypatch.setattr(poller_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    poller._run()
-    assert waits.seconds == [1, 2, 1, 2]
+    for pause in (1, 2):
+        assert poller.step() == pause
+        time_passes.seconds += pause
+    # Given: it works for longer than the longest pause
+
+    class Working(Subscription):
+        def poll(self, max_records, timeout):
+            if time_passes.seconds > 1100:
+                raise ConnectionError("away again")
+            return []
+
+    monkeypatch.setattr(poller._transport, "subscribe", lambda *a, **k: Working(), raising=False)
+    assert poller.step() == 0
+    # When it fails again
+    time_passes.seconds += 200
+    # Then
+    assert poller.step() == 1
 
 
 def test_the_clients_own_reconnecting_is_passed_through():

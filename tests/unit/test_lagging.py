@@ -12,8 +12,8 @@ from kjo_django.conf import get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.operations.monitoring import metrics
-from kjo_django.worker import lagging
-from kjo_django.worker.lagging import LagWatch, note_lag
+from kjo_django.runtime import current_runtime
+from kjo_django.worker.duties import LagRecorder, record_lag
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, Bench
 
@@ -26,9 +26,9 @@ def _configured(settings):
     settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "other": {}}}
 
 
-def watch(token: str = "me") -> LagWatch:
+def watch(token: str = "me") -> LagRecorder:
     conf = get_settings()
-    return LagWatch(token, [conf.queue("ledger"), conf.queue("other")])
+    return LagRecorder(current_runtime(), token, [conf.queue("ledger"), conf.queue("other")])
 
 
 def lags() -> dict[str, int]:
@@ -49,8 +49,8 @@ def test_what_waits_is_written_down_and_shown():
 
 def test_whoever_writes_writes_the_same_rows():
     """Or screens, which add rows up, would show the lag of every worker there ever was."""
-    note_lag("ledger", 5)
-    note_lag("ledger", 4)
+    record_lag(current_runtime(), "ledger", 5)
+    record_lag(current_runtime(), "ledger", 4)
     assert lags() == {"ledger": 4}
     assert MetricRollup.objects.count() == 2
 
@@ -59,7 +59,7 @@ def test_one_worker_asks_for_each_queue():
     # Given another worker that has one of them
     get_coordination().claim(["LAG:ledger"], "another", HOUR)
     # Then
-    assert watch()._take(HOUR) == ["LAG:other"]
+    assert watch()._take_leases() == ["LAG:other"]
 
 
 def test_a_broker_that_was_away_is_asked_again_as_soon_as_ever(monkeypatch):
@@ -95,7 +95,7 @@ def test_a_slow_answer_is_asked_for_less_often(monkeypatch, settings):
     settings.KJO = {**KJO, "HEARTBEAT_INTERVAL": 5}
     slow = watch()
     assert slow.pause() == timedelta(seconds=15)
-    monkeypatch.setattr(lagging, "SHARE", 1000)
+    monkeypatch.setattr(LagRecorder, "ASKING_SHARE", 1000)
 
     def answer_slowly(topics, group):
         time.sleep(0.06)

@@ -10,21 +10,27 @@ import pytest
 from kjo_django.backends import get_coordination
 from kjo_django.enqueue.wakeups import topic_channel, wake
 from kjo_django.exceptions import CoordinationError
+from kjo_django.runtime import current_runtime
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.memory import MemoryTransport
-from kjo_django.worker import listening
-from kjo_django.worker.listening import PublishListener
+from kjo_django.worker import duties
+from kjo_django.worker.duties import DutyThread, PublishListener
 from tests.unit.deliveries import KJO
 
 
 class Polling:
     """As much of a poller as listening needs."""
 
-    def __init__(self, topic: str, is_called: bool = True) -> None:
+    def __init__(self, topic: str, needs_wakeup: bool = True) -> None:
         self.topics = [topic]
-        self.is_called = is_called
+        self.needs_wakeup = needs_wakeup
         self.woken = threading.Event()
         self.wake = self.woken.set
+
+
+def listening(poller: Polling) -> DutyThread:
+    runtime = current_runtime()
+    return DutyThread(runtime, "listening", [PublishListener(runtime, [poller])])
 
 
 @pytest.fixture
@@ -36,8 +42,7 @@ def _embedded(settings, sqlite_file):
 def test_a_call_wakes_the_pollers_and_stopping_waits_for_nothing():
     # Given
     poller = Polling("a")
-    listener = PublishListener([poller])
-    thread = threading.Thread(target=listener.run, daemon=True)
+    thread = listening(poller)
     thread.start()
     # When
     deadline = time.monotonic() + 10
@@ -45,9 +50,8 @@ def test_a_call_wakes_the_pollers_and_stopping_waits_for_nothing():
         wake(topic_channel("a"))  # again: it may not have listened yet
     # Then
     assert poller.woken.is_set()
-    listener.stop()
-    thread.join(10)
-    assert not thread.is_alive()
+    thread.stop()
+    assert thread.join(10)
 
 
 @pytest.mark.usefixtures("_embedded")
@@ -64,9 +68,8 @@ def test_coordination_that_is_away_at_the_start_is_listened_to_once_it_is_back(m
         return listen(channels)
 
     monkeypatch.setattr(get_coordination(), "listen", refuse_twice)
-    monkeypatch.setattr(listening, "LISTEN_AGAIN", 0.05)
-    listener = PublishListener([poller])
-    thread = threading.Thread(target=listener.run, daemon=True)
+    monkeypatch.setattr(duties, "LISTEN_AGAIN", 0.05)
+    thread = listening(poller)
     # When
     thread.start()
     deadline = time.monotonic() + 10
@@ -74,16 +77,14 @@ def test_coordination_that_is_away_at_the_start_is_listened_to_once_it_is_back(m
         wake(topic_channel("a"))
     # Then
     assert poller.woken.is_set()
-    listener.stop()
-    thread.join(10)
-    assert not thread.is_alive()
+    thread.stop()
+    assert thread.join(10)
     assert caplog.text.count("Nobody can wake this worker") == 1
 
 
 @pytest.mark.usefixtures("_embedded")
-def test_nobody_listens_for_a_broker_that_answers_the_poll_itself(monkeypatch):
-    monkeypatch.setattr(get_coordination(), "listen", lambda channels: pytest.fail("it listens"))
-    PublishListener([Polling("a", is_called=False)]).run()
+def test_nobody_listens_for_a_broker_that_answers_the_poll_itself():
+    assert not PublishListener(current_runtime(), [Polling("a", needs_wakeup=False)]).is_needed
 
 
 def test_those_who_publish_within_a_transaction_call():

@@ -4,14 +4,14 @@ import logging
 
 from django.utils import timezone
 
-from kjo_django.worker.outages import Outages
+from kjo_django.worker.statistics import OutageLog
 
 
 def test_an_outage_is_told_once_and_kept_until_it_is_over(caplog):
     # Given
     caplog.set_level(logging.ERROR, "kjo_django")
     told, before = [], timezone.now()
-    outages = Outages(lambda source, error: told.append((source, error)))
+    outages = OutageLog(lambda source, error: told.append((source, error)))
     # When a part meets the same again and again
     for _ in range(3):
         outages.note("relay", "the broker is away")
@@ -29,7 +29,7 @@ def test_an_outage_is_told_once_and_kept_until_it_is_over(caplog):
 
 def test_what_one_part_has_is_not_over_since_another_works():
     # Given
-    outages = Outages(lambda source, error: None)
+    outages = OutageLog(lambda source, error: None)
     outages.note("mailers (default)", "away")
     outages.note("mailers (other)", "gone")
     # When

@@ -12,10 +12,12 @@ from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Mode
 from kjo_django.engine.poller import Poller
-from kjo_django.engine.scheduler import Lanes
+from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.messages import headers as names
 from kjo_django.registry import Handler, HandlerOptions
+from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
+from kjo_django.worker.duties import DutyThread
 from tests.unit.deliveries import Silent
 
 MEMORY = {
@@ -40,7 +42,7 @@ def _configured(settings, monkeypatch):
     get_transport().clear()
 
 
-class Watched(Lanes):
+class Watched(GroupScheduler):
     """Tells when something has come."""
 
     def __init__(self) -> None:
@@ -52,6 +54,21 @@ class Watched(Lanes):
         self.filled.set()
 
 
+class Polling(Poller):
+    """A poller whose steps a thread takes."""
+
+    _thread: DutyThread | None = None
+
+    def start(self) -> None:
+        self._thread = DutyThread(current_runtime(), "poller", [self])
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+            assert self._thread.join(WAIT)
+
+
 @pytest.fixture
 def lanes():
     return Watched()
@@ -60,20 +77,18 @@ def lanes():
 @pytest.fixture
 def make(lanes):
     """Make pollers and end their threads."""
-    made: list[Poller] = []
+    made: list[Polling] = []
 
-    def make(*queues: str, group: str = "g", **options) -> Poller:
+    def make(*queues: str, group: str = "g", **options) -> Polling:
         conf = [get_settings().queue(queue) for queue in queues or ("ledger",)]
         options = {"max_outstanding": 100, **options}
-        made.append(Poller(get_transport(), group, conf, lanes, **options))
+        made.append(Polling(current_runtime(), get_transport(), group, conf, lanes, **options))
         return made[-1]
 
     yield make
     lanes.stop()
     for poller in made:
-        if poller.thread.is_alive():
-            poller.close(WAIT)
-            assert not poller.thread.is_alive()
+        poller.stop()
 
 
 def record(
@@ -95,7 +110,7 @@ def take(lanes: Watched) -> bytes:
     assert group is not None, "nothing came"
     delivery = group.deliveries[0]
     delivery.subscription.acknowledge([delivery.record])
-    lanes.done(group)
+    lanes.finish(group)
     return delivery.record.value
 
 
@@ -154,7 +169,7 @@ def test_what_a_route_chokes_on_is_poison_and_what_follows_is_read(make, lanes, 
     first = lanes.take(timeout=WAIT)
     assert first is not None, "nothing came"
     assert (first.mode, first.deliveries[0].problem.reason) == (Mode.POISON, "invalid")
-    lanes.done(first)
+    lanes.finish(first)
     assert take(lanes) == b"{}"
 
 
@@ -195,7 +210,7 @@ def test_full_lanes_stop_the_fetching_and_not_the_membership(make, lanes):
     assert poller.polled_count == 2
     assert len(poller.partitions) == 2
     poller._subscription.acknowledge([group.deliveries[0].record])
-    lanes.done(group)
+    lanes.finish(group)
     eventually(lambda: poller.polled_count == 3)
 
 
@@ -203,7 +218,7 @@ def test_full_lanes_stop_the_fetching_and_not_the_membership(make, lanes):
 def polling(make, monkeypatch):
     """Start a poller; returns it with what its subscription is asked from then on."""
 
-    def start() -> tuple[Poller, list[tuple]]:
+    def start() -> tuple[Polling, list[tuple]]:
         poller = make()
         poller.start()
         eventually(lambda: len(poller.partitions) == 2)
@@ -243,7 +258,7 @@ def test_closing_hands_back_what_was_not_settled(make, lanes):
     poller.start()
     publish(b"1", partition=0)
     eventually(lambda: lanes.waiting == 1)
-    poller.close(WAIT)
+    poller.stop()
     assert lanes.waiting == 0
     other = get_transport().subscribe(["ledger"], "g")
     assert [one.value for one in other.poll(10, WAIT)] == [b"1"]
@@ -331,7 +346,7 @@ def test_it_tells_when_its_partitions_changed_last(make):
     assert alone < first.rebalanced_at <= second.rebalanced_at
     # And when it is given back, the first does again
     shared = first.rebalanced_at
-    second.close(WAIT)
+    second.stop()
     first.wake()
     eventually(lambda: len(first.partitions) == 2)
     eventually(lambda: first.rebalanced_at > shared)
@@ -398,7 +413,7 @@ def test_a_rebalance_waits_for_what_runs_and_forgets_what_waits(make, lanes):
     thread.start()
     eventually(lambda: lanes.waiting <= 1)
     for group in groups:
-        lanes.done(group)
+        lanes.finish(group)
     eventually(lambda: len(poller.partitions) == 1)
     # Then
     eventually(lambda: len(other.assignment()) == 1)
@@ -427,7 +442,7 @@ def test_a_rebalance_of_one_group_leaves_what_another_reads_of_the_same_topic(ma
         for _ in range(3):
             group = lanes.take(timeout=WAIT)
             left += [delivery.queue.name for delivery in group.deliveries]
-            lanes.done(group)
+            lanes.finish(group)
     finally:
         other.close()
     assert sorted(left) == ["images", "images", "mails"]

@@ -12,7 +12,7 @@ from kjo_django.engine.attempt import Outcome, Result
 from kjo_django.worker import Worker
 from kjo_django.worker.report import StatusReporter, render, status_of
 from tests.unit.deliveries import KJO
-from tests.unit.test_lanes import delivery
+from tests.unit.test_scheduler import delivery
 
 pytestmark = pytest.mark.django_db
 
@@ -39,8 +39,8 @@ def test_a_worker_that_has_done_nothing_has_failed_nothing(worker):
 
 def test_the_numbers_are_those_of_its_statistics_and_lanes(worker):
     settle(worker, completed=7, failed=1)
-    worker.lanes.put([delivery("a"), delivery("b"), delivery("c")])
-    worker.lanes.take(timeout=0)
+    worker.scheduler.put([delivery("a"), delivery("b"), delivery("c")])
+    worker.scheduler.take(timeout=0)
     status = status_of(worker)
     assert (status["processed"], status["failed"], status["success_percent"]) == (8, 1, 87.5)
     assert (status["active"], status["queue_length"]) == (1, 2)

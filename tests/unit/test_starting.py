@@ -95,7 +95,7 @@ def test_a_silent_broker_holds_up_no_queue_of_another_transport(monkeypatch):
         finally:
             # When it answers, its topics are there
             silence.ends.set()
-        wait_until(lambda: worker._has_topics)
+        wait_until(lambda: worker._topics.is_done)
     assert silence.asked_count >= 2
     assert not Job.objects.open().exists()
 
@@ -106,9 +106,9 @@ def test_a_worker_of_that_broker_alone_waits_for_its_answer(monkeypatch):
     silence = Silence(monkeypatch)
     worker = Worker(["remote"], relay=False)
     threading.Timer(0.4, silence.ends.set).start()
-    worker.ensure_topics()
+    worker._topics.start()
     assert silence.ends.is_set()
-    assert worker._has_topics
+    assert worker._topics.is_done
 
 
 def test_a_missing_topic_is_refused_at_the_start_beside_other_transports(settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from django.db import DatabaseError
@@ -31,7 +32,7 @@ def outcome(result: Result = Result.COMPLETED, *, handler="ledger.write", waited
     job = None
     if waited is not None:
         facts["started_at"] = timezone.now()
-        job = {"available_at": facts["started_at"] - timedelta(seconds=waited)}
+        job = SimpleNamespace(available_at=facts["started_at"] - timedelta(seconds=waited))
     return Outcome(delivery, result, job=job, **facts)
 
 

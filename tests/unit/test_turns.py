@@ -744,7 +744,7 @@ def test_a_worker_that_stops_begins_no_more_of_a_group(settings):
         assert begun.wait(WAIT)
         # When
         worker.stop()
-        wait_until(lambda: worker.lanes.is_stopped)
+        wait_until(lambda: worker.scheduler.is_stopped)
     finally:
         go_on.set()
         thread.join(WAIT)

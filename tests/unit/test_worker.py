@@ -23,8 +23,9 @@ from kjo_django.engine.leases import LeaseBook, alive_name
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.workers import Assignment, assignments, rebalanced_at
+from kjo_django.runtime import current_runtime
 from kjo_django.worker import Worker
-from kjo_django.worker.controls import Controls
+from kjo_django.worker.heartbeat import Controls
 from tests.ledger.jobs import (
     always_fails,
     give,
@@ -231,7 +232,7 @@ def test_what_runs_may_finish_and_what_waits_is_handed_back(transport):
         assert started.wait(WAIT)
         # When
         running.worker.stop()
-        wait_until(lambda: running.worker.lanes.is_stopped)
+        wait_until(lambda: running.worker.scheduler.is_stopped)
         release.set()
         running.join()
     # Then
@@ -316,24 +317,6 @@ def test_a_signal_stops_it_well_and_its_handlers_are_restored(number):
     threading.Timer(0.3, os.kill, [os.getpid(), number]).start()
     assert worker.run() == 0
     assert signal.getsignal(number) is before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these policies")
-def test_a_lane_with_much_to_do_gets_much_done_and_one_with_little_answers_at_once():
-    found: dict[str, list[int]] = {"much": [], "little": []}
-
-    def look(load):
-        found[load].append(os.sched_getscheduler(0))
-
-    look_job = as_job(look)
-    look_job.enqueue_many([{"load": "much"}] * 300)
-    with Running(concurrency=1) as running:
-        wait_until(finished)
-        look_job.enqueue(load="little")
-        wait_until(finished)
-        assert os.sched_getscheduler(running._thread.native_id) == os.SCHED_OTHER
-    assert os.SCHED_BATCH in found["much"]
-    assert found["little"] == [os.SCHED_OTHER]
 
 
 def test_no_thread_outlives_it():
@@ -443,7 +426,7 @@ def test_leases_not_given_back_in_an_outage_are_given_back_after_it(monkeypatch)
 
     # Given leases that could not be released, one of them taken again since
     coordination, day = get_coordination(), timedelta(days=1)
-    book = LeaseBook("me", day, day)
+    book = LeaseBook(current_runtime(), "me", day, day)
     book.claim(["CONS:X:1", "CONS:X:2"])
     with monkeypatch.context() as outage:
         outage.setattr(coordination, "release", refuse)
@@ -616,28 +599,24 @@ def test_an_outage_of_the_transport_is_its_last_error_and_passes(transport, capl
         wait_until(finished)
 
 
-def test_the_heartbeat_file_is_written_while_the_database_is_away(settings, sqlite_file, tmp_path):
-    # Given a worker whose duties in the database fail
+def test_signs_of_life_and_leases_go_on_while_the_database_is_away(tmp_path, monkeypatch):
+    """Nobody has a reason to take over what runs here, or to restart the worker."""
+    # Given a worker whose duties in the database fail; coordination is elsewhere and answers
     from django.db import OperationalError
 
-    from kjo_django.worker.heartbeat import Heartbeat
+    alive, done = tmp_path / "alive", []
+    running = Running(heartbeat_file=str(alive))
+    leases = running.worker.leases
 
-    settings.KJO = {**settings.KJO, "HEARTBEAT_INTERVAL": 0.1}
-    alive = tmp_path / "alive"
-    heartbeat = Heartbeat(Worker(["ledger"], heartbeat_file=str(alive)))
-
-    def away() -> None:
+    def away(self) -> None:
         raise OperationalError("the database is away")
 
-    heartbeat._read_controls = away
-    # When it beats
-    heartbeat.start()
-    deadline = time.monotonic() + 10
-    while not alive.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    heartbeat._stopping.set()
-    # Then a liveness probe sees it
-    assert alive.exists()
+    monkeypatch.setattr(Controls, "read", away)
+    monkeypatch.setattr(leases, "show_alive", lambda: done.append("alive"))
+    monkeypatch.setattr(leases, "renew", lambda: done.append("renewed"))
+    # When, then
+    with running:
+        wait_until(lambda: alive.exists() and "renewed" in done and done.count("alive") > 3)
 
 
 def test_a_heartbeat_file_that_cannot_be_written_costs_the_probe_alone(tmp_path, caplog):
@@ -653,53 +632,21 @@ def test_a_heartbeat_file_that_cannot_be_written_costs_the_probe_alone(tmp_path,
     assert len(errors) == 1
 
 
-def beats_until(heartbeat, condition) -> None:
-    """Let a heartbeat beat until the condition holds."""
-    heartbeat.start()
-    try:
-        wait_until(condition)
-    finally:
-        heartbeat._stopping.set()
-        for thread in heartbeat._threads:
-            thread.join(WAIT)
-
-
-def test_signs_of_life_and_leases_go_on_while_the_database_is_away(monkeypatch):
-    # Given: coordination is elsewhere and answers
-    from django.db import OperationalError
-
-    from kjo_django.worker.heartbeat import Heartbeat
-
-    worker = Worker(["ledger"])
-    heartbeat = Heartbeat(worker)
-    done: list[str] = []
-
-    def away() -> None:
-        raise OperationalError("the database is away")
-
-    monkeypatch.setattr(heartbeat, "_read_controls", away)
-    monkeypatch.setattr(worker.leases, "show_alive", lambda: done.append("alive"))
-    monkeypatch.setattr(worker.leases, "renew", lambda: done.append("renewed"))
-    # When, then: nobody has a reason to take over what runs here
-    beats_until(heartbeat, lambda: {"alive", "renewed"} <= set(done))
-
-
 def test_a_heartbeat_survives_an_error_nobody_expected(monkeypatch, caplog):
-    from kjo_django.worker.heartbeat import Heartbeat
+    broken, beaten = iter([True]), threading.Event()
+    read = Controls.read
 
-    worker = Worker(["ledger"])
-    heartbeat, broken = Heartbeat(worker), iter([True])
-    read, beaten = heartbeat._read_controls, threading.Event()
-
-    def fail_once() -> None:
+    def fail_once(self) -> bool:
         if next(broken, False):
             raise ZeroDivisionError("a bug")
-        read()
         beaten.set()
+        return read(self)
 
-    monkeypatch.setattr(heartbeat, "_read_controls", fail_once)
-    beats_until(heartbeat, beaten.is_set)
-    assert "The heartbeat is late: a bug" in caplog.text
+    with Running() as running:
+        wait_until(lambda: running.worker.pollers[0].partitions)
+        monkeypatch.setattr(Controls, "read", fail_once)
+        assert beaten.wait(WAIT)
+    assert "Heartbeat is late: a bug" in caplog.text
 
 
 def test_a_topic_found_missing_later_stops_no_heartbeat(monkeypatch):

@@ -12,8 +12,8 @@ from django.utils import timezone
 
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker import report
-from kjo_django.worker.memory import memory_limit
 from kjo_django.worker.report import StatusReporter, render, status_of
+from kjo_django.worker.statistics import memory_limit
 
 MB = 2**20
 
@@ -37,7 +37,7 @@ def worker(**changes):
         name="EmailConsumer",
         queues=[SimpleNamespace(name="email-queue")],
         slots=3,
-        lanes=SimpleNamespace(
+        scheduler=SimpleNamespace(
             running=facts["running"],
             waiting=facts["waiting"],
             outstanding=facts["running"] + facts["waiting"],
@@ -153,7 +153,7 @@ def test_it_is_written_when_due_and_when_there_is_something_to_tell(monkeypatch)
     reporter.report_if_due()
     assert json.loads(out.getvalue())["processed"] == 1247
     # Nothing new, nothing running: silence.
-    busy.lanes.outstanding = 0
+    busy.scheduler.outstanding = 0
     clock[0] += 30
     reporter.report_if_due()
     assert len(out.getvalue().splitlines()) == 1

@@ -21,6 +21,7 @@ from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
 from kjo_django.models import Job, QueueControl
+from kjo_django.runtime import current_runtime
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record, Subscription, TopicPartition
 
@@ -36,10 +37,9 @@ class Reprocessor:
     """Runs one message at a time. Use as a context manager."""
 
     def __init__(self) -> None:
-        conf = get_settings()
         self._outcomes: list[Outcome] = []
         self._watch = TimeoutWatch()
-        self._leases = LeaseBook(uuid7().hex, conf.processing_ttl, 3 * conf.heartbeat_interval)
+        self._leases = LeaseBook(current_runtime(), uuid7().hex)
         self._pipeline = Pipeline(
             self._leases,
             self._watch,

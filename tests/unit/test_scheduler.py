@@ -1,4 +1,4 @@
-"""Lanes: one delivery of a key at a time and in order, keys in parallel, groups that adapt."""
+"""The scheduler: one delivery of a key at a time, in order; keys in parallel; groups that adapt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery, Mode
-from kjo_django.engine.scheduler import CONCURRENT_GROUP, Group, Lanes
+from kjo_django.engine.scheduler import CONCURRENT_GROUP, Group, GroupScheduler
 from kjo_django.exceptions import MessageError
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.transports.base import Record, Subscription, TopicPartition
@@ -56,16 +56,16 @@ def delivery(
 def lanes_of(
     count: int = 1, *, size: int = 100, budget: float = 1.0, known: dict[str, float] | None = None,
     **options,
-) -> Lanes:  # fmt: skip
-    """Lanes that know how long handlers take: ``slow`` twice the budget, ``fast`` a hundredth."""
-    lanes = Lanes(count, group_size=size, budget=budget, **options)
+) -> GroupScheduler:  # fmt: skip
+    """It knows how long handlers take: ``slow`` twice the budget, ``fast`` a hundredth."""
+    lanes = GroupScheduler(count, group_size=size, budget=budget, **options)
     for name, seconds in {"fast": 0.01, "slow": 2.0, **(known or {})}.items():
         for _ in range(200):
             lanes.measure(name, seconds)
     return lanes
 
 
-def take(lanes: Lanes) -> Group:
+def take(lanes: GroupScheduler) -> Group:
     group = lanes.take(timeout=0)
     assert group is not None, "nothing to take"
     return group
@@ -88,7 +88,7 @@ def test_a_key_is_in_one_lane_at_a_time():
     # Then
     assert group.deliveries == [first]
     assert lanes.take(timeout=0) is None
-    lanes.done(group)
+    lanes.finish(group)
     assert take(lanes).deliveries == [second]
 
 
@@ -119,7 +119,7 @@ def test_a_record_without_a_key_that_is_handed_out_again_waits_until_its_first_h
     lanes.put([again])
     # Then
     assert lanes.take(timeout=0) is None
-    lanes.done(group)
+    lanes.finish(group)
     assert take(lanes).deliveries == [again]
 
 
@@ -166,7 +166,7 @@ def test_a_slow_one_is_not_added_to_fast_ones():
     lanes.put([delivery("a"), delivery("a"), delivery("a", handler=SLOW), delivery("a")])
     group = take(lanes)
     assert len(group.deliveries) == 2
-    lanes.done(group)
+    lanes.finish(group)
     assert [d.kind for d in take(lanes).deliveries] == ["slow"]
 
 
@@ -179,7 +179,7 @@ def test_an_unknown_handler_runs_alone_and_what_it_took_decides_how_many_follow(
     group = take(lanes)
     assert len(group.deliveries) == 1
     lanes.measure("unknown", 0.001)
-    lanes.done(group)
+    lanes.finish(group)
     # Then
     assert len(take(lanes).deliveries) == 19
 
@@ -191,17 +191,8 @@ def test_a_handler_that_turned_slow_is_believed_at_once_and_one_that_turned_fast
     group = take(lanes)
     assert len(group.deliveries) == 1
     lanes.measure("fast", 0.01)
-    lanes.done(group)
+    lanes.finish(group)
     assert len(take(lanes).deliveries) == 1
-
-
-def test_quick_is_who_was_seen_to_be():
-    lanes = lanes_of(1)
-    assert not lanes.is_quick("unknown")
-    lanes.measure("unknown", 0.001)
-    assert lanes.is_quick("unknown")
-    lanes.measure("unknown", 1.0)
-    assert not lanes.is_quick("unknown")
 
 
 def test_a_group_is_of_one_mode():
@@ -222,7 +213,7 @@ def test_a_group_is_of_one_mode():
         group = take(lanes)
         assert {d.mode for d in group.deliveries} == {group.mode}
         modes.append((group.mode, len(group.deliveries)))
-        lanes.done(group)
+        lanes.finish(group)
     # Then: in the order of the key
     assert modes == [(Mode.ATOMIC, 1), (Mode.PLAIN, 1), (Mode.CONCURRENT, 1), (Mode.POISON, 2)]
 
@@ -238,8 +229,8 @@ def test_coroutines_run_together_whatever_the_size_but_one_of_each_key():
     assert len(take(lanes_with_the_rest(lanes, group)).deliveries) == CONCURRENT_GROUP
 
 
-def lanes_with_the_rest(lanes: Lanes, group: Group) -> Lanes:
-    lanes.done(group)
+def lanes_with_the_rest(lanes: GroupScheduler, group: Group) -> GroupScheduler:
+    lanes.finish(group)
     return lanes
 
 
@@ -247,6 +238,39 @@ def test_idle_lanes_get_their_share_before_one_takes_more():
     lanes = lanes_of(4)
     lanes.put(delivery(str(n)) for n in range(40))
     assert [len(take(lanes).deliveries) for _ in range(4)] == [10, 10, 10, 10]
+
+
+def test_quick_jobs_that_are_ready_together_run_in_one_group_whatever_lanes_are_idle():
+    lanes = lanes_of(4, known={"fast": 0.0001})
+    lanes.put(delivery(str(n)) for n in range(40))
+    assert len(take(lanes).deliveries) == 40
+
+
+def test_more_quick_jobs_than_one_group_holds_are_shared_by_as_many_lanes_as_they_fill():
+    lanes = lanes_of(4, size=100, known={"fast": 0.000001})
+    lanes.put(delivery(str(n)) for n in range(150))
+    assert [len(take(lanes).deliveries) for _ in range(2)] == [75, 75]
+
+
+def test_a_lane_is_woken_only_while_something_is_left():
+    # Given two lanes that wait
+    lanes = lanes_of(2, known={"fast": 0.0001})
+    groups: list[Group | None] = []
+    threads = [threading.Thread(target=lambda: groups.append(lanes.take())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while len(lanes._startable._waiters) < 2:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    # When ten quick jobs come together
+    lanes.put(delivery(str(n)) for n in range(10))
+    while not groups:
+        time.sleep(0.001)
+    # Then the second lane goes on waiting
+    assert len(groups[0].deliveries) == 10
+    assert len(lanes._startable._waiters) == 1  # type: ignore[attr-defined]
+    lanes.stop()
+    for thread in threads:
+        thread.join(10)
 
 
 def test_a_share_counts_keys_so_one_busy_key_is_not_split():
@@ -268,7 +292,7 @@ def test_deferred_deliveries_come_back_first_and_in_order():
     late = delivery("a")
     lanes.put([late])
     # When
-    lanes.done(group, [deliveries[3], deliveries[1]])
+    lanes.finish(group, [deliveries[3], deliveries[1]])
     # Then
     assert take(lanes).deliveries == [deliveries[1], deliveries[3], late]
 
@@ -280,7 +304,7 @@ def test_deferred_deliveries_wait_out_their_delay_with_their_key_behind_them():
     lanes.put([first, second, other])
     # When
     started = time.monotonic()
-    lanes.done(take(lanes), [first], delay=0.05)
+    lanes.finish(take(lanes), [first], delay=0.05)
     # Then
     assert take(lanes).deliveries == [other]
     assert lanes.take(timeout=5).deliveries == [first]
@@ -291,7 +315,7 @@ def test_what_was_done_does_not_come_back():
     lanes = lanes_of(1)
     deliveries = [delivery("a") for _ in range(3)]
     lanes.put(deliveries)
-    lanes.done(take(lanes), deliveries[1:2])
+    lanes.finish(take(lanes), deliveries[1:2])
     assert take(lanes).deliveries == deliveries[1:2]
 
 
@@ -308,7 +332,7 @@ def test_what_waits_of_a_revoked_partition_is_forgotten():
     assert (count, lanes.outstanding) == (2, 1)
     group = take(lanes)
     assert [d.record.partition for d in group.deliveries] == [0]
-    lanes.done(group)
+    lanes.finish(group)
     assert lanes.take(timeout=0) is None
     assert lanes.outstanding == 0
 
@@ -334,7 +358,7 @@ def test_a_key_is_usable_again_after_its_partition_was_discarded():
     again = delivery("a")
     lanes.put([again])
     assert lanes.take(timeout=0) is None, "the key is still running"
-    lanes.done(running)
+    lanes.finish(running)
     assert take(lanes).deliveries == [again]
 
 
@@ -345,7 +369,7 @@ def test_one_waits_for_what_runs_of_a_partition_and_no_other():
     assert lanes.wait_for([TopicPartition("q", 1)], timeout=0)
     assert not lanes.wait_for([TopicPartition("q", 0)], timeout=0)
     assert not lanes.wait_for(None, timeout=0)
-    lanes.done(group)
+    lanes.finish(group)
     assert lanes.wait_for([TopicPartition("q", 0)], timeout=0)
     assert lanes.wait_for(None, timeout=0)
 
@@ -381,13 +405,13 @@ def test_what_falls_due_is_taken_although_the_lane_that_put_it_off_runs_on():
     taken: list[Group | None] = []
     thread = threading.Thread(target=lambda: taken.append(lanes.take()), daemon=True)
     thread.start()
-    while not lanes._changed._waiters:  # type: ignore[attr-defined]
+    while not lanes._startable._waiters:  # type: ignore[attr-defined]
         time.sleep(0.001)
     # When: the first puts off what it had, and goes on with something else that never ends
-    lanes.done(first, first.deliveries, delay=0.2)
+    lanes.finish(first, first.deliveries, delay=0.2)
     other = delivery("b")
-    with lanes._changed:
-        lanes._add(other, time.monotonic())
+    with lanes._startable:
+        lanes._add(other, time.monotonic())  # unheard by the second
     assert take(lanes).deliveries == [other]
     # Then
     thread.join(10)
@@ -413,7 +437,7 @@ def test_a_queue_runs_no_more_groups_than_its_limit():
     groups = [take(lanes) for _ in range(3)]
     assert Counter(group.queue for group in groups) == {"q": 2, "r": 1}
     assert lanes.take(timeout=0) is None
-    lanes.done(next(group for group in groups if group.queue == "q"))
+    lanes.finish(next(group for group in groups if group.queue == "q"))
     assert take(lanes).queue == "q"
 
 
@@ -425,7 +449,7 @@ def test_queues_take_turns():
     for _ in range(2):
         group = take(lanes)
         queues.append(group.queue)
-        lanes.done(group)
+        lanes.finish(group)
     assert sorted(queues) == ["q", "r"]
 
 
@@ -454,7 +478,7 @@ def test_counts_tell_what_waits_and_what_runs():
     assert (lanes.waiting, lanes.running, lanes.outstanding) == (5, 0, 5)
     group = take(lanes)
     assert (lanes.waiting, lanes.running, lanes.outstanding) == (2, 1, 5)
-    lanes.done(group, group.deliveries[:1])
+    lanes.finish(group, group.deliveries[:1])
     assert (lanes.waiting, lanes.running, lanes.outstanding) == (3, 0, 3)
 
 
@@ -490,7 +514,7 @@ def test_whatever_is_taken_and_deferred_each_ends_once_and_keys_keep_their_order
         cut = choice % (len(group.deliveries) + 1) if patience > 0 else len(group.deliveries)
         patience -= 1
         ended += group.deliveries[:cut]
-        lanes.done(group, group.deliveries[cut:])
+        lanes.finish(group, group.deliveries[cut:])
     # Then
     assert sorted(offsets(ended)) == offsets(deliveries)
     for key in (b"a", b"b", b"c"):
@@ -528,7 +552,7 @@ def test_threads_hand_out_everything_once_one_of_a_key_at_a_time_and_in_order():
                 ended += cut
                 if ended == count:
                     all_done.set()
-            lanes.done(group, group.deliveries[cut:], 0.001 if turn % 2 else 0.0)
+            lanes.finish(group, group.deliveries[cut:], 0.001 if turn % 2 else 0.0)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
     # When
@@ -564,7 +588,7 @@ def test_what_is_deferred_after_its_partition_has_gone_does_not_run_again_here(m
     lanes.put([gone])
     group = take(lanes)
     # When
-    lanes.done(group, group.deliveries, 0.0)
+    lanes.finish(group, group.deliveries, 0.0)
     # Then
     assert lanes.take(timeout=0) is None
     assert lanes.outstanding == 0

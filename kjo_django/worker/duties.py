@@ -1,0 +1,349 @@
+"""What a worker does beside running jobs: its duties, and the threads that take their steps.
+
+A duty is an object with a ``step``. A worker's threads call the steps again and again; a test calls
+them itself, in any order, on one thread and in virtual time. So a duty keeps no time of its own and
+starts no thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, InterfaceError, connections
+from django.db.models import QuerySet
+
+from kjo_django.backends import get_transport
+from kjo_django.conf import QueueConf
+from kjo_django.coordination.base import Listener
+from kjo_django.engine.handler.connections import drop_broken_connections
+from kjo_django.engine.poller import Poller
+from kjo_django.enqueue.wakeups import LISTEN_AGAIN, topic_channel
+from kjo_django.exceptions import CoordinationError, KjoError, PublishError
+from kjo_django.models import MetricBucket, MetricRollup
+from kjo_django.operations.maintenance import topics
+from kjo_django.operations.maintenance.rescue import rescue
+from kjo_django.runtime import Runtime
+from kjo_django.values import LONGEST
+
+logger = logging.getLogger("kjo_django")
+
+OUTAGES = (KjoError, DatabaseError, InterfaceError, OSError)
+RETRY_AFTER = 1.0
+"""Seconds until a duty whose step raised is asked again; its own times still hold."""
+
+
+class Duty(Protocol):
+    """Something a worker does again and again."""
+
+    def step(self) -> float:
+        """Do what is due now; return the seconds until something will be. A duty that has an event
+        to wait for may wait for it within its step, until ``wake``."""
+        ...
+
+    def wake(self) -> None:
+        """End a wait within ``step``; thread-safe."""
+
+    def close(self) -> None:
+        """Give back what it holds; called once, after the last step, by the thread of the steps."""
+
+
+class DutyThread:
+    """Takes the steps of some duties on one thread, until it is stopped."""
+
+    def __init__(self, runtime: Runtime, name: str, duties: Sequence[Duty]) -> None:
+        self._clock = runtime.clock
+        self._duties = duties
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end after the step it takes; thread-safe, returns at once."""
+        self._stopping.set()
+        for duty in self._duties:
+            duty.wake()
+
+    def join(self, timeout: float) -> bool:
+        """Wait so many seconds for the thread's end; return whether it has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        longest = LONGEST.total_seconds()
+        try:
+            while not self._stopping.is_set():
+                pause = min(self._step(duty) for duty in self._duties)
+                if pause > 0:
+                    self._clock.wait(self._stopping, min(pause, longest))
+            for duty in self._duties:
+                self._attempt(duty, duty.close)
+        finally:
+            connections.close_all()
+
+    def _step(self, duty: Duty) -> float:
+        pause = RETRY_AFTER
+
+        def step() -> None:
+            nonlocal pause
+            pause = duty.step()
+
+        self._attempt(duty, step)
+        return pause
+
+    @staticmethod
+    def _attempt(duty: Duty, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            # Whatever it is: nobody else would do this duty, or notice that it is not done.
+            is_outage = isinstance(error, OUTAGES)
+            logger.error("%s is late: %s", type(duty).__name__, error, exc_info=not is_outage)
+            drop_broken_connections()
+
+
+class LeasedDuty:
+    """A duty of every worker that a lease keeps all but one of them from. Should two of them do it
+    all the same, nothing breaks.
+
+    :param token: the worker's.
+    """
+
+    leases: Collection[str] = ()
+
+    def __init__(self, runtime: Runtime, token: str) -> None:
+        self._runtime = runtime
+        self._token = token
+        self._is_stopping = False
+        self._due_at = runtime.clock.monotonic() + self._pause_seconds()
+
+    def pause(self) -> timedelta:
+        """Return how long to rest after each round, a century at most; asked every time."""
+        raise NotImplementedError
+
+    def work(self, held: list[str]) -> None:
+        """Do a round for those of the leases that are held; without coordination, for all."""
+        raise NotImplementedError
+
+    def step(self) -> float:
+        """Do a round if one is due."""
+        clock = self._runtime.clock
+        if clock.monotonic() >= self._due_at:
+            try:
+                if held := self._take_leases():
+                    self.work(held)
+            finally:
+                self._due_at = clock.monotonic() + self._pause_seconds()
+        return self._due_at - clock.monotonic()
+
+    def wake(self) -> None:
+        """Let a round that is under way end early."""
+        self._is_stopping = True
+
+    def close(self) -> None:
+        """Free the leases for the next worker."""
+        try:
+            self._runtime.coordination.release(list(self.leases), self._token)
+        except CoordinationError as error:
+            logger.warning("Leases of %s expire by themselves: %s", type(self).__name__, error)
+
+    def _pause_seconds(self) -> float:
+        return min(self.pause(), LONGEST).total_seconds()
+
+    def _take_leases(self) -> list[str]:
+        names, ttl = list(self.leases), 3 * min(self.pause(), LONGEST)
+        coordination = self._runtime.coordination
+        try:
+            claims = coordination.claim(names, self._token, ttl)
+            held = [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
+            if held:
+                coordination.renew(held, self._token, ttl)
+            return held
+        except CoordinationError as error:
+            logger.warning("%s works without a lease: %s", type(self).__name__, error)
+            return names
+
+
+class Rescuer(LeasedDuty):
+    """Hands over again queued jobs whose message is gone. Should two workers do so at once,
+    conditional updates let one of them win."""
+
+    leases = ("RESCUE",)
+
+    def pause(self) -> timedelta:
+        """Return a third of what a job has to wait for a rescue, at most a minute."""
+        return min(timedelta(minutes=1), self._runtime.settings.rescue_after / 3)
+
+    def work(self, held: list[str]) -> None:
+        """Rescue."""
+        rescue()
+
+
+class LagRecorder(LeasedDuty):
+    """Writes each queue's lag, group-wide, into the aggregates of now.
+
+    For each queue one worker asks, and every worker writes the same row, so that screens may add
+    rows up.
+    """
+
+    ASKING_SHARE = 20
+    """Asking takes at most one part of so many of the time, however long the answer takes."""
+
+    def __init__(self, runtime: Runtime, token: str, queues: Sequence[QueueConf]) -> None:
+        self._queues = {f"LAG:{queue.name}": queue for queue in queues}
+        self.leases = self._queues.keys()
+        self._asked_for = 0.0
+        super().__init__(runtime, token)
+
+    def pause(self) -> timedelta:
+        """Return three heartbeats, or more where answers take long. A question without an answer
+        does not count: the lag after an outage is what everybody looks for."""
+        answers = timedelta(seconds=self.ASKING_SHARE * self._asked_for)
+        return max(3 * self._runtime.settings.heartbeat_interval, answers)
+
+    def work(self, held: list[str]) -> None:
+        """Ask for the lag of each queue and write it down."""
+        self._asked_for = 0.0
+        unreachable: set[str] = set()
+        for name in held:
+            queue = self._queues[name]
+            if queue.transport in unreachable or self._is_stopping:
+                continue
+            began = self._runtime.clock.monotonic()
+            try:
+                lag = get_transport(queue.transport).lag([queue.topic], queue.consumer_group)
+            except PublishError as error:
+                unreachable.add(queue.transport)
+                logger.debug("The lag of %s is not known: %s", queue.name, error)
+                continue
+            record_lag(self._runtime, queue.name, sum(lag.values()))
+            self._asked_for += self._runtime.clock.monotonic() - began
+
+
+_LAG_NAMESPACE = uuid.UUID("5a0b0a52-6b1f-4b8e-9e55-2f1f3a8b9c11")
+
+
+def record_lag(runtime: Runtime, queue: str, lag: int) -> None:
+    """Write a queue's lag into its minute, and into the longer spans the minute is part of."""
+
+    def write(rows: QuerySet[Any], **which: Any) -> None:
+        which |= {"queue": queue, "handler": "", "worker_id": uuid.uuid5(_LAG_NAMESPACE, queue)}
+        if not rows.filter(**which).update(lag=lag):
+            # Of two who find no row one makes it, the other's figure is as good.
+            rows.bulk_create([rows.model(**which, lag=lag)], ignore_conflicts=True)
+
+    using = runtime.database
+    minute = runtime.clock.now().replace(second=0, microsecond=0)
+    write(MetricBucket.objects.using(using), minute=minute)
+    for minutes in MetricRollup.LENGTHS:
+        start = minute.replace(minute=minute.minute // minutes * minutes)
+        write(MetricRollup.objects.using(using), minutes=minutes, minute=start)
+
+
+class TopicCheck:
+    """Creates the missing topics of a worker's queues. A broker that is away is asked again with
+    every heartbeat, until its topics are there.
+
+    :param on_error: called with what is wrong, and with None once it is not any more.
+    """
+
+    def __init__(
+        self, runtime: Runtime, queues: Sequence[QueueConf], on_error: Callable[[str | None], None]
+    ) -> None:
+        self._runtime = runtime
+        self._queues = queues
+        self._on_error = on_error
+        self._asked_at: float | None = None
+        self.is_done = False
+
+    def start(self) -> None:
+        """Look before the worker begins, which a broker that is away holds up for a few seconds at
+        most where other queues do not need it.
+
+        :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off.
+        """
+        if not self.is_done:
+            self._ensure(topics.ensure_topics_soon)
+
+    def step(self) -> float:
+        """Look again if a heartbeat has passed."""
+        if self.is_done:
+            return LONGEST.total_seconds()
+        clock = self._runtime.clock
+        pause = min(self._runtime.settings.heartbeat_interval, LONGEST).total_seconds()
+        if self._asked_at is None or clock.monotonic() >= self._asked_at + pause:
+            self._asked_at = clock.monotonic()
+            try:
+                self._ensure(topics.ensure_topics)
+            except ImproperlyConfigured as error:
+                # The worker has begun; its other topics are worth going on for.
+                self._on_error(str(error))
+        return max(0.0, self._asked_at + pause - clock.monotonic())
+
+    def _ensure(self, ensure: Callable[[Sequence[QueueConf]], list[str]]) -> None:
+        try:
+            for line in ensure(self._queues):
+                logger.info(line)
+        except (PublishError, TimeoutError) as error:
+            self._on_error(f"Topics could not be checked yet: {error}")
+        else:
+            self.is_done = True
+            self._on_error(None)
+
+    def wake(self) -> None:
+        """Do nothing: a broker's answer is waited for."""
+
+    def close(self) -> None:
+        """Do nothing: it holds nothing."""
+
+
+class PublishListener:
+    """Wakes the pollers of transports that share the database when something was published."""
+
+    LONGEST_WAIT = 60.0
+    """Seconds of one wait; a notification and ``wake`` end it at once."""
+
+    def __init__(self, runtime: Runtime, pollers: Sequence[Poller]) -> None:
+        self._runtime = runtime
+        self._pollers = [poller for poller in pollers if poller.needs_wakeup]
+        self._channels = [topic_channel(topic) for p in self._pollers for topic in p.topics]
+        self._listener: Listener | None = None
+        self._has_complained = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is a poller to wake."""
+        return bool(self._channels)
+
+    def step(self) -> float:
+        """Wait for one notification; while coordination is away, the pollers poll."""
+        if self._listener is None:
+            try:
+                self._listener = self._runtime.coordination.listen(self._channels)
+            except Exception as error:
+                level = logging.DEBUG if self._has_complained else logging.WARNING
+                logger.log(level, "Nobody can wake this worker, it polls: %s", error)
+                self._has_complained = True
+                return LISTEN_AGAIN
+        if self._listener.wait(self.LONGEST_WAIT):
+            for poller in self._pollers:
+                poller.wake()
+        return 0.0
+
+    def wake(self) -> None:
+        """End the wait."""
+        if self._listener is not None:
+            self._listener.wake()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        if self._listener is not None:
+            self._listener.close()

@@ -1,0 +1,156 @@
+"""The threads that run groups of jobs, and what becomes of one whose handler hangs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from kjo_django.engine.attempt import Delivery, Mode
+from kjo_django.engine.group import HELD_ELSEWHERE_DELAY, Pipeline
+from kjo_django.engine.handler.connections import sever
+from kjo_django.engine.handler.context import JobContext, facts_of
+from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
+from kjo_django.engine.scheduler import Group, GroupScheduler
+
+logger = logging.getLogger("kjo_django")
+
+Hung = Sequence[tuple[JobContext, float, Delivery]]
+"""Handlers that hang: the context of each, for how many seconds it runs, and its delivery."""
+
+
+class LaneRun(NamedTuple):
+    """A group that a lane runs."""
+
+    group: Group
+    connections: Sequence[BaseDatabaseWrapper]
+    """Those of the lane's thread."""
+
+
+class Lanes:
+    """Threads that take groups from the scheduler and run them to their end.
+
+    :param on_thread: called first in each thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: GroupScheduler,
+        pipeline: Pipeline,
+        watch: TimeoutWatch,
+        on_thread: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._pipeline = pipeline
+        self._watch = watch
+        self._on_thread = on_thread
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._numbers = itertools.count()
+        self._runs: dict[int, LaneRun] = {}
+        """What each lane runs, by the id of its thread. The thread that takes a run out of here
+        ends it."""
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those that were started, but for those given up."""
+        return list(self._threads)
+
+    def start(self, count: int) -> None:
+        """Start so many threads."""
+        with self._lock:
+            self._start(count)
+
+    def _start(self, count: int, begin: Callable[[], None] = lambda: None) -> None:
+        for _ in range(count):
+            name = f"kjo-lane-{next(self._numbers)}"
+            thread = threading.Thread(target=self._run, args=(begin,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self, begin: Callable[[], None]) -> None:
+        self._on_thread()
+        try:
+            begin()
+            while self.run_group():
+                pass
+        finally:
+            self._watch.forget(threading.get_ident())
+            connections.close_all()
+
+    def run_group(self, timeout: float | None = None) -> bool:
+        """Take one group and run it to its end, on this thread.
+
+        :param timeout: seconds to wait for a group; None for as long as the worker runs.
+        :returns: whether there was one, and this thread may take another.
+        """
+        group = self._scheduler.take(timeout)
+        if group is None:
+            return False
+        thread_id = threading.get_ident()
+        deferred: Any = group.deliveries
+        started: set[Delivery] = set()
+        self._runs[thread_id] = LaneRun(group, connections.all())
+        try:
+            if group.mode is Mode.CONCURRENT:
+                deferred = self._pipeline.launch(group.deliveries, started)
+            else:
+                deferred = self._pipeline.run(group.deliveries, group.mode)
+        except RunAbandoned:
+            return False
+        except BaseException:
+            # Nothing of the group was acknowledged: it is tried again, and so is seen. A lane that
+            # ended here would be missed by the groups to come.
+            logger.exception("A lane failed on a group of %d", len(group.deliveries))
+        finally:
+            if self._runs.pop(thread_id, None) is not None:
+                self._scheduler.finish(group, deferred, HELD_ELSEWHERE_DELAY, started=started)
+        return True
+
+    # --- Handlers that hang -----------------------------------------------------------------------
+
+    def replace(self, thread_id: int) -> bool:
+        """Give up a thread whose handler hangs, and start another one in its place; return whether
+        it was given up."""
+        run = self._runs.get(thread_id)
+        hung = self._watch.running.of(run.group.deliveries) if run is not None else []
+        if not hung or (run := self._runs.pop(thread_id, None)) is None:
+            return False  # it has just ended
+        for context, seconds, delivery in hung:
+            message = (
+                "%s still runs after %.0f s, its timeout has no effect: its thread is given up"
+            )
+            facts = facts_of(delivery, context.attempt)
+            logger.error(message, delivery.kind, seconds, extra=facts)
+            self._watch.running.leave(context)
+        with self._lock:
+            self._threads = [each for each in self._threads if each.ident != thread_id]
+            self._start(1, lambda: self._end(run, hung, thread_id))
+        return True
+
+    def _end(self, run: LaneRun, hung: Hung, thread_id: int) -> None:
+        """End what a thread that was given up had begun, in the thread that takes its place."""
+        deferred: Any = run.group.deliveries
+        try:
+            for connection in run.connections:
+                sever(connection)
+            deferred = self._pipeline.abandon(run.group.deliveries, hung, thread_id)
+        except Exception:
+            logger.exception("A group of %d is run again", len(run.group.deliveries))
+        finally:
+            self._scheduler.finish(run.group, deferred)
+
+    def abandon_all(self) -> None:
+        """Undo what jobs that still run have written, so that others can run them: on SQLite nobody
+        could write before. What they still do has no effect."""
+        for thread_id in list(self._runs):
+            run = self._runs.pop(thread_id, None)
+            if run is not None and run.group.mode is not Mode.CONCURRENT:
+                self._watch.abandon(thread_id)
+                for connection in run.connections:
+                    sever(connection, terminates=False)
