@@ -269,8 +269,15 @@ class Worker:
 
         :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off.
         """
-        self._topics.start()
+        self.ensure_topics()
         self._heartbeat.register()
+
+    def ensure_topics(self) -> None:
+        """Make missing topics, unless that was done.
+
+        :raises ImproperlyConfigured: a topic is missing and its ``auto_create`` is off.
+        """
+        self._topics.start()
 
     def _start(self) -> None:
         self.open()

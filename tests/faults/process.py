@@ -38,7 +38,7 @@ class Process:
         """Whether nothing befalls it, so that no step of its worker may fail."""
         with self.unwatched():
             self.worker = Worker(queues, concurrency=1, name=name, owns_process=False)
-            self.worker._topics.start()
+            self.worker.ensure_topics()
             self.worker.leases.show_alive()
             for poller in self.worker.pollers:
                 poller._subscribe()

@@ -106,7 +106,7 @@ def test_a_worker_of_that_broker_alone_waits_for_its_answer(monkeypatch):
     silence = Silence(monkeypatch)
     worker = Worker(["remote"], relay=False)
     threading.Timer(0.4, silence.ends.set).start()
-    worker._topics.start()
+    worker.ensure_topics()
     assert silence.ends.is_set()
     assert worker._topics.is_done
 
