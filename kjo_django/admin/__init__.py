@@ -6,8 +6,7 @@ What actions do is in ``operations``; here is only what asks and shows.
 from kjo_django.admin.dashboard import DashboardAdmin
 from kjo_django.admin.dead_letters import DeadLetterAdmin
 from kjo_django.admin.jobs import JobAdmin
-from kjo_django.admin.queues import QueueControlAdmin
-from kjo_django.admin.records import ProcessedEventAdmin, WorkerAdmin
+from kjo_django.admin.system import ProcessedEventAdmin, QueueControlAdmin, WorkerAdmin
 
 __all__ = [
     "DashboardAdmin",

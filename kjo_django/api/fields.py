@@ -62,8 +62,8 @@ class Body(Shape):
         if isinstance(data, dict):
             unknown = sorted(str(name) for name in data if name not in self.fields)
             if unknown:
-                said = f"Unknown; known are {', '.join(self.fields)}."
-                raise serializers.ValidationError(dict.fromkeys(unknown, said), code="unknown")
+                text = f"Unknown; known are {', '.join(self.fields)}."
+                raise serializers.ValidationError(dict.fromkeys(unknown, text), code="unknown")
         return super().to_internal_value(data)
 
 

@@ -305,11 +305,11 @@ def wait_for_job(view: KjoView, id: str) -> Response:
             with Waiter(seconds, releases=True) as waiter:
                 waiter.wait(Awaited(job.pk, str(job.pk)))
         except KjoError:
-            pass  # however it ended, or did not: the row below tells
-    told = detail(view, id)
-    is_open = told["state"] in states.OPEN
+            pass  # however it ended, or did not: the row below says
+    found = detail(view, id)
+    is_open = found["state"] in states.OPEN
     code = status.HTTP_202_ACCEPTED if is_open else status.HTTP_200_OK
-    return Response(JobDetail(told).data, status=code)
+    return Response(JobDetail(found).data, status=code)
 
 
 # --- Enqueueing -----------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ OPTIONS = ("key", "queue", "delay", "run_at", "expires_at", "max_attempts", "res
 def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> EnqueueResult:
     """Store the job a validated body describes; everything is checked before anything is written.
 
-    :param on_stored: told of a new job inside the transaction that stores it.
+    :param on_stored: called with a new job inside the transaction that stores it.
     :raises ValidationError: no such handler, or it does not take these arguments or options.
     """
     job = _build(body)

@@ -73,16 +73,16 @@ def handle(error: Exception, context: dict[str, Any]) -> Response | None:
 def problem(error: exceptions.APIException, status_code: int) -> dict[str, Any]:
     """Return the members of the problem."""
     title = http.HTTPStatus(status_code).phrase
-    told: dict[str, Any] = {"type": TYPE, "title": title, "status": status_code}
+    members: dict[str, Any] = {"type": TYPE, "title": title, "status": status_code}
     if isinstance(error, exceptions.ValidationError):
-        told["type"] += "invalid"
-        told["detail"] = "The request is not valid; nothing was changed."
-        told["errors"] = list(_errors(error.detail, ""))
+        members["type"] += "invalid"
+        members["detail"] = "The request is not valid; nothing was changed."
+        members["errors"] = list(_errors(error.detail, ""))
     else:
-        told["type"] += str(error.get_codes()).replace("_", "-")
-        told["detail"] = str(error.detail)
-        told["errors"] = []
-    return told
+        members["type"] += str(error.get_codes()).replace("_", "-")
+        members["detail"] = str(error.detail)
+        members["errors"] = []
+    return members
 
 
 def _as_api_exception(error: Exception) -> Exception:

@@ -127,7 +127,7 @@ def counted(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
     counts, is_capped = status.count_by_state(now)
     letters, letters_capped = status.open_dead_letters()
     waiting = status.oldest_waiting(now)
-    told = [
+    found = [
         row
         | {
             "states": {state: counts.get((row["queue"], state), 0) for state in status.COUNTED},
@@ -136,7 +136,7 @@ def counted(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         }
         for row in rows
     ]
-    return told, is_capped or letters_capped
+    return found, is_capped or letters_capped
 
 
 def _letters(found: status.OpenLetters | None, now: datetime) -> dict[str, Any]:

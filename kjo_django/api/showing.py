@@ -30,9 +30,9 @@ def shown_value(letter: DeadLetter) -> Any:
 
 def shown_event(data: Any, event_type: str) -> Any:
     """Return what was stored along with an event's effects."""
-    told = redaction.redacted(data, also=redaction.hidden_by(event_type))
+    shown = redaction.redacted(data, also=redaction.hidden_by(event_type))
     # A lone surrogate is what no encoding takes; some databases store it all the same.
-    return json.loads(json.dumps(told, ensure_ascii=False).encode("utf-8", "replace"))
+    return json.loads(json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def shown_headers(headers: Any) -> dict[str, str]:

@@ -122,9 +122,9 @@ def find_events(view: KjoView) -> Response:
     results = [
         {name: getattr(row, name) for name in names} for row in rows.only(*names)[:MOST_EVENTS]
     ]
-    for told in results:
-        if "event_data" in told:
-            told["event_data"] = shown_event(told["event_data"], told["event_type"])
+    for row in results:
+        if "event_data" in row:
+            row["event_data"] = shown_event(row["event_data"], row["event_type"])
     return Response(ProcessedEvents({"results": results}).data)
 
 

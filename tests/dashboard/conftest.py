@@ -8,7 +8,7 @@ from django.core.cache import cache
 from django.test import Client
 from django.urls import reverse
 
-from kjo_django.admin.dashboard.desk import address_name
+from kjo_django.admin.dashboard.page import address_name
 from kjo_django.backends import get_transport
 
 

@@ -12,7 +12,7 @@ from django.urls import resolve, reverse
 from django.utils import timezone
 
 from kjo_django.admin.dashboard import SCREENS
-from kjo_django.admin.dashboard.desk import button_actions, screen_of
+from kjo_django.admin.dashboard.page import button_actions, screen_of
 from kjo_django.models import DeadLetter, Job, QueueControl, Worker
 from kjo_django.operations import bulk
 from kjo_django.operations.actions import ACTIONS, TABLE, VIEW_PERMISSIONS, Subject, Surface

@@ -11,15 +11,13 @@ from django.urls import URLPattern, path
 from kjo_django.admin.base import BaseModelAdmin
 from kjo_django.admin.dashboard import (
     actions,
-    consumers,
     dead_letters,
-    events,
     jobs,
     overview,
     queues,
-    status,
+    system,
 )
-from kjo_django.admin.dashboard.desk import Screen, address_name, opened
+from kjo_django.admin.dashboard.page import Screen, address_name, opened
 from kjo_django.models import Dashboard
 
 __all__ = ["SCREENS", "DashboardAdmin"]
@@ -30,9 +28,7 @@ SCREENS: tuple[Screen, ...] = (
     *queues.SCREENS,
     *jobs.SCREENS,
     *dead_letters.SCREENS,
-    *consumers.SCREENS,
-    *events.SCREENS,
-    *status.SCREENS,
+    *system.SCREENS,
 )
 
 

@@ -22,8 +22,8 @@ from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.actions import form_of, show_report
 from kjo_django.admin.dashboard.dead_letters import address_of, selection_of
-from kjo_django.admin.dashboard.desk import Desk, Screen, button_actions, forget, screen_of
 from kjo_django.admin.dashboard.jobs import search_of
+from kjo_django.admin.dashboard.page import Page, Screen, button_actions, forget, screen_of
 from kjo_django.models import Job, Worker
 from kjo_django.operations import bulk, dead_letters, queues
 from kjo_django.operations.actions import (
@@ -50,7 +50,7 @@ LOOKED_AT = 500
 
 
 def carry_out(
-    desk: Desk,
+    page: Page,
     action: Action,
     selection: Any,
     inputs: dict[str, Any],
@@ -62,27 +62,27 @@ def carry_out(
     """
 
     def act() -> Any:
-        log = desk.audit(action.log_entry(inputs))
+        log = page.audit(action.log_entry(inputs))
         if isinstance(selection, JobFilter | DeadLetterFilter):
             return bulk.change_or_start(
-                action.key, selection, actor=desk.actor, on_changed=log, **inputs
+                action.key, selection, actor=page.actor, on_changed=log, **inputs
             )
-        return action.perform(selection, actor=desk.actor, on_changed=log, **inputs)
+        return action.perform(selection, actor=page.actor, on_changed=log, **inputs)
 
-    done = desk.attempt(act)
+    done = page.attempt(act)
     if isinstance(done, Job):
         found = f" {selection}" if isinstance(selection, JobFilter) else ""
-        desk.audit(f"Started to change {action.subject}: {action.name}{found}")([done])
-        desk.tell(_("This takes a while; a job of its own does it."))
-        if desk.may("view_job"):
-            return desk.back("job", done.pk)
+        page.audit(f"Started to change {action.subject}: {action.name}{found}")([done])
+        page.message(_("This takes a while; a job of its own does it."))
+        if page.may("view_job"):
+            return page.back("job", done.pk)
     elif done is not None:
-        show_report(desk.tell, action, done)
-    return desk.back(*back)
+        show_report(page.message, action, done)
+    return page.back(*back)
 
 
 def _confirm(
-    desk: Desk,
+    page: Page,
     action: Action,
     selection: Any,
     preview: Callable[[], dict[str, Any]],
@@ -95,10 +95,10 @@ def _confirm(
 
     :param preview: returns what the template shows of the rows.
     """
-    form: forms.Form = form_of(action, many=True)(desk.request.POST if is_confirmed else None)
+    form: forms.Form = form_of(action, many=True)(page.request.POST if is_confirmed else None)
     if is_confirmed and form.is_valid():
-        return carry_out(desk, action, selection, form.cleaned_data, *back)
-    return desk.show(
+        return carry_out(page, action, selection, form.cleaned_data, *back)
+    return page.show(
         "",
         {
             "form": form,
@@ -115,67 +115,67 @@ def _confirm(
 # --- Jobs -----------------------------------------------------------------------------------------
 
 
-def _action_of_jobs(desk: Desk, name: str) -> Action:
+def _action_of_jobs(page: Page, name: str) -> Action:
     action = ACTIONS.get(name)
     if action is None or action not in actions_of(Subject.JOBS, Surface.DASHBOARD):
         raise Http404
-    if not action.is_allowed(desk.request.user):
+    if not action.is_allowed(page.request.user):
         raise PermissionDenied
     return action
 
 
-def change_one(action: Action, desk: Desk, job: UUID) -> HttpResponse:
+def change_one(action: Action, page: Page, job: UUID) -> HttpResponse:
     """Do an action to one job."""
-    if not desk.may("view_job"):
+    if not page.may("view_job"):
         raise PermissionDenied
     rows = Job.objects.using(jobs_database()).filter(pk=job).defer("payload", "result")
     if not rows:
         raise Http404(_("There is no such job; it may have been pruned."))
     if not action.has_required_inputs:
-        return carry_out(desk, action, [job], {}, "job", job)
+        return carry_out(page, action, [job], {}, "job", job)
     return _confirm(
-        desk,
+        page,
         action,
         [job],
-        lambda: {"count": 1, "sample": rows, "back": desk.url("job", job)},
+        lambda: {"count": 1, "sample": rows, "back": page.url("job", job)},
         "job",
         job,
-        is_confirmed="confirmed" in desk.request.POST,
+        is_confirmed="confirmed" in page.request.POST,
         title=f"{action.label}: {job}",
     )
 
 
-def change_chosen(desk: Desk, action: str) -> HttpResponse:
+def change_chosen(page: Page, action: str) -> HttpResponse:
     """Do an action to the jobs whose boxes were ticked."""
-    found = _action_of_jobs(desk, action)
-    chosen = desk.request.POST.getlist("job")[:MOST_CHOSEN]
+    found = _action_of_jobs(page, action)
+    chosen = page.request.POST.getlist("job")[:MOST_CHOSEN]
     if not chosen:
-        desk.tell(_("Tick the jobs you mean first."), messages.WARNING)
-        return desk.back("jobs")
+        page.message(_("Tick the jobs you mean first."), messages.WARNING)
+        return page.back("jobs")
     if not found.has_required_inputs:
-        return carry_out(desk, found, chosen, {}, "jobs")
+        return carry_out(page, found, chosen, {}, "jobs")
     return _confirm(
-        desk,
+        page,
         found,
         chosen,
         lambda: {
             "count": len(chosen),
             "fields": [("job", id) for id in chosen],
-            "back": desk.url("jobs"),
+            "back": page.url("jobs"),
         },
         "jobs",
-        is_confirmed="confirmed" in desk.request.POST,
+        is_confirmed="confirmed" in page.request.POST,
         title=_("%s: the jobs ticked") % found.label,
     )
 
 
-def change_all(desk: Desk, action: str) -> HttpResponse:
+def change_all(page: Page, action: str) -> HttpResponse:
     """Preview an action on all the jobs a search finds, and carry it out."""
-    found = _action_of_jobs(desk, action)
-    text, selection, wrong = search_of(desk)
+    found = _action_of_jobs(page, action)
+    text, selection, wrong = search_of(page)
     if selection is None or wrong:
-        desk.tell(wrong, messages.ERROR)
-        return desk.back("jobs")
+        page.message(wrong, messages.ERROR)
+        return page.back("jobs")
 
     def preview() -> dict[str, Any]:
         return {
@@ -183,16 +183,16 @@ def change_all(desk: Desk, action: str) -> HttpResponse:
             "fields": [("q", text)],
             "count": bounded_count(search.find(selection)),
             "sample": search.page(selection, size=SAMPLE).rows,
-            "back": f"{desk.url('jobs')}?{urlencode({'q': text})}",
+            "back": f"{page.url('jobs')}?{urlencode({'q': text})}",
         }
 
     return _confirm(
-        desk,
+        page,
         found,
         selection,
         preview,
         "jobs",
-        is_confirmed=desk.request.method == "POST",
+        is_confirmed=page.request.method == "POST",
         title=_("%s: all jobs found") % found.label,
     )
 
@@ -200,15 +200,15 @@ def change_all(desk: Desk, action: str) -> HttpResponse:
 # --- Dead letters ---------------------------------------------------------------------------------
 
 
-def change_letters(action: Action, desk: Desk) -> HttpResponse:
+def change_letters(action: Action, page: Page) -> HttpResponse:
     """Preview an action on one, some, a group or all of the dead letters, and carry it out."""
-    if not desk.may("view_deadletter"):
+    if not page.may("view_deadletter"):
         raise PermissionDenied  # a preview shows handlers and errors
-    given = desk.request.POST if desk.request.method == "POST" else desk.request.GET
-    selection = selection_of(desk, given)
+    given = page.request.POST if page.request.method == "POST" else page.request.GET
+    selection = selection_of(page, given)
     if selection.is_empty and "all" not in given:
-        desk.tell(_("Tick the dead letters you mean first."), messages.WARNING)
-        return desk.back("letters")
+        page.message(_("Tick the dead letters you mean first."), messages.WARNING)
+        return page.back("letters")
 
     def preview() -> dict[str, Any]:
         rows = dead_letters.select(selection)
@@ -224,16 +224,16 @@ def change_letters(action: Action, desk: Desk) -> HttpResponse:
             "refused": list(report.refused.items()),
             "looked_at": min(count, LOOKED_AT),
             "fields": [("all", "1"), *pairs, *(("letter", str(id)) for id in selection.ids or ())],
-            "back": f"{desk.url('letters')}?{address_of(selection)}",
+            "back": f"{page.url('letters')}?{address_of(selection)}",
         }
 
     return _confirm(
-        desk,
+        page,
         action,
         selection,
         preview,
         "dead_letters",
-        is_confirmed=desk.request.method == "POST" and "confirmed" in desk.request.POST,
+        is_confirmed=page.request.method == "POST" and "confirmed" in page.request.POST,
         title=_("%s dead letters") % action.label,
     )
 
@@ -246,27 +246,27 @@ QUEUE_MESSAGES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def change_queue(action: Action, desk: Desk, queue: str) -> HttpResponse:
+def change_queue(action: Action, page: Page, queue: str) -> HttpResponse:
     """Do an action to one queue."""
     if queue not in {row["queue"] for row in queues.overview()}:
         raise Http404(_("No queue has this name."))
-    log = desk.audit(action.log_entry({}))
-    done = desk.attempt(lambda: action.perform([queue], actor=desk.actor, on_changed=log))
+    log = page.audit(action.log_entry({}))
+    done = page.attempt(lambda: action.perform([queue], actor=page.actor, on_changed=log))
     if done is not None:
         changed, unchanged = QUEUE_MESSAGES[action.name]
         if done.changed_count:
-            desk.tell(changed % queue)
+            page.message(changed % queue)
         else:
-            desk.tell(unchanged % queue, messages.WARNING)
+            page.message(unchanged % queue, messages.WARNING)
     forget("queues")
-    return desk.back("queues")
+    return page.back("queues")
 
 
-def change_worker(action: Action, desk: Desk, worker: UUID) -> HttpResponse:
+def change_worker(action: Action, page: Page, worker: UUID) -> HttpResponse:
     """Do an action to one worker."""
     if not Worker.objects.using(jobs_database()).filter(pk=worker).exists():
         raise Http404(_("There is no such worker."))
-    answer = carry_out(desk, action, [worker], {}, "consumers")
+    answer = carry_out(page, action, [worker], {}, "consumers")
     forget("workers")
     return answer
 

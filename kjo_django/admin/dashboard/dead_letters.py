@@ -16,7 +16,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.actions import show_report
-from kjo_django.admin.dashboard.desk import Desk, Screen, button_actions, screen_of, shared
+from kjo_django.admin.dashboard.page import Page, Screen, button_actions, screen_of, shared
 from kjo_django.admin.display import inert_json, show_bytes, show_headers, show_message
 from kjo_django.exceptions import KjoError, MessageError
 from kjo_django.messages import headers as names
@@ -38,7 +38,7 @@ FIELDS = ("queue", "handler", "reason", "error", "fingerprint")
 MOST_CHOSEN = 1000
 
 
-def selection_of(desk: Desk, given: QueryDict) -> DeadLetterFilter:
+def selection_of(page: Page, given: QueryDict) -> DeadLetterFilter:
     """Read which dead letters an address or a form means.
 
     :raises PermissionDenied: it searches texts the operator may not see.
@@ -50,7 +50,7 @@ def selection_of(desk: Desk, given: QueryDict) -> DeadLetterFilter:
         ids = [UUID(id) for id in given.getlist("letter")[:MOST_CHOSEN]]
     except ValueError:
         raise Http404(_("There is no such dead letter; it may have been pruned.")) from None
-    if values["error"] and not desk.may("view_payload"):
+    if values["error"] and not page.may("view_payload"):
         raise PermissionDenied(_("To search error texts takes the permission to see payloads."))
     return DeadLetterFilter(ids=ids or None, **values)
 
@@ -61,20 +61,20 @@ def address_of(selection: DeadLetterFilter) -> str:
     return urlencode([*pairs, *(("letter", str(id)) for id in selection.ids or ())])
 
 
-def show_groups(desk: Desk) -> HttpResponse:
+def show_groups(page: Page) -> HttpResponse:
     """Return the open dead letters, grouped by error."""
-    selection = selection_of(desk, desk.request.GET)
+    selection = selection_of(page, page.request.GET)
     name = f"error groups {address_of(selection)}"
     groups = shared(name, lambda: error_groups(selection, limit=GROUPS), 2)
-    if not desk.may("view_payload"):
+    if not page.may("view_payload"):
         groups = [replace(group, error="") for group in groups]
     rows = [
         {"group": group, "query": urlencode({"fingerprint": group.fingerprint})} for group in groups
     ]
-    return desk.show(
+    return page.show(
         "groups.html",
         {
-            **_context(desk, selection),
+            **_context(page, selection),
             "rows": rows,
             "shown": GROUPS,
             "summary": _("%d groups of errors") % len(rows),
@@ -84,21 +84,21 @@ def show_groups(desk: Desk) -> HttpResponse:
     )
 
 
-def show_letters(desk: Desk) -> HttpResponse:
+def show_letters(page: Page) -> HttpResponse:
     """Return dead letters one by one, newest first."""
-    selection = selection_of(desk, desk.request.GET)
+    selection = selection_of(page, page.request.GET)
     try:
-        letters, older = _page(selection, desk.request.GET.get("after", ""))
+        letters, older = _page(selection, page.request.GET.get("after", ""))
     except ValueError as error:
-        desk.tell(str(error), messages.ERROR)
-        return desk.back("letters")
-    if not desk.may("view_payload"):
+        page.message(str(error), messages.ERROR)
+        return page.back("letters")
+    if not page.may("view_payload"):
         redaction.hide_texts(letters)
     query = address_of(selection)
-    return desk.show(
+    return page.show(
         "letters.html",
         {
-            **_context(desk, selection),
+            **_context(page, selection),
             "letters": letters,
             "older": older and f"?{query}{'&' if query else ''}after={older}",
         },
@@ -107,20 +107,20 @@ def show_letters(desk: Desk) -> HttpResponse:
     )
 
 
-def _context(desk: Desk, selection: DeadLetterFilter) -> dict[str, Any]:
+def _context(page: Page, selection: DeadLetterFilter) -> dict[str, Any]:
     return {
-        "actions": _actions(desk),
+        "actions": _actions(page),
         "selection": selection,
         "query": address_of(selection),
         "reasons": DeadLetterReason.choices,
     }
 
 
-def _actions(desk: Desk) -> list[dict[str, Any]]:
+def _actions(page: Page) -> list[dict[str, Any]]:
     return [
-        {"label": action.label, "url": desk.url(screen_of(action))}
+        {"label": action.label, "url": page.url(screen_of(action))}
         for action in button_actions(Subject.LETTERS)
-        if desk.allows(action)
+        if page.allows(action)
     ]
 
 
@@ -150,17 +150,17 @@ def find(letter: UUID) -> DeadLetter:
     return found
 
 
-def show_one(desk: Desk, letter: UUID) -> HttpResponse:
+def show_one(page: Page, letter: UUID) -> HttpResponse:
     """Return a dead letter in full."""
     found = find(letter)
-    may_see = desk.may("view_payload")
+    may_see = page.may("view_payload")
     if not may_see:
         redaction.hide_texts([found])
-    return desk.show(
+    return page.show(
         "letter.html",
         {
             "letter": found,
-            "actions": _actions(desk),
+            "actions": _actions(page),
             "is_open": found.state == DeadLetterState.OPEN,
             "has_taken_effect": bool(processed({found.message_id: found.handler})),
             "value": show_message(found) if may_see else None,
@@ -172,35 +172,35 @@ def show_one(desk: Desk, letter: UUID) -> HttpResponse:
     )
 
 
-def edit(desk: Desk, letter: UUID) -> HttpResponse:
+def edit(page: Page, letter: UUID) -> HttpResponse:
     """Replay a dead letter with a payload repaired by hand."""
     action = ACTIONS["edit_and_replay_letters"]
-    if not all(map(desk.may, ("view_payload", *action.permissions))):
+    if not all(map(page.may, ("view_payload", *action.permissions))):
         raise PermissionDenied
     found = find(letter)
     if found.state != DeadLetterState.OPEN:
-        desk.tell(_("It is closed already: %s") % found.get_state_display(), messages.WARNING)
-        return desk.back("letter", letter)
-    text = desk.request.POST.get("value")
+        page.message(_("It is closed already: %s") % found.get_state_display(), messages.WARNING)
+        return page.back("letter", letter)
+    text = page.request.POST.get("value")
     problem = ""
     if text is not None:
         try:
             report = action.perform(
                 [letter],
                 payload=_written(found, text),
-                actor=desk.actor,
-                on_changed=desk.audit(action.log_entry({})),
+                actor=page.actor,
+                on_changed=page.audit(action.log_entry({})),
             )
         except (KjoError, ValueError) as error:
             problem = str(error)
         else:
-            show_report(desk.tell, action, report)
-            if found.job_id is not None and desk.may("view_job"):
-                return desk.back("job", found.job_id)
-            return desk.back("letter", letter)
+            show_report(page.message, action, report)
+            if found.job_id is not None and page.may("view_job"):
+                return page.back("job", found.job_id)
+            return page.back("letter", letter)
     else:
         text, problem = _editable(found)
-    return desk.show(
+    return page.show(
         "",
         {"letter": found, "value": text, "problem": problem},
         controls="letter_edit.html",

@@ -14,7 +14,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django import registry, states
-from kjo_django.admin.dashboard.desk import Desk, Screen, button_actions, shared
+from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
 from kjo_django.conf import get_settings
 from kjo_django.engine.leases import lease_name
 from kjo_django.models import Job, JobFailure
@@ -33,33 +33,33 @@ SHOWN_FAILURES = 50
 SHOWN_LETTERS = 10
 
 
-def show_list(desk: Desk) -> HttpResponse:
+def show_list(page: Page) -> HttpResponse:
     """Return a page of the jobs a search finds."""
-    text, found, wrong = search_of(desk)
-    page = None
+    text, found, wrong = search_of(page)
+    listed = None
     if found is not None:
         try:
-            page = search.page(
+            listed = search.page(
                 found,
-                after=desk.request.GET.get("after"),
-                before=desk.request.GET.get("before"),
+                after=page.request.GET.get("after"),
+                before=page.request.GET.get("before"),
                 size=SIZE,
             )
         except ValueError as error:
             wrong = str(error)
-    if page is not None and not desk.may("view_payload"):
-        hide_texts(page.rows)
-    return desk.show(
+    if listed is not None and not page.may("view_payload"):
+        hide_texts(listed.rows)
+    return page.show(
         "jobs.html",
         {
-            "page": page,
+            "page": listed,
             "q": text,
             "wrong": wrong,
-            "tabs": _tabs(desk, found),
+            "tabs": _tabs(page, found),
             "actions": [
-                each for each in button_actions(Subject.JOBS) if each.is_bulk and desk.allows(each)
+                each for each in button_actions(Subject.JOBS) if each.is_bulk and page.allows(each)
             ],
-            "links": _links(text, page),
+            "links": _links(text, listed),
             "window": search.WINDOW,
             "limit": COUNT_LIMIT,
         },
@@ -68,14 +68,14 @@ def show_list(desk: Desk) -> HttpResponse:
     )
 
 
-def search_of(desk: Desk) -> tuple[str, search.JobFilter | None, str]:
+def search_of(page: Page) -> tuple[str, search.JobFilter | None, str]:
     """Return the text of the search, its meaning, and why it has none."""
-    text = desk.request.GET.get("q", desk.request.POST.get("q", "")).strip()
+    text = page.request.GET.get("q", page.request.POST.get("q", "")).strip()
     try:
         found = search.parse(text)
     except ValueError as error:
         return text, None, str(error)
-    if not desk.may("view_payload"):
+    if not page.may("view_payload"):
         try:
             found = found.limited()
         except ValueError as error:
@@ -83,7 +83,7 @@ def search_of(desk: Desk) -> tuple[str, search.JobFilter | None, str]:
     return text, found, ""
 
 
-def _tabs(desk: Desk, found: search.JobFilter | None) -> list[dict[str, Any]]:
+def _tabs(page: Page, found: search.JobFilter | None) -> list[dict[str, Any]]:
     if found is None:
         return []
     # Counting what a search finds would cost a search for each state.
@@ -103,15 +103,15 @@ def _address(found: search.JobFilter) -> str:
     return f"?{urlencode({'q': str(found)})}"
 
 
-def _links(text: str, page: Any) -> dict[str, str]:
-    if page is None:
+def _links(text: str, listed: Any) -> dict[str, str]:
+    if listed is None:
         return {}
     base = {"q": text} if text else {}
     return {
         name: f"?{urlencode({**base, parameter: cursor})}"
         for name, parameter, cursor in (
-            ("newer", "before", page.previous),
-            ("older", "after", page.next),
+            ("newer", "before", listed.previous),
+            ("older", "after", listed.next),
         )
         if cursor
     }
@@ -132,16 +132,16 @@ class Step:
     failure: JobFailure | None = None
 
 
-def show_one(desk: Desk, job: UUID) -> HttpResponse:
+def show_one(page: Page, job: UUID) -> HttpResponse:
     """Return one job."""
     found = _find(job)
     status = _status(found)
-    failures = list(_failures(desk, found))
+    failures = list(_failures(page, found))
     letters = found.dead_letters.order_by("-pk").defer("value", "headers", "traceback")
-    if not desk.may("view_payload"):
+    if not page.may("view_payload"):
         redaction.hide_texts([found, *failures])
     progress = progress_of([found.pk]).get(str(found.pk))
-    return desk.show(
+    return page.show(
         "job.html",
         {
             "job": found,
@@ -149,12 +149,12 @@ def show_one(desk: Desk, job: UUID) -> HttpResponse:
             "django_status": states.to_django_tasks(status),
             "steps": _steps(found, status, failures),
             "failures": failures,
-            "letters": list(letters[:SHOWN_LETTERS]) if desk.may("view_deadletter") else [],
+            "letters": list(letters[:SHOWN_LETTERS]) if page.may("view_deadletter") else [],
             "progress": progress,
-            "payload": redaction.shown_payload(found) if desk.may("view_payload") else None,
-            "result": _result(desk, found),
-            "headers": redaction.shown_headers(found) if desk.may("view_payload") else None,
-            "buttons": desk.buttons(Subject.JOBS, status, found.pk),
+            "payload": redaction.shown_payload(found) if page.may("view_payload") else None,
+            "result": _result(page, found),
+            "headers": redaction.shown_headers(found) if page.may("view_payload") else None,
+            "buttons": page.buttons(Subject.JOBS, status, found.pk),
             "knows_queue": found.queue in registry.queue_names(),
             "summary": f"{found.handler}: {status.label}",
         },
@@ -174,13 +174,13 @@ def _status(job: Job) -> JobStatus:
     return job.status_with(leased=job.state in states.OPEN and bool(live_leases([lease])))
 
 
-def _failures(desk: Desk, job: Job) -> Any:
+def _failures(page: Page, job: Job) -> Any:
     rows = job.failures.order_by("-pk")
-    return (rows if desk.may("view_payload") else rows.defer("traceback"))[:SHOWN_FAILURES]
+    return (rows if page.may("view_payload") else rows.defer("traceback"))[:SHOWN_FAILURES]
 
 
-def _result(desk: Desk, job: Job) -> Any:
-    if job.state != JobState.COMPLETED or not desk.may("view_payload"):
+def _result(page: Page, job: Job) -> Any:
+    if job.state != JobState.COMPLETED or not page.may("view_payload"):
         return None
     return {"value": redaction.shown_result(job)}
 

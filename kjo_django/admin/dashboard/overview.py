@@ -11,8 +11,8 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from kjo_django.admin.dashboard.charts import Chart, Line
-from kjo_django.admin.dashboard.desk import CACHE_SECONDS, Desk, Screen, shared
 from kjo_django.admin.dashboard.figures import capped, duration, number
+from kjo_django.admin.dashboard.page import CACHE_SECONDS, Page, Screen, shared
 from kjo_django.operations.monitoring import health, metrics
 from kjo_django.operations.monitoring import status as overview
 from kjo_django.store.counting import COUNT_LIMIT
@@ -40,18 +40,18 @@ class Tile:
     is_bad: bool = False
 
 
-def chosen_range(desk: Desk) -> str:
+def chosen_range(page: Page) -> str:
     """Return the time the charts show, as the address says."""
-    wanted = desk.request.GET.get("range", USUAL_RANGE)
+    wanted = page.request.GET.get("range", USUAL_RANGE)
     return wanted if wanted in RANGES else USUAL_RANGE
 
 
-def range_links(desk: Desk) -> list[dict[str, Any]]:
+def range_links(page: Page) -> list[dict[str, Any]]:
     """Return the choices of the time the charts show."""
-    now = chosen_range(desk)
+    now = chosen_range(page)
     links = []
     for name, (label, _length) in RANGES.items():
-        query = desk.request.GET.copy()
+        query = page.request.GET.copy()
         query["range"] = name
         links.append({"label": label, "url": f"?{query.urlencode()}", "is_here": name == now})
     return links
@@ -97,34 +97,34 @@ def failing_checks() -> list[health.Check]:
     return [check for check in found if check.ok is False]
 
 
-def show(desk: Desk) -> HttpResponse:
+def show(page: Page) -> HttpResponse:
     """Return tiles, charts and what is not well."""
     figures = shared("overview", overview.overview)
-    length = RANGES[chosen_range(desk)][1]
-    return desk.show(
+    length = RANGES[chosen_range(page)][1]
+    return page.show(
         "overview.html",
         {
-            "tiles": _tiles(desk, figures),
+            "tiles": _tiles(page, figures),
             "summary": _summary(figures),
             "broken": failing_checks(),
-            "ranges": range_links(desk),
+            "ranges": range_links(page),
             "charts": [chart.render() for chart in charts(length)],
         },
         title=_("Dashboard"),
     )
 
 
-def _tiles(desk: Desk, figures: dict[str, Any]) -> list[Tile]:
+def _tiles(page: Page, figures: dict[str, Any]) -> list[Tile]:
     def count(state: str) -> str:
         return capped(figures["states"][state], COUNT_LIMIT)
 
     def jobs(state: str) -> str:
-        return f"{desk.url('jobs')}?q=state:{state}" if desk.may("view_job") else ""
+        return f"{page.url('jobs')}?q=state:{state}" if page.may("view_job") else ""
 
     letters = figures["open_dead_letters"]
     age = figures["oldest_backlog_seconds"]
     is_late = (age or 0) > health.Thresholds().relay_age.total_seconds()
-    letters_url = desk.url("dead_letters") if desk.may("view_deadletter") else ""
+    letters_url = page.url("dead_letters") if page.may("view_deadletter") else ""
     backlog_age = _("oldest %s") % duration(age) if age is not None else ""
     return [
         Tile(_("Pending"), count("pending"), jobs("pending")),
@@ -136,12 +136,12 @@ def _tiles(desk: Desk, figures: dict[str, Any]) -> list[Tile]:
         Tile(_("Failed, last hour"), number(figures["failed_last_hour"])),
         Tile(_("Done per minute"), number(figures["done_per_minute"])),
         Tile(_("Oldest waiting"), duration(figures["oldest_waiting_seconds"])),
-        Tile(_("Consumer lag"), number(figures["lag"]), desk.url("consumers")),
+        Tile(_("Consumer lag"), number(figures["lag"]), page.url("consumers")),
         Tile(_("Outbox"), capped(figures["backlog"], COUNT_LIMIT), "", backlog_age, is_late),
         Tile(
             _("Workers"),
             number(figures["living_workers"]),
-            desk.url("consumers"),
+            page.url("consumers"),
             is_bad=not figures["living_workers"],
         ),
     ]

@@ -14,8 +14,8 @@ from kjo_django.admin.actions import form_of
 from kjo_django.admin.dashboard import overview
 from kjo_django.admin.dashboard.actions import carry_out
 from kjo_django.admin.dashboard.charts import sparkline
-from kjo_django.admin.dashboard.desk import Desk, Screen, shared
 from kjo_django.admin.dashboard.figures import number
+from kjo_django.admin.dashboard.page import Page, Screen, shared
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues
 from kjo_django.operations.actions import ACTIONS, Subject
@@ -28,17 +28,17 @@ LAG_SECONDS = 5.0
 """How long a look at all queues is shared: it asks the broker."""
 
 
-def show(desk: Desk) -> HttpResponse:
+def show(page: Page) -> HttpResponse:
     """Return all queues."""
     rows, _is_capped = shared("queues", lambda: status.queue_rows(limit=MOST_COUNTED), LAG_SECONDS)
-    return desk.show(
+    return page.show(
         "queues.html",
-        {"rows": _rows(desk, rows), "limit": MOST_COUNTED, "summary": _summary(rows)},
+        {"rows": _rows(page, rows), "limit": MOST_COUNTED, "summary": _summary(rows)},
         title=_("Queues"),
     )
 
 
-def _rows(desk: Desk, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rows(page: Page, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     done = shared("metrics by queue", metrics.by_queue)
     workers = shared("workers", status.workers)
     rows = []
@@ -53,7 +53,7 @@ def _rows(desk: Desk, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         rows.append(
             {
                 **row,
-                "buttons": _buttons(desk, row, row["queue"]),
+                "buttons": _buttons(page, row, row["queue"]),
                 "figures": figures,
                 "spark": sparkline(values or [0], summary),
                 "worker_count": len(working),
@@ -63,9 +63,9 @@ def _rows(desk: Desk, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _buttons(desk: Desk, row: dict[str, Any], name: str = "") -> list[dict[str, Any]]:
+def _buttons(page: Page, row: dict[str, Any], name: str = "") -> list[dict[str, Any]]:
     state = "paused" if row["is_paused"] else "running"
-    return desk.buttons(Subject.QUEUES, state, row["queue"], name)
+    return page.buttons(Subject.QUEUES, state, row["queue"], name)
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
@@ -73,30 +73,30 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     return _("%(count)d queues, %(paused)d paused") % {"count": len(rows), "paused": paused}
 
 
-def show_one(desk: Desk, queue: str) -> HttpResponse:
+def show_one(page: Page, queue: str) -> HttpResponse:
     """Return one queue, and change its policy."""
     known = {row["queue"]: row for row in queues.overview()}
     if queue not in known:
         raise Http404(_("No queue has this name."))
     action = ACTIONS["limit_queues"]
     form = None
-    if desk.allows(action):
+    if page.allows(action):
         fields = form_of(action, many=False)
-        form = fields(desk.request.POST or None, initial=_limits(queue))
-    if desk.request.method == "POST":
+        form = fields(page.request.POST or None, initial=_limits(queue))
+    if page.request.method == "POST":
         if form is None:
             raise PermissionDenied
         if form.is_valid():
-            return carry_out(desk, action, [queue], form.cleaned_data, "queue", queue)
-    length = overview.RANGES[overview.chosen_range(desk)][1]
-    return desk.show(
+            return carry_out(page, action, [queue], form.cleaned_data, "queue", queue)
+    length = overview.RANGES[overview.chosen_range(page)][1]
+    return page.show(
         "queue.html",
         {
             "queue": known[queue],
-            "buttons": _buttons(desk, known[queue]),
+            "buttons": _buttons(page, known[queue]),
             "form": form,
             "handlers": [each.name for each in registry.handlers() if each.options.queue == queue],
-            "ranges": overview.range_links(desk),
+            "ranges": overview.range_links(page),
             "charts": [chart.render() for chart in overview.charts(length, queue)],
         },
         controls="queue_form.html",

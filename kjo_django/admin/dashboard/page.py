@@ -1,8 +1,8 @@
 """What every screen shares: who may see it, the page round it, and the part that is polled.
 
-A screen is a function of a `Desk` (one request of one operator) and gives a response. What changes
-by itself is in one template, its live part, which a page includes and which is answered alone to
-who asks with the header ``X-Kjo-Fragment``: refreshing costs one small response, or none when
+A screen is a function of a `Page` (one request of one operator) and returns a response. What
+changes by itself is in one template, its live part. A page includes it, and a request with the
+header ``X-Kjo-Fragment`` gets it alone: a refresh costs one small response, or an empty one when
 nothing changed (ETag).
 """
 
@@ -57,7 +57,7 @@ class Screen:
     """POST only."""
 
 
-class Desk:
+class Page:
     """One request of one operator."""
 
     def __init__(self, request: HttpRequest, site: AdminSite, screens: Sequence[Screen]) -> None:
@@ -118,7 +118,7 @@ class Desk:
         :param controls: name of the template of what stays as it is: search, forms.
         """
         folder = "admin/kjo_django/dashboard/"
-        context = {"desk": self, "may": _Permissions(self), "here": self._here, **context}
+        context = {"may": _Permissions(self), "here": self._here, **context}
         if self.request.headers.get("X-Kjo-Fragment") and live:
             return self._fragment(render_to_string(folder + live, context, self.request))
         context |= {
@@ -171,7 +171,7 @@ class Desk:
 
     # --- Actions ----------------------------------------------------------------------------------
 
-    def tell(self, text: str, level: int = messages.SUCCESS) -> None:
+    def message(self, text: str, level: int = messages.SUCCESS) -> None:
         """Show a message on the next page."""
         messages.add_message(self.request, level, inert(str(text)))
 
@@ -180,15 +180,16 @@ class Desk:
         return audited(self.request, message)
 
     def attempt(self, act: Callable[[], Any]) -> Any:
-        """Run an operation and return what it does; what it refuses is told, not raised."""
-        return attempted(self.tell, act)
+        """Run an operation and return what it returns; an error that refuses it is shown, not
+        raised."""
+        return attempted(self.message, act)
 
 
 class _Permissions:
     """For templates: ``may.retry_job``."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, page: Page) -> None:
+        self._desk = page
 
     def __getitem__(self, permission: str) -> bool:
         return self._desk.may(permission)
@@ -217,12 +218,12 @@ def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callab
     """Return the view of a screen."""
 
     def view(request: HttpRequest, **arguments: Any) -> HttpResponse:
-        desk = Desk(request, site, screens)
-        if not (desk.may("view_dashboard") and desk.may(screen.permission)):
+        page = Page(request, site, screens)
+        if not (page.may("view_dashboard") and page.may(screen.permission)):
             raise PermissionDenied(_("You may not do this."))
         if screen.is_action and request.method != "POST":
             return HttpResponseNotAllowed(["POST"])
-        return screen.view(desk, **arguments)
+        return screen.view(page, **arguments)
 
     return view
 
@@ -246,7 +247,7 @@ def shared(name: str, compute: Callable[[], Any], seconds: float = CACHE_SECONDS
 
 
 def forget(name: str) -> None:
-    """Let the next look compute it anew: the operator wants to see what they did."""
+    """Let the next page compute it anew: the operator wants to see the change."""
     with suppress(Exception):  # it is forgotten in seconds anyway
         cache.delete(_key(name))
 

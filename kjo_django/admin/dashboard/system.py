@@ -1,10 +1,11 @@
-"""Consumers: the workers, and by group who has which partition and how far it is."""
+"""The system: workers and the partitions they hold by group, what has taken effect, and whether all
+is well."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -13,11 +14,12 @@ from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from kjo_django.admin.dashboard.desk import Desk, Screen, shared
 from kjo_django.admin.dashboard.figures import number
+from kjo_django.admin.dashboard.page import Page, Screen, shared
 from kjo_django.conf import get_settings
-from kjo_django.models import Worker
+from kjo_django.models import ProcessedEvent, Worker
 from kjo_django.operations.actions import Subject
+from kjo_django.operations.monitoring import health, metrics
 from kjo_django.operations.monitoring.health import shares_by_partition
 from kjo_django.operations.monitoring.metrics import MINUTES, Trend, add_rates
 from kjo_django.operations.monitoring.status import add_lags
@@ -25,6 +27,7 @@ from kjo_django.operations.monitoring.status import workers as known_workers
 from kjo_django.operations.queues import overview
 from kjo_django.operations.workers import Assignment, RunningJob, assignments, rebalanced_at
 from kjo_django.store.counting import seconds_since
+from kjo_django.store.transactions import jobs_database
 
 SHOWN = 200
 PARTITIONS_SHOWN = 500
@@ -32,6 +35,9 @@ PARTITIONS_SHOWN = 500
 RUNNING_SHOWN = 3
 """Jobs of one worker that are named, those that have run longest."""
 LAG_SECONDS = 5.0
+EVENTS_SHOWN = 50
+LONGEST_ID = 255
+CHECKS_TIMEOUT = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +53,16 @@ class Member:
         return rebalanced_at(self.held)
 
 
-def show(desk: Desk) -> HttpResponse:
+def show_consumers(page: Page) -> HttpResponse:
     """Return groups and workers."""
     queues = shared("queues of groups", _queues, LAG_SECONDS)
     rows = [Member(row, assignments(row["partitions"])) for row in shared("workers", known_workers)]
     living = [row for row in rows if row.worker["is_alive"]]
-    return desk.show(
+    return page.show(
         "consumers.html",
         {
             "groups": _groups(queues, living),
-            "workers": [_worker(desk, row) for row in sorted(rows, key=_order)[:SHOWN]],
+            "workers": [_worker(page, row) for row in sorted(rows, key=_order)[:SHOWN]],
             "shown": SHOWN,
             "minutes": MINUTES,
             "summary": _("%d workers are alive") % len(living),
@@ -79,7 +85,7 @@ def _order(row: Member) -> tuple[bool, str]:
     return not row.worker["is_alive"], row.worker["name"]
 
 
-def _worker(desk: Desk, row: Member) -> dict[str, Any]:
+def _worker(page: Page, row: Member) -> dict[str, Any]:
     worker = row.worker
     running = sorted(
         (job for each in row.held for job in each.running), key=lambda job: job.started_at
@@ -87,19 +93,19 @@ def _worker(desk: Desk, row: Member) -> dict[str, Any]:
     return {
         **worker,
         # Of a job, which may quote its payload.
-        "last_error": worker["last_error"] if desk.may("view_payload") else None,
+        "last_error": worker["last_error"] if page.may("view_payload") else None,
         "state_label": Worker.State(worker["state"]).label,
         "wish_label": Worker.Wish(worker["asked_to"] or "").label,
-        "buttons": desk.buttons(
+        "buttons": page.buttons(
             Subject.WORKERS, worker["asked_to"] or worker["state"], worker["id"], worker["name"]
         ),
-        "running": [_running(desk, job) for job in running[:RUNNING_SHOWN]],
+        "running": [_running(page, job) for job in running[:RUNNING_SHOWN]],
     }
 
 
-def _running(desk: Desk, job: RunningJob) -> dict[str, Any]:
+def _running(page: Page, job: RunningJob) -> dict[str, Any]:
     try:
-        url = desk.url("job", UUID(job.id)) if desk.may("view_job") else ""
+        url = page.url("job", UUID(job.id)) if page.may("view_job") else ""
     except ValueError:  # the id of a message that nobody enqueued here
         url = ""
     return {
@@ -227,4 +233,44 @@ def _trend(queue: dict[str, Any]) -> str:
     return words % number(round(abs(change), 1))
 
 
-SCREENS = (Screen("consumers", "consumers/", show, title=gettext_lazy("Consumers")),)
+# --- Processed events -----------------------------------------------------------------------------
+
+
+def show_events(page: Page) -> HttpResponse:
+    """Return the newest events, or those of one id."""
+    wanted = page.request.GET.get("id", "").strip()[:LONGEST_ID].replace("\0", "")
+    day = shared("totals of a day", lambda: metrics.totals(timedelta(days=1)), 5)
+    return page.show(
+        "events.html",
+        {"rows": _events(wanted), "wanted": wanted, "totals": day, "shown": EVENTS_SHOWN},
+        controls="events_form.html",
+        title=_("Events"),
+    )
+
+
+def _events(wanted: str) -> list[dict[str, Any]]:
+    rows = ProcessedEvent.objects.using(jobs_database()).order_by("-pk")
+    if wanted:
+        rows = rows.filter(event_id=wanted)
+    columns = ("pk", "event_id", "service_name", "event_type", "processed_at")
+    return list(rows.values(*columns)[:EVENTS_SHOWN])
+
+
+# --- Status ---------------------------------------------------------------------------------------
+
+
+def show_status(page: Page) -> HttpResponse:
+    """Return every check."""
+    checks: list[health.Check] = shared(
+        "status", lambda: health.health(CHECKS_TIMEOUT), CHECKS_TIMEOUT
+    )
+    broken = [check for check in checks if check.ok is False]
+    summary = _("%d checks are not well") % len(broken) if broken else _("Everything is well")
+    return page.show("status.html", {"checks": checks, "summary": summary}, title=_("Status"))
+
+
+SCREENS = (
+    Screen("consumers", "consumers/", show_consumers, title=gettext_lazy("Consumers")),
+    Screen("events", "events/", show_events, "view_processedevent", title=gettext_lazy("Events")),
+    Screen("status", "status/", show_status, title=gettext_lazy("Status")),
+)
