@@ -72,13 +72,13 @@ def _import(declared: Any, where: str, kind: type[Any]) -> Any:
     except ImportError as error:
         raise ImproperlyConfigured(f"{where}['BACKEND'] cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ImproperlyConfigured(f"{where}['BACKEND'] is no {kind.__name__}: {path}")
+        raise ImproperlyConfigured(f"{where}['BACKEND'] is not a {kind.__name__}: {path}")
     missing = set(getattr(found, "__abstractmethods__", ()))
     missing |= {name for name in kind.__annotations__ if not hasattr(found, name)} & _REQUIRED
     if missing:
-        told = ", ".join(sorted(missing))
         raise ImproperlyConfigured(
-            f"{where}['BACKEND'] is no whole {kind.__name__}: {path} lacks {told}."
+            f"{where}['BACKEND'] is an incomplete {kind.__name__}: "
+            f"{path} lacks {', '.join(sorted(missing))}."
         )
     return found
 
@@ -100,7 +100,7 @@ def get_transport(alias: str = "default") -> Transport:
 
 
 def _declared_groups(conf: Settings, alias: str) -> dict[str, list[str]]:
-    """Topic → consumer groups as far as the settings tell."""
+    """Return the consumer groups of each topic that the settings declare."""
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys([*conf.queues, *declared_queues()]):
         queue = conf.queue(name)

@@ -143,7 +143,7 @@ def _check_database(settings: Settings) -> Messages:
 def _check_time_zones(settings: Settings) -> Messages:
     if not django_settings.USE_TZ:
         yield checks.Error(
-            "USE_TZ is off: moments of the database cannot be compared with those of brokers and "
+            "USE_TZ is off: datetimes of the database cannot be compared with those of brokers and "
             "of other hosts.",
             hint="Set USE_TZ = True, Django's default. Templates may still show local time.",
             id="kjo.E011",
@@ -168,8 +168,8 @@ def _check_errors(settings: Settings) -> Messages:
     for path in settings.pausable_errors:
         if "." in path and not _is_exception(path):
             yield checks.Error(
-                f"KJO['PAUSABLE_ERRORS'] names {path!r}, which is no exception that can be "
-                "imported.",
+                f"KJO['PAUSABLE_ERRORS'] names {path!r}, which is not an exception that "
+                "can be imported.",
                 id="kjo.E008",
             )
 
@@ -222,7 +222,7 @@ def _warn_ttls(settings: Settings) -> Messages:
             f"KJO['PROCESSING_TTL'] ({settings.processing_ttl}) is shorter than three times "
             f"HEARTBEAT_INTERVAL ({settings.heartbeat_interval}): a busy worker may lose its jobs "
             "to another one.",
-            hint="Raise the one or lower the other.",
+            hint="Raise PROCESSING_TTL or lower HEARTBEAT_INTERVAL.",
             id="kjo.W003",
         )
     if settings.backoff_base > settings.backoff_max:
@@ -249,9 +249,9 @@ def _warn_memory_database(settings: Settings) -> Messages:
     is_of_tests = name.startswith("file:memorydb_")
     if "sqlite3" in database.get("ENGINE", "") and is_in_memory and not is_of_tests:
         yield checks.Warning(
-            f"The database {alias!r} lives in the memory of one process: jobs stored here are "
-            "invisible to workers.",
-            hint="Give DATABASES a file name, unless all of it runs in one process (tests).",
+            f"The database {alias!r} is in the memory of one process: no worker sees the "
+            "jobs stored there.",
+            hint="Give DATABASES a file name, unless everything runs in one process, as in tests.",
             id="kjo.W004",
         )
 

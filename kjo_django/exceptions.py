@@ -48,14 +48,14 @@ class JobQueueError(KjoError):
     code: ClassVar[str] = "JOB_QUEUE_ERROR"
 
     facts: ClassVar[tuple[str, ...]] = ()
-    """Attributes that ``to_dict`` tells where they are known."""
+    """Attributes that ``to_dict`` adds where they are known."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready description: ``code``, ``type`` and ``message``, and what else the
         class knows."""
-        told = {"code": self.code, "type": type(self).__name__, "message": str(self)}
+        found = {"code": self.code, "type": type(self).__name__, "message": str(self)}
         known = {name: getattr(self, name, None) for name in self.facts}
-        return told | {name: value for name, value in known.items() if value is not None}
+        return found | {name: value for name, value in known.items() if value is not None}
 
 
 class JobTimeoutError(JobQueueError, TimeoutError):
@@ -265,7 +265,7 @@ class CircuitBreakerOpenError(PausableError):
 
 def text_of(error: BaseException) -> str:
     """Return an error's text; its type's name where it has none, or raises when it is asked for:
-    whoever tells of an error must not fail of it."""
+    code that reports an error must not fail because of it."""
     try:
         text = str(error)
     except Exception:

@@ -92,7 +92,7 @@ class Handler:
             close = difflib.get_close_matches(key, names, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {listed(names)}."
             raise ImproperlyConfigured(
-                f"The job {self.name}: key={key!r} is no argument of the function. {hint}"
+                f"The job {self.name}: key={key!r} is not an argument of the function. {hint}"
             )
 
     def _argument_names(self) -> list[str] | None:
@@ -108,8 +108,8 @@ class Handler:
     def example_of(self, method: str) -> str:
         """Return how ``method`` is called with the function's arguments, for a message."""
         names = self._argument_names()
-        told = "name=value, …" if names is None else ", ".join(f"{name}=…" for name in names)
-        return f"{method}({told})"
+        arguments = "name=value, …" if names is None else ", ".join(f"{name}=…" for name in names)
+        return f"{method}({arguments})"
 
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
         """Return why the handler cannot take this payload as keyword arguments, or None."""
@@ -211,7 +211,7 @@ class BatchHandler(Handler):
         """Any object will do."""
 
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
-        """The function's signature tells nothing of a payload: any object will do."""
+        """Accept any object: the function's signature says nothing of a payload."""
         return None
 
 

@@ -145,7 +145,7 @@ class ReconnectingListener(Listener, Generic[C]):
 
     @abc.abstractmethod
     def _descriptor(self, connection: C) -> int:
-        """Return the file descriptor that tells when there is something to hear."""
+        """Return the file descriptor that becomes readable with a call."""
 
     @abc.abstractmethod
     def _heard(self, connection: C) -> set[str]:
@@ -178,7 +178,7 @@ class ReconnectingListener(Listener, Generic[C]):
             self._connection = self._connect()
             self._failures = 0
             return set(self._channels), False
-        # Also what has been read ahead, by the client or by TLS: no socket tells of that.
+        # First what the client or TLS has read ahead: the socket is not readable for that.
         called = self._heard(connection)
         if called:
             return called, False

@@ -256,7 +256,7 @@ class RedisCoordination(Coordination):
         except ValueError:
             # Without what it says: part of a password, where that has a / or ? not escaped.
             raise ImproperlyConfigured(
-                f"The LOCATION of {self._setting} is no URL of a Redis. {ESCAPING}"
+                f"The LOCATION of {self._setting} is not a redis:// or rediss:// URL. {ESCAPING}"
             ) from None
 
     @contextmanager
@@ -296,7 +296,7 @@ def _pool_of(url: str) -> ConnectionPool:
     except ValueError:
         # Without the URL, which may hold a password, or what is wrong with it, which may too.
         raise ImproperlyConfigured(
-            f"KJO['COORDINATION']['OPTIONS']['URL'] is no redis:// or rediss:// URL. {ESCAPING}"
+            f"KJO['COORDINATION']['OPTIONS']['URL'] is not a redis:// or rediss:// URL. {ESCAPING}"
         ) from None
 
 

@@ -96,7 +96,7 @@ def read(
         raise MessageError("invalid", "The message is empty")
     job_id = names.text(headers, names.JOB_ID)
     if "\x00" in job_id or len(job_id) > MAX_ID_LENGTH:
-        raise MessageError("invalid", f"The {names.JOB_ID!r} header is no usable identifier")
+        raise MessageError("invalid", f"The {names.JOB_ID!r} header is not a usable identifier")
     return Message(
         id=_identifier(headers, names.ID, MAX_ID_LENGTH),
         type=_identifier(headers, names.TYPE, MAX_TYPE_LENGTH),
@@ -120,5 +120,5 @@ def _identifier(headers: Mapping[str, bytes], name: str, limit: int) -> str:
     except UnicodeDecodeError:
         raise MessageError("invalid", f"The {name!r} header is not valid UTF-8") from None
     if len(value) > limit or "\x00" in value:
-        raise MessageError("invalid", f"The {name!r} header is no usable identifier")
+        raise MessageError("invalid", f"The {name!r} header is not a usable identifier")
     return value

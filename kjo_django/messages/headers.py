@@ -29,9 +29,9 @@ CONTENT_TYPE = "content-type"
 REPLAY_COUNT = "kjo-replay-count"
 UNIQUE_ID = "kjo-unique-id"
 """In dead letters, and in what is replayed of them under an id of its own: the id that the job was
-enqueued under. Its handler is told that one."""
+enqueued under. Its handler sees that one."""
 REPLY_TO = "kjo-reply-to"
-"""The channel to call when the job has ended: somebody waits for it."""
+"""The channel to call when the job has ended: another process waits for it."""
 
 # Only in a row, of a record for others or of a message nobody enqueued here: the key's bytes where
 # they are no text of 255 characters,
@@ -94,7 +94,7 @@ FIRST_WINS = frozenset(
         DLQ_FIRST_FAILED_AT,
     }
 )
-"""A message that dies again keeps its first origin; everything else tells of the last death."""
+"""A message that dies again keeps its first origin; everything else is of the last death."""
 
 
 def text(headers: Mapping[str, bytes], name: str, default: str = "") -> str:
@@ -111,7 +111,7 @@ def identifier(headers: Mapping[str, bytes], name: str, limit: int) -> str:
 
 
 def texts(headers: Mapping[str, bytes]) -> dict[str, str]:
-    """Return all headers as ``text`` does, without what only tells of their list."""
+    """Return all headers as ``text`` does, without the one that holds their list."""
     found = {name: value.decode("utf-8", "replace") for name, value in headers.items()}
     found.pop(HEADER_LIST, None)
     return found
@@ -161,19 +161,19 @@ def folded(pairs: Sequence[tuple[str, bytes | None]]) -> dict[str, bytes]:
     """
     found = {name: value or b"" for name, value in pairs}
     counts = Counter(name for name, _ in pairs)
-    told = [
+    entries = [
         name
         if value is not None and counts[name] == 1 and name != HEADER_LIST
         else [name, None if value is None else base64.b64encode(value).decode()]
         for name, value in pairs
     ]
-    if all(isinstance(one, str) for one in told):
+    if all(isinstance(one, str) for one in entries):
         return found
-    return {**found, HEADER_LIST: json.dumps(told).encode()}
+    return {**found, HEADER_LIST: json.dumps(entries).encode()}
 
 
 def in_order(headers: Mapping[str, bytes]) -> Mapping[str, bytes]:
-    """Return headers for a column of JSON, which keeps no order, with what tells theirs."""
+    """Return headers for a JSON column, which keeps no order, with one that holds it."""
     if len(headers) < 2 or HEADER_LIST in headers:
         return headers
     return {**headers, HEADER_LIST: json.dumps(list(headers)).encode()}
@@ -186,10 +186,10 @@ def listed(headers: Mapping[str, bytes]) -> list[tuple[str, bytes | None]]:
     comes last.
     """
     left = dict(headers)
-    told = _told(left.pop(HEADER_LIST, None))
-    last = {name: value for name, value, is_given in told if is_given}
+    entries = _entries(left.pop(HEADER_LIST, None))
+    last = {name: value for name, value, is_given in entries if is_given}
     result: list[tuple[str, bytes | None]] = []
-    for name, value, is_given in told:
+    for name, value, is_given in entries:
         if name == HEADER_LIST:
             result += [(name, value)] if is_given else []
         elif is_given and name in headers and headers[name] == (last[name] or b""):
@@ -200,19 +200,19 @@ def listed(headers: Mapping[str, bytes]) -> list[tuple[str, bytes | None]]:
     return [*result, *left.items()]
 
 
-def _told(told: bytes | None) -> list[tuple[str, bytes | None, bool]]:
+def _entries(stored: bytes | None) -> list[tuple[str, bytes | None, bool]]:
     """Return names and values of a ``HEADER_LIST``, and whether a value is given there; [] where it
     is not of ours."""
     try:
-        return [_entry(one) for one in json.loads(told or b"[]")]
+        return [_entry(one) for one in json.loads(stored or b"[]")]
     except (ValueError, TypeError, RecursionError):
         return []
 
 
-def _entry(told: Any) -> tuple[str, bytes | None, bool]:
-    if isinstance(told, str):
-        return told, None, False
-    name, value = told
+def _entry(stored: Any) -> tuple[str, bytes | None, bool]:
+    if isinstance(stored, str):
+        return stored, None, False
+    name, value = stored
     if not isinstance(name, str):
         raise TypeError
     return name, None if value is None else base64.b64decode(value), True
@@ -239,8 +239,10 @@ def from_row(stored: Mapping[str, Any] | None) -> dict[str, bytes]:
         return {}
     return _in_their_order(
         {
-            name: base64.b64decode(told["base64"]) if isinstance(told, Mapping) else told.encode()
-            for name, told in stored.items()
+            name: base64.b64decode(value["base64"])
+            if isinstance(value, Mapping)
+            else value.encode()
+            for name, value in stored.items()
         }
     )
 

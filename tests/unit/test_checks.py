@@ -99,7 +99,12 @@ def test_the_checks_are_registered_under_their_tag(settings):
             "cannot be imported",
             None,
         ),
-        ({"TRANSPORTS": {"default": {"BACKEND": "datetime.date"}}}, "E004", "no Transport", None),
+        (
+            {"TRANSPORTS": {"default": {"BACKEND": "datetime.date"}}},
+            "E004",
+            "not a Transport",
+            None,
+        ),
         (
             {"TRANSPORTS": {"default": {**MEMORY["default"], "OPTIONS": {"partition": 2}}}},
             "E004",
@@ -123,7 +128,7 @@ def test_the_checks_are_registered_under_their_tag(settings):
         (
             {"COORDINATION": {"BACKEND": REDIS, "OPTIONS": {"URL": "http://host"}}},
             "E005",
-            "is no redis:// or rediss:// URL",
+            "is not a redis:// or rediss:// URL",
             "kjo-django[redis]",
         ),
         (
@@ -272,7 +277,7 @@ def test_a_transport_that_lacks_a_method_is_named(settings, kind):
     backend = f"{__name__}.{kind.__name__}"
     messages = found(settings, {"TRANSPORTS": {"default": {"BACKEND": backend}}})
     assert {id for id, *_ in messages} == {"E004"}
-    assert f"is no whole Transport: {backend} lacks " in messages[0][1]
+    assert f"is an incomplete Transport: {backend} lacks " in messages[0][1]
     assert "subscribe" in messages[0][1]
     assert ("capabilities" in messages[0][1]) is (kind is TransportWithoutCapabilities)
 

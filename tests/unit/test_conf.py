@@ -301,8 +301,8 @@ def test_an_override_makes_backends_anew():
         ({"default": {}}, "must be a dict with a 'BACKEND'"),
         ({"default": {"BACKEND": 5}}, "must be a dict with a 'BACKEND'"),
         ({"default": {"BACKEND": "no.such.Module"}}, "cannot be imported: No module named 'no'"),
-        ({"default": {"BACKEND": "kjo_django.ids.uuid7"}}, "is no Transport"),
-        ({"default": {"BACKEND": "datetime.timedelta"}}, "is no Transport"),
+        ({"default": {"BACKEND": "kjo_django.ids.uuid7"}}, "is not a Transport"),
+        ({"default": {"BACKEND": "datetime.timedelta"}}, "is not a Transport"),
     ],
 )
 def test_a_transport_that_cannot_be_made_is_named(transports, says):
@@ -316,6 +316,6 @@ def test_a_transport_that_cannot_be_made_is_named(transports, says):
 def test_a_coordination_that_cannot_be_made_is_named():
     with (
         override_settings(KJO={"COORDINATION": {"BACKEND": MEMORY}}),
-        pytest.raises(ImproperlyConfigured, match=r"KJO\['COORDINATION'\].*is no Coordination"),
+        pytest.raises(ImproperlyConfigured, match=r"KJO\['COORDINATION'\].*is not a Coordination"),
     ):
         get_coordination()

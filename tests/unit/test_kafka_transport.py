@@ -683,7 +683,7 @@ def test_a_log_that_is_another_is_read_from_where_it_begins(
     # Then
     after = read(open_one, 5)
     assert values(after) == numbers(0, 5)
-    assert "begins anew at offset 0" in caplog.text
+    assert "is read from offset 0" in caplog.text
     # And what still ends of the former log moves nothing
     open_one.acknowledge(after[:2])
     open_one.acknowledge(before[4:])

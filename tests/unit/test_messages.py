@@ -320,11 +320,11 @@ GOOD = {names.ID: b"a", names.TYPE: b"t"}
         (b"{}", {names.ID: b"a"}, "invalid", "no 'kjo-type'"),
         (b"{}", GOOD | {names.ID: b""}, "invalid", "no 'kjo-id'"),
         (b"{}", GOOD | {names.ID: b"\xff"}, "invalid", "not valid UTF-8"),
-        (b"{}", GOOD | {names.ID: b"a\x00b"}, "invalid", "no usable"),
-        (b"{}", GOOD | {names.ID: b"a" * 201}, "invalid", "no usable"),
-        (b"{}", GOOD | {names.TYPE: b"t" * 101}, "invalid", "no usable"),
-        (b"{}", GOOD | {names.JOB_ID: b"a\x00b"}, "invalid", "no usable"),
-        (b"{}", GOOD | {names.JOB_ID: b"j" * 201}, "invalid", "no usable"),
+        (b"{}", GOOD | {names.ID: b"a\x00b"}, "invalid", "not a usable"),
+        (b"{}", GOOD | {names.ID: b"a" * 201}, "invalid", "not a usable"),
+        (b"{}", GOOD | {names.TYPE: b"t" * 101}, "invalid", "not a usable"),
+        (b"{}", GOOD | {names.JOB_ID: b"a\x00b"}, "invalid", "not a usable"),
+        (b"{}", GOOD | {names.JOB_ID: b"j" * 201}, "invalid", "not a usable"),
     ],
 )
 def test_what_no_retry_could_make_readable_is_poison(value, headers, reason, says):

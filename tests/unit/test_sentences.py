@@ -38,7 +38,6 @@ STILL_METAPHORS = {
         "tell_waiters",
     },
     "enqueue": {"hand_over"},
-    "messages": {"_told"},
     "models": {"Wish"},
     "operations": {"_in_words", "_rest", "_says", "_tell", "told"},
     "patterns": {"_hand_over", "_tell", "_tell_later", "tell"},

@@ -345,7 +345,11 @@ class DatabaseSubscription(Subscription):
             self._insist(self._write_settled)
             and self._insist(lambda: rows.update(lease_token="", lease_expires_at=None))
         ):
-            logger.warning("Leases of %s were left to expire: %s", self._group, self.last_error)
+            logger.warning(
+                "Consumer group %s: its leases stay until they expire: %s",
+                self._group,
+                self.last_error,
+            )
         connection = connections[self._alias]
         if not connection.in_atomic_block:
             connection.close()

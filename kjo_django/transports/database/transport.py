@@ -124,7 +124,7 @@ class DatabaseTransport(Transport):
             TransportMessage.objects.using(alias).bulk_create(rows)
         except OUTAGES as error:
             mend_connection(alias)
-            raise PublishError(f"Database {alias!r} did not take the records: {error}") from error
+            raise PublishError(f"Database {alias!r} refused the records: {error}") from error
         for index, row in first.items():
             results[index] = Published(partition=0, offset=row.pk)
         return results

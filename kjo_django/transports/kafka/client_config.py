@@ -128,7 +128,7 @@ class KafkaOptions:
         """Return the configuration of a consumer in ``group``."""
         config = {**self._general, **self._consumer, "group.id": group}
         if config.get("group.protocol") == "consumer":
-            # The broker decides these under KIP-848; librdkafka refuses to be told.
+            # The broker decides these under KIP-848; librdkafka refuses them.
             chosen = without(self._consumer, CONSUMER_DEFAULTS.keys())
             config = without(config, CLASSIC_PROTOCOL_ONLY - chosen.keys())
         return config

@@ -193,7 +193,7 @@ def is_refusal(error: object) -> bool:
 
 
 class Refusals:
-    """What one client was told. Thread-safe: one reference is set."""
+    """The latest refusal that one client met. Thread-safe: one reference is set."""
 
     def __init__(self, options: KafkaOptions) -> None:
         self._options = options
@@ -209,7 +209,7 @@ class Refusals:
         now = time.monotonic()
         if not self._logged_at or now > self._logged_at + REPEAT_AFTER:
             self._logged_at = now
-            logger.error("A broker does not let us in: %s", self.reason)
+            logger.error("A Kafka broker refuses this client: %s", self.reason)
 
     def explain(self, error: KafkaError) -> str:
         """Return an error as people should read it, and what to look at."""
@@ -225,7 +225,7 @@ class Refusals:
     def list_topics(self, client: Any, timeout: float, *names: str) -> Any:
         """Ask for the cluster's metadata, or for that of a topic.
 
-        Asked in waits that double, since the client is told of a refusal only between two.
+        Asked in waits that double, since the client learns of a refusal only between two.
 
         :param timeout: seconds.
         :raises KafkaException: with the refusal, as soon as it is known, or with what the client
@@ -254,7 +254,7 @@ def watched(
     note: Callable[[KafkaError], None],
     guard: Callable[[Callable[..., Any]], Callable[..., Any]] = quiet,
 ) -> dict[str, Any]:
-    """Return a configuration whose errors are noted, and told to the project's own callback too.
+    """Return a configuration whose errors are noted, and passed on to the project's own callback.
 
     :param guard: wraps every callback: none may raise into the client.
     """
@@ -293,7 +293,7 @@ class Callbacks:
             try:
                 callback(*arguments)
             except Exception:
-                logger.exception("A callback of consumer group %s failed", self._group)
+                logger.exception("Consumer group %s: a callback failed", self._group)
             except BaseException as interrupt:
                 self._interrupt = interrupt
             finally:
@@ -312,13 +312,13 @@ CHECK_INTERVAL = 1.0
 CHECK_TIMEOUT = 0.25
 
 AWAY = frozenset({KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._RESOLVE})
-"""Of one outage: the client tells of each broker, and of each try with the milliseconds it took."""
+"""Errors of one outage: the client reports each broker, and each try with its milliseconds."""
 
 
 class Health:
     """The latest error of a group's client. Belongs to the thread that polls.
 
-    The client tells of errors and never that they are over, since it heals itself; so while there
+    The client reports errors and never that they are over, since it recovers itself; so while there
     is one, the cluster is asked now and then.
 
     :param topics: those that must exist; patterns (``^...``) need not.
@@ -349,7 +349,7 @@ class Health:
             self.report(self._refusals.explain(error))
             return
         if is_away and self._is_away and self.last_error is not None:
-            return  # an outage has one text, or everybody who is told would tell of it every second
+            return  # an outage has one text, or it would be logged every second
         self._is_away = is_away
         text = describe(error)
         if text != self.last_error:

@@ -122,9 +122,15 @@ class Committer:
     def _refused(self, error: KafkaError | None, offsets: Iterable[KafkaPartition]) -> None:
         self.forget(positions_of(offsets))
         if error is not None and error.code() in TOO_LATE:
-            logger.info("A commit of group %s came too late: %s", self._group, describe(error))
+            logger.info(
+                "Consumer group %s: an offset commit came too late: %s",
+                self._group,
+                describe(error),
+            )
             return
-        logger.warning("A commit of group %s failed: %s", self._group, describe(error))
+        logger.warning(
+            "Consumer group %s: an offset commit failed: %s", self._group, describe(error)
+        )
         self._failed(f"commit failed: {describe(error)}")
 
 

@@ -116,7 +116,7 @@ class OrderedSend:
         refusals: Refusals,
         last_error: Callable[[], str | None],
     ) -> None:
-        self.outcomes = [Published(error="not sent: the time was up") for _ in records]
+        self.outcomes = [Published(error="not sent within delivery.timeout.ms") for _ in records]
         self.errors: list[KafkaError] = []
         """Whatever was reported or raised."""
         self._client = client
@@ -379,7 +379,9 @@ class Publisher:
         try:
             producer = free.get(timeout=timeout)
         except queue.Empty:
-            return [Published(error="others were publishing all the time") for _ in records]
+            return [
+                Published(error="all producers were busy for delivery.timeout.ms") for _ in records
+            ]
         try:
             client = producer.get()
             send = OrderedSend(
@@ -442,7 +444,7 @@ class Publisher:
         for error in errors:
             # After a fatal error an idempotent producer refuses everything for ever.
             if error.fatal() or error.code() == KafkaError._FATAL:
-                text = "The Kafka producer failed for good and is replaced: %s"
+                text = "The Kafka producer failed permanently and is replaced: %s"
                 logger.error(text, describe(error))
                 producer.discard(client)
                 return

@@ -98,7 +98,9 @@ class Reader:
     def begin_anew(self, assignment: Assignment, offset: int) -> None:
         """Read on at an offset of another log, under an epoch of its own: what is still in work of
         the former one moves nothing here."""
-        logger.warning("%s begins anew at offset %d: its log is another", self.partition, offset)
+        logger.warning(
+            "%s is read from offset %d: its log was truncated or recreated", self.partition, offset
+        )
         self.assignment = assignment
         self.position = self.confirmed = offset
         self.batch = []
@@ -271,7 +273,10 @@ class Reading:
         for _, reader, position in due:
             silent = reader.alive and not reader.muted and reader.position == position
             if silent and not reader.client_paused and self._has_more(consumer, reader):
-                logger.warning("%s is silent after a resume; reading it again", reader.partition)
+                logger.warning(
+                    "%s delivers nothing after a resume; it is paused and resumed again",
+                    reader.partition,
+                )
                 # Paused again first: the client ignores a resume of what it believes is running.
                 consumer.pause([reader.at_position()])
                 reader.muted = reader.client_paused = True

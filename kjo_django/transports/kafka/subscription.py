@@ -151,7 +151,7 @@ class KafkaSubscription(Subscription):
         self._await_commits(self._consumer, deadline)
         if self._committer.is_waiting:
             self._committer.is_silent = True
-            self._health.report("commit not answered")
+            self._health.report("no answer to an offset commit")
 
     def _await_commits(self, consumer: Consumer, deadline: float) -> None:
         while self._committer.is_waiting and time.monotonic() < deadline:
@@ -198,7 +198,7 @@ class KafkaSubscription(Subscription):
         # The client's own destructor would wait for a revocation that nobody serves any more,
         # with the interpreter locked.
         if not getattr(self, "_closed", True):
-            logger.warning("A subscription of group %s was never closed", self._group)
+            logger.warning("Consumer group %s: a subscription was never closed", self._group)
             self.close()
 
     # --- Rebalances: the client calls back inside ``poll``, ``consume`` and ``close`` -------------
@@ -277,7 +277,9 @@ class KafkaSubscription(Subscription):
         return self._consumer
 
     def _abandon(self, consumer: Consumer) -> None:
-        logger.error("The consumer of group %s failed for good and is replaced", self._group)
+        logger.error(
+            "Consumer group %s: the client failed permanently and is replaced", self._group
+        )
         held = [KafkaPartition(*partition) for partition in self.assignment()]
         self._callbacks.guard(self._lose)(consumer, held)
         self._leave(consumer)
@@ -308,7 +310,9 @@ class KafkaSubscription(Subscription):
             else:
                 consumer.close()
         except (KafkaException, RuntimeError) as error:
-            logger.warning("Closing the consumer of %s failed: %s", self._group, describe(error))
+            logger.warning(
+                "Consumer group %s: closing the client failed: %s", self._group, describe(error)
+            )
 
     def forget_the_parents(self) -> None:
         """In the child of a fork: be closed, since the membership is the parent's."""

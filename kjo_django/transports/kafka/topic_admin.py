@@ -298,7 +298,7 @@ class Topics:
             if all((size or 0) >= at_least.get(name, 1) for name, size in sizes.items()):
                 return sizes
             if time.monotonic() > deadline:
-                raise PublishError(f"Kafka topics {', '.join(names)} did not appear in time")
+                raise PublishError(f"Kafka topics {', '.join(names)} were not visible in time")
             time.sleep(INTERVAL)
 
     # --- Asking -----------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ class MemorySubscription(Subscription):
         try:
             callback(*arguments)
         except Exception:
-            logger.exception("A rebalance callback of group %r failed", self._group_name)
+            logger.exception("Consumer group %s: a rebalance callback failed", self._group_name)
 
     def _take(self, max_records: int) -> list[Record]:
         taken: list[Record] = []

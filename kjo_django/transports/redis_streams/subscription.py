@@ -337,7 +337,7 @@ class RedisStreamsSubscription(Subscription):
             try:
                 self._on_revoked(self.assignment(), False)
             except Exception:
-                logger.exception("A callback of consumer group %s failed", self._group)
+                logger.exception("Consumer group %s: a callback failed", self._group)
         try:
             client = self._client()
             self._send_acknowledgements(client)
@@ -348,7 +348,11 @@ class RedisStreamsSubscription(Subscription):
                 if self._is_open:
                     self._leave(client, stream)
         except RedisError as error:
-            logger.warning("Leaving group %s late, by its lease: %s", self._group, error)
+            logger.warning(
+                "Consumer group %s: its entries return when their lease ends: %s",
+                self._group,
+                error,
+            )
         with self._lock:
             self._is_closed = True
 

@@ -78,14 +78,14 @@ class RedisStreamsTransport(Transport):
             return get_redis_connection(self._cache, write=True)
         except (InvalidCacheBackendError, NotImplementedError) as error:
             raise ImproperlyConfigured(
-                f"{self._where('CACHE')} names {self._cache!r}, which is no django-redis cache: "
-                f"{error}"
+                f"{self._where('CACHE')} names {self._cache!r}, which is not a cache of "
+                f"django-redis: {error}"
             ) from error
         except ValueError:
             # Without the error's text, which may hold part of a password with a / or ?.
             raise ImproperlyConfigured(
-                f"The LOCATION of CACHES[{self._cache!r}] is no URL of a Redis. A password's "
-                "special characters are written as %2F (/), %3F (?), %23 (#) and %40 (@)."
+                f"The LOCATION of CACHES[{self._cache!r}] is not a redis:// or rediss:// URL. A "
+                "password's special characters are %2F (/), %3F (?), %23 (#) and %40 (@)."
             ) from None
 
     def stream(self, topic: str) -> str:

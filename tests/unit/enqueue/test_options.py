@@ -73,7 +73,7 @@ def test_a_key_that_the_function_does_not_take_is_refused_at_the_declaration():
 
     def batch(items): ...
 
-    says = r"refund: key='ordre' is no argument of the function\. Did you mean 'order'\?"
+    says = r"refund: key='ordre' is not an argument of the function\. Did you mean 'order'\?"
     with pytest.raises(ImproperlyConfigured, match=says):
         job(name="refund", key="ordre")(refund)
     with pytest.raises(ImproperlyConfigured, match=r"key='nope'.*It takes: country, order\."):
