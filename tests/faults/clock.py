@@ -27,6 +27,8 @@ class Clock:
         self.offset = 0.0
         self.advances = 0
         self.rivals_waits = 0
+        self.is_within_a_call = False
+        """Whether a process acts on this thread while another one's call is under way."""
 
     def install(self, monkeypatch: Any) -> None:
         now, monotonic = timezone.now, time.monotonic
@@ -61,11 +63,12 @@ class Clock:
         def wait(event: threading.Event, timeout: float | None = None) -> bool:
             if timeout is None or event.is_set() or not is_virtual() or is_beside():
                 return really_wait(event, timeout)
-            self.advance(timeout)
-            if threading.current_thread().name == RIVAL:
+            if self.is_within_a_call or threading.current_thread().name == RIVAL:
                 self.rivals_waits += 1
-                # As if it were asked to stop: what it waits for is held by who waits for it.
-                return event.is_set() or self.rivals_waits > 3
+                if self.rivals_waits > 3:
+                    # As if it were asked to stop: what it waits for is held by who waits for it.
+                    return True
+            self.advance(timeout)
             return event.is_set()
 
         def sleep(seconds: float) -> None:

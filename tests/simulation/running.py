@@ -31,7 +31,7 @@ from tests.faults.world import OTHERS, World
 from tests.simulation.schedule import Step, is_calm
 
 QUEUES = (QUEUE, "faults-queue", "tasks", STREAM)
-LONGEST_WAIT = 0.02
+LONGEST_WAIT = 0.002
 """Seconds a statement waits for a lock: who holds it is on this thread, and waits for us."""
 
 
@@ -44,7 +44,7 @@ class Simulated(Process):
         if self._session.vendor == "sqlite":
             options["timeout"] = LONGEST_WAIT
         else:
-            options["options"] = f"-c lock_timeout={int(1000 * LONGEST_WAIT)}"
+            options["options"] = f"-c lock_timeout=20"
         self._session.settings_dict = {**self._session.settings_dict, "OPTIONS": options}
         super().__init__(name, queues, boundary)
 
@@ -211,7 +211,11 @@ class Simulation(World):
         self.clock.advance(seconds)
         if step is None or threading.get_ident() != self._thread:
             return
-        contextvars.Context().run(self._nested, step)
+        self.clock.is_within_a_call, self.clock.rivals_waits = True, 0
+        try:
+            contextvars.Context().run(self._nested, step)
+        finally:
+            self.clock.is_within_a_call = False
 
     def _nested(self, step: Step) -> None:
         process = self.by_number.get(step.who)
