@@ -44,7 +44,7 @@ class Simulated(Process):
         if self._session.vendor == "sqlite":
             options["timeout"] = LONGEST_WAIT
         else:
-            options["options"] = f"-c lock_timeout=20"
+            options["options"] = "-c lock_timeout=20"
         self._session.settings_dict = {**self._session.settings_dict, "OPTIONS": options}
         super().__init__(name, queues, boundary)
 
