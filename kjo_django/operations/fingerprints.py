@@ -15,7 +15,7 @@ from kjo_django.operations.dead_letters.table import DeadLetterFilter, Selection
 from kjo_django.store.counting import COUNT_LIMIT, keys_of_each
 
 SAMPLED = 50
-"""Letters of a group whose releases and replays are told."""
+"""Letters of a group whose releases and replays are counted."""
 MAX_RELEASES = 5
 _OF_THE_NEWEST = (
     *("fingerprint", "failed_at", "release", "replay_count"),

@@ -1,4 +1,4 @@
-"""How far running jobs say they have got."""
+"""How far running jobs have got, by their own reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Progress", "progress_of"]
 
 
 def progress_of(job_ids: Sequence[object]) -> dict[str, Progress]:
-    """Return the latest word of each job that has said something within the hour, by its id as
+    """Return the latest report of each job that has made one within the hour, by its id as
     text, in one round trip. Nothing when coordination cannot be reached."""
     if not job_ids:
         return {}

@@ -20,7 +20,7 @@ from kjo_django.store.transactions import jobs_database
 
 
 class Unchanged(enum.Enum):
-    """Says that a limit stays what it is, where None says: as configured."""
+    """The value for a limit that stays what it is; None stands for the configured one."""
 
     UNCHANGED = enum.auto()
 
@@ -61,7 +61,7 @@ def set_policy(
         number each job was enqueued with. A job that has had more gets the one it waits for.
     :param backoff_base: delay before the second attempt, which doubles each time: 1 second to a
         day, in whole seconds. Handlers with a back-off of their own keep it.
-    :param on_changed: told of the row inside the transaction.
+    :param on_changed: called with the row inside the transaction.
     :returns: False: all of it was so before.
     :raises ValueError: a value is out of its range, or the queue's name is none.
     """
@@ -70,7 +70,7 @@ def set_policy(
         name: _checked(name, value) for name, value in given.items() if value is not UNCHANGED
     }
     return bool(changes) and _change(
-        queue, changes, actor, signals.queue_changed, on_changed, {"changes": changes}
+        queue, changes, actor, signals.queue_changed, on_changed, changes=changes
     )
 
 
@@ -81,7 +81,7 @@ def paused_queues() -> set[str]:
 
 
 def untouched() -> list[QueueControl]:
-    """Return an unsaved row for every known queue that has none; it says what no row says: as
+    """Return an unsaved row for every known queue that has none; it means the same as no row: as
     configured."""
     rows = QueueControl.objects.using(jobs_database())
     missing = set(registry.queue_names()) - set(rows.values_list("queue", flat=True))
@@ -138,11 +138,11 @@ def _checked(name: str, value: Any) -> int | None:
 
 def _change(
     queue: str,
-    changes: dict[str, Any],
+    values: dict[str, Any],
     actor: str,
     signal: Signal,
     on_changed: Observer | None = None,
-    told: dict[str, Any] | None = None,
+    **facts: Any,
 ) -> bool:
     if not queue or len(queue) > 100:
         raise ValueError(f"No queue has the name {queue!r:.120}")
@@ -153,14 +153,14 @@ def _change(
         rows.bulk_create([QueueControl(queue=queue)], ignore_conflicts=True)
         changed = (
             rows.filter(queue=queue)
-            .exclude(**changes)
-            .update(**changes, changed_by=actor[:150], updated_at=timezone.now())
+            .exclude(**values)
+            .update(**values, changed_by=actor[:150], updated_at=timezone.now())
         )
         if changed:
             if on_changed is not None:
                 on_changed([rows.get(queue=queue)])
-            tell = functools.partial(
-                signals.send, signal, sender=queue, queue=queue, actor=actor, **(told or {})
+            announce = functools.partial(
+                signals.send, signal, sender=queue, queue=queue, actor=actor, **facts
             )
-            on_commit(using, tell)
+            on_commit(using, announce)
     return bool(changed)

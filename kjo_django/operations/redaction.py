@@ -87,9 +87,9 @@ def _redacted_text(text: str, names: list[str], depth: int) -> str:
 
 
 def _inner(text: str) -> Any:
-    """Return what a text says that is JSON of an object or a list, else None.
+    """Return the value of a text that is JSON of an object or a list, else None.
 
-    :raises RecursionError: it is nested too deeply to tell.
+    :raises RecursionError: it is nested too deeply.
     """
     if text.lstrip()[:1] not in _OPENING:
         return None
@@ -176,7 +176,7 @@ def _shown(data: bytes, decode: Callable[[bytes], Any], handler: str, longest: i
         return f"<{len(data):,} bytes: too long to be shown>"
     try:
         value = redacted(decode(data), also=hidden_by(handler))
-        # What other serializers than JSON's hold beside it is told in words.
+        # What other serializers than JSON's hold beside it is described.
         text = json.dumps(value, default=_in_words, skipkeys=True, ensure_ascii=False)
         return json.loads(text.encode("utf-8", "replace"), parse_constant=str)
     except (MessageError, LookupError, TypeError, ValueError, RecursionError) as error:
@@ -199,7 +199,7 @@ def hidden_by(handler: str) -> tuple[str, ...]:
     return tuple({name for each in registry.handlers() for name in each.options.redact})
 
 
-# --- What rows tell beside their payload ----------------------------------------------------------
+# --- What rows hold beside their payload ----------------------------------------------------------
 
 
 def hide_texts(rows: Iterable[Model]) -> None:

@@ -1,5 +1,10 @@
-"""Quieting and stopping workers. A wish is a column of the worker's own row: the process obeys
-within two seconds, and one started in its place has another row and no wish."""
+"""Workers: what their rows hold of their partitions, and asking them to be quiet or to stop.
+
+A worker is asked by a column of its own row. Its process obeys within two seconds; one started in
+its place has another row, where nothing is asked. The partitions in a row are JSON that any release
+may have written. What this release does not understand is left out: a screen shows less, and never
+fails.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +33,6 @@ MOST = 5_000
 MOST_RUNNING = 20
 MAX_TEXT = 255
 _GREATEST = 2**31 - 1
-
-
 ALIVE_HEARTBEATS = 6
 """Heartbeats a worker may miss before it counts as gone."""
 
@@ -97,7 +100,7 @@ def assignments(partitions: Any) -> list[Assignment]:
 
 
 def rebalanced_at(held: list[Assignment]) -> datetime | None:
-    """Return when the latest of the worker's assignments changed last, None if nobody said."""
+    """Return when the latest of the worker's assignments changed last, None if no row has it."""
     return max((each.rebalanced_at for each in held if each.rebalanced_at), default=None)
 
 
@@ -105,7 +108,7 @@ def rebalanced_at(held: list[Assignment]) -> datetime | None:
 
 
 def _assignment(found: Any) -> Assignment | None:
-    if isinstance(found, list) and len(found) == 2:  # as rows were written before they said more
+    if isinstance(found, list) and len(found) == 2:  # as older releases wrote it
         found = {"topic": found[0], "partition": found[1]}
     if not isinstance(found, dict):
         return None
@@ -187,7 +190,7 @@ def quiet(workers: Workers, *, actor: str = "", on_changed: Observer | None = No
 
     :param workers: rows or their ids; ``Worker.id``, which every start of a process has anew.
     :param actor: who asked, for the signal and the log.
-    :param on_changed: told of the rows that were asked, inside the transaction.
+    :param on_changed: called with the rows that were asked, inside the transaction.
     """
     return _ask(workers, Worker.Wish.QUIET, actor, on_changed)
 
@@ -216,13 +219,13 @@ def _ask(workers: Workers, wish: Worker.Wish, actor: str, on_changed: Observer |
             rows = Worker.objects.using(using).filter(pk__in=chunk)
             asked = [key for key in chunk if _ask_one(rows.filter(pk=key), wish)]
             found = {worker.pk: worker for worker in rows}
-            for key in chunk:
-                outcomes.add(_result(found.get(key), key in asked, wish))
             changed = [found[key] for key in asked]
-            outcomes.changed_count += len(changed)
+            for key in set(chunk) - set(asked):
+                outcomes.add(_refusal(found.get(key), wish))
+            outcomes.add_changed(AskResult.ASKED, len(changed))
             if on_changed is not None and changed:
                 on_changed(changed)
-            on_commit(using, functools.partial(_tell, changed, wish, actor))
+            on_commit(using, functools.partial(_send_signals, changed, wish, actor))
     return outcomes
 
 
@@ -234,11 +237,9 @@ def _ask_one(row: QuerySet[Worker], wish: Worker.Wish) -> int:
     return living.exclude(wish__in={wish, Worker.Wish.STOP}).update(wish=wish)
 
 
-def _result(worker: Worker | None, was_asked: bool, wish: Worker.Wish) -> AskResult:
+def _refusal(worker: Worker | None, wish: Worker.Wish) -> AskResult:
     if worker is None:
         return AskResult.NOT_FOUND
-    if was_asked:
-        return AskResult.ASKED
     if not worker.is_alive(alive_within()):
         return AskResult.GONE
     if worker.wish == Worker.Wish.STOP and wish != Worker.Wish.STOP:
@@ -255,7 +256,7 @@ def _key(worker: Worker | uuid.UUID | str) -> uuid.UUID | None:
         return None
 
 
-def _tell(workers: Sequence[Worker], wish: Worker.Wish, actor: str) -> None:
+def _send_signals(workers: Sequence[Worker], wish: Worker.Wish, actor: str) -> None:
     for worker in workers:
         signals.send(
             signals.worker_asked,

@@ -81,7 +81,7 @@ class JobFilter:
     """Words are looked for in ids and names of handlers only."""
 
     def limited(self) -> JobFilter:
-        """Return it for who may not see payloads: what is found tells what is in there.
+        """Return it for who may not see payloads: what is found shows what is in there.
 
         :raises ValueError: it asks for what a payload holds, or for what may quote one.
         """
@@ -277,7 +277,7 @@ assert {each.name for each in fields(JobFilter)} == {
     *("arguments", "words", "is_limited"),
 }
 
-__all__ = ["WINDOW", "JobFilter", "Page", "counts", "find", "page", "parse"]
+__all__ = ["WINDOW", "JobFilter", "KeysetPage", "counts", "find", "page", "parse"]
 
 WINDOW = COUNT_LIMIT
 """Rows looked at for what no index serves."""
@@ -291,7 +291,7 @@ MAX_PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class KeysetPage:
     """Some jobs, the newest first."""
 
     rows: list[Job]
@@ -310,7 +310,7 @@ def page(
     after: str | None = None,
     before: str | None = None,
     size: int = 50,
-) -> Page:
+) -> KeysetPage:
     """Return a page of what fits, the newest first.
 
     :param after: ``next`` of another page.
@@ -322,8 +322,8 @@ def page(
         raise ValueError("Give after or before, not both")
     if not 1 <= size <= MAX_PAGE:
         raise ValueError(f"A page has 1 to {MAX_PAGE} rows")
-    look = _Look(filter or JobFilter())
-    branches = [rows.defer("payload", "result") for rows in look.branches()]
+    looked = _Search(filter or JobFilter())
+    branches = [rows.defer("payload", "result") for rows in looked.branches()]
     if before is not None:
         edge = _key(before)
         found = _merged([rows.filter(pk__gt=edge).order_by("pk") for rows in branches], size + 1)
@@ -334,11 +334,11 @@ def page(
             branches = [rows.filter(pk__lt=edge) for rows in branches]
         found = _merged([rows.order_by("-pk") for rows in branches], size + 1, newest_first=True)
         rows, has_older, has_newer = found[:size], len(found) > size, after is not None
-    return Page(
+    return KeysetPage(
         rows,
         next=_cursor(rows[-1]) if rows and has_older else None,
         previous=_cursor(rows[0]) if rows and has_newer else None,
-        is_windowed=look.is_windowed,
+        is_windowed=looked.is_windowed,
     )
 
 
@@ -347,7 +347,7 @@ def find(filter: JobFilter) -> QuerySet[Job]:
 
     Asks the database for the bounds now; what is created later is not in it.
     """
-    branches = _Look(filter).branches()
+    branches = _Search(filter).branches()
     found = branches[0]
     for rows in branches[1:]:
         found = found | rows
@@ -365,17 +365,17 @@ def counts(filter: JobFilter | None = None) -> dict[str, tuple[int, bool]]:
     found: dict[str, tuple[int, bool]] = {}
     floors: dict[Any, UUID | None] = {}
     for state in JobStatus.values:
-        look = _Look(replace(filter, state=str(state)), floors)
-        count = sum(bounded_count(rows, COUNT_LIMIT) for rows in look.branches())
-        found[str(state)] = min(count, COUNT_LIMIT), count >= COUNT_LIMIT or look.is_windowed
+        looked = _Search(replace(filter, state=str(state)), floors)
+        count = sum(bounded_count(rows, COUNT_LIMIT) for rows in looked.branches())
+        found[str(state)] = min(count, COUNT_LIMIT), count >= COUNT_LIMIT or looked.is_windowed
     return found
 
 
 # --- What is looked at ----------------------------------------------------------------------------
 
 
-class _Look:
-    """One look at the table: what the indexes serve, and the bound on the rest."""
+class _Search:
+    """What the indexes serve of a filter, and the bound on the rest."""
 
     def __init__(self, filter: JobFilter, floors: dict[Any, UUID | None] | None = None) -> None:
         self._now = timezone.now()
@@ -465,7 +465,7 @@ class _Look:
         if given.attempts is not None:
             rest &= Q(attempts__gte=given.attempts)
         for word in given.words:
-            rest &= _says(word, is_limited=given.is_limited)
+            rest &= _has_word(word, is_limited=given.is_limited)
         return rest
 
     # --- Payloads ---------------------------------------------------------------------------------
@@ -489,7 +489,7 @@ class _Look:
 
     def _fits(self, job: Job) -> bool:
         hidden = hidden_by(job.handler)
-        # Of what is shown only: what is found would tell what is hidden.
+        # Of what is shown only: what is found would show what is hidden.
         value = redacted(job.arguments, also=hidden)
         return all(
             not any(is_redacted(part, also=hidden) for part in path.split("."))
@@ -527,14 +527,14 @@ def running() -> list[UUID]:
     return ids
 
 
-def _says(word: str, *, is_limited: bool) -> Q:
-    says = Q(handler__icontains=word)
+def _has_word(word: str, *, is_limited: bool) -> Q:
+    found = Q(handler__icontains=word)
     if not is_limited:
-        says |= Q(error__icontains=word) | Q(key=word) | Q(unique_id=word)
+        found |= Q(error__icontains=word) | Q(key=word) | Q(unique_id=word)
     try:
-        return says | Q(pk=UUID(word))
+        return found | Q(pk=UUID(word))
     except ValueError:
-        return says
+        return found
 
 
 def _at(value: Any, path: Sequence[str]) -> list[Any]:
