@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -35,24 +35,18 @@ WAITING = (JobState.PENDING, JobState.QUEUED)
 """Stored states of which some are shown as scheduled."""
 OTHERS = (JobState.FAILING, JobState.FAILED, JobState.CANCELLED)
 SHOWN = (*WAITING, JobStatus.SCHEDULED, *OTHERS)
-"""Of the completed no index knows how many there are; the minute buckets tell how many come."""
+"""No index knows how many have completed; the minute buckets hold how many come."""
 
 
 def state_counts() -> dict[str, int]:
     """Return how many jobs people are shown in each state an index knows, up to 100,000 rows of
     each stored one."""
-    return _shown(bounded_counts(_others()), timezone.now())
-
-
-def _others() -> dict[str, QuerySet[Any]]:
-    jobs = Job.objects.using(jobs_database())
-    return {str(state): jobs.filter(state=state).order_by("pk") for state in OTHERS}
-
-
-def _shown(others: Mapping[str, int], now: datetime) -> dict[str, int]:
-    jobs = with_shown_state(Job.objects.using(jobs_database()).all(), now)
-    rows = {str(state): jobs.filter(state=state).order_by("pk") for state in WAITING}
-    counts = Counter(others)
+    jobs = Job.objects.using(jobs_database()).order_by("pk")
+    waiting = with_shown_state(jobs, timezone.now())
+    rows = {str(state): waiting.filter(state=state) for state in WAITING}
+    others = jobs.annotate(shown_state=F("state"))
+    rows |= {str(state): others.filter(state=state) for state in OTHERS}
+    counts: Counter[str] = Counter()
     for groups, _ in many_grouped_counts(rows, ("shown_state",)).values():
         for (state,), (count, _) in groups.items():
             counts[state] += count
@@ -62,46 +56,34 @@ def _shown(others: Mapping[str, int], now: datetime) -> dict[str, int]:
 def overview() -> dict[str, Any]:
     """Return what the first screen shows; counts are lower bounds from 100,000 on."""
     now = timezone.now()
-    jobs = Job.objects.using(jobs_database())
-    unpublished = backlog(now)
+    unpublished = backlog(now).jobs
     letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
-    counts = bounded_counts(
-        {**_others(), "letters": letters.order_by("pk"), "backlog": unpublished.jobs}
-    )
-    letters_count, backlog_count = counts["letters"], counts["backlog"]
-    oldest = oldest_backlog = _first(waiting_jobs(now))
-    if backlog_count and not unpublished.is_all_that_waits:
-        oldest_backlog = _first(unpublished.jobs)
-    queued = jobs.filter(state=JobState.QUEUED, available_at__lte=now).order_by("pk")
+    counts = bounded_counts({"letters": letters.order_by("pk"), "backlog": unpublished})
+    queued = Job.objects.using(jobs_database()).filter(state=JobState.QUEUED)
+    ready = queued.filter(available_at__lte=now).order_by("pk")
+    oldest = [_first(rows) for rows in (waiting_jobs(now), ready)]
+    workers = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
+    living = workers.filter(heartbeat_at__gte=now - alive_within()).order_by()
+    in_flight = list(living.values_list("in_flight_count", flat=True)[:5000])
     totals = metrics.totals(timedelta(hours=1))
-    living = _living(now)
     return {
-        "states": _shown(counts, now),
-        "open_dead_letters": letters_count,
-        "backlog": backlog_count,
-        "oldest_backlog_seconds": seconds_since(oldest_backlog, now) if backlog_count else None,
-        "oldest_waiting_seconds": seconds_since(_least(oldest, _first(queued)), now),
-        "in_flight": sum(living),
-        "living_workers": len(living),
+        "states": state_counts(),
+        "open_dead_letters": counts["letters"],
+        "backlog": counts["backlog"],
+        "oldest_backlog_seconds": seconds_since(
+            _first(unpublished) if counts["backlog"] else None, now
+        ),
+        "oldest_waiting_seconds": seconds_since(min(filter(None, oldest), default=None), now),
+        "in_flight": sum(in_flight),
+        "living_workers": len(in_flight),
         "failed_last_hour": totals.failed,
         "done_per_minute": totals.per_minute,
         "lag": totals.lag,
     }
 
 
-def _first(rows: Any) -> datetime | None:
-    found: datetime | None = rows.values_list("available_at", flat=True).first()
-    return found
-
-
-def _least(*moments: datetime | None) -> datetime | None:
-    return min((moment for moment in moments if moment is not None), default=None)
-
-
-def _living(now: datetime) -> list[int]:
-    rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
-    alive = rows.filter(heartbeat_at__gte=now - alive_within())
-    return list(alive.order_by().values_list("in_flight_count", flat=True)[:5000])
+def _first(rows: QuerySet[Job]) -> datetime | None:
+    return rows.values_list("available_at", flat=True).first()
 
 
 def status(queues: Iterable[str] | None = None) -> dict[str, Any]:
@@ -155,7 +137,7 @@ def queue_rows(
 
 
 COUNTED = tuple(state for state in JobStatus.values if state != JobStatus.PROCESSING)
-"""The states people are shown, but for that which only leases tell."""
+"""The states people are shown, but for processing, which only leases show."""
 
 
 def count_by_state(
@@ -165,7 +147,7 @@ def count_by_state(
     lower bound."""
     jobs = with_shown_state(Job.objects.using(jobs_database()).all(), now)
     rows = {state: jobs.filter(state=state).order_by("pk") for state in JobState.values}
-    # No index knows the completed ones; the newest rows tell what matters.
+    # No index knows the completed ones; the newest rows matter.
     rows[JobState.COMPLETED] = jobs.order_by("-pk")
     found = many_grouped_counts(rows, ("queue", "state", "shown_state"), limit=limit)
     counts: Counter[tuple[str, str]] = Counter()
@@ -234,8 +216,6 @@ class Backlog(NamedTuple):
     """Longest due first."""
     is_possible: bool
     """Whether any queue needs a relay."""
-    is_all_that_waits: bool
-    """Whether every queue needs one."""
 
 
 def waiting_jobs(now: datetime) -> QuerySet[Job]:
@@ -252,7 +232,6 @@ def backlog(now: datetime) -> Backlog:
     return Backlog(
         waiting_jobs(now).exclude(queue__in=direct),
         is_possible=len(direct) < len(names),
-        is_all_that_waits=not direct,
     )
 
 
@@ -260,16 +239,15 @@ def relay(now: datetime | None = None) -> dict[str, Any]:
     """Return what the relay still has to publish: due rows of queues that need one."""
     now = now or timezone.now()
     found = backlog(now)
-    oldest = found.jobs.values_list("available_at", flat=True).first()
     return {
         "backlog": bounded_count(found.jobs),
-        "oldest_seconds": seconds_since(oldest, now),
+        "oldest_seconds": seconds_since(_first(found.jobs), now),
         "is_needed": found.is_possible,
     }
 
 
 def workers(now: datetime | None = None) -> list[dict[str, Any]]:
-    """Return the workers that have not said goodbye, the living ones first."""
+    """Return the workers that have not stopped by themselves, the living ones first."""
     now = now or timezone.now()
     rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
     found = [_worker(worker, now) for worker in rows.order_by("-heartbeat_at")[:500]]
