@@ -1,4 +1,4 @@
-"""The Django app."""
+"""The Django application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers by name: what ``@job`` declares and workers look up."""
+"""The handlers, by name: ``@job`` declares them, workers look them up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an endpoint is declared: a function with its permissions, body, answers and problems.
+"""How an endpoint is declared: a function, its permissions, its body, its answers and problems.
 
 ``endpoint`` makes a method of a function, and describes it in the OpenAPI schema; ``address`` makes
 a view of one or more methods. What all views share is in ``KjoView``: permissions, problems, strict

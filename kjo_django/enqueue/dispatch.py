@@ -68,7 +68,7 @@ def record_of(
         is_tombstone = headers.pop(names.NO_VALUE, None) is not None
         if names.REDELIVERY in headers:
             # A requeue is a wish to have it handled again.
-            headers[names.REDELIVERY] = message_id(str(job.pk), job.generation).encode()
+            headers[names.REDELIVERY] = message_id(str(job.id), job.generation).encode()
         return OutgoingRecord(
             topic=job.destination,
             key=raw_key if raw_key is not None else job.key.encode() or None,
@@ -76,7 +76,7 @@ def record_of(
             headers=headers,
             available_at=available_at,
         )
-    id = str(job.pk)
+    id = str(job.id)
     # Without a key of its own a job is its own key: partitions fill evenly, nothing waits.
     key: bytes | None = (job.key or id).encode()
     value: bytes | None = bytes(job.payload)
@@ -135,5 +135,5 @@ def record_forwarded(store: Store, published: Sequence[Publication], now: dateti
     """
     store.complete_forwarded([one for one in published if not is_waited_for(one.job)], now)
     for job in [one.job for one in published if is_waited_for(one.job)]:
-        rows = Job.objects.using(store.alias).at(job.pk, job.generation).exclude(destination="")
+        rows = Job.objects.using(store.alias).at(job.id, job.generation).exclude(destination="")
         transition("publish", rows, topic=job.destination, queued_at=now)

@@ -1,6 +1,6 @@
-"""The state of jobs, one file per model."""
+"""The tables: jobs and their failures, dead letters, markers, figures, workers."""
 
-from kjo_django.models.dashboard import Dashboard
+from kjo_django.models.control import Dashboard, QueueControl, Worker
 from kjo_django.models.dead_letter import (
     DeadLetter,
     DeadLetterReason,
@@ -9,12 +9,9 @@ from kjo_django.models.dead_letter import (
     source_of_job,
 )
 from kjo_django.models.embedded import Lease, Mark, TransportMessage, TransportSubscription
-from kjo_django.models.job import Job, JobQuerySet, message_id, transition
-from kjo_django.models.job_failure import JobFailure
+from kjo_django.models.job import Job, JobFailure, JobQuerySet, message_id, transition
 from kjo_django.models.metric_bucket import MetricBucket, MetricRollup
 from kjo_django.models.processed_event import EventKey, ProcessedEvent
-from kjo_django.models.queue_control import QueueControl
-from kjo_django.models.worker import Worker
 
 __all__ = [
     "Dashboard",

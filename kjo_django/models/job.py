@@ -22,7 +22,7 @@ ORIGIN_ID = "kjo-origin-id"
 
 
 class JobQuerySet(models.QuerySet["Job"]):
-    """Querysets speak states."""
+    """Jobs by their state."""
 
     def open(self) -> JobQuerySet:
         """Jobs that will still run."""
@@ -180,11 +180,50 @@ class Job(models.Model):
 
     @property
     def status(self) -> JobStatus:
-        """The state with the virtual ones; ``processing`` as far as this row's own lease tells.
-
-        ``operations.inspect.statuses`` asks coordination too, for many jobs in one round trip.
-        """
+        """The state people are shown, by this row alone: leased or not."""
         return self.status_with(leased=False)
+
+
+class JobFailure(models.Model):
+    """One failed attempt of a job: what went wrong, and where."""
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    job = models.ForeignKey(
+        "kjo_django.Job", on_delete=models.CASCADE, related_name="failures", verbose_name=_("job")
+    )
+    generation = models.PositiveIntegerField(_("generation"), default=1)
+    attempt = models.PositiveIntegerField(_("attempt"))
+    worker = models.CharField(_("worker"), max_length=255, blank=True, default="")
+    error_type = models.CharField(_("error type"), max_length=255)
+    error = models.CharField(_("error"), max_length=MAX_ERROR_LENGTH)
+    code = models.CharField(
+        _("error code"),
+        max_length=100,
+        blank=True,
+        default="",
+        db_default="",  # a worker of the release before does not name the column
+        help_text=_("The error's own."),
+    )
+    details = models.JSONField(
+        _("error details"),
+        null=True,
+        blank=True,
+        help_text=_("What the error's to_dict() returned, or its details."),
+    )
+    traceback = models.TextField(_("traceback"), blank=True, default="")
+    started_at = models.DateTimeField(_("started at"), null=True, blank=True)
+    failed_at = models.DateTimeField(_("failed at"), default=timezone.now)
+    retry_at = models.DateTimeField(_("retry at"), null=True, blank=True)
+
+    class Meta:
+        db_table = "kjo_job_failure"
+        verbose_name = _("failed attempt")
+        verbose_name_plural = _("failed attempts")
+        ordering = ("id",)
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.error_type} ({self.attempt})"
 
 
 def is_scheduled(now: datetime) -> Q:
@@ -194,7 +233,7 @@ def is_scheduled(now: datetime) -> Q:
 
 
 def log_facts(job: Any) -> dict[str, Any]:
-    """The same of a job, or of a row that is none."""
+    """Return what a log record about a job says in its ``extra``."""
     return {"job_id": str(job.pk), "handler": job.handler, "queue": job.queue}
 
 

@@ -20,7 +20,7 @@ class EventKey(NamedTuple):
 
 
 class LongNameIndex(models.Index):
-    """An index whose name is the one other systems sharing the table know (KII-19).
+    """An index with the name that other systems sharing the table know.
 
     Django limits names to 30 characters for Oracle's sake; PostgreSQL, SQLite and MySQL take 63.
     """
@@ -29,9 +29,9 @@ class LongNameIndex(models.Index):
 
 
 class ProcessedEvent(models.Model):
-    """Event ``event_id`` of type ``event_type`` took effect for ``service_name`` (KII-17).
+    """Event ``event_id`` of type ``event_type`` took effect for ``service_name``.
 
-    Kept longer than any redelivery or replay can come (KII-F10); ``kjo_prune`` removes the rest.
+    Kept for longer than a redelivery or replay can take; ``kjo_prune`` removes older ones.
     """
 
     objects: ClassVar[models.Manager[ProcessedEvent]]

@@ -225,7 +225,7 @@ class Relay:
         try:
             return dispatch.record_of(job, queue, service=self._runtime.service)
         except Exception as error:
-            logger.exception("The message of job %s cannot be made", job.pk, extra=job.log_facts)
+            logger.exception("The message of job %s cannot be made", job.id, extra=job.log_facts)
             return error
 
     def _back_off(self, queue: str, jobs: Sequence[DueJob], answers: Sequence[Published]) -> None:

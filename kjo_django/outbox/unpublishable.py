@@ -99,7 +99,7 @@ class _Failed(NamedTuple):
 def _fail(runtime: Runtime, queue: QueueConf, refused: Unpublishable) -> _Failed | None:
     """Write that a job has failed; None: it has moved on."""
     job, using, now = refused.job, runtime.database, runtime.clock.now()
-    rows = Job.objects.using(using).at(job.pk, job.generation)
+    rows = Job.objects.using(using).at(job.id, job.generation)
     rows = rows.filter(attempts=job.attempts, state__in=states.AWAITING_PUBLISH)
     locked = rows.only("unique_id", "result_ttl")
     if connections[using].features.has_select_for_update_skip_locked:
@@ -116,7 +116,7 @@ def _fail(runtime: Runtime, queue: QueueConf, refused: Unpublishable) -> _Failed
         result_expires_at=now + timedelta(milliseconds=row.result_ttl),
     )
     JobFailure.objects.using(using).create(
-        job_id=job.pk,
+        job_id=job.id,
         generation=job.generation,
         attempt=job.attempts + 1,
         error_type=storable_text(import_path(type(refused.error)), 255),
@@ -128,7 +128,7 @@ def _fail(runtime: Runtime, queue: QueueConf, refused: Unpublishable) -> _Failed
     letter.release = runtime.settings.release
     DeadLetter.objects.using(using).bulk_create([letter], ignore_conflicts=True)
     message = "The message of job %s can never be published and is a dead letter: %s"
-    logger.error(message, job.pk, _text(refused.error), extra=job.log_facts)
+    logger.error(message, job.id, _text(refused.error), extra=job.log_facts)
     return _Failed(row.unique_id, str(letter.pk))
 
 
@@ -144,8 +144,8 @@ def _letter_of(
     error_type = import_path(type(error))
     return DeadLetter(
         reason=refused.reason,
-        source_id=source_of_job(job.pk, job.generation),
-        job_id=job.pk,
+        source_id=source_of_job(job.id, job.generation),
+        job_id=job.id,
         message_id=storable_text(names.text(headers, names.ID), 255),
         queue=job.queue,
         handler=job.handler,
@@ -185,7 +185,7 @@ def _announce(refused: Unpublishable, failed: _Failed) -> None:
     signals.send(
         signals.job_failed,
         sender=job.handler,
-        job_id=str(job.pk),
+        job_id=str(job.id),
         unique_id=failed.unique_id,
         attempt=job.attempts + 1,
         **facts,

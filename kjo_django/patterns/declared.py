@@ -1,4 +1,4 @@
-"""Which producer classes a project has."""
+"""The producer classes that a project has."""
 
 from __future__ import annotations
 

@@ -503,7 +503,7 @@ class Store:
             return
         with transaction.atomic(using=self.alias, savepoint=False):
             for job, _, partition, offset in published:
-                rows = Job.objects.using(self.alias).at(job.pk, job.generation)
+                rows = Job.objects.using(self.alias).at(job.id, job.generation)
                 transition(
                     "complete",
                     rows.exclude(destination=""),

@@ -93,11 +93,6 @@ class DueJob(NamedTuple):
     headers: dict[str, Any] | None
 
     @property
-    def pk(self) -> UUID:
-        """As of a model instance."""
-        return self.id
-
-    @property
     def log_facts(self) -> dict[str, Any]:
         """What a log record about the job says in its ``extra``."""
         return {"job_id": str(self.id), "handler": self.handler, "queue": self.queue}

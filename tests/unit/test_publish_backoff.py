@@ -110,7 +110,7 @@ def test_a_topic_that_rests_is_neither_due_nor_next(relay):
     # When
     found = store_for("default").due_jobs(queues, 10, without_topics=["missing", "unheard of"])
     # Then
-    assert [each.pk for each in found] == [other.pk]
+    assert [each.id for each in found] == [other.pk]
     next_at = store_for("default").next_due(queues, without_topics=["missing"])
     assert next_at == Job.objects.get(pk=other.pk).available_at
     assert store_for("default").next_due(queues, without_topics=["missing", "there"]) is None

@@ -231,11 +231,11 @@ def test_what_was_published_and_not_noted_yet_is_left_out():
     first, second = jobs()
     # When, then
     store = store_for("default")
-    assert [each.pk for each in store.due_jobs(["ledger"], 10, [first.pk])] == [second.pk]
+    assert [each.id for each in store.due_jobs(["ledger"], 10, [first.pk])] == [second.pk]
     assert store.next_due(["ledger"], [first.pk]) == second.available_at
     assert store.next_due(["other"]) is None
     (found,) = store.due_jobs(["ledger"], 1)
-    assert (found.pk, found.headers, found.payload) == (first.pk, {"a": "b"}, first.payload)
+    assert (found.id, found.headers, found.payload) == (first.pk, {"a": "b"}, first.payload)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The app that switches tracing on by being installed."""
+"""The app that switches on tracing when it is installed."""
 
 from __future__ import annotations
 

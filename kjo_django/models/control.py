@@ -1,4 +1,4 @@
-"""Worker processes and their signs of life."""
+"""Worker processes, and what operators ask of them and of queues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Worker(models.Model):
         STOPPED = "stopped", _("Stopped")
 
     class Wish(models.TextChoices):
-        """What an operator asked of the process; obeyed within two seconds."""
+        """What an operator asked of the process, which does so within two seconds."""
 
         NONE = "", _("None")
         QUIET = "quiet", _("Start nothing more")
@@ -66,5 +66,60 @@ class Worker(models.Model):
         return self.name
 
     def is_alive(self, within: timedelta) -> bool:
-        """Return whether it showed a sign of life within this time and has not said goodbye."""
+        """Return whether its last heartbeat is no older than this, and it has not stopped."""
         return self.state != self.State.STOPPED and self.heartbeat_at >= timezone.now() - within
+
+
+class QueueControl(models.Model):
+    """What an operator asked of a queue; running workers do so within two seconds.
+
+    A queue without a row runs as configured.
+    """
+
+    queue = models.CharField(_("queue"), max_length=100, primary_key=True)
+    is_paused = models.BooleanField(_("paused"), default=False)
+    concurrency = models.PositiveIntegerField(
+        _("concurrency"),
+        null=True,
+        blank=True,
+        help_text=_("Groups of this queue one worker runs at once; empty: as configured."),
+    )
+    max_attempts = models.PositiveIntegerField(
+        _("max attempts"),
+        null=True,
+        blank=True,
+        help_text=_("Executions before a job is dead-lettered; empty: as each job was enqueued."),
+    )
+    backoff_base = models.PositiveIntegerField(
+        _("back-off"),
+        null=True,
+        blank=True,
+        help_text=_("Seconds before the second attempt; doubles each time. Empty: as configured."),
+    )
+    changed_by = models.CharField(_("changed by"), max_length=150, blank=True, default="")
+    updated_at = models.DateTimeField(_("updated at"), auto_now=True)
+
+    class Meta:
+        db_table = "kjo_queue_control"
+        verbose_name = _("queue control")
+        verbose_name_plural = _("queue controls")
+        ordering = ("queue",)
+        default_permissions = ("view", "add", "change")
+        permissions = (("pause_queue", _("Can pause and resume queues")),)
+
+    def __str__(self) -> str:
+        return self.queue
+
+
+class Dashboard(models.Model):
+    """The operations screen: an address in the admin and a permission, but no table."""
+
+    class Meta:
+        managed = False
+        verbose_name = _("dashboard")
+        verbose_name_plural = _("dashboard")
+        default_permissions = ()
+        permissions = (("view_dashboard", _("Can see the dashboard")),)
+
+    def __str__(self) -> str:
+        return str(_("Dashboard"))
