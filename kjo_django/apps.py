@@ -17,7 +17,7 @@ class KjoConfig(AppConfig):
     def ready(self) -> None:
         """Import ``jobs``, ``consumers`` and ``producers`` of the installed apps."""
         from kjo_django import checks, registry  # noqa: F401 - registers by import
-        from kjo_django.contrib.tasks.loading import load_backends
+        from kjo_django.contrib.tasks import load_backends
 
         load_backends()
         autodiscover_modules("jobs", "consumers", "producers")

@@ -30,7 +30,7 @@ def tasks(settings: Any) -> Iterator[Any]:
         "dummy": {"BACKEND": "kjo_django.contrib.tasks.DummyBackend"},
     }
     with forgetting(conf._declared):
-        import_module("kjo_django.contrib.tasks.loading").load_backends()
+        import_module("kjo_django.contrib.tasks").load_backends()
         yield import_module("tests.contrib.declared")
         registry.unregister(NAME)
 

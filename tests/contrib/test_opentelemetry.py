@@ -31,7 +31,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from kjo_django import BaseEvent, PermanentError, event_handler, publish_event, registry, tracing
 from kjo_django.contrib import opentelemetry as contrib
-from kjo_django.contrib.opentelemetry import scopes
 from kjo_django.contrib.opentelemetry import tracer as module
 from kjo_django.engine.attempt import Result
 from kjo_django.models import DeadLetter, Job
@@ -658,7 +657,7 @@ class Broken(SpanExporter, SpanProcessor):
 
 @pytest.mark.parametrize("where", ["start", "end", "export"])
 def test_telemetry_that_fails_fails_no_job(bench, caplog, monkeypatch, where):
-    monkeypatch.setattr(scopes, "_complained", -scopes.COMPLAIN_EVERY)
+    monkeypatch.setattr(module, "_complained", -module.COMPLAIN_EVERY)
     provider, broken = TracerProvider(), Broken(where)
     provider.add_span_processor(SimpleSpanProcessor(broken) if where == "export" else broken)
     contrib.instrument(provider)

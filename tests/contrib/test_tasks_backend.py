@@ -20,7 +20,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.contrib.tasks import handlers
+from kjo_django.contrib.tasks.backend import TASK, TIMEOUT, TaskHandler
 from kjo_django.contrib.tasks.compat import (
     InvalidTask,
     TaskResultDoesNotExist,
@@ -116,7 +116,7 @@ def test_options_of_a_task_become_the_jobs(tasks: Any) -> None:
     assert (job.unique_id, job.key, job.max_attempts) == ("m-7", "c-7", 9)
     assert job.expires_at is not None
     assert job.expires_at - job.created_at <= timedelta(hours=1)
-    assert (job.headers or {})[handlers.TIMEOUT] == "2.0"
+    assert (job.headers or {})[TIMEOUT] == "2.0"
     found = tasks.mail.get_result(result.id).task
     assert (found.unique_id, found.max_attempts, found.timeout) == ("m-7", 9, 2)
     assert found == result.task
@@ -268,12 +268,12 @@ def test_a_task_is_counted_by_a_name_that_can_be_stored(tasks: Any, postgres: No
     """A worker whose figures hold one that cannot writes none any more, and no farewell."""
     # Given
     handler = registry.find(NAME)
-    assert isinstance(handler, handlers.TaskHandler)
+    assert isinstance(handler, TaskHandler)
     statistics = Statistics(uuid7())
     record = Record("default", 0, 0, None, b"{}", {})
     # When
     for path in (b"a\0.b", b"a.\xff\xff", b"a\n.b", b"x" * 101, b"app.tasks.add"):
-        fitted = handler.fitted({handlers.TASK: path})
+        fitted = handler.fitted({TASK: path})
         queue = get_settings().queue("default")
         delivery = Delivery(record, Silent(), queue, None, fitted)
         statistics.add([Outcome(delivery, Result.DEAD)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.contrib.tasks import loading
+from kjo_django.contrib.tasks import load_backends
 
 ROOT = Path(__file__).parents[2]
 needs_framework = pytest.mark.skipif(
@@ -81,10 +81,10 @@ def test_one_process_enqueues_another_runs(tmp_path: Path) -> None:
 
 def test_backends_of_others_are_left_alone(settings: Any) -> None:
     settings.TASKS = {"default": {"BACKEND": "does.not.exist"}, "empty": {}}
-    loading.load_backends()
+    load_backends()
     settings.TASKS = {"default": {"BACKEND": "kjo_django.contrib.tasks.NoBackend"}}
     with pytest.raises(ImproperlyConfigured, match="default"):
-        loading.load_backends()
+        load_backends()
 
 
 def test_names_that_are_not_there() -> None:

@@ -107,7 +107,7 @@ class Kinds:
         }
         self.queue = Queue("faults-queue")
         self.queue.handler(lambda job: write(job.payload.get("job", job.id), job.payload["ending"]))
-        import_module("kjo_django.contrib.tasks.loading").load_backends()
+        import_module("kjo_django.contrib.tasks").load_backends()
         self.tasks = import_module("tests.faults.tasks")
         self.tasks.behaviour[:] = [behave]
         self.behave = behave

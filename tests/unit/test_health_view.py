@@ -15,7 +15,7 @@ from django.test import RequestFactory
 
 from kjo_django import registry
 from kjo_django.backends import get_transport
-from kjo_django.contrib.health.views import HealthView
+from kjo_django.contrib.health import HealthView
 from kjo_django.exceptions import PublishError
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring.health import Thresholds

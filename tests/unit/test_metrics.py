@@ -20,8 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kjo_django import conf, registry
 from kjo_django.backends import get_coordination, get_transport
-from kjo_django.contrib.prometheus import collecting, exposition
-from kjo_django.contrib.prometheus.views import MetricsView
+from kjo_django.contrib.prometheus import MetricsView, exposition
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.ids import uuid7_floor
@@ -58,7 +57,7 @@ def _memory(settings, monkeypatch):
     topics.create()
     # Never the hour's first seconds: what a test counted would belong to the hour before.
     noon = timezone.now().replace(minute=30, second=0, microsecond=0)
-    monkeypatch.setattr(collecting, "timezone", SimpleNamespace(now=lambda: noon))
+    monkeypatch.setattr(exposition, "timezone", SimpleNamespace(now=lambda: noon))
     yield
     transport.clear()
 
@@ -110,7 +109,7 @@ def test_the_embedded_default_has_metrics_too(settings):
 def test_what_workers_did_is_added_up_over_workers_and_minutes():
     """KJO-102: success and failure rates by queue and handler."""
     kind = {"queue": "emails", "handler": "shop.send"}
-    now = collecting.timezone.now()
+    now = exposition.timezone.now()
     MetricBucketFactory(**kind, minute=now, completed_count=5, failed_count=1, retried_count=2)
     MetricBucketFactory(**kind, minute=now, completed_count=7, duplicate_count=3, skipped_count=4)
     MetricBucketFactory(**kind, minute=now - timedelta(minutes=1), completed_count=1)
@@ -129,7 +128,7 @@ def test_what_workers_did_is_added_up_over_workers_and_minutes():
 def test_a_new_hour_begins_with_nothing():
     """What is read is bounded, and pruning never takes anything from a counter."""
     MetricBucketFactory(
-        queue="emails", handler="shop.send", minute=collecting.timezone.now() - timedelta(hours=1)
+        queue="emails", handler="shop.send", minute=exposition.timezone.now() - timedelta(hours=1)
     )
     assert not [
         sample
@@ -153,7 +152,7 @@ def test_durations_are_histograms_with_percentiles(name):
     # Given: half takes 3 ms, some 100 ms, one an age
     counts = histogram([0.003] * 50 + [0.1] * 49 + [100_000])
     kind = {"queue": "emails", "handler": "shop.send"}
-    now = collecting.timezone.now()
+    now = exposition.timezone.now()
     sums = {f"{name}_seconds_sum": 100_005.05}
     MetricBucketFactory(**kind, minute=now, **{f"{name}_histogram": counts}, **sums)
     MetricBucketFactory(**kind, minute=now, **{f"{name}_histogram": []})
@@ -199,14 +198,14 @@ def test_the_production_rate_is_that_of_the_last_minute(monkeypatch):
 def test_many_jobs_shorten_the_time_the_production_rate_is_of(monkeypatch):
     """KJO-102: ten rows are looked at, and took ten seconds."""
     monkeypatch.undo()
-    monkeypatch.setattr(collecting, "PRODUCTION_ROWS", 10)
+    monkeypatch.setattr(exposition, "PRODUCTION_ROWS", 10)
     JobFactory.create_batch(20, queue="emails", created_at=timezone.now() - timedelta(seconds=10))
     assert value(scrape(), "kjo_production_rate", queue="emails") == pytest.approx(1.0, rel=0.2)
 
 
 def test_the_queues_the_relay_and_the_workers_as_they_are(monkeypatch):
     """KJO-102."""
-    now = collecting.timezone.now()
+    now = exposition.timezone.now()
     JobFactory(queue="emails", available_at=now - timedelta(seconds=90))
     JobFactory(queue="emails", queued=True, available_at=now - timedelta(seconds=120))
     DeadLetterFactory(queue="emails", failed_at=now - timedelta(hours=1))
@@ -233,7 +232,7 @@ def test_the_queues_the_relay_and_the_workers_as_they_are(monkeypatch):
 
 def test_due_jobs_are_counted_and_delayed_ones_are_not():
     """RST-29: the length of the queue."""
-    now = collecting.timezone.now()
+    now = exposition.timezone.now()
     JobFactory.create_batch(2, queue="emails", available_at=now - timedelta(seconds=1))
     JobFactory.create_batch(3, queue="emails", queued=True, available_at=now)
     JobFactory(queue="emails", available_at=now + timedelta(hours=1))
@@ -251,7 +250,7 @@ def letters(count, at, **fields):
 
 def test_dead_letters_are_counted_by_reason_and_the_discarded_apart():
     """KDLQ-F4: what max_kills drops is seen."""
-    now = collecting.timezone.now()
+    now = exposition.timezone.now()
     letters(2, now, reason="exhausted")
     letters(1, now, reason="fatal", state="discarded")
     letters(5, now - timedelta(hours=1), reason="exhausted")
@@ -266,7 +265,7 @@ def test_dead_letters_are_counted_by_reason_and_the_discarded_apart():
 
 def test_a_discard_takes_nothing_off_a_counter():
     """Prometheus would take that for a restart, and count it all again."""
-    letters(2, collecting.timezone.now(), reason="exhausted")
+    letters(2, exposition.timezone.now(), reason="exhausted")
     DeadLetter.objects.update(state="discarded")
     families = scrape()
     assert value(families, "kjo_dead_letters_total", queue="emails", reason="exhausted") == 2
@@ -286,7 +285,7 @@ def test_the_sessions_of_postgres(postgres):
 
 def test_names_and_units_are_those_of_the_conventions():
     """Counters end with _total, and times and sizes say their base unit."""
-    for family in collecting.collect(5):
+    for family in exposition.collect(5):
         assert re.fullmatch(r"kjo_[a-z]+(_[a-z]+)*", family.name)
         assert family.name.endswith("_total") == (family.kind == "counter")
         assert not re.search(r"(_ms|_milliseconds|_kb|_mb|_minutes|_ratio_percent)", family.name)
@@ -298,12 +297,12 @@ def test_names_and_units_are_those_of_the_conventions():
 
 def test_no_label_holds_what_a_message_says():
     """However many strange types, keys and topics come: the labels stay those of the project."""
-    now = collecting.timezone.now()
-    few = {tuple(s.labels) for family in collecting.collect(5) for s in family.samples}
+    now = exposition.timezone.now()
+    few = {tuple(s.labels) for family in exposition.collect(5) for s in family.samples}
     for number in range(30):
         JobFactory(queue="emails", handler=f"strange-{number}", key=f"k{number}", available_at=now)
         DeadLetterFactory(queue="emails", handler=f"strange-{number}", topic=f"t{number}")
-    many = {tuple(s.labels) for family in collecting.collect(5) for s in family.samples}
+    many = {tuple(s.labels) for family in exposition.collect(5) for s in family.samples}
     assert many == few
 
 
@@ -332,7 +331,7 @@ def test_what_does_not_answer_is_left_out_and_told_of(monkeypatch):
             raise CoordinationError("redis is away")
 
     monkeypatch.setattr(MemoryTransport, "lag", refuse)
-    monkeypatch.setattr(collecting, "get_coordination", Away)
+    monkeypatch.setattr(exposition, "get_coordination", Away)
     families = scrape()
     assert value(families, "kjo_collected", part="lag") == 0
     assert value(families, "kjo_collected", part="redis") == 0
@@ -342,7 +341,7 @@ def test_what_does_not_answer_is_left_out_and_told_of(monkeypatch):
 
 def test_it_is_the_same_on_every_database(real_database):
     """KJO-102: SQLite files and PostgreSQL; the queries are written for both."""
-    now = collecting.timezone.now()
+    now = exposition.timezone.now()
     kind = {"queue": "emails", "handler": "shop.send"}
     MetricBucketFactory(**kind, minute=now, completed_count=5, run_histogram=histogram([0.003] * 5))
     JobFactory(queue="emails", available_at=now - timedelta(seconds=90))
@@ -372,7 +371,7 @@ def test_the_number_of_queries_does_not_grow_and_none_counts_all_jobs(monkeypatc
     lag = {TopicPartition("emails", number): 1 for number in range(50)}
     monkeypatch.setattr(MemoryTransport, "lag", lambda self, topics, group: lag)
     few = queries()
-    now = collecting.timezone.now()
+    now = exposition.timezone.now()
     for number in range(20):
         JobFactory(queue=f"q{number}", available_at=now)
         DeadLetterFactory(queue=f"q{number}")
@@ -434,7 +433,7 @@ def test_a_database_that_is_away_is_a_503(monkeypatch):
     def refuse(timeout):
         raise DatabaseError("at 10.0.0.1")
 
-    monkeypatch.setattr("kjo_django.contrib.prometheus.views.collect", refuse)
+    monkeypatch.setattr("kjo_django.contrib.prometheus.collect", refuse)
     response = get(authorization=f"Bearer {TOKEN}")
     assert response.status_code == 503
     assert b"10.0.0.1" not in response.content
@@ -483,7 +482,7 @@ def test_the_hour_is_the_one_of_utc(monkeypatch):
     """Where local hours begin at half past, too."""
     moment = datetime(2026, 1, 2, 3, 20, tzinfo=UTC)
     kolkata = moment.astimezone(timezone.get_fixed_timezone(330))
-    monkeypatch.setattr(collecting, "timezone", SimpleNamespace(now=lambda: kolkata))
+    monkeypatch.setattr(exposition, "timezone", SimpleNamespace(now=lambda: kolkata))
     for minute, count in ((59, 100), (60, 10), (80, 1)):
         MetricBucketFactory(
             queue="emails",

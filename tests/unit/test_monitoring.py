@@ -14,8 +14,7 @@ import pytest
 import redis
 import yaml
 
-from kjo_django.contrib.prometheus.collecting import collect
-from kjo_django.contrib.prometheus.exposition import render
+from kjo_django.contrib.prometheus.exposition import collect, render
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.operations.monitoring.health import Thresholds
 

@@ -30,7 +30,7 @@ NOUNS_OF_THE_FIELD = {"RestSchema"}
 STILL_METAPHORS = {
     "admin": {"_rest", "_words", "tell"},
     "api": {"Word", "told"},
-    "contrib": {"_tell_death", "tell_finished", "tell_started"},
+    "contrib": {"_tell_death"},
     "coordination": {"Silence"},
     "engine": {
         *("Flight", "Resting", "Turns", "_as_told", "_fly", "_is_in_hand", "_set_aside", "resting"),

@@ -1,4 +1,129 @@
 """``/health`` for load balancers and monitors.
 
 urlpatterns = [path("kjo/health/", include("kjo_django.contrib.health.urls"))]
+
+One view: 200 when all is well, 503 when it is not, within its timeout either way.
 """
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Hashable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from django.http import HttpRequest, JsonResponse
+from django.utils import timezone
+from django.views import View
+
+from kjo_django.operations.monitoring.health import (
+    Check,
+    Thresholds,
+    health,
+    is_healthy,
+    lag_by_partition,
+)
+
+PERMISSION = "kjo_django.view_job"
+
+
+class _Shared:
+    """What a run of the checks found a moment ago; one runs at a time, the others wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[Hashable, tuple[float, list[Check]]] = {}
+
+    def checks(self, timeout: float, thresholds: Thresholds, seconds: float) -> list[Check]:
+        """Return what was found within the last ``seconds``, or check now.
+
+        :param timeout: of a run, in seconds; who waits for one longer gets nothing.
+        """
+        if not self._lock.acquire(timeout=timeout):
+            return []
+        try:
+            key = (timeout, thresholds)
+            found_at, checks = self._found.get(key, (-math.inf, []))
+            if time.monotonic() - found_at >= seconds:
+                checks = health(timeout, thresholds)
+                self._found[key] = (time.monotonic(), checks)
+            return checks
+        finally:
+            self._lock.release()
+
+
+_shared = _Shared()
+
+
+class HealthView(View):
+    """``GET`` answers for everybody whether all is well, and which check is not.
+
+    Details name hosts and errors, so they are for users with the permission ``view_job``, as are
+    thresholds in the query: ``?max_lag=1000&max_failure_rate=0.2&max_idle=600``.
+
+    Everybody else shares one run of the checks every ``cache_seconds`` in each process, so that who
+    asks again and again makes no work.
+
+    :cvar timeout: seconds to answer in.
+    :cvar thresholds: what is still well.
+    :cvar cache_seconds: how long an answer without details is given again.
+    """
+
+    timeout: ClassVar[float] = 5.0
+    thresholds: ClassVar[Thresholds] = Thresholds()
+    cache_seconds: ClassVar[float] = 3.0
+    http_method_names: ClassVar[list[str]] = ["get", "head", "options"]  # type: ignore[misc]
+
+    def get(self, request: HttpRequest) -> JsonResponse:
+        """Check."""
+        sees_details = may_see(request)
+        thresholds = self.thresholds
+        if sees_details:
+            try:
+                thresholds = _read(request, thresholds)
+            except ValueError as error:
+                return JsonResponse({"error": str(error)}, status=400)
+        # The last tenth is left to the lag of each partition.
+        timeout = 0.9 * self.timeout
+        if sees_details:
+            checks = health(timeout, thresholds)
+        else:
+            checks = _shared.checks(timeout, thresholds, self.cache_seconds)
+        is_ok = bool(checks) and is_healthy(checks)
+        answer: dict[str, Any] = {"healthy": is_ok, "timestamp": timezone.now().isoformat()}
+        if sees_details:
+            answer["checks"] = [check.as_dict() for check in checks]
+            answer["lag"] = lag_by_partition(0.1 * self.timeout)
+        else:
+            answer["checks"] = [{"name": check.name, "ok": check.ok} for check in checks]
+        response = JsonResponse(answer, status=200 if is_ok else 503)
+        response["Cache-Control"] = "no-store"
+        return response
+
+
+def may_see(request: HttpRequest) -> bool:
+    """Return whether somebody is logged in who may see jobs."""
+    user = getattr(request, "user", None)
+    try:
+        return user is not None and bool(user.has_perm(PERMISSION))
+    except Exception:
+        # Whose session cannot be read because the database is away is nobody we know.
+        return False
+
+
+def _read(request: HttpRequest, usual: Thresholds) -> Thresholds:
+    given = request.GET
+    changes: dict[str, Any] = {}
+    try:
+        if "max_lag" in given:
+            changes["lag"] = int(given["max_lag"])
+        if "max_failure_rate" in given:
+            changes["failure_rate"] = float(given["max_failure_rate"])
+        if "max_idle" in given:
+            changes["idle"] = timedelta(seconds=float(given["max_idle"]))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"A threshold is no number: {error}") from error
+    return replace(usual, **changes)

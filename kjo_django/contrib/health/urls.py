@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from kjo_django.contrib.health.views import HealthView
+from kjo_django.contrib.health import HealthView
 
 app_name = "kjo_health"
 urlpatterns = [path("", HealthView.as_view(), name="health")]

@@ -5,28 +5,26 @@ docs/decisions/0059 says why an attempt is a child of the enqueue and not only l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import logging
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
+from contextvars import Token
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
-from opentelemetry.trace import Link, Span, SpanContext, SpanKind
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kjo_django import __version__
+from kjo_django.backends import transport_class
 from kjo_django.conf import get_settings
-from kjo_django.contrib.opentelemetry import attributes as told
-from kjo_django.contrib.opentelemetry.scopes import (
-    Open,
-    OpenEnded,
-    Scope,
-    end,
-    enter,
-    note_error,
-    quiet,
-)
 from kjo_django.engine.attempt import Delivery, Outcome, Result
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.messages import headers as names
@@ -44,6 +42,132 @@ MIXED = "mixed"
 
 _W3C = TraceContextTextMapPropagator()
 _TRACE = (names.TRACEPARENT, names.TRACESTATE)
+
+
+# --- Blocks under a span. Whatever telemetry raises is logged and goes no further -----------------
+
+
+logger = logging.getLogger("kjo_django")
+
+COMPLAIN_EVERY = 60.0
+"""Seconds between two complaints about telemetry that fails."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_complained = -COMPLAIN_EVERY
+
+
+def quiet(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Log what the function raises, and return None then: no job fails of its trace."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        global _complained
+        try:
+            return function(*args, **kwargs)
+        except Exception:
+            now = time.monotonic()
+            if now - _complained >= COMPLAIN_EVERY:
+                _complained = now
+                logger.exception("Tracing failed; jobs go on without it")
+            return None
+
+    return call
+
+
+@dataclass(slots=True)
+class Open:
+    """A span that is current, or was and waits for its outcome."""
+
+    span: Span
+    token: Token[Context] | None
+    """What makes current again what was before, in the same thread or task."""
+    ended_at: int | None = None
+    """Nanoseconds since the epoch."""
+    shared: int = 1
+    """Deliveries that are run under it and have no outcome yet: those of a batch."""
+    outcomes: set[str] = field(default_factory=set)
+    has_error: bool = False
+
+
+def enter(span: Span, under: Context | None = None) -> Open:
+    """Make a span current.
+
+    :param under: what else is current with it; what is now if not given.
+    """
+    return Open(span, contexts.attach(trace.set_span_in_context(span, under)))
+
+
+@quiet
+def leave(opened: Open, error: BaseException | None, *, with_text: bool) -> None:
+    """Make current again what was before; the span stays open.
+
+    :param with_text: keep the error's message and traceback, not its type alone.
+    """
+    if opened.token is not None:
+        contexts.detach(opened.token)
+    opened.ended_at = time.time_ns()
+    if error is not None:
+        note_error(opened, error, with_text=with_text)
+
+
+def note_error(opened: Open, error: BaseException, *, with_text: bool) -> None:
+    """Give the span an error's status."""
+    opened.has_error = True
+    opened.span.set_attribute(ERROR_TYPE, error_type(error))
+    opened.span.set_status(Status(StatusCode.ERROR, error_type(error)))
+    if with_text:
+        # Its text may be what cannot be made; what comes after is not about that.
+        quiet(opened.span.record_exception)(error)
+
+
+@quiet
+def end(opened: Open) -> None:
+    """End the span at the moment it was left."""
+    opened.span.end(opened.ended_at)
+
+
+class Scope:
+    """A block under a span that ends with it.
+
+    :param begin: starts the span, or returns None where there shall be none.
+    """
+
+    __slots__ = ("_begin", "_opened", "_with_text")
+
+    def __init__(self, begin: Callable[[], Open | None], *, with_text: bool) -> None:
+        self._begin = begin
+        self._with_text = with_text
+        self._opened: Open | None = None
+
+    def __enter__(self) -> object:
+        self._opened = self._begin()
+        return self._opened
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._opened is not None:
+            leave(self._opened, error, with_text=self._with_text)
+            self._finish(self._opened)
+
+    def _finish(self, opened: Open) -> None:
+        end(opened)
+
+
+class OpenEnded(Scope):
+    """A block whose span is ended later, by whoever learns the outcome."""
+
+    __slots__ = ()
+
+    def _finish(self, opened: Open) -> None:
+        return
+
+
+# --- The tracer -----------------------------------------------------------------------------------
 
 
 class OpenTelemetryTracer:
@@ -92,11 +216,11 @@ class OpenTelemetryTracer:
         topics = {job.destination for job in mine if job.destination}
         if any(not job.destination for job in mine):
             topics |= {queue.topic for queue in queues}
-        systems = {told.system_of(queue.transport) for queue in queues}
-        told_of_them = told.of_jobs(mine, topics, systems)
-        handler = told_of_them.get(told.HANDLER)
+        systems = {system_of(queue.transport) for queue in queues}
+        told_of_them = of_jobs(mine, topics, systems)
+        handler = told_of_them.get(HANDLER)
         if len(mine) == 1 and not mine[0].destination:
-            told_of_them[told.JOB_ID] = str(mine[0].pk)
+            told_of_them[JOB_ID] = str(mine[0].pk)
         span = self._tracer.start_span(
             f"enqueue {handler}" if handler else "enqueue",
             kind=SpanKind.PRODUCER,
@@ -128,7 +252,7 @@ class OpenTelemetryTracer:
     def _begin_run(self, deliveries: Sequence[Delivery], runs: Sequence[JobContext]) -> Open | None:
         for delivery in deliveries:
             _finish(delivery, ROLLED_BACK)
-        span, under = self._start_process(deliveries, told.of_run(deliveries, runs))
+        span, under = self._start_process(deliveries, of_run(deliveries, runs))
         opened = enter(span, under)
         opened.shared = len(deliveries)
         for delivery in deliveries:
@@ -136,13 +260,13 @@ class OpenTelemetryTracer:
         return opened
 
     def _start_process(
-        self, deliveries: Sequence[Delivery], attributes: told.Attributes
+        self, deliveries: Sequence[Delivery], attributes: Attributes
     ) -> tuple[Span, contexts.Context]:
         under = contexts.get_current()
         around = trace.get_current_span().get_span_context()
         wanted = [_read(_of(delivery.record, names.TRACE_FOLLOWS)) for delivery in deliveries]
         if len(deliveries) == 1:
-            carried = told.text_headers(deliveries[0].record.headers, _TRACE)
+            carried = text_headers(deliveries[0].record.headers, _TRACE)
             under = _W3C.extract(carried, under)
         else:
             wanted = [_read(_of(each.record, names.TRACEPARENT)) for each in deliveries] + wanted
@@ -150,7 +274,7 @@ class OpenTelemetryTracer:
             # Run within something else: an operator's request, a test.
             wanted.insert(0, around)
         span = self._tracer.start_span(
-            f"process {told.handler_of(deliveries[0])}",
+            f"process {handler_of(deliveries[0])}",
             context=under,
             kind=SpanKind.CONSUMER,
             attributes=attributes,
@@ -182,7 +306,7 @@ class OpenTelemetryTracer:
             _finish(outcome.delivery, outcome.result.value, str(outcome.reason))
 
     def _tell_death(self, outcome: Outcome) -> None:
-        attributes = told.of_delivery(outcome.delivery) | {told.ATTEMPT: outcome.attempt}
+        attributes = of_delivery(outcome.delivery) | {ATTEMPT: outcome.attempt}
         span, _ = self._start_process([outcome.delivery], attributes)
         outcome.delivery.trace = opened = Open(span, None)
         if outcome.error is not None:
@@ -222,11 +346,11 @@ class _Publishing(Scope):
         records = self._records
         bare = [names.TRACEPARENT not in record.headers for record in records]
         topics = {record.topic for record in records}
-        attributes: told.Attributes = told.operation("publish", "send")
-        attributes[told.SYSTEM] = told.system_of(self._transport)
-        attributes[told.MESSAGE_COUNT] = len(records)
+        attributes: Attributes = operation("publish", "send")
+        attributes[SYSTEM] = system_of(self._transport)
+        attributes[MESSAGE_COUNT] = len(records)
         if len(topics) == 1:
-            attributes[told.DESTINATION] = min(topics)
+            attributes[DESTINATION] = min(topics)
         span = self._tracer.start_span(
             f"publish {min(topics)}" if len(topics) == 1 else "publish",
             # By the conventions: the producer is who makes the context that messages carry.
@@ -262,7 +386,7 @@ def _without_trace(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of(record: Record | OutgoingRecord, name: str) -> str:
-    return told.text_headers(record.headers, (name,)).get(name, "")
+    return text_headers(record.headers, (name,)).get(name, "")
 
 
 def _read(traceparent: str) -> SpanContext:
@@ -291,9 +415,118 @@ def _finish(delivery: Delivery, outcome: str, reason: str = "") -> None:
         return
     opened.outcomes.add(outcome)
     if reason:
-        opened.span.set_attribute(told.REASON, reason)
+        opened.span.set_attribute(REASON, reason)
     opened.shared -= 1
     if opened.shared <= 0:
         (one, *others) = sorted(opened.outcomes)
-        opened.span.set_attribute(told.OUTCOME, MIXED if others else one)
+        opened.span.set_attribute(OUTCOME, MIXED if others else one)
         end(opened)
+
+
+# --- What spans say -------------------------------------------------------------------------------
+
+
+Attributes = dict[str, str | int]
+
+SYSTEM = "messaging.system"
+DESTINATION = "messaging.destination.name"
+OPERATION_NAME = "messaging.operation.name"
+OPERATION_TYPE = "messaging.operation.type"
+MESSAGE_ID = "messaging.message.id"
+MESSAGE_COUNT = "messaging.batch.message_count"
+PARTITION = "messaging.destination.partition.id"
+GROUP = "messaging.consumer.group.name"
+KAFKA_OFFSET = "messaging.kafka.offset"
+ERROR_TYPE = "error.type"
+HANDLER = "kjo.handler"
+QUEUE = "kjo.queue"
+JOB_ID = "kjo.job_id"
+ATTEMPT = "kjo.attempt"
+OUTCOME = "kjo.outcome"
+REASON = "kjo.reason"
+OFFSET = "kjo.offset"
+
+_OPAQUE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(:\d+)?", re.IGNORECASE)
+
+
+def system_of(alias: str) -> str:
+    """Return what a transport is called: ``kafka``, ``redis_streams``, ``database``, ``memory``; of
+    one of the project's own, its class without ``Transport``, with underscores."""
+    return _system(transport_class(alias).__name__)
+
+
+@functools.cache
+def _system(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Transport")).lower()
+
+
+def operation(name: str, kind: str) -> Attributes:
+    """Return what is done, and which of the conventions' operations that is."""
+    return {OPERATION_NAME: name, OPERATION_TYPE: kind}
+
+
+def of_jobs(jobs: Collection[Job], topics: Collection[str], systems: Collection[str]) -> Attributes:
+    """Describe the jobs one call stores; what differs between them is left out."""
+    told: Attributes = operation("enqueue", "create")
+    for name, values in (
+        (SYSTEM, set(systems)),
+        (DESTINATION, set(topics)),
+        (HANDLER, {job.handler for job in jobs}),
+        (QUEUE, {job.queue for job in jobs}),
+    ):
+        if len(values) == 1:
+            told[name] = values.pop()
+    if len(jobs) > 1:
+        told[MESSAGE_COUNT] = len(jobs)
+    return told
+
+
+def of_delivery(delivery: Delivery) -> Attributes:
+    """Describe a message that is handled, and where it was read."""
+    record, message = delivery.record, delivery.message
+    system = system_of(delivery.queue.transport)
+    told = operation("process", "process") | {
+        SYSTEM: system,
+        DESTINATION: record.topic,
+        GROUP: delivery.queue.consumer_group,
+        HANDLER: handler_of(delivery),
+        QUEUE: delivery.queue.name,
+    }
+    if record.partition >= 0:  # else it comes from no topic: an operator runs it again
+        told[PARTITION] = str(record.partition)
+        told[KAFKA_OFFSET if system == "kafka" else OFFSET] = record.offset
+    ids = {} if message is None else {MESSAGE_ID: message.id, JOB_ID: message.job_id}
+    told.update({name: id for name, id in ids.items() if id and _OPAQUE.fullmatch(id)})
+    return told
+
+
+def of_run(deliveries: Sequence[Delivery], contexts: Sequence[JobContext]) -> Attributes:
+    """Describe an attempt; of a batch what its items have in common, and how many they are."""
+    first, *others = [
+        {**of_delivery(delivery), ATTEMPT: context.attempt}
+        for delivery, context in zip(deliveries, contexts, strict=True)
+    ]
+    for other in others:
+        first = {name: value for name, value in first.items() if other.get(name) == value}
+    return {**first, MESSAGE_COUNT: len(deliveries)} if others else first
+
+
+def handler_of(delivery: Delivery) -> str:
+    """Return the handler's name, or "unknown" where there is none: what a stranger wrote into a
+    header names no span."""
+    return delivery.kind or "unknown"
+
+
+def error_type(error: BaseException) -> str:
+    """Return the exception's class."""
+    kind = type(error)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def text_headers(headers: Mapping[str, Any], wanted: Collection[str]) -> dict[str, str]:
+    """Return those headers that are there, as text."""
+    found = {name: headers[name] for name in wanted if headers.get(name)}
+    return {
+        name: value.decode("ascii", "replace") if isinstance(value, bytes) else str(value)
+        for name, value in found.items()
+    }

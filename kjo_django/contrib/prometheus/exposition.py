@@ -1,10 +1,282 @@
-"""The text format of Prometheus, version 0.0.4. Pure."""
+"""What is measured. Every query is bounded: rows of this hour, or counts that stop at a limit."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from django.utils import timezone
+
+from kjo_django import registry
+from kjo_django.backends import get_coordination
+from kjo_django.ids import uuid7_floor
+from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState, Job, MetricBucket
+from kjo_django.models.metric_bucket import BOUNDS
+from kjo_django.operations.monitoring import status
+from kjo_django.operations.monitoring.health import lag_by_partition
+from kjo_django.operations.queues import overview
+from kjo_django.operations.rows import streamed
+from kjo_django.store import store_for
+from kjo_django.store.counting import COUNT_LIMIT, grouped_counts, seconds_since
+from kjo_django.store.transactions import jobs_database
+from kjo_django.worker.sessions import PREFIX
+
+logger = logging.getLogger("kjo_django")
+
+PRODUCTION_WINDOW = timedelta(seconds=60)
+"""The production rate is that of the jobs stored within it,"""
+PRODUCTION_ROWS = 10_000
+"""or of this many, when more were: the time they took is then shorter."""
+
+LE = tuple(0.001 * 2**n for n in range(BOUNDS - 1))
+"""Upper bounds of the histograms in seconds; the last of the stored counts is open."""
+
+_COUNTERS = {
+    "completed_count": ("kjo_jobs_completed_total", "Jobs completed"),
+    "retried_count": ("kjo_jobs_retried_total", "Attempts that failed and are tried again"),
+    "failed_count": ("kjo_jobs_failed_total", "Jobs that failed for good"),
+    "duplicate_count": ("kjo_jobs_duplicate_total", "Deliveries without effect: done before"),
+    "skipped_count": ("kjo_jobs_skipped_total", "Records meant for others, or not to be run"),
+}
+_SINCE = "this hour (UTC), all workers together"
+
+
+@runtime_checkable
+class ReportsMemory(Protocol):
+    """A coordination that can say what it uses."""
+
+    def memory_bytes(self, timeout: float) -> int:
+        """Return the memory in use."""
+
+
+def collect(timeout: float) -> list[Family]:
+    """Measure everything; what lies outside the database gets ``timeout`` seconds in all.
+
+    What does not answer is left out, and ``kjo_collected`` says so.
+    """
+    deadline = time.monotonic() + timeout
+    now = timezone.now()
+    queues = overview()
+    names = [row["queue"] for row in queues]
+    lag, lag_was_told = _lag(deadline)
+    memory, memory_was_told = _redis_memory(deadline)
+    collected = Family("kjo_collected", "gauge", "1 where it answered this time, 0 where not.")
+    collected.add(lag_was_told, part="lag")
+    collected.add(memory_was_told, part="redis")
+    return [
+        *_executions(now),
+        _production(now, names),
+        lag,
+        *_queues(now, queues),
+        *_deaths(now, names),
+        *_relay(now),
+        *_workers(now),
+        memory,
+        _sessions(),
+        collected,
+    ]
+
+
+# --- What workers did: the minute aggregates of this hour ---------------------------------------
+
+
+@dataclass(slots=True)
+class _Done:
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
+    runs: list[int] = field(default_factory=lambda: [0] * BOUNDS)
+    waits: list[int] = field(default_factory=lambda: [0] * BOUNDS)
+    run_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+def _executions(now: datetime) -> Iterable[Family]:
+    """Counters begin anew with each hour, which Prometheus takes for a restart: what is read is
+    bounded by 60 rows for each handler and worker, and pruning never takes anything from them.
+
+    Every handler is told of from the start, or the first failure of an hour would go unseen.
+    """
+    done: dict[tuple[str, str], _Done] = defaultdict(_Done)
+    for handler in registry.handlers():
+        done[handler.options.queue, handler.name] = _Done()
+    rows = MetricBucket.objects.using(jobs_database()).filter(minute__gte=_hour(now)).order_by()
+    columns = (
+        *("queue", "handler", "run_histogram", "wait_histogram"),
+        *("run_seconds_sum", "wait_seconds_sum", *_COUNTERS),
+    )
+    for queue, handler_name, runs, waits, ran, waited, *counts in streamed(
+        rows.values_list(*columns)
+    ):
+        sums = done[queue, handler_name]
+        sums.run_seconds += ran
+        sums.wait_seconds += waited
+        for name, count in zip(_COUNTERS, counts, strict=True):
+            sums.counts[name] += count
+        _add(sums.runs, runs)
+        _add(sums.waits, waits)
+    found = sorted(done.items())
+    for column, (name, meaning) in _COUNTERS.items():
+        family = Family(name, "counter", f"{meaning}, {_SINCE}.")
+        for (queue, handler_name), sums in found:
+            family.add(sums.counts[column], queue=queue, handler=handler_name)
+        yield family
+    run = Family("kjo_job_run_seconds", "histogram", f"Run times of attempts, {_SINCE}.")
+    wait = Family("kjo_job_wait_seconds", "histogram", f"Times from due to started, {_SINCE}.")
+    for (queue, handler_name), sums in found:
+        labels = {"queue": queue, "handler": handler_name}
+        run.add_histogram(LE, sums.runs, sums.run_seconds, **labels)
+        wait.add_histogram(LE, sums.waits, sums.wait_seconds, **labels)
+    yield run
+    yield wait
+
+
+def _hour(now: datetime) -> datetime:
+    return now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+
+
+def _add(sums: list[int], counts: Sequence[int]) -> None:
+    for index, count in enumerate(counts[:BOUNDS]):
+        sums[index] += count
+
+
+# --- What is there now --------------------------------------------------------------------------
+
+
+def _production(now: datetime, names: Sequence[str]) -> Family:
+    family = Family("kjo_production_rate", "gauge", "Jobs stored a second, of the last minute.")
+    since = now - PRODUCTION_WINDOW
+    rows = Job.objects.using(jobs_database()).filter(pk__gte=uuid7_floor(since)).order_by("-pk")
+    groups, is_capped = grouped_counts(rows, ("queue",), oldest="created_at", limit=PRODUCTION_ROWS)
+    if is_capped:
+        since = min(oldest for _, oldest in groups.values() if oldest is not None)
+    # Jobs may be stored while this is counted: never divide by next to nothing.
+    seconds = max((now - since).total_seconds(), 0.1)
+    rates = {queue: round(count / seconds, 3) for (queue,), (count, _) in groups.items()}
+    for queue in sorted({*names, *rates}):
+        family.add(rates.get(queue, 0.0), queue=queue)
+    return family
+
+
+def _lag(deadline: float) -> tuple[Family, bool]:
+    family = Family("kjo_consumer_lag", "gauge", "Messages a queue's consumer group is behind.")
+    found = lag_by_partition(_left(deadline))
+    for queue, partitions in (found or {}).items():
+        for partition, count in partitions.items():
+            family.add(count, queue=queue, partition=partition)
+    return family, found is not None
+
+
+def _queues(now: datetime, queues: Sequence[dict[str, Any]]) -> Iterable[Family]:
+    waiting = status.due(now)
+    letters, _ = status.open_dead_letters()
+    since = Family("kjo_oldest_waiting_seconds", "gauge", "Since when the oldest due job waits.")
+    dead = Family("kjo_dead_letters_open", "gauge", f"Open dead letters, at most {COUNT_LIMIT}.")
+    dead_since = Family(
+        "kjo_dead_letters_oldest_seconds", "gauge", "Age of the oldest open dead letter."
+    )
+    due = Family(
+        "kjo_jobs_due", "gauge", "Due jobs that are not done, the running ones among them."
+    )
+    paused = Family("kjo_queue_paused", "gauge", "1 while an operator paused the queue.")
+    for queue in sorted({*(row["queue"] for row in queues), *letters}):
+        found = waiting.get(queue)
+        age = (now - found.oldest).total_seconds() if found is not None else 0.0
+        since.add(max(0.0, age), queue=queue)
+        due.add(found.jobs if found is not None else 0, queue=queue)
+        dying = letters.get(queue)
+        dead.add(dying.letters if dying else 0, queue=queue)
+        dead_since.add(seconds_since(dying and dying.oldest, now) or 0.0, queue=queue)
+    for row in queues:
+        paused.add(int(row["is_paused"]), queue=row["queue"])
+    return since, due, dead, dead_since, paused
+
+
+def _deaths(now: datetime, names: Sequence[str]) -> Iterable[Family]:
+    """Of the letters written this hour, bounded as the rest: newest first, to a limit."""
+    rows = DeadLetter.objects.using(jobs_database()).filter(pk__gte=uuid7_floor(_hour(now)))
+    groups, _ = grouped_counts(rows.order_by("-pk"), ("queue", "reason", "state"))
+    written = Family(
+        "kjo_dead_letters_total", "counter", "Dead letters written this hour (UTC), by reason."
+    )
+    discarded = Family(
+        "kjo_dead_letters_discarded_total",
+        "counter",
+        "Those of them that were discarded, by somebody or by max_kills.",
+    )
+    by_reason: dict[tuple[str, str], int] = defaultdict(int)
+    by_queue: dict[str, int] = dict.fromkeys(names, 0)
+    for (queue, reason, state), (count, _) in groups.items():
+        by_reason[queue, reason] += count
+        by_queue.setdefault(queue, 0)
+        by_queue[queue] += count if state == DeadLetterState.DISCARDED else 0
+    for queue in sorted(by_queue):
+        discarded.add(by_queue[queue], queue=queue)
+        for reason in DeadLetterReason.values:
+            written.add(by_reason[queue, reason], queue=queue, reason=reason)
+    return written, discarded
+
+
+def _sessions() -> Family:
+    """Only on PostgreSQL, whose connections are what runs out."""
+    family = Family(
+        "kjo_database_connections", "gauge", "Sessions of the jobs' PostgreSQL database."
+    )
+    counts = store_for(jobs_database()).session_counts(PREFIX)
+    if counts is not None:
+        workers, others = counts
+        family.add(workers, client="worker")
+        family.add(others, client="other")
+    return family
+
+
+def _relay(now: datetime) -> Iterable[Family]:
+    found = status.relay(now)
+    backlog = Family(
+        "kjo_outbox_backlog", "gauge", f"Due jobs not relayed yet, at most {COUNT_LIMIT}."
+    )
+    backlog.add(found["backlog"])
+    age = Family("kjo_outbox_oldest_seconds", "gauge", "For how long the oldest of them is due.")
+    age.add(found["oldest_seconds"] or 0.0)
+    return backlog, age
+
+
+def _workers(now: datetime) -> Iterable[Family]:
+    alive = [worker for worker in status.workers(now) if worker["is_alive"]]
+    count = Family("kjo_workers_alive", "gauge", "Worker processes with a fresh heartbeat.")
+    count.add(len(alive))
+    running = Family("kjo_jobs_running", "gauge", "Jobs the living workers have in hand.")
+    running.add(sum(worker["in_flight"] for worker in alive))
+    lanes = Family("kjo_worker_lanes", "gauge", "Jobs the living workers can run at once.")
+    lanes.add(sum(worker["concurrency"] for worker in alive))
+    memory = Family("kjo_workers_memory_bytes", "gauge", "Memory of the living workers.")
+    memory.add(sum(worker["memory_bytes"] or 0 for worker in alive))
+    return count, running, lanes, memory
+
+
+def _redis_memory(deadline: float) -> tuple[Family, bool]:
+    """Only where Redis coordinates; elsewhere there is nothing to tell, and nothing failed."""
+    family = Family("kjo_redis_memory_bytes", "gauge", "Memory in use of the coordination's Redis.")
+    coordination = get_coordination()
+    if not isinstance(coordination, ReportsMemory):
+        return family, True
+    try:
+        family.add(coordination.memory_bytes(_left(deadline)))
+    except Exception as error:
+        logger.warning("The memory of Redis cannot be asked for: %s", error)
+        return family, False
+    return family, True
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
+
+
+# --- The text format of Prometheus, version 0.0.4 -------------------------------------------------
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

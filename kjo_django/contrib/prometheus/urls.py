@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from kjo_django.contrib.prometheus.views import MetricsView
+from kjo_django.contrib.prometheus import MetricsView
 
 app_name = "kjo_prometheus"
 urlpatterns = [path("", MetricsView.as_view(), name="metrics")]

@@ -1,10 +1,14 @@
-"""The backend: a task is a job of kjo_django."""
+"""The backend: a task is a job of kjo_django, and one handler runs all of them."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from django.core.checks import CheckMessage, Error
@@ -15,11 +19,27 @@ from kjo_django.contrib.tasks.compat import (
     DEFAULT_TASK_QUEUE_NAME,
     BaseTaskBackend,
     InvalidTask,
+    TaskResultStatus,
     normalize_json,
+    task_backends,
     task_enqueued,
+    task_finished,
+    task_started,
 )
-from kjo_django.contrib.tasks.definition import CHECKS, KJOTask, KJOTaskResult
-from kjo_django.contrib.tasks.handlers import register_handler
+from kjo_django.contrib.tasks.definition import (
+    ASYNC,
+    CHECKS,
+    MAX_KIND_LENGTH,
+    NAME,
+    PLAIN,
+    TASK,
+    TIMEOUT,
+    KJOTask,
+    KJOTaskResult,
+    TaskCall,
+    find_task,
+)
+from kjo_django.messages import headers as names
 
 OPTIONS = ("atomic", "max_attempts", "result_ttl", "timeout")
 """What ``OPTIONS`` may hold: defaults for tasks that do not say."""
@@ -135,3 +155,110 @@ def _known_queue(name: str) -> None:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "Declare it in KJO['QUEUES']."
         raise InvalidTask(f"Queue {name!r} is consumed by no worker. {hint}")
+
+
+# --- The one handler that runs tasks: it imports the task its message names and calls it ----------
+
+
+class TaskHandler(registry.Handler):
+    """Runs tasks, each as its message's headers say."""
+
+    observes = True
+
+    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass the call."""
+        return (TaskCall.read(value),), {}
+
+    def check_arguments(self, payload: dict[str, Any]) -> str | None:
+        """Whatever its task takes will do."""
+        return None
+
+    def fitted(self, headers: Mapping[str, bytes]) -> registry.Handler:
+        """Return the variant for one task: atomic or not, asynchronous or not, its time limit."""
+        if TASK not in headers:
+            return self
+        return _variant(
+            names.text(headers, TASK),
+            PLAIN in headers,
+            ASYNC in headers,
+            names.text(headers, TIMEOUT),
+        )
+
+    def on_settled(self, outcome: Any) -> None:
+        """Send ``task_finished``."""
+        from kjo_django.contrib.tasks import results
+
+        ended = results.ended(outcome)
+        if ended is None:
+            return
+        sender = _sender_of(ended.backend)
+        try:
+            if ended.status == TaskResultStatus.FAILED:
+                raise outcome.error or RuntimeError("no error")
+        except BaseException:
+            # While the error is handled: the framework's own receiver logs it with its traceback.
+            task_finished.send_robust(sender=sender, task_result=ended)
+        else:
+            task_finished.send_robust(sender=sender, task_result=ended)
+
+
+def run(context: Any, call: TaskCall) -> Any:
+    """Call a task's function; an asynchronous one on an event loop of its own."""
+    from kjo_django.contrib.tasks import results
+
+    task = find_task(call.path)
+    given = results.begin(task, call, context)
+    result = given.task_result
+    task_started.send_robust(sender=_sender_of(result.backend), task_result=result)
+    first = (given,) if task.takes_context else ()
+    return normalize_json(task.call(*first, *call.args, **call.kwargs))
+
+
+async def run_async(context: Any, call: TaskCall) -> Any:
+    """Await a task's function; one that is no longer asynchronous runs in a thread."""
+    from kjo_django.contrib.tasks import results
+
+    task = find_task(call.path)
+    given = results.begin(task, call, context)
+    result = given.task_result
+    # Receivers could not ask the database on the event loop.
+    await task_started.asend_robust(sender=_sender_of(result.backend), task_result=result)
+    first = (given,) if task.takes_context else ()
+    return normalize_json(await task.acall(*first, *call.args, **call.kwargs))
+
+
+_OPTIONS = registry.HandlerOptions(name=NAME, takes_context=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _variant(path: str, is_plain: bool, is_async: bool, timeout: str) -> TaskHandler:
+    # Named after the task: run times are learned, and statistics kept, for each by itself. A name
+    # with NUL in it, and no statistics would be stored again.
+    name = path if 0 < len(path) <= MAX_KIND_LENGTH and path.isprintable() else NAME
+    options = replace(_OPTIONS, name=name, atomic=not is_plain, timeout=_seconds(timeout))
+    return TaskHandler(run_async if is_async else run, options)
+
+
+def _seconds(text: str) -> timedelta | None:
+    try:
+        seconds = float(text)
+        return timedelta(seconds=seconds) if seconds > 0 and math.isfinite(seconds) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _sender_of(alias: str) -> type[Any]:
+    """Return the sender of a task's signals: the class of its backend."""
+    try:
+        return type(task_backends[alias])
+    except Exception:
+        return KJOBackend  # the worker's settings know the alias no longer
+
+
+def register_handler(queue: str) -> None:
+    """Make the handler known; again makes no difference.
+
+    :param queue: one that its tasks go to.
+    """
+    if registry.find(NAME) is None:
+        registry.register(TaskHandler(run, replace(_OPTIONS, queue=queue)))

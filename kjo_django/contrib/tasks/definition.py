@@ -7,8 +7,11 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
+from django.core.exceptions import SuspiciousOperation
 from django.utils import timezone
+from django.utils.module_loading import import_string
 
+from kjo_django.contrib.tasks import compat
 from kjo_django.contrib.tasks.compat import (
     DEFAULT_TASK_BACKEND_ALIAS,
     DEFAULT_TASK_PRIORITY,
@@ -18,8 +21,10 @@ from kjo_django.contrib.tasks.compat import (
     Task,
     TaskContext,
     TaskResult,
+    is_task,
     task_backends,
 )
+from kjo_django.exceptions import MessageError, PermanentError
 from kjo_django.values import attempts, duration, lifetime, refuse_unknown
 
 
@@ -181,3 +186,82 @@ def restored(task: Any, **changes: Any) -> Any:
     for one in fields(task):
         object.__setattr__(copy, one.name, changes.get(one.name, getattr(task, one.name)))
     return copy
+
+
+# --- The message of a task ------------------------------------------------------------------------
+
+NAME = "django.tasks"
+MAX_KIND_LENGTH = 100
+
+# Headers of a task's message: what must be known before its payload is read.
+TASK = "kjo-task"
+PLAIN = "kjo-task-plain"
+ASYNC = "kjo-task-async"
+TIMEOUT = "kjo-task-timeout"
+
+
+class NotATask(SuspiciousOperation, PermanentError):
+    """A message names something that is no task; nothing of it is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCall:
+    """What a task's payload holds."""
+
+    path: str
+    """Where the task is imported from."""
+    backend: str
+    """The alias it was enqueued on."""
+    args: list[Any]
+    kwargs: dict[str, Any]
+    using: dict[str, Any]
+    """The options it was enqueued with."""
+
+    @classmethod
+    def read(cls, value: Any) -> TaskCall:
+        """Read a decoded payload.
+
+        :raises MessageError: it is none.
+        """
+        if isinstance(value, dict):
+            call = cls(
+                path=value.get("task", ""),
+                backend=value.get("backend", ""),
+                args=value.get("args", []),
+                kwargs=value.get("kwargs", {}),
+                using=value.get("using", {}),
+            )
+            texts = isinstance(call.path, str) and isinstance(call.backend, str)
+            dicts = isinstance(call.kwargs, dict) and isinstance(call.using, dict)
+            if texts and call.path and dicts and isinstance(call.args, list):
+                return call
+        raise MessageError("invalid", "The payload is no call of a task")
+
+
+def find_task(path: str) -> Any:
+    """Import a task.
+
+    :raises NotATask: there is something else.
+    :raises ImportError: there is nothing; a worker with newer code may find it.
+    """
+    if "." not in path:
+        raise NotATask(f"{path!r:.200} is no path of a task")
+    found = import_string(path)
+    if not is_task(found):
+        raise NotATask(f"{path!r:.200} is no task but {type(found).__name__}")
+    return found
+
+
+# --- Django's backends for tests and development, which refuse every option but their own ---------
+
+
+class ImmediateBackend(compat.ImmediateBackend):
+    """Runs a task where it is enqueued; its options are accepted and change nothing."""
+
+    task_class = KJOTask
+
+
+class DummyBackend(compat.DummyBackend):
+    """Keeps results and runs nothing."""
+
+    task_class = KJOTask

@@ -14,23 +14,25 @@ from django.utils.dateparse import parse_datetime, parse_duration
 from django.utils.duration import duration_iso_string
 
 from kjo_django import conf, states
-from kjo_django.contrib.tasks import handlers
 from kjo_django.contrib.tasks.compat import (
     InvalidTask,
     TaskError,
     TaskResultDoesNotExist,
     TaskResultStatus,
-    task_backends,
-    task_finished,
-    task_started,
 )
 from kjo_django.contrib.tasks.definition import (
+    ASYNC,
+    NAME,
+    PLAIN,
+    TASK,
+    TIMEOUT,
     KJOTaskContext,
     KJOTaskResult,
+    TaskCall,
     changed_options,
+    find_task,
     restored,
 )
-from kjo_django.contrib.tasks.handlers import NAME, TaskCall, find_task
 from kjo_django.engine.attempt import Outcome, Result
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.leases import lease_name
@@ -100,38 +102,20 @@ def begin(task: Any, call: TaskCall, context: JobContext) -> KJOTaskContext:
     return KJOTaskContext(task_result=result, job=context)
 
 
-def tell_started(result: Any) -> None:
-    """Send ``task_started``."""
-    task_started.send_robust(sender=_backend_class(result.backend), task_result=result)
-
-
-async def atell_started(result: Any) -> None:
-    """Send ``task_started`` from an event loop, on which receivers could not ask the database."""
-    await task_started.asend_robust(sender=_backend_class(result.backend), task_result=result)
-
-
-def tell_finished(outcome: Outcome) -> None:
-    """Send ``task_finished`` for an outcome that is durable and the last."""
+def ended(outcome: Outcome) -> KJOTaskResult | None:
+    """Return the result of a task whose outcome is durable and the last; None for another, or where
+    the task cannot be imported, which is why it failed."""
     if outcome.job is None or outcome.result not in _ENDS:
-        return
+        return None
     job = _row_after(outcome)
     call = _call_of(job)
-    sender = _backend_class(call.backend)
     if outcome.result is Result.COMPLETED:
-        result = _result_of_row(job, call, call.backend, worker=conf.default_worker_name())
-        task_finished.send_robust(sender=sender, task_result=result)
-        return
+        return _result_of_row(job, call, call.backend, worker=conf.default_worker_name())
     try:
-        result = _result_of_row(job, call, call.backend)
+        return _result_of_row(job, call, call.backend)
     except Exception as error:
-        # Its task cannot be imported, which is why it failed: there is nothing to send.
         logger.warning("No task_finished for job %s: %s", job.pk, error, extra=job.log_facts)
-        return
-    try:
-        raise outcome.error or RuntimeError("no error")
-    except BaseException:
-        # Within the handling of the error: the framework's own receiver logs it with its traceback.
-        task_finished.send_robust(sender=sender, task_result=result)
+        return None
 
 
 _ENDS = (Result.COMPLETED, Result.DEAD, Result.CANCELLED)
@@ -145,13 +129,13 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
     key = getattr(task, "key", None)
     expires = getattr(task, "expires", None)
     timeout = backend.default(task, "timeout")
-    headers = {handlers.TASK: task.module_path}
+    headers = {TASK: task.module_path}
     if backend.default(task, "atomic") is False:
-        headers[handlers.PLAIN] = "1"
+        headers[PLAIN] = "1"
     if inspect.iscoroutinefunction(task.func):
-        headers[handlers.ASYNC] = "1"
+        headers[ASYNC] = "1"
     if timeout is not None:
-        headers[handlers.TIMEOUT] = repr(duration(timeout).total_seconds())
+        headers[TIMEOUT] = repr(duration(timeout).total_seconds())
     options = EnqueueOptions(
         id=getattr(task, "unique_id", None),
         key=str(key(*args, **kwargs)) if callable(key) else key,
@@ -314,13 +298,3 @@ def _row_after(outcome: Outcome) -> Job:
         payload=message.payload,
         content_type=message.content_type,
     )
-
-
-def _backend_class(alias: str) -> type[Any]:
-    """Return the sender of the signals."""
-    from kjo_django.contrib.tasks.backend import KJOBackend
-
-    try:
-        return type(task_backends[alias])
-    except Exception:
-        return KJOBackend  # the worker's settings know the alias no longer
