@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from django.http import Http404
@@ -161,6 +162,8 @@ def _perform(view: KjoView, action: Action, key: Any, inputs: dict[str, Any]) ->
     try:
         return action.perform([key], actor=view.actor, on_changed=audit, **inputs)
     except ValueError as error:
+        if not action.inputs:
+            raise
         name = action.inputs[0].name
         code = "unknown" if action.inputs[0].kind is Kind.QUEUE else None
         raise ValidationError({name: str(error)}, code=code) from None
@@ -238,11 +241,22 @@ def _change_worker(view: KjoView, action: Action, inputs: dict[str, Any], id: st
     return Response(WorkerOutcome(answer).data)
 
 
-_Change = Callable[..., Response]
-PLACES: dict[Subject, tuple[Any, str, str, str, Any, _Change]] = {
-    # The module, the address of one row, its name, the operations' prefix, the answer, the function
-    Subject.JOBS: (jobs, "jobs/<str:id>/", "job", "jobs", jobs.JobOutcome, _change_job),
-    Subject.LETTERS: (
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the actions on rows of a subject are, and how they are done to one row."""
+
+    module: Any
+    path: str
+    name: str
+    prefix: str
+    """Of the operations' ids."""
+    answer: type[Any]
+    change: Callable[..., Response]
+
+
+PLACES = {
+    Subject.JOBS: Place(jobs, "jobs/<str:id>/", "job", "jobs", jobs.JobOutcome, _change_job),
+    Subject.LETTERS: Place(
         letters,
         "dead-letters/<str:id>/",
         "dead-letter",
@@ -250,32 +264,28 @@ PLACES: dict[Subject, tuple[Any, str, str, str, Any, _Change]] = {
         LetterOutcome,
         _change_letter,
     ),
-    Subject.QUEUES: (queues, "queues/<str:queue>/", "queue", "queues", QueueOutcome, _change_queue),
-    Subject.WORKERS: (
-        workers,
-        "workers/<str:id>/",
-        "worker",
-        "workers",
-        WorkerOutcome,
-        _change_worker,
+    Subject.QUEUES: Place(
+        queues, "queues/<str:queue>/", "queue", "queues", QueueOutcome, _change_queue
+    ),
+    Subject.WORKERS: Place(
+        workers, "workers/<str:id>/", "worker", "workers", WorkerOutcome, _change_worker
     ),
 }
 
 
 def _method_of(action: Action) -> Method:
     """Return the method of the address of one row that does an action."""
-    module, _place, _name, prefix, answer, change = PLACES[action.subject]
-    body, rest = body_of(action), action.rest
-    meanings = rest.answers or {200: answer.__doc__}
+    place, body, rest = PLACES[action.subject], body_of(action), action.rest
+    meanings = rest.answers or {200: str(place.answer.__doc__)}
 
     def act(view: KjoView, **parts: str) -> Response:
-        return change(view, action, view.body(body), **parts)
+        return place.change(view, action, view.body(body), **parts)
 
     declare = endpoint(
-        f"{prefix}_{action.name}",
-        module.TAG,
+        f"{place.prefix}_{action.name}",
+        place.module.TAG,
         action.permissions,
-        {code: (answer, meaning) for code, meaning in meanings.items()},
+        {code: (place.answer, meaning) for code, meaning in meanings.items()},
         method=rest.method,
         about=action.about,
         body=body,
@@ -385,10 +395,10 @@ def bulk_addresses() -> list[URLPattern]:
 def addresses() -> list[URLPattern]:
     """Return the addresses of actions on one row."""
     found = []
-    for subject, (_module, place, row, *_others) in PLACES.items():
+    for subject, place in PLACES.items():
         for action in actions_of(subject, Surface.REST):
             if action.rest.path != "":
                 name = action.name.replace("_", "-")
                 view = address(_method_of(action))
-                found.append(path(f"{place}{name}/", view, name=f"{row}-{name}"))
+                found.append(path(f"{place.path}{name}/", view, name=f"{place.name}-{name}"))
     return found

@@ -134,7 +134,7 @@ class Action:
     label: Any
     """What the button says."""
     about: str
-    """What it does, in a sentence or two; the OpenAPI schema and the confirmation show it."""
+    """What it does, in a sentence or two, for the OpenAPI schema."""
     permission: str
     """Codename of the permission, beside the one to see the rows."""
     operation: Callable[..., Report]
@@ -151,6 +151,8 @@ class Action:
     inputs: tuple[Input, ...] = ()
     further_permissions: tuple[str, ...] = ()
     surfaces: Surface = Surface.ADMIN | Surface.DASHBOARD | Surface.REST
+    question: Any = ""
+    """What the dashboard asks before it does it to many rows, or to one with inputs."""
     applies: Callable[[str], bool] = lambda state: True
     """Whether it can be done to a row in this state: others get no button."""
     is_dangerous: bool = False
@@ -358,6 +360,7 @@ TABLE: tuple[Action, ...] = (
         name="run_now",
         subject=Subject.JOBS,
         label=_("Run now"),
+        question=_("Let these jobs run now?"),
         about="Let a scheduled job, or a failing one that waits for its next attempt, run now.",
         permission="retry_job",
         operation=rescheduling.run_now,
@@ -373,6 +376,7 @@ TABLE: tuple[Action, ...] = (
         name="requeue",
         subject=Subject.JOBS,
         label=_("Requeue"),
+        question=_("Give these jobs a new run, with all their attempts?"),
         about="Give a job a new run with all its attempts, due now; its dead letters are closed.",
         permission="retry_job",
         operation=jobs.requeue,
@@ -385,6 +389,7 @@ TABLE: tuple[Action, ...] = (
         name="change_queue",
         subject=Subject.JOBS,
         label=_("Move to another queue"),
+        question=_("Move these jobs to another queue?"),
         about="Move an open job to another queue; its idempotency key is another one there.",
         permission="retry_job",
         operation=rescheduling.change_queue,
@@ -414,6 +419,7 @@ TABLE: tuple[Action, ...] = (
         name="change_expiry",
         subject=Subject.JOBS,
         label=_("Change expiry"),
+        question=_("Change until when these jobs may be started?"),
         about="Change until when an open job may be started; with null, it never expires.",
         permission="retry_job",
         operation=rescheduling.change_expiry,
@@ -448,6 +454,7 @@ TABLE: tuple[Action, ...] = (
         name="cancel",
         subject=Subject.JOBS,
         label=_("Cancel"),
+        question=_("Cancel these jobs?"),
         about="Cancel an open job, or with `abort` ask a running one to end.",
         permission="cancel_job",
         operation=_cancel,
@@ -503,6 +510,7 @@ TABLE: tuple[Action, ...] = (
         name="replay",
         subject=Subject.LETTERS,
         label=_("Replay"),
+        question=_("Replay these dead letters?"),
         about="Run again what died: its job is requeued, or its message published as it was.",
         permission="replay_dlq",
         operation=_replay,
@@ -553,6 +561,7 @@ TABLE: tuple[Action, ...] = (
         name="discard",
         subject=Subject.LETTERS,
         label=_("Discard"),
+        question=_("Close these dead letters without running them again?"),
         about="Close a dead letter without running it again.",
         permission="discard_dlq",
         operation=_discard,
