@@ -81,17 +81,9 @@ def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
     """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
     if any(message.is_serious() for message in check_settings()):
         return []
-    from kjo_django.operations.monitoring.deploy_checks import (
-        meet_poolers,
-        reach_coordination,
-        reach_transports,
-    )
+    from kjo_django.operations.monitoring.deploy_checks import deploy_checks
 
-    return [
-        message
-        for check in (reach_transports, reach_coordination, meet_poolers)
-        for message in check()
-    ]
+    return list(deploy_checks())
 
 
 # --- Errors -------------------------------------------------------------------------------------

@@ -9,22 +9,30 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
-from kjo_django import backends
-from kjo_django.conf import get_settings
+from kjo_django.backends import get_transport
 from kjo_django.exceptions import CoordinationError, KjoError
 from kjo_django.operations.maintenance import topics
 from kjo_django.probing import answer_within
-from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import Runtime, current_runtime
 
 PROBE_TIMEOUT = 5.0
 
 
-def reach_transports() -> Iterator[checks.CheckMessage]:
-    """Yield what is wrong with transports and their topics."""
-    for alias in get_settings().transports:
+def deploy_checks() -> Iterator[checks.CheckMessage]:
+    """Yield what is wrong with the transports, their topics, coordination and the database."""
+    runtime = current_runtime()
+    yield from _transports(runtime)
+    try:
+        runtime.coordination.probe(PROBE_TIMEOUT)
+    except (KjoError, ImproperlyConfigured) as error:
+        yield checks.Warning(f"Coordination: {error}", id="kjo.W009")
+    yield from _pooler(runtime)
+
+
+def _transports(runtime: Runtime) -> Iterator[checks.CheckMessage]:
+    for alias in runtime.settings.transports:
         try:
-            backends.get_transport(alias).probe(PROBE_TIMEOUT)
+            get_transport(alias).probe(PROBE_TIMEOUT)
         except (KjoError, ImproperlyConfigured) as error:
             yield checks.Warning(f"Transport {alias!r}: {error}", id="kjo.W008")
             return
@@ -42,39 +50,26 @@ def reach_transports() -> Iterator[checks.CheckMessage]:
             )
 
 
-def reach_coordination() -> Iterator[checks.CheckMessage]:
-    """Yield what is wrong with coordination."""
-    try:
-        backends.get_coordination().probe(PROBE_TIMEOUT)
-    except (KjoError, ImproperlyConfigured) as error:
-        yield checks.Warning(f"Coordination: {error}", id="kjo.W009")
-
-
-def meet_poolers() -> Iterator[checks.CheckMessage]:
-    """Yield what a pooler in transaction mode before the jobs' database asks for."""
-    alias = jobs_database()
-    if not store_for(alias).has_notify:
+def _pooler(runtime: Runtime) -> Iterator[checks.CheckMessage]:
+    """Yield the settings that a pooler in transaction mode before the jobs' database needs."""
+    alias = runtime.database
+    if not runtime.store.has_notify:
         return
     try:
         is_lent = answer_within(PROBE_TIMEOUT, partial(_lends_sessions, alias))
     except Exception:
-        return  # That it cannot be reached is told above.
+        return  # The checks of the transports and of coordination report what is out of reach.
     if not is_lent:
         return
     settings = connections[alias].settings_dict
-    asked = []
+    missing = {}
     if not settings["OPTIONS"].get("application_name"):
-        asked.append(
-            (
-                "nobody can end the transactions of a frozen worker",
-                "['OPTIONS']['application_name']",
-            )
-        )
+        key = "['OPTIONS']['application_name']"
+        missing[key] = "nobody can end the transactions of a frozen worker"
     if not settings.get("DISABLE_SERVER_SIDE_CURSORS"):
-        asked.append(
-            ("iterator() fails outside transactions", "['DISABLE_SERVER_SIDE_CURSORS'] = True")
-        )
-    for consequence, key in asked:
+        key = "['DISABLE_SERVER_SIDE_CURSORS'] = True"
+        missing[key] = "iterator() fails outside transactions"
+    for key, consequence in missing.items():
         yield checks.Warning(
             f"The database {alias!r} is reached through a pooler in transaction mode: "
             f"{consequence}.",
@@ -84,11 +79,11 @@ def meet_poolers() -> Iterator[checks.CheckMessage]:
     from kjo_django.coordination.database.postgres_listener import SessionLentError
 
     try:
-        backends.get_coordination().listen(["kjo-check"]).close()
+        runtime.coordination.listen(["kjo-check"]).close()
     except SessionLentError as error:
         yield checks.Warning(f"Coordination: {error}.", id="kjo.W013")
     except (CoordinationError, ImproperlyConfigured):
-        pass  # told above
+        pass  # The check of coordination has reported it.
 
 
 def _lends_sessions(alias: str) -> bool:
