@@ -201,7 +201,6 @@ def _check_middleware(settings: Settings) -> Messages:
 
 def _warn_ttls(settings: Settings) -> Messages:
     if settings.sent_ttl is not None and settings.sent_ttl < settings.processing_ttl:
-        # As printed in seed 1 (20 s and 300 s) it is the default, and nobody's decision (KJO-F4).
         yield checks.Warning(
             f"KJO['SENT_TTL'] ({settings.sent_ttl}) is shorter than PROCESSING_TTL "
             f"({settings.processing_ttl}): a template producer sends items again that are still "
@@ -300,7 +299,7 @@ def _warn_pool(settings: Settings) -> Messages:
 
 
 def _warn_retention(settings: Settings) -> Messages:
-    """KII-F10: a message that comes again after its marker is gone takes effect twice."""
+    """A message that comes again after its marker is gone takes effect twice."""
     for name in registry.queue_names():
         queue = settings.queue(name)
         if not backends.transport_class(queue.transport).capabilities.replay:

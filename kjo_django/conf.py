@@ -246,7 +246,7 @@ class Settings:
 
     @property
     def effective_sent_ttl(self) -> timedelta:
-        """KJO-F4: 20 s as printed, unless only PROCESSING_TTL was customised: then twice that."""
+        """SENT_TTL: 20 s by default, but twice PROCESSING_TTL where only that one is set."""
         return self.sent_ttl if self.sent_ttl is not None else sent_ttl_for(self.processing_ttl)
 
     def queue(self, name: str) -> QueueConf:
@@ -413,7 +413,7 @@ def settings_as_read() -> Settings:
 
 
 def default_worker_name() -> str:
-    """Return ``<host>-<pid>`` (PJQ-31)."""
+    """Return ``<host>-<pid>``."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 

@@ -1,8 +1,8 @@
-"""Settings from the environment, for what the ``KJO`` dict leaves out (KJO-94). Pure.
+"""Settings from the environment, for what the ``KJO`` dict leaves out. Pure.
 
 ``KJO_CONCURRENCY=8`` stands for ``KJO = {"CONCURRENCY": 8}``: a value is read as JSON, and as text
 where it is none or where the setting is a text: ``KJO_RELEASE=1.10`` is no number. Two names of
-seed 1 configure a server each:
+template classes configure a server each:
 
     KJO_KAFKA_BROKERS   host:port,host:port   the transport "default"
     KJO_REDIS_URL       redis://host:port/0   the coordination

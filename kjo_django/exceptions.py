@@ -43,7 +43,7 @@ class KjoError(Exception):
 
 
 class JobQueueError(KjoError):
-    """An error with a stable code that an API may show (PJQ-26)."""
+    """An error with a stable code that an API may show."""
 
     code: ClassVar[str] = "JOB_QUEUE_ERROR"
 
@@ -163,7 +163,7 @@ class UncommittedJobError(JobQueueError):
 
 
 class StalledError(JobQueueError):
-    """The worker died or froze while it ran the attempt; the attempt counts (PJQ-F10)."""
+    """The worker died or froze while it ran the attempt; the attempt counts."""
 
     code = "STALLED"
 
@@ -200,7 +200,7 @@ class CoordinationError(KjoError):
 
 
 class PermanentError(KjoError):
-    """Raise it in a handler when trying again cannot help: dead letter at once (RST-25)."""
+    """Raise it in a handler when trying again cannot help: dead letter at once."""
 
 
 class Retry(KjoError):
@@ -223,7 +223,7 @@ class MustBeKilled(PermanentError):
 
 
 class MustBeRedelivered(Retry):
-    """Raise it in a KDLQ processor to have the message redelivered (KDLQ-09)."""
+    """Raise it in a KDLQ processor to have the message redelivered."""
 
 
 KDLQMessageMustBeRedeliveredException = MustBeRedelivered
@@ -232,7 +232,7 @@ KDLQMessageMustBeRedeliveredException = MustBeRedelivered
 
 class KDLQException(KjoError):
     """A message could neither be redelivered nor sent to the dead-letter topic: the broker or the
-    database is away. Its offset must not be committed (KDLQ-08)."""
+    database is away. Its offset must not be committed."""
 
 
 class KDLQConfigurationException(KDLQException, ValueError):
@@ -244,7 +244,7 @@ class KDLQLifecycleException(KDLQException):
 
 
 class PausableError(KjoError):
-    """An outage that other messages of the partition would meet too (KJO-73)."""
+    """An outage that other messages of the partition would meet too."""
 
 
 class DatabaseConnectionError(PausableError):

@@ -1,7 +1,7 @@
 """Signals: everything observable that happens to a job. Receivers observe, they never decide.
 
 Sent with ``send_robust`` after the state they tell of is committed: a receiver that raises is
-logged and changes nothing (KJO-F12, KDLQ-F8). ``sender`` is the handler's name, or the queue's.
+logged and changes nothing. ``sender`` is the handler's name, or the queue's.
 
 =====================  ===========================================================================
 signal                 keyword arguments

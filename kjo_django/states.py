@@ -8,7 +8,7 @@
        └──cancel──> cancelled    └──attempts spent──> failed
 
 ``processing`` and ``scheduled`` are never stored: processing is a live lease, scheduled a pending
-job due in the future (seed 1's virtual state; nothing to clean up after a crash). Every transition
+job due in the future: a crash leaves nothing of them to clean up. Every transition
 is one conditional UPDATE on the expected states and the generation, so a late or duplicate actor
 loses by construction.
 """
@@ -44,8 +44,8 @@ class JobStatus(models.TextChoices):
 
 
 class ItemState(models.IntegerChoices):
-    """What template producers and consumers keep in the items' own table (KJO-68); processing is
-    virtual there too."""
+    """What template producers and consumers keep in the items' own table; processing is virtual
+    there too."""
 
     PENDING = 1, _("Pending")
     COMPLETED = 2, _("Completed")
@@ -90,10 +90,10 @@ def expected(action: str) -> list[str]:
     return sorted(TRANSITIONS[action])
 
 
-# --- The other vocabularies (X-2): pure mappings of the status shown ------------------------------
+# --- Names of states in the other interfaces: pure mappings of the status shown -----------------
 
 KJO_NUMBERS = {"pending": 1, "completed": 2, "failed": 3}
-"""Seed 1's item states (KJO-68); PROCESSING is virtual there and has no number."""
+"""The numbers of `ItemState`; PROCESSING is virtual and has none."""
 
 _TO_KJO = {
     JobStatus.COMPLETED: "COMPLETED",
@@ -120,12 +120,12 @@ _TO_DJANGO_TASKS = {
 
 
 def to_kjo(status: str) -> str:
-    """Map to seed 1's and seed 4's PENDING, PROCESSING, COMPLETED, FAILED (RST-02)."""
+    """Map to PENDING, PROCESSING, COMPLETED, FAILED, as items and streams name them."""
     return _TO_KJO.get(JobStatus(status), "PENDING")
 
 
 def to_queue(status: str) -> str:
-    """Map to seed 2's queued, processing, failing, completed, failed (PJQ-18)."""
+    """Map to queued, processing, failing, completed, failed, as `Queue` names them."""
     return _TO_QUEUE[JobStatus(status)]
 
 

@@ -191,7 +191,7 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
 
 class _StreamHandler(registry.Handler):
-    """Calls the methods of one consumer, in the order of seed 4."""
+    """Calls the methods of one consumer, in the order its users know."""
 
     observes = True
 

@@ -1,4 +1,4 @@
-"""One canonical rule for every failed attempt; the seeds' other counts are adapters."""
+"""One canonical rule for every failed attempt; other ways to count are adapters."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class RetryPolicy:
 
 
 def max_attempts_from_queue_retries(max_retries: int) -> int:
-    """Seed 2: ``maxRetries=3`` is 3 executions."""
+    """Of `Queue`: ``maxRetries=3`` is 3 executions."""
     return max(1, max_retries)
 
 
 def max_attempts_from_stream_retries(max_retry_count: int) -> int:
-    """Seeds 4 and 5: ``MAX_RETRY_COUNT=3`` is 4 executions."""
+    """Of streams and events: ``MAX_RETRY_COUNT=3`` is 4 executions."""
     return max_retry_count + 1
 
 
 def max_attempts_from_redeliveries(max_redeliveries: int) -> int | None:
-    """Seed 3: N redeliveries are N+1 executions; negative is without end (None)."""
+    """Of KDLQ: N redeliveries are N+1 executions; negative is without end (None)."""
     return None if max_redeliveries < 0 else max_redeliveries + 1

@@ -45,7 +45,7 @@ class CoordinationConformance:
 
     @pytest.fixture
     def name(self) -> str:
-        """The name of a lease nobody has, in the form of KJO-60."""
+        """The name of a lease that is free."""
         return f"CONS:{uuid.uuid4().hex[:12]}:7"
 
     def outlive(self, lifetime: timedelta) -> None:
@@ -69,7 +69,7 @@ class CoordinationConformance:
             thread.join(60)
         assert failures == []
 
-    # --- Leases: KJO-60, KJO-65, KJO-F1 -----------------------------------------------------------
+    # --- Leases -----------------------------------------------------------------------------------
 
     def test_a_free_name_is_claimed_once(self, coordination: Coordination, name: str) -> None:
         assert coordination.claim([name], "me", MINUTE) == [Claim(True, 1)]
@@ -97,7 +97,7 @@ class CoordinationConformance:
         assert coordination.get_marks([]) == {}
 
     def test_of_many_threads_one_acquires(self, coordination: Coordination, name: str) -> None:
-        """KJO-F1: no gap between looking and taking."""
+        """No gap between looking and taking."""
         for turn in range(5):
             acquired: list[int] = []
             barrier = threading.Barrier(self.threads)
@@ -153,7 +153,7 @@ class CoordinationConformance:
         assert coordination.holders([name]) == {name: "me"}, "the second claim did not extend it"
 
     def test_a_lease_expires(self, coordination: Coordination, name: str) -> None:
-        """KJO-67, KJO-69: nobody cleans up after a crash, and the crash counts."""
+        """Nobody cleans up after a crash, and the crash counts."""
         coordination.claim([name], "dead", self.short)
         self.outlive(self.short)
 
@@ -162,7 +162,6 @@ class CoordinationConformance:
         assert coordination.claim([name], "me", MINUTE) == [Claim(True, 2)]
 
     def test_renewing_extends(self, coordination: Coordination, name: str) -> None:
-        """KJO-F11."""
         coordination.claim([name], "me", self.short)
         assert coordination.renew([name], "me", MINUTE) == [True]
         self.outlive(self.short)
@@ -175,7 +174,7 @@ class CoordinationConformance:
         assert coordination.claim([name], "you", MINUTE)[0].acquired
 
     def test_only_the_holder_releases(self, coordination: Coordination, name: str) -> None:
-        """KJO-F10: a late owner does not free its successor's lease."""
+        """A late owner does not free its successor's lease."""
         coordination.claim([name], "late", self.short)
         self.outlive(self.short)
         coordination.claim([name], "successor", MINUTE)
@@ -216,7 +215,7 @@ class CoordinationConformance:
     def test_names_are_found_by_their_literal_beginning(
         self, coordination: Coordination, name: str
     ) -> None:
-        """KJO-F8: no glob, no LIKE wildcard, no other case."""
+        """No glob, no LIKE wildcard, no other case."""
         base = f"CONS:{uuid.uuid4().hex[:8]}"
         wanted = [f"{base}:a*[b]?_%\\:{number}" for number in range(3)]
         others = [f"{base}:aXXb:1", f"{base}:A*[B]?_%\\:1", f"{base}:a*[b]?x%\\:1", f"{base}:a"]
@@ -242,10 +241,10 @@ class CoordinationConformance:
         coordination.release(names[:1], "me")
         assert set(coordination.holders(names)) == set(names[1:])
 
-    # --- Marks: KJO-13, KJO-14, KJO-27, KJO-28 ----------------------------------------------------
+    # --- Marks ------------------------------------------------------------------------------------
 
     def test_marks_are_kept_and_replaced(self, coordination: Coordination, name: str) -> None:
-        """KJO-16: changed content is sent again and its hash overwritten."""
+        """Changed content is sent again and its hash overwritten."""
         first, second = f"PREFIX_SENT:{name}:1", f"PREFIX_SENT:{name}:2"
         coordination.set_marks({first: "a" * 64, second: "b"}, MINUTE)
         coordination.set_marks({first: "c"}, MINUTE)

@@ -151,7 +151,7 @@ class LifeSign:
         """Do nothing: it waits for nothing."""
 
     def close(self) -> None:
-        """Do nothing: ``Heartbeat.say_goodbye`` gives the leases back."""
+        """Do nothing: ``Heartbeat.end_worker`` gives the leases back."""
 
 
 class Heartbeat:
@@ -234,9 +234,9 @@ class Heartbeat:
         """Do nothing: it waits for nothing."""
 
     def close(self) -> None:
-        """Do nothing: it is ``say_goodbye`` that ends a worker."""
+        """Do nothing: ``end_worker`` writes the end of the worker."""
 
-    def say_goodbye(self) -> None:
+    def end_worker(self) -> None:
         """Give back leases of jobs that still run, write the last metrics and the row's end."""
         queue_policies.leave()
         leases = self._leases

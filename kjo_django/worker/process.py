@@ -342,7 +342,7 @@ class Worker:
             thread.stop()
         _join(self._alive_threads, 5.0)
         self._has_ended = True
-        self._heartbeat.say_goodbye()
+        self._heartbeat.end_worker()
 
     def _end_in_thread(self) -> None:
         try:

@@ -31,7 +31,7 @@ class Command(KjoCommand):
         return {"checks": found}, all(result.is_ok for result in results)
 
     def show(self, answer: Any) -> None:
-        """Print the seed's lines."""
+        """Print one line for each number."""
         for check in answer["checks"]:
             if check["passed"]:
                 self.stdout.write(f"✅ {check['name']}: PASSED")

@@ -37,7 +37,7 @@ _formats: dict[str, DeadLetterFormat] = {}
 ORIGINS = [
     names.DLQ_ORIGINAL_TOPIC,
     "kafka_dlt-original-topic",  # Spring
-    "dlq-original-topic",  # seed 5
+    "dlq-original-topic",  # of event consumers
     "__dlq.errors.topic",  # Kafka 4.4
 ]
 """Headers that name the topic a message died on, the first one that is there counts."""

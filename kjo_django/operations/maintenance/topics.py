@@ -94,7 +94,7 @@ def read_options(given: Mapping[str, Any], where: str) -> tuple[TopicOptions, Fi
 
 
 def _unknown(name: str, where: str) -> tuple[str, str]:
-    # Seed 1 spells them in camel case: retentionMs.
+    # Older configurations spell them in camel case: retentionMs.
     snake = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
     close = difflib.get_close_matches(snake, _CONVERT, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(_CONVERT))}."

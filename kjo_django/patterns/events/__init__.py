@@ -1,1 +1,1 @@
-"""Events between services: one tells what happened, others act on it, each once (seed 5)."""
+"""Events between services: one service publishes what happened, others act on it, each once."""

@@ -194,7 +194,7 @@ class _Check:
 
     @property
     def all(self) -> list[tuple[str, Callable[[], None]]]:
-        """The names are the seed's."""
+        """Keep these names: programs read them."""
         return [
             ("First event processing", self._first),
             ("Duplicate event skipping", self._duplicate),

@@ -55,7 +55,7 @@ def _optional_texts(value: Any) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class RedisOptions:
-    """``redis_options`` of seed 1, as one dict."""
+    """``redis_options`` as one dict."""
 
     key_prefix: str | None = option(_optional_prefix, None, "PREFIX of the key names.")
     processing_ttl: timedelta | None = option(optional_duration, None, "Of CONS:PREFIX:id.")
@@ -101,7 +101,7 @@ class ProducerOptions:
 
 
 def snake(name: str) -> str:
-    """Return ``keyPrefix`` as ``key_prefix``: seed 1's spelling is understood."""
+    """Return ``keyPrefix`` as ``key_prefix``: both spellings are understood."""
     return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda m: f"_{m[1].lower()}", name)
 
 

@@ -1,4 +1,4 @@
-"""Template producers: poll a source of items and send those that are new or have changed (seed 1).
+"""Template producers: poll a source of items and send those that are new or have changed.
 
     class EmailProducer(ModelProducer):
         model = Email
@@ -7,8 +7,8 @@
 
     EmailProducer().produce_messages({"state": 1}, limit=100)
 
-The item's own table is the outbox: nothing is stored here but what may vanish (key names as seed 1
-prints them). Losing it sends items again; their consumers decide by the item's state.
+The item's own table is the outbox: nothing is stored here but what may vanish. Losing it
+sends items again; their consumers decide by the item's state.
 
     CONS:PREFIX:id   somebody processes the item          read
     PROD:PREFIX:id   some producer is sending the item    claimed before, released after

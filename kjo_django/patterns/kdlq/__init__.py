@@ -1,4 +1,4 @@
-"""KDLQ: redelivery and dead letters decided by counters in a message's headers (seed 3).
+"""KDLQ: redelivery and dead letters decided by counters in a message's headers.
 
 The headers are the Java library's, byte for byte, so consumers of both can share topics.
 """

@@ -53,7 +53,7 @@ class Consuming(Suite):
     def test_poll_waits_no_longer_than_its_timeout(
         self, transport: Transport, topic: str, group: str
     ) -> None:
-        """PJQ-56: nothing there is an empty answer, in time."""
+        """Nothing there is an empty answer, in time."""
         subscription = self.subscribe(transport, topic, group)
         self.join(subscription)
 
