@@ -12,6 +12,8 @@ from django.utils import timezone
 
 RIVAL = "rival"
 """Name of the thread that acts while another one's call is under way."""
+PATIENCE = 3
+"""How often a process waits that acts while another one's call is under way."""
 MOST_ADVANCES = 2_000
 """How often one case may let time pass: code that waits for ever is an error of that case."""
 
@@ -65,8 +67,12 @@ class Clock:
                 return really_wait(event, timeout)
             if self.is_within_a_call or threading.current_thread().name == RIVAL:
                 self.rivals_waits += 1
-                if self.rivals_waits > 3:
+                if self.rivals_waits > PATIENCE:
                     # As if it were asked to stop: what it waits for is held by who waits for it.
+                    # Time stands, so that what it puts off does not come up again at once, but for
+                    # a loop that waits for a moment.
+                    if self.rivals_waits > 20 * PATIENCE:
+                        self.advance(timeout)
                     return True
             self.advance(timeout)
             return event.is_set()
