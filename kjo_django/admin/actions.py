@@ -137,7 +137,7 @@ def _in_lists(action: Action) -> list[Input]:
 def _field_of(given: Input, *, is_required: bool) -> forms.Field:
     common: dict[str, Any] = {
         "label": given.label,
-        "help_text": given.help,
+        "help_text": given.hint or given.help,
         "required": is_required and given.is_required and not given.is_nullable,
     }
     numbers: dict[str, Any] = {"min_value": given.minimum, "max_value": given.maximum}

@@ -90,6 +90,8 @@ class Input:
     kind: Kind
     label: Any
     help: Any = ""
+    """For the OpenAPI schema, and for the screens where there is no hint."""
+    hint: Any = ""
     is_required: bool = False
     is_nullable: bool = False
     """Whether None may be given, which is something else than nothing; an empty field is None."""
@@ -295,6 +297,7 @@ NOTE = Input(
     kind=Kind.TEXT,
     label=_("Note"),
     help=_("For whoever finds it later."),
+    hint=_("Why these will not be replayed."),
     is_required=True,
     max_length=MAX_NOTE,
     is_in_lists=True,
@@ -305,12 +308,14 @@ FORCE = Input(
     kind=Kind.FLAG,
     label=_("Also those that were replayed too often or have taken effect"),
     help=_("Also what was replayed too often, has taken effect, or whose job has moved on."),
+    hint=_("These get a new id: what they did is done once more."),
 )
 RATE = Input(
     name="rate",
     kind=Kind.NUMBER,
     label=_("At most so many a second"),
-    help=_("A second; none: as fast as possible."),
+    help=_("A second."),
+    hint=_("Empty: as fast as possible."),
     is_nullable=True,
     minimum=RATE_MIN,
     maximum=RATE_MAX,
@@ -322,6 +327,7 @@ LIMIT = Input(
     kind=Kind.WHOLE,
     label=_("At most so many"),
     help=_("The oldest so many only, within this request."),
+    hint=_("The oldest first. Empty: all."),
     is_nullable=True,
     minimum=1,
     maximum=SYNCHRONOUS_LIMIT,
@@ -434,7 +440,8 @@ TABLE: tuple[Action, ...] = (
                 name="expires_in",
                 kind=Kind.NUMBER,
                 label=_("Expires in (seconds; empty: never)"),
-                help=_("Seconds from now; none: it never expires."),
+                help=_("Seconds from now; null: it never expires."),
+                hint=_("Counted from now."),
                 is_required=True,
                 is_nullable=True,
                 minimum=1,
