@@ -104,3 +104,12 @@ def test_every_header_on_the_wire_is_documented() -> None:
         )
     )
     assert declared <= told
+
+
+def test_every_path_of_the_architecture_exists() -> None:
+    text = (ROOT / "docs/explanation/architecture.md").read_text()
+    paths = re.findall(r"`((?:[\w.-]+/)+(?:\w+\.py)?|\w+\.py)`", FENCE.sub("", text))
+    places = [ROOT, ROOT / "kjo_django", *(ROOT / "kjo_django").iterdir()]
+    places += [ROOT / "kjo_django/engine/handler", ROOT / "kjo_django/transports/kafka"]
+    assert len(paths) > 50
+    assert not [path for path in paths if not any((place / path).exists() for place in places)]
