@@ -8,7 +8,8 @@ import re
 import sys
 import time
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -105,6 +106,23 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
+@contextmanager
+def command_errors() -> Iterator[None]:
+    """Turn what a command meets into its exit code: 1 for refusals of servers, 2 for wrong usage.
+
+    :raises CommandError: with the text that is printed.
+    """
+    try:
+        yield
+    except (DatabaseError, InterfaceError) as error:
+        text = f"{type(error).__name__}: {error}".rstrip()
+        raise CommandError(f"{text}\n{missing_tables()}".rstrip()) from error
+    except (KjoError, ImproperlyConfigured) as error:
+        raise CommandError(f"{type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise CommandError(str(error), returncode=2) from error
+
+
 class _HelpFormatter(DjangoHelpFormatter):
     """Adds the default to each option that has one."""
 
@@ -164,14 +182,8 @@ class KjoCommand(ParsedCommand):
         """Run, print, and exit with 1 when it is not well."""
         self._has_open_line = False
         try:
-            answer, is_ok = self.run(options)
-        except (DatabaseError, InterfaceError) as error:
-            text = f"{type(error).__name__}: {error}".rstrip()
-            raise CommandError(f"{text}\n{missing_tables()}".rstrip()) from error
-        except (KjoError, ImproperlyConfigured) as error:
-            raise CommandError(f"{type(error).__name__}: {error}") from error
-        except ValueError as error:
-            raise CommandError(str(error), returncode=2) from error
+            with command_errors():
+                answer, is_ok = self.run(options)
         finally:
             if self._has_open_line:
                 self.stderr.write("\n", ending="")

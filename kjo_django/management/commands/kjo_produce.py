@@ -11,13 +11,17 @@ from typing import Any
 
 from django.core.exceptions import FieldError, ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
-from django.db import DatabaseError
 from django.utils.module_loading import import_string
 
 from kjo_django import registry
 from kjo_django.enqueue.dispatch import OUTGOING
-from kjo_django.exceptions import KjoError
-from kjo_django.management.commands._shared import ParsedCommand, check_queues, positive, seconds
+from kjo_django.management.commands._shared import (
+    ParsedCommand,
+    check_queues,
+    command_errors,
+    positive,
+    seconds,
+)
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer, ProduceResult, produce_every
@@ -54,20 +58,16 @@ class Command(ParsedCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the one or the other."""
-        names = options["names"]
-        producer = self._producer(names)
-        if producer is None:
-            if options["criteria"] or options["interval"]:
-                raise CommandError("--criteria and --interval go with a producer.", returncode=2)
-            try:
-                self._relay(names, options["once"])
-            except (KjoError, ImproperlyConfigured, DatabaseError) as error:
-                raise CommandError(f"{type(error).__name__}: {error}") from error
-            return
-        if options["once"] and options["interval"]:
-            raise CommandError("--once and --interval exclude each other.", returncode=2)
-        criteria = read_criteria(options["criteria"])
-        self._produce(producer, criteria, options)
+        with command_errors():
+            producer = self._producer(options["names"])
+            if producer is not None:
+                if options["once"] and options["interval"]:
+                    raise ValueError("--once and --interval exclude each other.")
+                self._produce(producer, read_criteria(options["criteria"]), options)
+            elif options["criteria"] or options["interval"]:
+                raise ValueError("--criteria and --interval go with a producer.")
+            else:
+                self._relay(options["names"], options["once"])
 
     def _producer(self, names: list[str]) -> AbstractProducer | None:
         """Return the producer named, None where queues are."""
@@ -77,15 +77,14 @@ class Command(ParsedCommand):
             found = import_string(names[0])
         except ImportError as error:
             hint = producer_hint(names[0])
-            raise CommandError(
-                f"{names[0]!r} cannot be imported: {error}. {hint}".rstrip(), returncode=2
-            ) from error
+            text = f"{names[0]!r} cannot be imported: {error}. {hint}"
+            raise ValueError(text.rstrip()) from error
         if not (isinstance(found, type) and issubclass(found, AbstractProducer)):
-            raise CommandError(f"{names[0]!r} is no AbstractProducer.", returncode=2)
+            raise ValueError(f"{names[0]!r} is no AbstractProducer.")
         try:
             made: AbstractProducer = found()
         except (ImproperlyConfigured, TypeError) as error:
-            raise CommandError(str(error), returncode=2) from error
+            raise ValueError(str(error)) from error
         return made
 
     # --- The relay --------------------------------------------------------------------------------
@@ -95,14 +94,12 @@ class Command(ParsedCommand):
             check_queues(queues, [*registry.queue_names(), OUTGOING])
         except ValueError as error:
             unknown = next(name for name in queues if repr(name) in str(error))
-            raise CommandError(
-                f"{error} {producer_hint(unknown)}".rstrip(), returncode=2
-            ) from error
-        errors: dict[str, str] = {}
+            raise ValueError(f"{error} {producer_hint(unknown)}".rstrip()) from error
+        last_error: list[str] = []
 
         def note(error: str | None) -> None:
             if error is not None:
-                errors["last"] = error
+                last_error[:] = [error]
 
         relay = Relay(queues or None, on_error=note)
         if not relay.queues:
@@ -113,8 +110,8 @@ class Command(ParsedCommand):
             self.stdout.write(f"Published {relay.published_count}.")
             if left:
                 self.stdout.write(f"Another relay publishes, and was left: {', '.join(left)}.")
-            if errors:
-                raise CommandError(f"Not all of it was taken: {errors['last']}")
+            if last_error:
+                raise CommandError(f"Not all of it was taken: {last_error[0]}")
             return
         for number in STOP:
             signal.signal(number, lambda *_: relay.stop())
@@ -152,10 +149,8 @@ class Command(ParsedCommand):
                 on_result=show,
                 on_error=lambda error: self.stderr.write(f"{type(error).__name__}: {error}"),
             )
-        except (KjoError, ImproperlyConfigured, DatabaseError) as error:
-            raise CommandError(f"{type(error).__name__}: {error}") from error
         except (FieldError, ValueError, TypeError) as error:
-            raise CommandError(f"The criteria cannot be used: {error}", returncode=2) from error
+            raise ValueError(f"The criteria cannot be used: {error}") from error
 
     def _show(self, producer: AbstractProducer, result: ProduceResult, as_json: bool) -> None:
         if as_json:
@@ -192,15 +187,13 @@ def read_criteria(given: list[str]) -> dict[str, Any]:
         try:
             found = json.loads(given[0])
         except ValueError as error:
-            raise CommandError(f"--criteria is no JSON: {error}", returncode=2) from error
+            raise ValueError(f"--criteria is no JSON: {error}") from error
         return dict(found)
     criteria: dict[str, Any] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            raise CommandError(
-                f"--criteria {pair!r} is neither name=value nor a JSON object.", returncode=2
-            )
+            raise ValueError(f"--criteria {pair!r} is neither name=value nor a JSON object.")
         try:
             criteria[name] = json.loads(value)
         except ValueError:

@@ -24,6 +24,7 @@ from kjo_django import conf as configuration
 from kjo_django import registry
 from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.conf import QueueConf, Settings, get_settings
+from kjo_django.exceptions import PublishError
 from kjo_django.ids import ago
 from kjo_django.models import Job, MetricBucket
 from kjo_django.operations.maintenance import topics
@@ -129,21 +130,26 @@ def _unchecked(probe: _Probe, checks: Mapping[str, Check]) -> Check | None:
 def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
     """Return the lag of each consumed queue by partition, or None if it takes longer than that or
     a transport is away."""
-
-    def ask(conf: Settings) -> dict[str, dict[str, int]]:
-        lags = {}
-        for name in registry.consumed_queue_names():
-            queue = conf.queue(name)
-            lag = get_transport(queue.transport).lag([queue.topic], queue.consumer_group)
-            lags[name] = {str(place.partition): count for place, count in sorted(lag.items())}
-        return lags
-
     try:
         conf = get_settings()
-        return answer_within(timeout, functools.partial(ask, conf), share=("lag", id(conf)))
+        ask = functools.partial(_lags, conf)
+        return answer_within(timeout, ask, share=("lag", id(conf)))
     except Exception as error:
         logger.warning("The lag cannot be asked for: %s", error)
         return None
+
+
+def _lags(conf: Settings) -> dict[str, dict[str, int]]:
+    queues = [conf.queue(name) for name in registry.consumed_queue_names()]
+    names = ("topic", "transport", "consumer_group")
+    rows = [
+        {"queue": queue.name} | {name: getattr(queue, name) for name in names} for queue in queues
+    ]
+    status.add_lags(rows)
+    for row in rows:
+        if row["lag_error"]:
+            raise PublishError(row["lag_error"])
+    return {row["queue"]: row["lag_by_partition"] for row in rows}
 
 
 def is_healthy(checks: Iterable[Check]) -> bool:
