@@ -306,46 +306,54 @@ class Store:
     ) -> int:
         """Execute one statement for each job; return how many rows changed."""
         connection = self.connection
-
-        def stored(name: str, value: Any) -> Any:
-            return _FIELDS[name].get_db_prep_save(value, connection)
-
-        expected = states.expected("complete")
+        prepare = _FIELDS["finished_at"].get_db_prep_save
+        binary = _FIELDS["result"].get_db_prep_save
         # What the jobs have in common is prepared once: that takes longer than to write it.
-        common = {
-            "state": states.RESULT_OF["complete"],
-            "finished_at": stored("finished_at", now),
-            "error": "",
-            "lease_token": "",
-            "lease_expires_at": None,
-        }
-        conditions = [*expected, *([] if token is None else [token])]
         expiry = {
-            ttl: stored("result_expires_at", now + timedelta(milliseconds=ttl))
+            ttl: prepare(now + timedelta(milliseconds=ttl), connection)
             for ttl in {one.row.result_ttl for one in completions}
         }
-        parameters = [
-            (
-                *common.values(),
-                one.attempt,
-                stored("started_at", one.started_at),
-                None if one.result is None else stored("result", one.result),
-                expiry[one.row.result_ttl],
-                stored("id", one.row.id),
-                one.row.generation,
-                *conditions,
-            )
-            for one in completions
-        ]
-        names = (*common, "attempts", "started_at", "result", "result_expires_at")
-        assignments = ", ".join(f"{connection.ops.quote_name(name)} = %s" for name in names)
-        places = ", ".join(["%s"] * len(expected))
-        held = "" if token is None else " AND lease_token = %s"
-        with connection.cursor() as cursor:
+        common = [prepare(now, connection), "", "", None]
+        held = [] if token is None else [token]
+        return self._update_each(
+            "complete",
+            "finished_at error lease_token lease_expires_at "
+            "attempts started_at result result_expires_at",
+            [
+                (
+                    *common,
+                    one.attempt,
+                    prepare(one.started_at, connection),
+                    None if one.result is None else binary(one.result, connection),
+                    expiry[one.row.result_ttl],
+                    _FIELDS["id"].get_db_prep_save(one.row.id, connection),
+                    one.row.generation,
+                    *held,
+                )
+                for one in completions
+            ],
+            also="lease_token" if held else "",
+        )
+
+    def _update_each(
+        self, action: str, names: str, rows: Sequence[Sequence[Any]], *, also: str
+    ) -> int:
+        """Carry out an action on jobs whose state allows it, by one statement executed for each.
+
+        :param names: of the columns that are written besides the state.
+        :param rows: for each job the values of the columns, its id, its generation, and the value
+            that the column ``also`` must have.
+        :returns: how many rows changed.
+        """
+        quote_name = self.connection.ops.quote_name
+        assignments = ", ".join(f"{quote_name(name)} = %s" for name in names.split())
+        expected = "', '".join(states.expected(action))
+        condition = f" AND {also} = %s" if also else ""
+        with self.connection.cursor() as cursor:
             cursor.executemany(
-                f"UPDATE kjo_job SET {assignments} "  # noqa: S608 - names of columns
-                f"WHERE id = %s AND generation = %s AND state IN ({places}){held}",
-                parameters,
+                f"UPDATE kjo_job SET state = '{states.RESULT_OF[action]}', {assignments} "  # noqa: S608 - names of columns and states
+                f"WHERE id = %s AND generation = %s{condition} AND state IN ('{expected}')",
+                rows,
             )
             return int(cursor.rowcount)
 
@@ -480,17 +488,20 @@ class Store:
             if self.connection.features.has_select_for_update_skip_locked:
                 rows = Job.objects.using(self.alias).filter(pk__in=list(free))
                 free = set(rows.select_for_update(skip_locked=True).values_list("pk", flat=True))
-            for job, _, partition, offset in published:
-                if job.id in free:
-                    rows = Job.objects.using(self.alias).at(job.id, job.generation)
-                    transition(
-                        "publish",
-                        rows.filter(attempts=job.attempts),
-                        topic=topic,
-                        partition=partition,
-                        offset=offset,
-                        queued_at=now,
-                    )
+            connection = self.connection
+            moment = _FIELDS["queued_at"].get_db_prep_save(now, connection)
+            prepare = _FIELDS["id"].get_db_prep_save
+            places = [
+                (
+                    *(topic, partition, offset, moment),
+                    *(prepare(job.id, connection), job.generation, job.attempts),
+                )
+                for job, _, partition, offset in published
+                if job.id in free
+            ]
+            self._update_each(
+                "publish", "topic partition offset queued_at", places, also="attempts"
+            )
         return every - free
 
     def complete_forwarded(self, published: Sequence[Publication], now: datetime) -> None:
