@@ -1,0 +1,143 @@
+"""Each store answers as the reference does, which is written with the ORM."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+from django.utils import timezone
+
+from kjo_django.models import EventKey, Job, Lease
+from kjo_django.store import store_for
+from kjo_django.store.base import Store
+from kjo_django.store.rows import Completion, JobRow, Place, Publication
+from tests.factories import JobFactory
+
+MINUTE = timedelta(minutes=1)
+
+
+@pytest.fixture(params=["reference", "own"])
+def store(request: pytest.FixtureRequest, real_database: str) -> Store:
+    return Store("default") if request.param == "reference" else store_for("default")
+
+
+def ids(*jobs: Job) -> list[str]:
+    return [str(job.pk) for job in jobs]
+
+
+def test_a_marker_is_new_once_and_can_be_taken_back(store):
+    one, two = EventKey("1", "shop", "paid"), EventKey("2", "shop", "paid")
+    with transaction.atomic():
+        assert store.insert_markers([one]) == {one}
+        assert store.insert_markers([two, one]) == {two}
+        assert store.known_markers([one, two]) == {one, two}
+        store.delete_markers([one])
+    assert store.known_markers([one, two]) == {two}
+
+
+def test_rows_are_read_as_they_are_and_only_those_asked_for(store):
+    job, _ = JobFactory(queued=True, unique_id="a", expires_at=timezone.now()), JobFactory()
+    with transaction.atomic():
+        store.take_write_lock()
+        (row,) = store.job_rows(ids(job), lock=True).values()
+    assert (row.columns(), row.id_text) == (JobRow.of(job).columns(), str(job.pk))
+
+
+def test_markers_and_rows_come_together(store):
+    job, key = JobFactory(queued=True), EventKey("1", "shop", "paid")
+    with transaction.atomic():
+        fresh, rows = store.insert_markers_and_lock([key], ids(job))
+    assert (fresh, list(rows)) == ({key}, ids(job))
+
+
+def test_a_row_s_lease_is_taken_renewed_and_released_by_its_holder(store):
+    job = JobFactory(queued=True)
+    row, now = JobRow.of(job), timezone.now()
+    assert store.take_row_leases([row], "me", now, now + MINUTE) == {job.pk}
+    assert store.take_row_leases([row], "you", now, now + MINUTE) == set()
+    for token, until in (("you", now), ("me", now + 2 * MINUTE)):
+        store.renew_row_leases([job.pk], token, until)
+        store.release_row_leases([job.pk], "you")
+    job.refresh_from_db()
+    assert (job.lease_token, job.lease_expires_at) == ("me", now + 2 * MINUTE)
+    store.release_row_leases([job.pk], "me")
+    job.refresh_from_db()
+    assert (job.lease_token, job.lease_expires_at, job.started_at) == ("", None, None)
+
+
+def test_completions_are_written_under_the_lease_they_need(store):
+    mine, theirs = (JobFactory(queued=True, lease_token=token) for token in ("me", "you"))
+    now = timezone.now()
+    place = Place("topic", 1, 2, now)
+    done = [Completion(JobRow.of(job), 1, now, b"{}", place, 5000) for job in (mine, theirs)]
+    with transaction.atomic():
+        assert store.complete(done, now, token="me") == {mine.pk}
+    mine.refresh_from_db()
+    theirs.refresh_from_db()
+    assert (mine.state, bytes(mine.result), mine.attempts) == ("completed", b"{}", 1)
+    assert (mine.topic, mine.partition, mine.offset, mine.queued_at) == place
+    assert (mine.result_ttl, mine.result_expires_at) == (5000, now + timedelta(seconds=5))
+    assert (theirs.state, theirs.topic) == ("queued", "")
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_new_jobs_are_stored_unless_their_unique_id_is_taken(store, count):
+    jobs = [JobFactory.build(unique_id=f"{n}", headers={"a": "b"}) for n in range(count)]
+    assert store.insert_jobs(jobs) == count
+    again = [JobFactory.build(unique_id=f"{n}") for n in range(count + 1)]
+    assert store.insert_jobs(again, ignore_conflicts=True) == 1
+    stored = Job.objects.get(unique_id="0")
+    assert (stored.pk, stored.headers, bytes(stored.payload)) == (
+        jobs[0].pk,
+        {"a": "b"},
+        jobs[0].payload,
+    )
+
+
+def test_what_is_due_comes_in_order_without_what_is_left_out(store):
+    now = timezone.now()
+    late, early, left_out, elsewhere, _ = (
+        JobFactory(queue=queue, available_at=now - MINUTE * minutes, destination=topic)
+        for queue, minutes, topic in (
+            ("a", 1, ""),
+            ("a", 4, ""),
+            ("a", 2, ""),
+            ("a", 3, "topic"),
+            ("b", 5, ""),
+        )
+    )
+    without = [left_out.pk], ["topic"]
+    assert [job.id for job in store.due_jobs(["a"], 9, *without)] == [early.pk, late.pk]
+    assert [job.id for job in store.due_jobs_of("a", 2)] == [early.pk, elsewhere.pk]
+    assert store.next_due(["a"], [early.pk], ["topic"]) == left_out.available_at
+    assert store.next_due(["c"]) is None
+
+
+def test_where_messages_went_is_recorded_unless_the_job_has_moved_on(store):
+    sent, moved_on, forwarded = JobFactory(), JobFactory(), JobFactory(destination="topic")
+    due = {job.id: job for job in store.due_jobs([sent.queue], 9)}
+    Job.objects.filter(pk=moved_on.pk).update(attempts=1)
+    now = timezone.now()
+    published = [Publication(due[job.pk], "sent", 1, 2) for job in (sent, moved_on)]
+    assert store.record_published("sent", published, now) == set()
+    store.complete_forwarded([Publication(due[forwarded.pk], "", 1, 2)], now)
+    found = {job.pk: (job.state, job.topic, job.offset) for job in Job.objects.all()}
+    assert found == {
+        sent.pk: ("queued", "sent", 2),
+        moved_on.pk: ("pending", "", None),
+        forwarded.pk: ("completed", "topic", 2),
+    }
+
+
+def test_leases_are_claimed_once_and_deleted_by_their_holder(store):
+    def claim(token: str) -> dict[str, tuple[bool, int]]:
+        with transaction.atomic():
+            return store.claim_leases(["a", "b"], token, MINUTE)
+
+    assert claim("me") == claim("me") == {"a": (True, 1), "b": (True, 1)}
+    assert claim("you") == {"a": (False, 1), "b": (False, 1)}
+    Lease.objects.filter(name="a").update(expires_at=timezone.now())
+    assert claim("you") == {"a": (True, 2), "b": (False, 1)}
+    store.delete_leases(["a", "b"], "me")
+    assert list(Lease.objects.values_list("name", "token")) == [("a", "you")]
