@@ -1,11 +1,12 @@
-"""What lanes carry: deliveries and the outcomes they end with."""
+"""What lanes carry: deliveries, and the attempts to run them."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 from kjo_django.conf import QueueConf
 from kjo_django.engine.leases import lease_name
@@ -30,9 +31,7 @@ class Mode(enum.Enum):
 
 
 class Delivery:
-    """One record on its way through a lane.
-
-    What many ask of it is worked out once, when it is made.
+    """One record on its way through a lane. What many ask of it is worked out once.
 
     :param problem: why it is poison.
     :param deliveries: times it was begun since its last durable outcome, this one included.
@@ -40,9 +39,9 @@ class Delivery:
 
     __slots__ = (
         "_lease",
+        "attempt",
         "batch",
         "deliveries",
-        "ending",
         "handler",
         "is_settled",
         "kind",
@@ -75,14 +74,12 @@ class Delivery:
         self.handler = handler
         self.problem = problem
         self.deliveries = deliveries
-        self.ending: Outcome | None = None
-        """What it ended with, in hand until that is known to be durable: a failure that could not
-        be recorded yet, a dead letter its topic refused, an outcome that could not be acknowledged,
-        or a completion whose COMMIT was not answered."""
+        self.attempt: Attempt | None = None
+        """The last attempt, while its way is not known to be over; see ``Attempt.is_in_hand``."""
         self.paused_since: datetime | None = None
         """When it first met an error that pauses its partition; None: not in this worker."""
         self.is_settled = False
-        """Whether its outcome is durable, acknowledged and announced: it is not to run again."""
+        """Whether its outcome is durable and acknowledged: it is not to run again."""
         self.waiting_since = 0.0
         """When it came to the lanes (monotonic)."""
         self.trace: Any = None
@@ -136,11 +133,12 @@ def _mode_of(handler: Handler | None, problem: MessageError | None) -> Mode:
     return Mode.CONCURRENT if handler.is_async else Mode.PLAIN
 
 
-class Result(enum.Enum):
-    """How a delivery ended."""
+class Ending(enum.Enum):
+    """How an attempt ended; ``Attempt.reason`` says why."""
 
     COMPLETED = "completed"
     DUPLICATE = "duplicate"
+    """The message has taken effect before."""
     SKIPPED = "skipped"
     """Cancelled, deleted or of an earlier generation or attempt: its job's row says what became of
     it."""
@@ -149,30 +147,62 @@ class Result(enum.Enum):
     CANCELLED = "cancelled"
     """Asked to end while it ran, it did: its writes are undone, it is not retried."""
     DEFERRED = "deferred"
-    """Not now: somebody else holds it. It stays unacknowledged and comes up again here."""
+    """Not now: it stays unacknowledged and comes up again here."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a delivery ended with, and what is to be written about it."""
+FAILURES = (Ending.RETRIED, Ending.DEAD, Ending.CANCELLED)
+"""Endings that are written after the run, in a transaction of their own."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt to run a delivery: how it ended, and how far that has come."""
 
     delivery: Delivery
-    result: Result
-    attempt: int = 0
-    job: JobRow | None = None
-    """The columns of its row read when it began, None when it has none."""
-    value: bytes | None = None
-    """The wrapped, serialized return value."""
-    error: BaseException | None = None
+    ending: Ending | None = None
+    """None: it may run, or runs."""
     reason: str = ""
-    retry_at: datetime | None = None
-    pause_seconds: float | None = None
+    """Why it ended so."""
+    row: JobRow | None = None
+    """Its job's row as it was read when the attempt began; None where there is none."""
+    number: int = 0
+    """From 1; 0 for one that was never begun."""
+    limit: int = 0
+    """After how many attempts its job is dead-lettered; 0 for one that was never begun."""
+
     started_at: datetime | None = None
     seconds: float = 0.0
-    max_attempts: int = 0
-    """Of its job, when the attempt began; 0 when none did."""
-    is_announced: bool = False
-    """Whether hooks, signals and statistics have been told of it."""
+    result: bytes | None = None
+    """The wrapped, serialized return value."""
+    result_ttl: int | None = None
+    """Milliseconds its outcome is kept, where the run changed that."""
+    error: BaseException | None = None
+
+    retry_at: datetime | None = None
+    pause_seconds: float | None = None
+    """For how long its partition is paused after it; None: not at all."""
+    row_lease: str | None = None
+    """The token under which its job's row was leased; None: it ran in the group's transaction."""
+    is_marked: bool = False
+    """Whether its own transaction has inserted its marker, which was not there before."""
+    born_id: UUID | None = None
+    """Of the row that its failure has made for a message nobody enqueued here."""
+    dead_letter_id: str = ""
+
+    is_published: bool = False
+    """Whether its dead letter is on the topic, or need not be."""
+    is_in_doubt: bool = False
+    """Whether a transaction that recorded it failed, be it that its COMMIT was not answered."""
     is_confirmed: bool = False
     """Whether it is a completion whose COMMIT was not answered, and which was found committed."""
-    notes: dict[str, Any] = field(default_factory=dict)
+    is_recorded: bool = False
+    is_acknowledged: bool = False
+    is_announced: bool = False
+    """Whether hooks, signals and statistics have been told of it."""
+    is_released: bool = False
+
+    @property
+    def is_in_hand(self) -> bool:
+        """Whether all that is left to do, should its delivery come up again, is to settle it. Of a
+        completion whose COMMIT was not answered, the database has to be asked first."""
+        return self.ending is not Ending.COMPLETED or self.is_announced

@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.engine.attempt import Outcome
+from kjo_django.engine.attempt import Attempt
 from kjo_django.models import Job, transition
 from kjo_django.store import store_for
 from kjo_django.store.rows import Completion, Place
+from kjo_django.transports.base import Subscription
+
+
+@contextmanager
+def recording(using: str) -> Iterator[list[Attempt]]:
+    """A transaction that makes endings durable. A worker's is always the outermost; within a test's
+    own, a savepoint keeps a failure from breaking that one.
+
+    Yields a list for the attempts it records: recorded with its commit; should it raise, in doubt,
+    since nobody knows whether the COMMIT took effect.
+    """
+    attempts: list[Attempt] = []
+    try:
+        with store_for(using).transaction():
+            yield attempts
+    except Exception:
+        for attempt in attempts:
+            attempt.is_in_doubt = True
+            attempt.delivery.attempt = attempt
+        raise
+    for attempt in attempts:
+        attempt.is_recorded = True
+
+
+def acknowledge_within(attempts: Sequence[Attempt]) -> None:
+    """Acknowledge in the transaction that makes the endings durable, where the transport can join
+    it."""
+    for subscription, group in by_subscription(attempts):
+        if subscription.joins_transactions:
+            subscription.acknowledge_in_transaction([a.delivery.record for a in group])
+            for attempt in group:
+                attempt.is_acknowledged = True
+
+
+def by_subscription(attempts: Sequence[Attempt]) -> list[tuple[Subscription, list[Attempt]]]:
+    """Return the attempts of each subscription."""
+    groups: dict[int, list[Attempt]] = {}
+    for attempt in attempts:
+        groups.setdefault(id(attempt.delivery.subscription), []).append(attempt)
+    return [(group[0].delivery.subscription, group) for group in groups.values()]
 
 
 def complete(
-    using: str, outcomes: Sequence[Outcome], token: str | None = None, *, is_last: bool = False
+    using: str, attempts: Sequence[Attempt], token: str | None = None, *, is_last: bool = False
 ) -> set[Any]:
     """Record completions of jobs in one statement, inside the caller's transaction.
 
@@ -27,28 +68,28 @@ def complete(
     """
     completions = [
         Completion(
-            outcome.job,
-            outcome.attempt,
-            outcome.started_at,
-            outcome.value,
-            place_of(outcome),
-            outcome.notes.get("result_ttl"),
+            attempt.row,
+            attempt.number,
+            attempt.started_at,
+            attempt.result,
+            place_of(attempt),
+            attempt.result_ttl,
         )
-        for outcome in outcomes
-        if outcome.job is not None
+        for attempt in attempts
+        if attempt.row is not None
     ]
     return store_for(using).complete(completions, timezone.now(), token=token, is_last=is_last)
 
 
-def close_known(using: str, outcomes: Sequence[Outcome]) -> None:
+def close_known(using: str, attempts: Sequence[Attempt]) -> None:
     """Complete the open rows of messages that have taken effect without them: another copy of a
     foreign message has, while this one failed and left a row for its retries.
 
     Nothing else would ever end such a row: each of its attempts is a duplicate.
     """
     now = timezone.now()
-    for outcome in outcomes:
-        job, message = outcome.job, outcome.delivery.message
+    for attempt in attempts:
+        job, message = attempt.row, attempt.delivery.message
         assert job is not None
         assert message is not None
         transition(
@@ -59,19 +100,19 @@ def close_known(using: str, outcomes: Sequence[Outcome]) -> None:
             lease_token="",
             lease_expires_at=None,
             result_expires_at=now + timedelta(milliseconds=job.result_ttl),
-            **publication(outcome),
+            **publication(attempt),
         )
 
 
 _AWAITING = frozenset(state.value for state in states.AWAITING_PUBLISH)
 
 
-def place_of(outcome: Outcome) -> Place | None:
+def place_of(attempt: Attempt) -> Place | None:
     """Return where the message was and since when, if the relay has not recorded that yet.
 
     The message at hand is the one the row speaks of: an earlier one would not have run.
     """
-    job, record = outcome.job, outcome.delivery.record
+    job, record = attempt.row, attempt.delivery.record
     if job is None or job.state not in _AWAITING:
         return None
     # Some clocks are read to the millisecond only: nothing is published before it is there.
@@ -79,7 +120,7 @@ def place_of(outcome: Outcome) -> Place | None:
     return Place(record.topic, record.partition, record.offset, since)
 
 
-def publication(outcome: Outcome) -> dict[str, Any]:
+def publication(attempt: Attempt) -> dict[str, Any]:
     """Return the columns that say where the message was, if the relay has not written them yet."""
-    place = place_of(outcome)
+    place = place_of(attempt)
     return {} if place is None else place._asdict()

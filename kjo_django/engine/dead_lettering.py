@@ -11,7 +11,7 @@ from uuid import UUID
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Delivery, Outcome
+from kjo_django.engine.attempt import Attempt, Delivery
 from kjo_django.exceptions import text_of
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, one_line, storable_text
@@ -97,14 +97,14 @@ def source_id(delivery: Delivery, job_id: UUID | None, generation: int) -> str:
     return hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()
 
 
-def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> DeadLetter:
+def dead_letter_of(attempt: Attempt, job_id: UUID | None, now: datetime) -> DeadLetter:
     """Return the unsaved row of a delivery that died."""
-    delivery, record = outcome.delivery, outcome.delivery.record
+    delivery, record = attempt.delivery, attempt.delivery.record
     message = delivery.message
     handler = message.type if message is not None else names.text(record.headers, names.TYPE)
     topic, partition, offset = first_place(record)
     return DeadLetter(
-        reason=outcome.reason,
+        reason=attempt.reason,
         source_id=source_id(delivery, job_id, message.generation if message else 1),
         job_id=job_id,
         message_id=storable_text(
@@ -114,27 +114,27 @@ def dead_letter_of(outcome: Outcome, job_id: UUID | None, now: datetime) -> Dead
         handler=storable_text(handler, 100),
         key=record.key,
         value=record.value,
-        headers=names.to_json(names.in_order({**record.headers, **_unique_id(outcome)})),
+        headers=names.to_json(names.in_order({**record.headers, **_unique_id(attempt)})),
         content_type=storable_text(names.text(record.headers, names.CONTENT_TYPE), 50),
         consumer_group=delivery.queue.consumer_group,
         topic=topic,
         partition=partition,
         offset=offset,
-        error_type=storable_text(import_path(type(outcome.error)), 255) if outcome.error else "",
-        error=error_text(outcome.error),
-        traceback=traceback_text(outcome.error),
-        fingerprint=fingerprint(handler, outcome.error),
+        error_type=storable_text(import_path(type(attempt.error)), 255) if attempt.error else "",
+        error=error_text(attempt.error),
+        traceback=traceback_text(attempt.error),
+        fingerprint=fingerprint(handler, attempt.error),
         release=get_settings().release,
-        attempts=outcome.attempt,
+        attempts=attempt.number,
         replay_count=names.number(record.headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
         failed_at=now,
     )
 
 
-def _unique_id(outcome: Outcome) -> dict[str, bytes]:
+def _unique_id(attempt: Attempt) -> dict[str, bytes]:
     """Return the header that keeps the id a job was enqueued under: only its row knows it, and
     that may be given to another payload, or pruned, before the dead letter is replayed."""
-    message, row = outcome.delivery.message, outcome.job
+    message, row = attempt.delivery.message, attempt.row
     if message is None or row is None or not row.unique_id:
         return {}
     if row.unique_id == message.row_name:
@@ -170,10 +170,10 @@ def origin_headers(record: Record) -> dict[str, bytes]:
     )
 
 
-def record_for_topic(outcome: Outcome) -> OutgoingRecord:
+def record_for_topic(attempt: Attempt) -> OutgoingRecord:
     """Return the record for the dead-letter topic: key, value and every header as they were, with
     ours added or replaced, never appended, and the first origin kept (KDLQ-F2, F3)."""
-    delivery, record, error = outcome.delivery, outcome.delivery.record, outcome.error
+    delivery, record, error = attempt.delivery, attempt.delivery.record, attempt.error
     now = timezone.now().isoformat()
     message = delivery.message
     told = names.encode(
@@ -182,10 +182,10 @@ def record_for_topic(outcome: Outcome) -> OutgoingRecord:
             names.DLQ_HANDLER: message.type if message else None,
             names.DLQ_MESSAGE_ID: message.id if message else None,
             names.DLQ_JOB_ID: message.job_id if message else None,
-            names.DLQ_ATTEMPTS: outcome.attempt,
+            names.DLQ_ATTEMPTS: attempt.number,
             names.DLQ_FIRST_FAILED_AT: now,
             names.DLQ_LAST_FAILED_AT: now,
-            names.DLQ_REASON: str(outcome.reason),
+            names.DLQ_REASON: str(attempt.reason),
             names.DLQ_EXCEPTION_TYPE: import_path(type(error)) if error else None,
             names.DLQ_EXCEPTION_MESSAGE: error_text(error, MAX_HEADER_MESSAGE) if error else None,
             names.DLQ_EXCEPTION_STACKTRACE: traceback_text(error, MAX_HEADER_STACKTRACE) or None,
@@ -194,7 +194,7 @@ def record_for_topic(outcome: Outcome) -> OutgoingRecord:
     kept = {name: record.headers[name] for name in names.FIRST_WINS if name in record.headers}
     headers = {
         **record.headers,
-        **_unique_id(outcome),
+        **_unique_id(attempt),
         **origin_headers(record),
         **told,
         **kept,
@@ -211,8 +211,8 @@ def record_for_topic(outcome: Outcome) -> OutgoingRecord:
     )
 
 
-def reason_of(outcome: Outcome) -> str:
+def reason_of(attempt: Attempt) -> str:
     """Return a line for the log, and no more than one, whatever others wrote."""
-    delivery = outcome.delivery
+    delivery = attempt.delivery
     which = delivery.message.id if delivery.message else delivery.record.position
-    return one_line(f"{which}: {outcome.reason}: {error_text(outcome.error)}")
+    return one_line(f"{which}: {attempt.reason}: {error_text(attempt.error)}")

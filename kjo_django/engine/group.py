@@ -1,9 +1,20 @@
-"""The one pipeline: a group of deliveries in, durable outcomes out.
+"""A group's way: claim, admit, run, record, acknowledge, announce, release.
 
-For a whole group: one lease call, one transaction with one insert of markers, one query for rows,
-the handlers (each behind its own lazy savepoint) and one update; then failures, if there are any;
-then acknowledgement, leases and signals. When a group's transaction fails as a whole, its
-deliveries run again one by one, so one bad job never takes others with it.
+    claim        leases of coordination for all, in one round trip
+    admit        rows and markers are read; who is a duplicate, cancelled, expired … ends here
+    run          a runner calls the handlers
+    record       what is durable: completions with their effects, failures in a transaction after it
+    acknowledge  once, for all whose ending is durable
+    announce     hooks, signals, waiters, statistics
+    release      the leases
+
+A runner takes the claimed through the steps in the middle: ``TransactionRunner`` admits, runs and
+records completions in one transaction, ``LeasedRunner`` and ``LoopRunner`` outside of one. Failures
+are always recorded here. When a group's transaction fails as a whole, its deliveries run again one
+by one, so one bad job never takes others with it.
+
+Each attempt says how far it has come, so what is raised in one step is resumed at that step: no
+handler runs again whose effects are committed, and nothing that is committed goes unannounced.
 """
 
 from __future__ import annotations
@@ -13,15 +24,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from typing import Any
 
 from django.db import DatabaseError
 from django.utils import timezone
 
-from kjo_django import tracing
+from kjo_django import signals, tracing
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, completion, failures
-from kjo_django.engine.attempt import Delivery, Mode, Outcome, Result
+from kjo_django.engine.admission import HeldBack
+from kjo_django.engine.attempt import FAILURES, Attempt, Delivery, Ending, Mode
 from kjo_django.engine.handler.call import ENDINGS, is_interrupt
 from kjo_django.engine.handler.connections import (
     answers,
@@ -32,16 +45,15 @@ from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.engine.outage_retry import OUTAGES, REFUSALS, Next, OutageRetry, Patience
-from kjo_django.engine.outcomes import Resting, acknowledge, is_dead, log_skipped
-from kjo_django.engine.pauses import keeps_place
+from kjo_django.engine.outage_retry import OUTAGES, Next, OutageRetry
 from kjo_django.engine.recorder import Recorder
-from kjo_django.engine.runners.leased import PlainRunner
-from kjo_django.engine.runners.leased_groups import Turns
-from kjo_django.engine.runners.loop import Flight
-from kjo_django.engine.runners.transaction import AtomicRunner
-from kjo_django.engine.unreadable import poison_outcome
+from kjo_django.engine.runners.leased import LeasedRunner
+from kjo_django.engine.runners.loop import LoopRunner
+from kjo_django.engine.runners.transaction import TransactionRunner
+from kjo_django.enqueue import wakeups
 from kjo_django.exceptions import HandlerTimeout
+from kjo_django.messages import headers as names
+from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 
@@ -49,59 +61,25 @@ logger = logging.getLogger("kjo_django")
 
 HELD_ELSEWHERE_DELAY = 1.0
 """Seconds until a delivery somebody else holds is looked at again."""
-_NOT_DONE = (Result.RETRIED, Result.DEAD, Result.CANCELLED)
 
-
-def _is_in_hand(ending: Outcome) -> bool:
-    """Return whether all that is left to do is to settle it; of a completion whose COMMIT was not
-    answered, the database has to be asked first."""
-    return ending.result is not Result.COMPLETED or ending.is_announced
-
-
-def _unsettled(deliveries: Sequence[Delivery], flying: set[Delivery] | None) -> list[Delivery]:
-    """Return those that are neither settled nor in flight."""
-    return [d for d in deliveries if not d.is_settled and not (flying and d in flying)]
-
-
-class KeyOrder:
-    """Keeps the keys of a group in order: what comes after a delivery that waits, waits; what comes
-    after one that runs apart from the group, runs after it."""
-
-    def __init__(self) -> None:
-        self._waiting: set[object] = set()
-        self._apart: set[object] = set()
-
-    def put_off(self, delivery: Delivery) -> Delivery:
-        """Note that it waits."""
-        self._waiting.add(delivery.shard)
-        return delivery
-
-    def waits(self, delivery: Delivery) -> bool:
-        """Whether an earlier one of its key waits."""
-        return delivery.shard in self._waiting
-
-    def apart(self, delivery: Delivery) -> Delivery:
-        """Note that it runs apart."""
-        self._apart.add(delivery.shard)
-        return delivery
-
-    def is_apart(self, delivery: Delivery) -> bool:
-        """Whether an earlier one of its key runs apart."""
-        return delivery.shard in self._apart
+Listener = Callable[[Sequence[Attempt]], None]
+"""Is called with attempts whose endings are durable."""
 
 
 class Pipeline:
     """Runs groups. Called by every lane's thread; keeps no state between groups but what is on
     their deliveries.
 
-    :param on_outcomes: told of every group's outcomes once they are durable.
-    :param on_pause: told of each outcome whose partition is to rest for its ``pause_seconds``,
-        before its message may be run again.
+    :param listeners: are called with every group's attempts once their endings are durable; what
+        one raises is logged and keeps nothing from the others.
+    :param on_pause: is called with each attempt whose partition is to be paused for its
+        ``pause_seconds``, before its message may be run again.
     :param stopping: set when the worker stops. Without it ``run_once`` raises all outages; with it,
         those that ``atomic=False`` handlers meet are waited out, their endings in hand.
-    :param on_landed: where given, coroutines outside a transaction fly: ``run`` returns while they
-        are in the air. It is told which deliveries have landed, and which of them are deferred.
-    :param on_thread: called first in each thread this starts.
+    :param on_settled: where given, coroutines outside a transaction run on an event loop of their
+        own: ``run`` returns while they do. It is called with the deliveries whose coroutines have
+        ended, and those of them that are deferred.
+    :param on_thread: is called first in each thread that is started here.
     """
 
     def __init__(
@@ -110,75 +88,262 @@ class Pipeline:
         watch: TimeoutWatch,
         *,
         worker: str,
-        on_outcomes: Callable[[Sequence[Outcome]], None],
+        listeners: Sequence[Listener] = (),
         on_measure: Callable[[str, float], None] = lambda kind, seconds: None,
-        on_pause: Callable[[Outcome], None] = lambda outcome: None,
+        on_pause: Callable[[Attempt], None] = lambda attempt: None,
         stopping: threading.Event | None = None,
-        on_landed: Callable[[Sequence[Delivery], Collection[Delivery]], None] | None = None,
+        on_settled: Callable[[Sequence[Delivery], Collection[Delivery]], None] | None = None,
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self._leases = leases
         self._worker = worker
         self._watch = watch
-        self._on_outcomes = on_outcomes
+        self._listeners = listeners
         self._on_pause = on_pause
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
         self._one_by_one = threading.Lock()
+        """Held by the lane that runs what was being run when a worker died."""
         self._one_by_one_thread = 0
         """Who has that lock, while it is locked."""
-        """Held by the lane that runs what was being run when a worker died."""
-        self._atomic = AtomicRunner(leases, watch, on_measure)
-        self._plain = PlainRunner(leases, watch, on_measure, is_workers=self._is_workers)
-        recorder = Recorder(self._plain, leases, self._settle, stopping)
-        self._turns = Turns(self._plain, leases, recorder, stopping, on_thread=on_thread)
-        self._flight = on_landed and Flight(
-            self._plain, leases, watch, recorder, on_landed=on_landed, on_thread=on_thread
+        self._recorder = Recorder(on_thread)
+        self._transaction = TransactionRunner(leases, watch, on_measure)
+        self._leased = LeasedRunner(
+            leases, watch, on_measure, self._settle, self._recorder, stopping
         )
+        self._loop: LoopRunner | None = None
+        if on_settled is not None:
+            self._loop = LoopRunner(
+                self._leased,
+                leases,
+                watch,
+                self._settle,
+                self._recorder,
+                on_settled=on_settled,
+                on_thread=on_thread,
+            )
 
     def close(self, timeout: float) -> None:
         """End the threads it started, waiting so many seconds for them."""
-        self._turns.close(timeout)
-        if self._flight is not None:
-            self._flight.close(timeout)
+        if self._loop is not None:
+            self._loop.close(timeout)
+        self._recorder.close(timeout)
 
-    def run(self, deliveries: Sequence[Delivery], mode: Mode) -> list[Delivery]:
-        """Run a group to its durable end; returns those deferred, which stay unacknowledged.
+    # --- A group ----------------------------------------------------------------------------------
+
+    def run(
+        self, deliveries: Sequence[Delivery], mode: Mode, running: set[Delivery] | None = None
+    ) -> list[Delivery]:
+        """Run a group to its durable end; returns the deferred, which stay unacknowledged.
 
         Outages of the database are waited out here: nothing is acknowledged, no attempt is spent.
+
+        :param running: those whose coroutines run on after the return are added to it.
         """
-        return self._run_patiently(deliveries, mode, None)
-
-    def launch(self, deliveries: Sequence[Delivery], flying: set[Delivery]) -> list[Delivery]:
-        """The same for coroutines outside a transaction, but return while they run.
-
-        :param flying: those that took off are added to it; ``on_landed`` is told of their end.
-        """
-        return self._run_patiently(deliveries, Mode.CONCURRENT, flying)
-
-    def _run_patiently(
-        self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None
-    ) -> list[Delivery]:
-        left, patience = list(deliveries), Patience(self._stopping)
+        left, retry = list(deliveries), OutageRetry(self._stopping)
         while True:
             try:
-                return self.run_once(left, mode, flying)
+                return self.run_once(left, mode, running)
             except OUTAGES as error:
-                is_refused = isinstance(error, DatabaseError) and answers(jobs_database())
-                drop_broken_connections()
-                left = _unsettled(left, flying)
+                following = retry.after(error, "The group cannot be settled", 1)
+                left = _unsettled(left, running)
                 # What a database that is there refuses again and again must not keep a lane.
-                gives_up = is_refused and patience.count >= REFUSALS
-                if gives_up or not patience.goes_on("The group cannot be settled", error):
+                if following is not Next.AGAIN:
                     return self._defer(left, ())
             except Exception:
                 # A bug. Leases that are held are renewed, and would be so for ever should the
                 # records come up elsewhere. It counts as an attempt, or it would go on for ever.
-                left = self._defer(_unsettled(left, flying), (), count_delivery=True)
+                left = self._defer(_unsettled(left, running), (), count_delivery=True)
                 if not self._is_workers:
                     raise
                 logger.exception("A group of %d failed", len(left))
                 return left
+
+    def run_once(
+        self, deliveries: Sequence[Delivery], mode: Mode, running: set[Delivery] | None = None
+    ) -> list[Delivery]:
+        """Run a group to its durable end; an outage is raised. Returns the deferred."""
+        freshen_connections(is_own=self._is_workers)
+        held_back = HeldBack()
+        deferred, left = self._resume(deliveries, held_back)
+        if not left:
+            return deferred
+        if mode is Mode.POISON:
+            return deferred + self._settle([admission.refuse(delivery) for delivery in left])
+        names = [delivery.lease for delivery in left]
+        claims = self._leases.claim(names, left[0].queue.processing_ttl)
+        if claims.count(FIRST_CLAIM) == len(claims):
+            for delivery in left:
+                delivery.deliveries = 1
+            waiting = self._run_claimed(left, mode, running)
+        else:
+            waiting = self._run_sorted(left, claims, held_back, mode, running)
+        if waiting:
+            # Not begun: others may have them. A no-op for what others hold.
+            self._leases.release([delivery.lease for delivery in waiting])
+        return deferred + waiting
+
+    def _resume(
+        self, deliveries: Sequence[Delivery], held_back: HeldBack
+    ) -> tuple[list[Delivery], list[Delivery]]:
+        """Settle the attempts that are in hand; return the deferred, and what is to be run."""
+        in_hand = [d.attempt for d in deliveries if d.attempt is not None and d.attempt.is_in_hand]
+        if not in_hand:
+            return [], list(deliveries)
+        deferred = held_back.defer(self._settle(in_hand))
+        others = [d for d in deliveries if not d.is_settled and d not in deferred]
+        deferred += [delivery for delivery in others if delivery in held_back]
+        return deferred, [delivery for delivery in others if delivery not in held_back]
+
+    # --- Claim ------------------------------------------------------------------------------------
+
+    def _run_sorted(
+        self,
+        deliveries: Sequence[Delivery],
+        claims: Sequence[Claim],
+        held_back: HeldBack,
+        mode: Mode,
+        running: set[Delivery] | None,
+    ) -> list[Delivery]:
+        """Run what is ours, then, one by one, what was being run when a worker died, and what comes
+        after that with its keys."""
+        names = [delivery.lease for delivery in deliveries]
+        abandoned = self._leases.abandoned(
+            {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
+        )
+        mine: list[Delivery] = []
+        alone: list[Delivery] = []
+        deferred: list[Delivery] = []
+        suspects: set[Delivery] = set()
+        shards_alone: set[object] = set()
+        for delivery, claim in zip(deliveries, claims, strict=True):
+            delivery.deliveries = max(1, claim.deliveries)
+            if delivery in held_back:
+                deferred.append(delivery)
+            elif delivery.lease in abandoned or (claim.acquired and claim.deliveries > 1):
+                suspects.add(delivery)
+                alone.append(delivery)
+                shards_alone.add(delivery.shard)
+            elif not claim.acquired:
+                why = "Already processing %s, it waits here"
+                logger.debug(why, delivery.lease, extra=facts_of(delivery))
+                deferred += held_back.defer([delivery])
+            elif delivery.shard in shards_alone:
+                alone.append(delivery)
+            else:
+                mine.append(delivery)
+        if mine:
+            deferred += held_back.defer(self._run_claimed(mine, mode, running))
+        if alone:
+            left = self._run_one_by_one(alone, suspects, held_back, mode)
+            # Claimed and not begun. What dead workers began stays counted.
+            again = [d.lease for d in left if d in suspects and d.deliveries > 1]
+            self._leases.release(again, undo_claim=True)
+            deferred += left
+        return deferred
+
+    def _run_one_by_one(
+        self,
+        deliveries: Sequence[Delivery],
+        suspects: Collection[Delivery],
+        held_back: HeldBack,
+        mode: Mode,
+    ) -> list[Delivery]:
+        """Run each delivery alone in its group, and one at a time in this worker, on one lane. All
+        other lanes go on. Returns the deferred.
+
+        One of these may have killed the worker. It takes no other of them with it, so each death
+        costs an innocent one an attempt only the first time they meet.
+        """
+        lock = self._one_by_one
+        if not lock.acquire(blocking=False):
+            return list(deliveries)
+        self._one_by_one_thread = threading.get_ident()
+        try:
+            deferred: list[Delivery] = []
+            until = time.monotonic() + get_settings().group_budget.total_seconds()
+            for number, delivery in enumerate(deliveries):
+                if number and (time.monotonic() >= until or self._stopping.is_set()):
+                    # What else this lane has taken is not to wait for all of them.
+                    return deferred + list(deliveries[number:])
+                if delivery in held_back:
+                    deferred.append(delivery)
+                elif delivery in suspects and not self._takes_over(delivery):
+                    deferred += held_back.defer([delivery])
+                else:
+                    deferred += held_back.defer(self._run_claimed([delivery], mode, None))
+            return deferred
+        finally:
+            lock.release()
+
+    def _takes_over(self, delivery: Delivery) -> bool:
+        """Begin what a dead worker had begun, which counts as a delivery; False: somebody else
+        has."""
+        ttl = delivery.queue.processing_ttl
+        (claim,) = self._leases.take_over([delivery.lease], ttl)
+        delivery.deliveries = max(1, claim.deliveries)
+        if claim.acquired and delivery.deliveries > 1:
+            try:
+                failures.record_lost_attempts(jobs_database(), delivery)
+            except DatabaseError as error:
+                # They count all the same, and that is what matters.
+                logger.warning("Lost attempts of %s are not noted: %s", delivery.lease, error)
+                drop_broken_connections()
+        return claim.acquired
+
+    # --- Admit and run ----------------------------------------------------------------------------
+
+    def _run_claimed(
+        self, deliveries: list[Delivery], mode: Mode, running: set[Delivery] | None
+    ) -> list[Delivery]:
+        """Run what nobody else holds; returns the deferred."""
+        if mode is Mode.ATOMIC:
+            return self._run_in_transaction(deliveries)
+        if mode is Mode.PLAIN or self._loop is None or running is None:
+            return self._leased.run(deliveries)
+        attempts = self._leased.admit(deliveries)
+        if admitted := [attempt for attempt in attempts if attempt.ending is None]:
+            running.update(attempt.delivery for attempt in admitted)
+            self._loop.run(admitted)
+        return self._settle([a for a in attempts if a.delivery not in running])
+
+    def _run_in_transaction(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Run a group in its transaction and, should that fail, each delivery in its own."""
+        if len(deliveries) > 1:
+            attempts: list[Attempt] = []
+            try:
+                self._transaction.run(deliveries, attempts)
+            except Exception as error:
+                if isinstance(error, OUTAGES) and not isinstance(error, DatabaseError):
+                    raise
+                logger.warning(
+                    "A group of %d failed and runs again one by one: %s",
+                    len(deliveries),
+                    error,
+                    exc_info=not isinstance(error, DatabaseError),
+                )
+                freshen_connections(is_own=self._is_workers)
+            else:
+                return self._settle(attempts)
+        deferred: list[Delivery] = []
+        held_back = HeldBack()
+        refused: DatabaseError | None = None
+        for delivery in deliveries:
+            if delivery in held_back:
+                deferred.append(delivery)
+                continue
+            try:
+                waiting = self._settle(held_back.after([self._transaction.run_alone(delivery)]))
+            except DatabaseError as error:
+                if not answers(jobs_database()):
+                    raise
+                # One that can never be settled must not keep those behind it from their end.
+                refused, waiting = error, [delivery]
+                freshen_connections(is_own=self._is_workers)
+            deferred += held_back.defer(waiting)
+        if refused is not None:
+            raise refused
+        return deferred
 
     def abandon(
         self,
@@ -203,375 +368,206 @@ class Pipeline:
         self._leases.let_rows_go(ids)
         store_for(using).release_row_leases(ids, self._leases.token)
         for context, seconds, delivery in hung:
-            outcome = Outcome(
+            attempt = Attempt(
                 delivery,
-                Result.RETRIED,
-                attempt=context.attempt,
-                job=rows.get(row_id(delivery, service)),
-                error=HandlerTimeout(
-                    "The handler exceeded its timeout and could not be interrupted; its thread was "
-                    f"given up after {seconds:.0f} s"
-                ),
+                row=rows.get(row_id(delivery, service)),
+                number=context.attempt,
+                limit=context.max_attempts,
                 started_at=timezone.now() - timedelta(seconds=seconds),
                 seconds=seconds,
-                max_attempts=context.max_attempts,
             )
-            failures.judge_failure(outcome, context.max_attempts)
-            delivery.ending = outcome
+            error = HandlerTimeout(
+                "The handler exceeded its timeout and could not be interrupted; its thread was "
+                f"given up after {seconds:.0f} s"
+            )
+            delivery.attempt = failures.judge_error(attempt, error)
         return self._defer(left, ())
 
-    def run_once(
-        self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None = None
-    ) -> list[Delivery]:
-        """The same without patience: an outage is raised."""
-        freshen_connections(is_own=self._is_workers)
-        if not deliveries:
-            return []
-        if any(d.ending is not None and _is_in_hand(d.ending) for d in deliveries):
-            return self._settle_in_hand(deliveries, mode, flying)
-        if mode is Mode.POISON:
-            return self._settle([poison_outcome(d) for d in deliveries])
-        names = [delivery.lease for delivery in deliveries]
-        claims = self._leases.claim(names, deliveries[0].queue.processing_ttl)
-        if claims.count(FIRST_CLAIM) == len(claims):
-            for delivery in deliveries:
-                delivery.deliveries = 1
-            deferred = self._run_claimed(list(deliveries), mode, flying)
-        else:
-            deferred = self._run_sorted(deliveries, claims, mode, flying)
-        if deferred:
-            # Not begun: others may have them. A no-op for what others hold.
-            self._leases.release([delivery.lease for delivery in deferred])
-        return deferred
+    # --- Record -----------------------------------------------------------------------------------
 
-    def _settle_in_hand(
-        self, deliveries: Sequence[Delivery], mode: Mode, flying: set[Delivery] | None
-    ) -> list[Delivery]:
-        """Settle those whose outcome is in hand, and run the others."""
-        deferred: list[Delivery] = []
-        failed: list[Outcome] = []
-        for delivery in deliveries:
-            ending = delivery.ending
-            if ending is None or not _is_in_hand(ending):
-                continue
-            if ending.is_announced:
-                delivery.ending = None
-                deferred += self._finish([ending], ())
-            else:
-                failed.append(ending)
-        if failed:
-            deferred += self._record_failures(failed, ())
-        order = KeyOrder()
-        for delivery in deferred:
-            order.put_off(delivery)
-        others = [d for d in deliveries if not d.is_settled and d not in deferred]
-        deferred += [delivery for delivery in others if order.waits(delivery)]
-        return deferred + self.run_once([d for d in others if not order.waits(d)], mode, flying)
+    def _settle(self, attempts: Sequence[Attempt], keep: Collection[str] = ()) -> list[Delivery]:
+        """Take attempts that have ended through the rest of their way; returns the deferred.
 
-    def _run_sorted(
-        self,
-        deliveries: Sequence[Delivery],
-        claims: Sequence[Claim],
-        mode: Mode,
-        flying: set[Delivery] | None,
-    ) -> list[Delivery]:
-        """Run what is ours, then, one by one, what was being run when a worker died."""
-        names = [delivery.lease for delivery in deliveries]
-        abandoned = self._leases.abandoned(
-            {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
-        )
-        mine: list[Delivery] = []
-        apart: list[Delivery] = []
-        deferred: list[Delivery] = []
-        suspects: set[Delivery] = set()
-        order = KeyOrder()
-        for delivery, claim in zip(deliveries, claims, strict=True):
-            delivery.deliveries = max(1, claim.deliveries)
-            if order.waits(delivery):
-                deferred.append(delivery)
-            elif delivery.lease in abandoned or (claim.acquired and claim.deliveries > 1):
-                suspects.add(delivery)
-                apart.append(order.apart(delivery))
-            elif not claim.acquired:
-                waits = "Already processing %s, it waits here"
-                logger.debug(waits, delivery.lease, extra=facts_of(delivery))
-                deferred.append(order.put_off(delivery))
-            elif order.is_apart(delivery):
-                apart.append(delivery)
-            else:
-                mine.append(delivery)
-        if mine:
-            deferred += map(order.put_off, self._run_claimed(mine, mode, flying))
-        if apart:
-            left = self._run_one_by_one(apart, suspects, order, mode)
-            # Claimed and not begun. What dead workers began stays counted.
-            again = [d.lease for d in left if d in suspects and d.deliveries > 1]
-            self._leases.release(again, undo_claim=True)
-            deferred += left
-        return deferred
-
-    def _run_one_by_one(
-        self,
-        deliveries: Sequence[Delivery],
-        suspects: Collection[Delivery],
-        order: KeyOrder,
-        mode: Mode,
-    ) -> list[Delivery]:
-        """Run what was being run when a worker died, and what comes after it in its key's order:
-        each alone in its group, and one at a time in this worker, on one lane. All other lanes go
-        on. Returns what is deferred.
-
-        One of these may have killed the worker. It takes no other of them with it, so each death
-        costs an innocent one an attempt only the first time they meet.
-        """
-        lock = self._one_by_one
-        if not lock.acquire(blocking=False):
-            return list(deliveries)
-        self._one_by_one_thread = threading.get_ident()
-        try:
-            deferred: list[Delivery] = []
-            until = time.monotonic() + get_settings().group_budget.total_seconds()
-            for number, delivery in enumerate(deliveries):
-                if number and (time.monotonic() >= until or self._stopping.is_set()):
-                    # What else this lane has taken is not to wait for all of them.
-                    return deferred + list(deliveries[number:])
-                if order.waits(delivery):
-                    deferred.append(delivery)
-                elif delivery in suspects and not self._takes_over(delivery):
-                    deferred.append(order.put_off(delivery))
-                else:
-                    deferred += map(order.put_off, self._run_together([delivery], mode))
-            return deferred
-        finally:
-            lock.release()
-
-    def _takes_over(self, delivery: Delivery) -> bool:
-        """Begin what a dead worker had begun, which counts as a delivery; False: somebody else
-        has."""
-        ttl = delivery.queue.processing_ttl
-        (claim,) = self._leases.take_over([delivery.lease], ttl)
-        delivery.deliveries = max(1, claim.deliveries)
-        if claim.acquired and delivery.deliveries > 1:
-            try:
-                failures.record_lost_attempts(jobs_database(), delivery)
-            except DatabaseError as error:
-                # They count all the same, and that is what matters.
-                logger.warning("Lost attempts of %s are not noted: %s", delivery.lease, error)
-                drop_broken_connections()
-        return claim.acquired
-
-    def _run_claimed(
-        self, deliveries: list[Delivery], mode: Mode, flying: set[Delivery] | None
-    ) -> list[Delivery]:
-        """Run what nobody else holds and no crash has left behind; returns those deferred."""
-        if mode is Mode.CONCURRENT and self._flight is not None and flying is not None:
-            started, ended = self._plain.claim(deliveries)
-            if started:
-                flying.update(delivery for delivery, _, _ in started)
-                self._flight.take_off(started)
-            return self._settle(ended) if ended else []
-        return self._run_together(deliveries, mode)
-
-    def _run_together(self, deliveries: list[Delivery], mode: Mode) -> list[Delivery]:
-        if mode is Mode.PLAIN:
-            return self._turns.run(deliveries)
-        if mode is Mode.CONCURRENT:
-            outcomes = self._plain.run_at_once(deliveries)
-            deferred = self._settle(outcomes)
-            self._plain.give_back_of([o for o in outcomes if o.attempt and o.delivery in deferred])
-            return deferred
-        if len(deliveries) > 1:
-            try:
-                outcomes = self._atomic.run(deliveries)
-            except Exception as error:
-                if isinstance(error, OUTAGES) and not isinstance(error, DatabaseError):
-                    raise
-                logger.warning(
-                    "A group of %d failed and runs again one by one: %s",
-                    len(deliveries),
-                    error,
-                    exc_info=not isinstance(error, DatabaseError),
-                )
-                freshen_connections(is_own=self._is_workers)
-            else:
-                return self._settle(outcomes)
-        deferred = []
-        resting = Resting()
-        refused: DatabaseError | None = None
-        for delivery in deliveries:
-            if delivery in resting:
-                deferred.append(delivery)
-                continue
-            try:
-                waits = self._settle(resting.noting(self._atomic.run_one(delivery)))
-            except DatabaseError as error:
-                if not answers(jobs_database()):
-                    raise
-                # One that can never be settled must not keep those behind it from their end.
-                refused, waits = error, [delivery]
-                freshen_connections(is_own=self._is_workers)
-            deferred += waits
-            resting.noting([Outcome(one, Result.DEFERRED) for one in waits])
-        if refused is not None:
-            raise refused
-        return deferred
-
-    # --- Afterwards -------------------------------------------------------------------------------
-
-    def _settle(self, outcomes: list[Outcome], keep: Collection[str] = ()) -> list[Delivery]:
-        """Acknowledge and announce what its group's transaction has committed, then record, and
-        acknowledge and announce, the failures; returns what is deferred.
-
-        What is raised while failures are recorded takes nothing from what was committed before:
-        only the recording is made again, with the outcomes in hand.
+        What is durable already is announced first: nothing that is raised while failures are
+        recorded takes anything from it.
 
         :param keep: names of leases that are not released.
         """
         self._watch.check()
-        done: list[Outcome] = []
-        to_record: list[Outcome] = []
+        durable: list[Attempt] = []
+        completed: list[Attempt] = []
+        failed: list[Attempt] = []
         waiting: list[Delivery] = []
-        for outcome in outcomes:
-            if outcome.delivery.ending is not None:
-                outcome = _confirmed(outcome)
-            if outcome.pause_seconds is not None and self._is_workers:
-                self._pause(outcome)
-            if outcome.result is Result.COMPLETED:
-                done.append(outcome)
-            elif outcome.result is Result.DEFERRED:
-                waiting.append(outcome.delivery)
-            elif outcome.result in _NOT_DONE or _is_left_open(outcome):
-                to_record.append(outcome)
+        for attempt in map(_resolved, attempts):
+            is_in_hand = attempt is attempt.delivery.attempt
+            if attempt.pause_seconds is not None and self._is_workers and not is_in_hand:
+                self._pause(attempt)
+            if attempt.ending is Ending.DEFERRED:
+                waiting.append(attempt.delivery)
+            elif attempt.is_recorded:
+                durable.append(attempt)
+            elif attempt.ending is Ending.COMPLETED:
+                completed.append(attempt)
+            elif attempt.ending in FAILURES or admission.is_left_open(attempt):
+                failed.append(attempt)
             else:
-                done.append(outcome)
-        deferred = self._finish(done, keep) if done else []
+                durable.append(attempt)
+        deferred = self._finish(durable, keep) if durable else []
         if waiting:
             deferred += self._defer(waiting, keep)
-        if to_record:
-            deferred += self._record_failures(to_record, keep)
+        if completed:
+            deferred += self._record_completions(completed, keep)
+        if failed:
+            deferred += self._record_failures(failed, keep)
         return deferred
 
-    def _pause(self, outcome: Outcome) -> None:
-        """Let its partition rest, and leave the message in its place there if its time allows."""
-        if keeps_place(outcome):
-            outcome.result, outcome.reason = Result.DEFERRED, "paused"
-        if outcome.pause_seconds:
-            self._on_pause(outcome)
+    def _pause(self, attempt: Attempt) -> None:
+        """Pause its partition, and leave the message in its place there if its time allows."""
+        if failures.keeps_place(attempt):
+            attempt.ending, attempt.reason = Ending.DEFERRED, "paused"
+        if attempt.pause_seconds:
+            self._on_pause(attempt)
 
-    def _record_failures(self, outcomes: list[Outcome], keep: Collection[str]) -> list[Delivery]:
-        """Make failures durable, then acknowledge and announce them; returns what is deferred: with
-        its outcome in hand, which is recorded should it come up here again."""
+    def _record_completions(
+        self, attempts: Sequence[Attempt], keep: Collection[str]
+    ) -> list[Delivery]:
+        """Make completions outside a transaction durable, and finish them. One that the database
+        refuses again and again is a failure of its attempt. Returns the deferred: they run again.
+        """
         retry = OutageRetry(self._stopping if self._is_workers else None)
-        if tracing.tracer is not None:
-            tracing.tracer.failing([o for o in outcomes if o.result in _NOT_DONE])
         while True:
             try:
-                refused = self._write_failures(outcomes)
+                freshen_connections(is_own=self._is_workers)
+                self._leased.record(attempts)
+                break
             except Exception as error:
-                for outcome in outcomes:
-                    outcome.delivery.ending = outcome
-                following = retry.after(error, "Failures cannot be recorded", len(outcomes))
+                following = retry.after(error, "Endings cannot be recorded", len(attempts))
                 if following is Next.SPLIT:
-                    return [d for one in outcomes for d in self._record_failures([one], keep)]
+                    return [d for one in attempts for d in self._record_completions([one], keep)]
+                if following is Next.REFUSED:
+                    for attempt in attempts:
+                        failures.judge_error(attempt, error)
+                    break
+                if following is Next.STOPPED:
+                    return self._defer([attempt.delivery for attempt in attempts], keep)
+        return self._settle(attempts, keep)
+
+    def _record_failures(
+        self, attempts: Sequence[Attempt], keep: Collection[str]
+    ) -> list[Delivery]:
+        """Make failures durable, and finish them; returns the deferred: with their attempt in hand,
+        which is recorded should they come up here again."""
+        retry = OutageRetry(self._stopping if self._is_workers else None)
+        if tracing.tracer is not None:
+            tracing.tracer.failing([a for a in attempts if a.ending in FAILURES])
+        while True:
+            try:
+                self._write_failures(attempts)
+                break
+            except Exception as error:
+                for attempt in attempts:
+                    attempt.delivery.attempt = attempt
+                following = retry.after(error, "Failures cannot be recorded", len(attempts))
+                if following is Next.SPLIT:
+                    return [d for one in attempts for d in self._record_failures([one], keep)]
                 if following is Next.REFUSED:
                     # It runs again, so that the attempt counts and there is an end to it.
-                    for outcome in outcomes:
-                        outcome.delivery.ending = None
+                    for attempt in attempts:
+                        attempt.delivery.attempt = None
                 if following is not Next.AGAIN:
                     return self._defer(
-                        [outcome.delivery for outcome in outcomes],
+                        [attempt.delivery for attempt in attempts],
                         keep,
                         count_delivery=following is Next.REFUSED,
                     )
-            else:
-                break
-        for outcome in outcomes:
-            outcome.delivery.ending = None
-        for outcome in refused:
-            outcome.delivery.ending = outcome
-        deferred = self._defer([o.delivery for o in refused], keep) if refused else []
-        recorded = [o for o in outcomes if o.delivery.ending is None]
-        return deferred + (self._finish(recorded, keep, is_failed=True) if recorded else [])
+        recorded = [attempt for attempt in attempts if attempt.is_recorded]
+        refused = [attempt for attempt in attempts if not attempt.is_recorded]
+        for attempt in refused:
+            attempt.delivery.attempt = attempt
+        deferred = self._defer([a.delivery for a in refused], keep) if refused else []
+        return deferred + (self._finish(recorded, keep) if recorded else [])
 
-    def _write_failures(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Publish the dead letters, then commit everything about those outcomes; returns those
-        whose dead letter was refused by its topic, of which nothing is written."""
-        refused = failures.publish_dead(o for o in outcomes if is_dead(o))
-        stuck = {id(outcome) for outcome in refused}
-        durable = [outcome for outcome in outcomes if id(outcome) not in stuck]
+    def _write_failures(self, attempts: Sequence[Attempt]) -> None:
+        """Publish the dead letters, then commit everything about these attempts but those whose
+        dead letter was refused by its topic."""
+        failures.publish_dead_letters([a for a in attempts if a.ending is Ending.DEAD])
+        writable = [a for a in attempts if a.is_published or a.ending is not Ending.DEAD]
         using = jobs_database()
-        with failures.in_transaction(using):
-            completion.close_known(using, [o for o in durable if o.result is Result.DUPLICATE])
-            failed = [o for o in durable if o.result in _NOT_DONE]
+        with completion.recording(using) as recorded:
+            recorded += writable
+            completion.close_known(using, [a for a in writable if a.ending is Ending.DUPLICATE])
+            failed = [attempt for attempt in writable if attempt.ending in FAILURES]
             failures.record_failures(using, failed, self._worker)
-            acknowledge(durable, in_transaction=True)
-        return refused
+            completion.acknowledge_within(writable)
 
-    def _finish(
-        self, outcomes: list[Outcome], keep: Collection[str], *, is_failed: bool = False
-    ) -> list[Delivery]:
+    # --- Acknowledge, announce, release -----------------------------------------------------------
+
+    def _finish(self, attempts: Sequence[Attempt], keep: Collection[str]) -> list[Delivery]:
         """Acknowledge, announce and release what is durable. Nothing that is raised here undoes
         that; returns what could not be acknowledged, which is to be done when it comes up again."""
-        deferred: list[Delivery] = []
+        deferred = self._acknowledge(attempts)
+        # Before anybody hears of a failure, since a retry may come to another worker at once.
+        self._release([a for a in attempts if a.ending in FAILURES], keep)
         try:
-            acknowledge(outcomes, in_transaction=False)
-        except Exception:
-            logger.exception("%d records could not be acknowledged, trying again", len(outcomes))
-            for outcome in outcomes:
-                outcome.delivery.ending = outcome
-                deferred.append(outcome.delivery)
-        else:
-            for outcome in outcomes:
-                outcome.delivery.is_settled = True
-        names = _leases_of(outcomes, keep)
-        if is_failed:
-            # Before anybody hears of it, since a retry may come to another worker at once.
-            self._leases.release(names)
-            self._announce(outcomes)
-        else:
-            try:
-                self._announce(outcomes)
-            finally:
-                self._leases.release(names)
+            self._announce([attempt for attempt in attempts if not attempt.is_announced])
+        finally:
+            self._release(attempts, keep)
         return deferred
 
-    def _announce(self, outcomes: Sequence[Outcome]) -> None:
-        """Tell hooks, signals, waiters and statistics, once for each outcome."""
-        fresh = [outcome for outcome in outcomes if not outcome.is_announced]
-        for outcome in fresh:
-            outcome.is_announced = True
-        if not fresh:
+    def _acknowledge(self, attempts: Sequence[Attempt]) -> list[Delivery]:
+        """Acknowledge, by subscription; returns what could not be."""
+        deferred: list[Delivery] = []
+        for subscription, group in completion.by_subscription(attempts):
+            try:
+                subscription.acknowledge(
+                    [a.delivery.record for a in group if not a.is_acknowledged]
+                )
+            except Exception:
+                logger.exception("%d records could not be acknowledged, trying again", len(group))
+                for attempt in group:
+                    attempt.delivery.attempt = attempt
+                    deferred.append(attempt.delivery)
+            else:
+                for attempt in group:
+                    attempt.is_acknowledged = attempt.is_recorded = True
+                    attempt.delivery.attempt = None
+                    attempt.delivery.is_settled = True
+        return deferred
+
+    def _announce(self, attempts: Sequence[Attempt]) -> None:
+        """Call hooks and listeners, once for each attempt."""
+        for attempt in attempts:
+            attempt.is_announced = True
+        if not attempts:
             return
         if tracing.tracer is not None:
-            tracing.tracer.settled(fresh)
-        self._tell_handlers(fresh)
-        log_skipped(fresh)
-        try:
-            self._on_outcomes(fresh)
-        except ENDINGS as error:
-            if is_interrupt(error):
-                raise
-            logger.exception("%d outcomes could not be announced", len(fresh))
-
-    def _tell_handlers(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
-            handler = outcome.delivery.handler
+            tracing.tracer.settled(attempts)
+        for attempt in attempts:
+            handler = attempt.delivery.handler
             if handler is not None and handler.observes:
-                try:
-                    handler.on_settled(outcome)
-                except ENDINGS as error:
-                    if is_interrupt(error):
-                        raise
-                    # The state is committed; a hook cannot take it back (KJO-F12).
-                    facts = facts_of(outcome.delivery, outcome.attempt)
-                    logger.exception("The hook of %s failed", handler.name, extra=facts)
+                # The state is committed; a hook cannot take it back.
+                facts = facts_of(attempt.delivery, attempt.number)
+                _call_isolated(handler.on_settled, attempt, handler.name, facts)
+        log_skipped(attempts)
+        for listener in self._listeners:
+            _call_isolated(listener, attempts, f"{len(attempts)} attempts", {})
+
+    def _release(self, attempts: Sequence[Attempt], keep: Collection[str]) -> None:
+        """Release the leases that have not been released yet."""
+        held = [a for a in attempts if a.delivery.message is not None and not a.is_released]
+        if keep:
+            held = [attempt for attempt in held if attempt.delivery.lease not in keep]
+        for attempt in held:
+            attempt.is_released = True
+        if held:
+            self._leases.release([attempt.delivery.lease for attempt in held])
 
     def _defer(
         self, deliveries: list[Delivery], keep: Collection[str], *, count_delivery: bool = False
     ) -> list[Delivery]:
         """Release what comes up again, and return it.
 
-        :param count_delivery: their attempts count, though they have no outcome.
+        :param count_delivery: their attempts count, though they have no ending.
         """
         names = [d.lease for d in deliveries if d.message is not None]
         names = [name for name in names if name not in keep]
@@ -581,28 +577,146 @@ class Pipeline:
         return deliveries
 
 
-def _leases_of(outcomes: Sequence[Outcome], keep: Collection[str]) -> list[str]:
-    names = [
-        o.delivery.lease
-        for o in outcomes
-        if o.delivery.message is not None and "is_released" not in o.notes
-    ]
-    return [name for name in names if name not in keep] if keep else names
+def _unsettled(deliveries: Sequence[Delivery], running: set[Delivery] | None) -> list[Delivery]:
+    """Return those that are neither settled nor run on an event loop."""
+    return [d for d in deliveries if not d.is_settled and not (running and d in running)]
 
 
-def _is_left_open(outcome: Outcome) -> bool:
-    return outcome.result is Result.DUPLICATE and admission.is_left_open(outcome)
-
-
-def _confirmed(outcome: Outcome) -> Outcome:
+def _resolved(attempt: Attempt) -> Attempt:
     """Return what a delivery ended with, given how it was judged after a COMMIT that was not
     answered: its completion, where that had taken effect."""
-    delivery, before = outcome.delivery, outcome.delivery.ending
-    delivery.ending = None
-    if before is None or before.result is not Result.COMPLETED or before.is_announced:
-        return outcome
-    if outcome.result is Result.DUPLICATE:
-        before.is_confirmed = True
-        return before
-    outcome.is_confirmed = outcome.result is Result.COMPLETED
-    return outcome
+    delivery, earlier = attempt.delivery, attempt.delivery.attempt
+    if earlier is None or earlier is attempt:
+        return attempt
+    delivery.attempt = None
+    if earlier.ending is not Ending.COMPLETED or earlier.is_announced:
+        return attempt
+    if attempt.ending is Ending.DUPLICATE:
+        earlier.is_confirmed = earlier.is_recorded = True
+        return earlier
+    attempt.is_confirmed = attempt.ending is Ending.COMPLETED
+    return attempt
+
+
+# --- What is announced ----------------------------------------------------------------------------
+
+
+def _call_isolated(
+    function: Callable[[Any], object], argument: Any, what: str, facts: dict[str, Any]
+) -> None:
+    try:
+        function(argument)
+    except ENDINGS as error:
+        if is_interrupt(error):
+            raise
+        logger.exception("A hook failed: %s", what, extra=facts)
+
+
+_WHY_SKIPPED = {
+    "has_row": "its retries are its row's",
+    "generation": "its job has been requeued since",
+    "attempt": "this attempt has an outcome already",
+    "changed": "its job was changed meanwhile",
+    "lease lost": "its run outlived its lease, another worker has taken the job over since",
+}
+"""Where the reason of an ending is no word for people, as a job's state is."""
+
+
+def log_skipped(attempts: Sequence[Attempt]) -> None:
+    """Leave a line in the log for each message that was acknowledged without a run, and for each
+    result that came too late."""
+    for attempt in attempts:
+        is_late = attempt.reason == "lease lost"
+        if attempt.ending is Ending.SKIPPED or is_late:
+            delivery, why = attempt.delivery, attempt.reason
+            which = delivery.message.id if delivery.message else delivery.record.position
+            line = f"Skipped {which}: {_WHY_SKIPPED.get(why, why)}"
+            # What such a handler did outside the database has been done twice.
+            level = logging.WARNING if is_late else logging.INFO
+            logger.log(level, one_line(line), extra=facts_of(delivery, attempt.number))
+
+
+def notify_waiters(attempts: Sequence[Attempt]) -> None:
+    """Call those who wait for a job that has ended; duplicates too, since the worker before may
+    have died between its commit and its call. Costs nothing where nobody waits."""
+    ended = (o.delivery.record.headers for o in attempts if o.ending is not Ending.RETRIED)
+    channels = {
+        names.text(headers, names.REPLY_TO) for headers in ended if names.REPLY_TO in headers
+    }
+    if channels:
+        wakeups.notify_waiters(channels)
+
+
+def send_signals(attempts: Sequence[Attempt]) -> None:
+    """Send the signals of durable attempts."""
+    wanted = (
+        signals.job_completed,
+        signals.job_retried,
+        signals.job_failed,
+        signals.job_stalled,
+        signals.job_cancelled,
+        signals.message_dead_lettered,
+    )
+    if not any(one.receivers for one in wanted):
+        return
+    for attempt in attempts:
+        _send_signals_of(attempt)
+
+
+def result_of(attempt: Attempt) -> Any:
+    """Return what the handler returned, as a waiter would get it."""
+    message = attempt.delivery.message
+    if attempt.result is None or message is None:
+        return None
+    return load_result(attempt.result, serializer_for(message.content_type))
+
+
+def _send_signals_of(attempt: Attempt) -> None:
+    delivery, message = attempt.delivery, attempt.delivery.message
+    facts: dict[str, Any] = {
+        "job_id": (message.job_id or message.id) if message else None,
+        "unique_id": attempt.row.unique_id if attempt.row else None,
+        "queue": delivery.queue.name,
+        "handler": message.type if message else "",
+    }
+    sender = facts["handler"]
+    if attempt.delivery.deliveries > 1:
+        signals.send(signals.job_stalled, sender=sender, attempt=attempt.number, **facts)
+    if attempt.ending is Ending.COMPLETED:
+        signals.send(
+            signals.job_completed,
+            sender=sender,
+            result=result_of(attempt),
+            attempt=attempt.number,
+            seconds=attempt.seconds,
+            **facts,
+        )
+    elif attempt.ending is Ending.RETRIED:
+        signals.send(
+            signals.job_retried,
+            sender=sender,
+            error=attempt.error,
+            attempt=attempt.number,
+            retry_at=attempt.retry_at,
+            **facts,
+        )
+    elif attempt.ending is Ending.CANCELLED:
+        signals.send(signals.job_cancelled, sender=sender, **facts)
+    elif attempt.ending is Ending.DEAD:
+        signals.send(
+            signals.job_failed,
+            sender=sender,
+            error=attempt.error,
+            attempt=attempt.number,
+            reason=str(attempt.reason),
+            **facts,
+        )
+        signals.send(
+            signals.message_dead_lettered,
+            sender=sender,
+            dead_letter_id=attempt.dead_letter_id or None,
+            queue=facts["queue"],
+            handler=facts["handler"],
+            reason=str(attempt.reason),
+            error=attempt.error,
+        )

@@ -1,87 +1,140 @@
-"""Making durable how handlers outside a transaction ended: with the endings in hand, since those
-who have run are not to run again because a database was away."""
+"""Settling what has ended outside a transaction, while those who ran it go on."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Collection, Sequence
-from typing import Protocol
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from kjo_django.engine.attempt import Delivery, Outcome
-from kjo_django.engine.handler.call import Ran
-from kjo_django.engine.handler.connections import freshen_connections
-from kjo_django.engine.leases import LeaseBook
-from kjo_django.engine.outage_retry import Next, OutageRetry
-from kjo_django.engine.runners.batch import Started
-from kjo_django.engine.runners.leased import PlainRunner
+from django.db import connections
+
+from kjo_django.engine.attempt import Attempt
+
+logger = logging.getLogger("kjo_django")
+
+KEPT_CONNECTED = 5.0
+"""Seconds for which the recorder keeps its database connection when it has nothing to do."""
 
 
-class Settle(Protocol):
-    """Acknowledges and announces what is durable, and records failures."""
+class EndedQueue:
+    """Attempts that have ended and are not settled yet, in order.
 
-    def __call__(self, outcomes: list[Outcome], keep: Collection[str] = ()) -> list[Delivery]:
-        """Return the deferred.
+    :param settle: settles attempts.
+    :param patience: seconds from the begin of an attempt after which the recorder settles it, if
+        the thread that has put it here has not.
+    """
 
-        :param keep: names of leases that are not released with them.
+    def __init__(self, settle: Callable[[list[Attempt]], None], patience: float) -> None:
+        self.patience = patience
+        self._settle = settle
+        self._ended: deque[tuple[float, Sequence[Attempt]]] = deque()
+        self._settling = threading.Lock()
+
+    def put(self, began: float, attempts: Sequence[Attempt]) -> None:
+        """Add attempts that began then (monotonic)."""
+        self._ended.append((began, attempts))
+
+    def has_any_from_before(self, moment: float) -> bool:
+        """Return whether an attempt waits here that began before then."""
+        try:
+            return self._ended[0][0] < moment
+        except IndexError:
+            return False
+
+    def settle(self, others: Sequence[Attempt] = (), *, again: bool = False) -> None:
+        """Settle what waits here; if another thread does, wait for it.
+
+        :param others: are settled before these, together with them.
+        :param again: what could not be settled is put back, for another thread.
         """
+        with self._settling:
+            taken = [self._ended.popleft() for _ in range(len(self._ended))]
+            ended = [*others, *(attempt for _, attempts in taken for attempt in attempts)]
+            if not ended:
+                return
+            try:
+                self._settle(ended)
+            except BaseException:
+                if again:
+                    self._ended.extendleft(reversed(taken))
+                raise
 
 
 class Recorder:
-    """Records and settles, in the threads of those who ask. Keeps no state.
+    """Settles what waits in queues for longer than it may. Its one thread starts with the first
+    queue, and calls ``step`` again and again.
 
-    :param stopping: set when the worker stops; None: outages are raised.
+    :param on_thread: called first in that thread.
     """
 
-    def __init__(
-        self,
-        plain: PlainRunner,
-        leases: LeaseBook,
-        settle: Settle,
-        stopping: threading.Event | None,
-    ) -> None:
-        self._plain = plain
-        self._leases = leases
-        self._settle = settle
-        self._stopping = stopping
+    def __init__(self, on_thread: Callable[[], None]) -> None:
+        self._on_thread = on_thread
+        self._queues: set[EndedQueue] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
 
-    def record(
-        self,
-        started: Sequence[Started],
-        ran: Sequence[Ran],
-        ended: Sequence[Outcome] = (),
-        keep: Collection[str] = (),
-    ) -> list[Delivery]:
-        """Make the endings durable; returns what is deferred. An outage is waited out, unless the
-        worker stops: then they run again.
+    def watch(self, queue: EndedQueue) -> None:
+        """Settle what waits in this queue as soon as it has waited for its time."""
+        with self._changed:
+            if queue in self._queues:
+                return
+            self._queues.add(queue)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kjo-recorder", daemon=True)
+                self._thread.start()
+            if len(self._queues) == 1 or not queue.patience:
+                self._changed.notify()
 
-        A completion the database refuses again and again is a failure of its attempt.
+    def forget(self, queue: EndedQueue) -> None:
+        """Leave a queue to the thread that fills it."""
+        if queue in self._queues:
+            with self._changed:
+                self._queues.discard(queue)
 
-        :param ended: outcomes of those that were not to run.
-        :param keep: names of leases somebody else of their group still needs.
-        """
-        retry = OutageRetry(self._stopping)
-        while True:
+    def step(self) -> float | None:
+        """Settle what is due; return the seconds until something else may be, None where nothing
+        is watched."""
+        now = time.monotonic()
+        with self._changed:
+            due = [q for q in self._queues if q.has_any_from_before(now - q.patience)]
+            # Until something new is put there, there is nothing more to settle.
+            self._queues = {q for q in self._queues if q.patience and q not in due}
+        for queue in due:
             try:
-                freshen_connections(is_own=self._stopping is not None)
-                outcomes = self._plain.record(started, ran)
-            except Exception as error:
-                following = retry.after(error, "Endings cannot be recorded", len(started))
-                if following is Next.SPLIT:
-                    deferred = self._settle([*ended], keep) if ended else []
-                    for one, ending in zip(started, ran, strict=True):
-                        deferred += self.record([one], [ending], (), keep)
-                    return deferred
-                completions = [ending for ending in ran if ending.error is None]
-                if following is Next.REFUSED and completions:
-                    for ending in completions:
-                        ending.error, ending.value = error, None
-                elif following is not Next.AGAIN:
-                    deferred = [delivery for delivery, _, _ in started]
-                    names = [delivery.lease for delivery in deferred]
-                    self._leases.release(
-                        [name for name in names if name not in keep],
-                        count_delivery=following is Next.REFUSED,
-                    )
-                    return deferred + (self._settle([*ended], keep) if ended else [])
-            else:
-                return self._settle([*ended, *outcomes], keep)
+                queue.settle(again=queue.patience > 0)
+            except Exception:
+                logger.exception("Endings could not be settled while their lane was busy")
+        with self._changed:
+            return min((queue.patience for queue in self._queues), default=None)
+
+    def close(self, timeout: float) -> None:
+        """End the thread, waiting so many seconds for it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _has_work(self) -> bool:
+        return bool(self._queues) or self._is_closed
+
+    def _run(self) -> None:
+        self._on_thread()
+        try:
+            while not self._is_closed:
+                wait = self.step()
+                with self._changed:
+                    if wait is None:
+                        is_idle = not self._changed.wait_for(self._has_work, KEPT_CONNECTED)
+                    elif not self._is_closed:
+                        self._changed.wait(wait)
+                if wait is None and is_idle:
+                    # A connection kept meanwhile would be one more for each worker.
+                    connections.close_all()
+                    with self._changed:
+                        self._changed.wait_for(self._has_work)
+        finally:
+            connections.close_all()

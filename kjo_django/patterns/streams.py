@@ -36,7 +36,7 @@ from django.utils.translation import gettext as _
 
 from kjo_django import registry
 from kjo_django.conf import declare_queue
-from kjo_django.engine.attempt import Outcome, Result
+from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.dead_lettering import error_text
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.storing import store_record
@@ -232,19 +232,19 @@ class _StreamHandler(registry.Handler):
             raise MessageError("invalid", "The entry lacks a field of its task")
         return payload
 
-    def on_failure(self, outcome: Outcome) -> None:
-        message = outcome.delivery.message
+    def on_failure(self, attempt: Attempt) -> None:
+        message = attempt.delivery.message
         fields = loads_for_display(message.payload, message.content_type) if message else None
-        if not isinstance(fields, dict) or isinstance(outcome.error, MessageError):
+        if not isinstance(fields, dict) or isinstance(attempt.error, MessageError):
             return  # nobody knows whose task it was
         payload = self.parse(fields)
-        if outcome.result is Result.RETRIED:
-            self.consumer.retry_message(payload, outcome.attempt)
-        elif outcome.result is Result.DEAD:
+        if attempt.ending is Ending.RETRIED:
+            self.consumer.retry_message(payload, attempt.number)
+        elif attempt.ending is Ending.DEAD:
             told = _("%(task)s failed (retried %(count)d times): %(error)s") % {
                 "task": self.consumer.task_display_name,
-                "count": max(0, outcome.attempt - 1),
-                "error": error_text(outcome.error),
+                "count": max(0, attempt.number - 1),
+                "error": error_text(attempt.error),
             }
             self.consumer.mark_failed(payload, truncate_error(told) or "")
 

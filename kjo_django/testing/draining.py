@@ -18,10 +18,8 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Claim
-from kjo_django.engine.admission import Start
-from kjo_django.engine.announcements import tell, value_of
-from kjo_django.engine.attempt import Delivery, Outcome, Result
-from kjo_django.engine.group import Pipeline
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.group import Pipeline, result_of, send_signals
 from kjo_django.engine.handler.call import call, make_context
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
@@ -165,7 +163,8 @@ def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fi
             context = make_context(delivery, attempt, row.max_attempts, known)
             result = call(delivery, context, watch)
         else:
-            (ran,) = Batch([(delivery, Start(attempt, row.max_attempts), known)]).call(watch)
+            one = Attempt(delivery, row=known, number=attempt, limit=row.max_attempts)
+            (ran,) = Batch([one]).call(watch)
             if ran.error is not None:
                 raise ran.error
             result = ran.value
@@ -248,17 +247,17 @@ class _NoLeases(LeaseBook):
 class _Synchronous(Pipeline):
     """The pipeline, but what dies is not published: a test needs no broker."""
 
-    def _settle(self, outcomes: list[Outcome], keep: Collection[str] = ()) -> list[Delivery]:
-        for outcome in outcomes:
-            outcome.notes["is_published"] = True
-        return super()._settle(outcomes, keep)
+    def _settle(self, attempts: Sequence[Attempt], keep: Collection[str] = ()) -> list[Delivery]:
+        for attempt in attempts:
+            attempt.is_published = True
+        return super()._settle(attempts, keep)
 
 
 class _Runner:
     def __init__(self, watch: TimeoutWatch) -> None:
-        self._outcomes: list[Outcome] = []
+        self._ended: list[Attempt] = []
         self._pipeline = _Synchronous(
-            _NoLeases(), watch, worker="drain", on_outcomes=self._outcomes.extend
+            _NoLeases(), watch, worker="drain", listeners=[self._ended.extend]
         )
 
     def run(self, job: Job) -> DrainedRun:
@@ -267,26 +266,26 @@ class _Runner:
 
     def run_together(self, jobs: Sequence[Job]) -> list[DrainedRun]:
         """Run jobs of one handler as one group."""
-        self._outcomes.clear()
+        self._ended.clear()
         deliveries = [_delivery_of(job) for job in jobs]
         with _callbacks_run(jobs_database()):
             deferred = self._pipeline.run_once(deliveries, deliveries[0].mode)
-        tell(self._outcomes)
+        send_signals(self._ended)
         for job, delivery in zip(jobs, deliveries, strict=True):
             if delivery in deferred:
                 raise AssertionError(f"Job {job.pk} could not be run now: somebody else holds it")
-        ended = {outcome.delivery: outcome for outcome in self._outcomes}
+        ended = {attempt.delivery: attempt for attempt in self._ended}
         return [self._run_of(job, ended[d]) for job, d in zip(jobs, deliveries, strict=True)]
 
     @staticmethod
-    def _run_of(job: Job, outcome: Outcome) -> DrainedRun:
-        is_done = outcome.result is Result.COMPLETED
+    def _run_of(job: Job, attempt: Attempt) -> DrainedRun:
+        is_done = attempt.ending is Ending.COMPLETED
         return DrainedRun(
             job_id=str(job.pk),
             handler=job.handler,
-            outcome=outcome.result.value,
-            result=value_of(outcome) if is_done else None,
-            error=outcome.error,
+            outcome=attempt.ending.value if attempt.ending is not None else "",
+            result=result_of(attempt) if is_done else None,
+            error=attempt.error,
         )
 
 

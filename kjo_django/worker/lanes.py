@@ -97,10 +97,7 @@ class Lanes:
         started: set[Delivery] = set()
         self._runs[thread_id] = LaneRun(group, connections.all())
         try:
-            if group.mode is Mode.CONCURRENT:
-                deferred = self._pipeline.launch(group.deliveries, started)
-            else:
-                deferred = self._pipeline.run(group.deliveries, group.mode)
+            deferred = self._pipeline.run(group.deliveries, group.mode, started)
         except RunAbandoned:
             return False
         except BaseException:

@@ -9,8 +9,9 @@
     kjo-heartbeat    leases in job rows, operators' wishes, metrics
     kjo-duties       one worker at a time: jobs whose message is gone, how far behind queues are
 
-Handlers bring threads of their own with them: ``kjo-timeouts`` for time limits, and an event loop
-for coroutines outside a transaction.
+Handlers bring threads of their own with them: ``kjo-timeouts`` for time limits, ``kjo-loop`` for
+coroutines outside a transaction, and ``kjo-recorder``, which settles what has ended outside a
+transaction while its lane is busy.
 
 Stopping: admit nothing more, let running groups end within the grace period while the pollers keep
 the membership, hand back what was not started without spending its attempt, commit, leave.
@@ -38,9 +39,13 @@ from django.db import DatabaseError, InterfaceError, connections
 from kjo_django import garbage_collection, registry, signals
 from kjo_django.backends import close_backends, get_transport
 from kjo_django.conf import QueueConf, default_worker_name
-from kjo_django.engine.announcements import tell, tell_waiters
-from kjo_django.engine.attempt import Outcome
-from kjo_django.engine.group import HELD_ELSEWHERE_DELAY, Pipeline
+from kjo_django.engine.attempt import Attempt
+from kjo_django.engine.group import (
+    HELD_ELSEWHERE_DELAY,
+    Pipeline,
+    notify_waiters,
+    send_signals,
+)
 from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.handler.timeouts import TimeoutWatch
@@ -152,11 +157,11 @@ class Worker:
             self.leases,
             self._watch,
             worker=self.name,
-            on_outcomes=self._on_outcomes,
+            listeners=(notify_waiters, self.statistics.add, self._count, send_signals),
             on_pause=self._pause_partition,
             on_measure=self.scheduler.measure,
             stopping=self._stopping,
-            on_landed=functools.partial(
+            on_settled=functools.partial(
                 self.scheduler.finish_coroutines, delay=HELD_ELSEWHERE_DELAY
             ),
             on_thread=self._enter_thread,
@@ -378,21 +383,18 @@ class Worker:
 
     # --- What its parts report --------------------------------------------------------------------
 
-    def _on_outcomes(self, outcomes: Sequence[Outcome]) -> None:
-        tell_waiters(outcomes)
-        self.statistics.add(outcomes)
+    def _count(self, attempts: Sequence[Attempt]) -> None:
         with self._counting:
-            self._settled += len(outcomes)
+            self._settled += len(attempts)
         if self._max_messages is not None and self._settled >= self._max_messages:
             self.stop()
-        tell(outcomes)
 
-    def _pause_partition(self, outcome: Outcome) -> None:
-        record = outcome.delivery.record
+    def _pause_partition(self, attempt: Attempt) -> None:
+        record = attempt.delivery.record
         partition = TopicPartition(record.topic, record.partition)
-        seconds = outcome.pause_seconds or 0.0
-        facts = facts_of(outcome.delivery, outcome.attempt)
-        logger.warning("Pausing %s for %g s: %s", partition, seconds, outcome.error, extra=facts)
+        seconds = attempt.pause_seconds or 0.0
+        facts = facts_of(attempt.delivery, attempt.number)
+        logger.warning("Pausing %s for %g s: %s", partition, seconds, attempt.error, extra=facts)
         self.scheduler.hold(partition, seconds)
         for poller in self.pollers:
             if record.topic in poller.topics:

@@ -19,7 +19,7 @@ from django.db.models import QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import QueueConf
-from kjo_django.engine.attempt import Outcome, Result
+from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.dead_lettering import error_text
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
@@ -28,12 +28,12 @@ from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
-_COUNTERS = {
-    Result.COMPLETED: "completed_count",
-    Result.RETRIED: "retried_count",
-    Result.DEAD: "failed_count",
-    Result.DUPLICATE: "duplicate_count",
-    Result.SKIPPED: "skipped_count",
+_COUNTERS: dict[Ending | None, str] = {
+    Ending.COMPLETED: "completed_count",
+    Ending.RETRIED: "retried_count",
+    Ending.DEAD: "failed_count",
+    Ending.DUPLICATE: "duplicate_count",
+    Ending.SKIPPED: "skipped_count",
 }
 
 
@@ -61,27 +61,27 @@ class Statistics:
         self.last_error = ""
         self.last_error_at: datetime | None = None
 
-    def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Count outcomes that are durable."""
+    def add(self, attempts: Sequence[Attempt]) -> None:
+        """Count attempts that are durable."""
         minute = timezone.now().replace(second=0, microsecond=0)
         with self._lock:
             bucket, known = None, ("", "")
-            for outcome in outcomes:
-                if outcome.result not in _COUNTERS:
+            for attempt in attempts:
+                if attempt.ending not in _COUNTERS:
                     continue
-                delivery = outcome.delivery
+                delivery = attempt.delivery
                 names = delivery.queue.name, delivery.kind
                 if bucket is None or names != known:
                     # Those of a group mostly share it.
                     bucket, known = self._bucket_of(minute, *names), names
-                self._count(bucket, outcome)
+                self._count(bucket, attempt)
 
     def skip(self, queue: QueueConf) -> None:
         """Count a record that was meant for others."""
         minute = timezone.now().replace(second=0, microsecond=0)
         with self._lock:
             bucket = self._bucket_of(minute, queue.name, "")
-            bucket.counts[_COUNTERS[Result.SKIPPED]] += 1
+            bucket.counts[_COUNTERS[Ending.SKIPPED]] += 1
 
     def _bucket_of(self, minute: datetime, queue: str, handler: str) -> _Bucket:
         key = (minute, queue, handler)
@@ -90,23 +90,23 @@ class Statistics:
             bucket = self._buckets[key] = _Bucket()
         return bucket
 
-    def _count(self, bucket: _Bucket, outcome: Outcome) -> None:
-        bucket.counts[_COUNTERS[outcome.result]] += 1
-        if outcome.result in (Result.COMPLETED, Result.RETRIED, Result.DEAD):
+    def _count(self, bucket: _Bucket, attempt: Attempt) -> None:
+        bucket.counts[_COUNTERS[attempt.ending]] += 1
+        if attempt.ending in (Ending.COMPLETED, Ending.RETRIED, Ending.DEAD):
             self.processed += 1
-        if outcome.result is Result.DEAD:
+        if attempt.ending is Ending.DEAD:
             self.failed += 1
-        if outcome.result is Result.RETRIED:
+        if attempt.ending is Ending.RETRIED:
             self.retried += 1
-        if outcome.error is not None:
-            self.last_error, self.last_error_at = error_text(outcome.error), timezone.now()
-        if outcome.started_at is not None:
-            bucket.runs[bound_of(outcome.seconds)] += 1
-            bucket.run_seconds += outcome.seconds
-            due = outcome.job.available_at if outcome.job else outcome.delivery.record.timestamp
+        if attempt.error is not None:
+            self.last_error, self.last_error_at = error_text(attempt.error), timezone.now()
+        if attempt.started_at is not None:
+            bucket.runs[bound_of(attempt.seconds)] += 1
+            bucket.run_seconds += attempt.seconds
+            due = attempt.row.available_at if attempt.row else attempt.delivery.record.timestamp
             if due is not None:
                 # A clock that stepped back counts as no time: a sum never falls.
-                waited = max(0.0, (outcome.started_at - due).total_seconds())
+                waited = max(0.0, (attempt.started_at - due).total_seconds())
                 bucket.waits[bound_of(waited)] += 1
                 bucket.wait_seconds += waited
 

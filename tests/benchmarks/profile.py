@@ -40,11 +40,11 @@ STAGES: Mapping[str, Sequence[str]] = {
         "mark_and_load ",
         "load_rows",
     ),
-    "calling handlers": ("AtomicRunner._attempt", "Pipeline._attempt", "call "),
+    "calling handlers": ("TransactionRunner._call", "LeasedRunner.call", "call "),
     "outcomes, one UPDATE a group": ("Store.complete ",),
     "BEGIN and COMMIT": ("Atomic.__enter__", "Atomic.__exit__"),
     "releasing leases, telling": ("LeaseBook.release", "Pipeline._settle"),
-    "statistics, signals": ("Worker._on_outcomes",),
+    "statistics, signals": ("Pipeline._announce",),
 }
 """By the frames that tell: of those in a stack, the innermost counts."""
 REST = "the rest of the pipeline"

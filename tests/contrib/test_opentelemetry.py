@@ -32,7 +32,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from kjo_django import BaseEvent, PermanentError, event_handler, publish_event, registry, tracing
 from kjo_django.contrib import opentelemetry as contrib
 from kjo_django.contrib.opentelemetry import tracer as module
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter
@@ -668,7 +668,7 @@ def test_telemetry_that_fails_fails_no_job(bench, caplog, monkeypatch, where):
     finally:
         contrib.uninstrument()
     assert broken.raised >= 4
-    assert bench.results == [Result.COMPLETED, Result.RETRIED, Result.COMPLETED]
+    assert bench.results == [Ending.COMPLETED, Ending.RETRIED, Ending.COMPLETED]
     assert not trace.get_current_span().get_span_context().is_valid
     if where != "export":  # the SDK's own processor tells of that
         complaints = [r for r in caplog.records if r.message.startswith("Tracing failed")]

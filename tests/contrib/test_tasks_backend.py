@@ -29,7 +29,7 @@ from kjo_django.contrib.tasks.compat import (
     task_finished,
     task_started,
 )
-from kjo_django.engine.attempt import Delivery, Mode, Outcome, Result
+from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
 from kjo_django.engine.leases import lease_name
 from kjo_django.exceptions import PayloadError
 from kjo_django.ids import uuid7
@@ -276,7 +276,7 @@ def test_a_task_is_counted_by_a_name_that_can_be_stored(tasks: Any, postgres: No
         fitted = handler.fitted({TASK: path})
         queue = get_settings().queue("default")
         delivery = Delivery(record, Silent(), queue, None, fitted)
-        statistics.add([Outcome(delivery, Result.DEAD)])
+        statistics.add([Attempt(delivery, Ending.DEAD)])
     statistics.flush()
     # Then
     names = MetricBucket.objects.values_list("handler", flat=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from django.db import connections
 
-from kjo_django.engine.attempt import Delivery, Mode
+from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY
 from kjo_django.engine.poller import Poller
 from kjo_django.outbox import relay
@@ -133,10 +133,7 @@ class Process:
             deferred: Sequence[Delivery] = group.deliveries
             flying: set[Delivery] = set()
             try:
-                if group.mode is Mode.CONCURRENT:
-                    deferred = worker._pipeline.launch(group.deliveries, flying)
-                else:
-                    deferred = worker._pipeline.run(group.deliveries, group.mode)
+                deferred = worker._pipeline.run(group.deliveries, group.mode, flying)
             except BaseException as error:
                 self._check()
                 if self.is_strict:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from django.utils import timezone
@@ -14,7 +16,7 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Delivery, Mode, Outcome, Result
+from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
 from kjo_django.engine.group import Pipeline
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
@@ -68,19 +70,23 @@ class Bench:
         if alive:
             self.leases.show_alive()
         self.watch = TimeoutWatch()
-        self.outcomes: list[Outcome] = []
-        self.pauses: list[Outcome] = []
+        self.outcomes: list[Attempt] = []
+        self.pauses: list[Attempt] = []
         self.measured: list[str] = []
         self.stopping = Impatience()
         self.pipeline = Pipeline(
             self.leases,
             self.watch,
             worker=worker,
-            on_outcomes=self.outcomes.extend,
+            listeners=[self.outcomes.extend],
             on_measure=lambda kind, seconds: self.measured.append(kind),
             on_pause=self.pauses.append,
             stopping=self.stopping,  # type: ignore[arg-type]
+            on_settled=self._note_settled,
         )
+        self._ended: set[Delivery] = set()
+        self._deferred: list[Delivery] = []
+        self._has_ended = threading.Condition()
         self._poller = Poller(
             runtime,
             self.transport,
@@ -103,8 +109,20 @@ class Bench:
         taken = self.poll() if deliveries is None else list(deliveries)
         deferred: list[Delivery] = []
         for mode, group in itertools.groupby(taken, key=lambda delivery: delivery.mode):
-            deferred += self.pipeline.run(list(group), mode)
+            running: set[Delivery] = set()
+            deferred += self.pipeline.run(list(group), mode, running)
+            with self._has_ended:
+                assert self._has_ended.wait_for(partial(running.issubset, self._ended), 60)
+                deferred += [delivery for delivery in self._deferred if delivery in running]
+                self._ended -= running
+                self._deferred = []
         return deferred
+
+    def _note_settled(self, deliveries: Sequence[Delivery], deferred: Collection[Delivery]) -> None:
+        with self._has_ended:
+            self._ended.update(deliveries)
+            self._deferred += deferred
+            self._has_ended.notify_all()
 
     def run_until_done(self, rounds: int = 20) -> None:
         """Run every attempt there is, back-off passing at once."""
@@ -116,9 +134,9 @@ class Bench:
         raise AssertionError(f"still running after {rounds} rounds")
 
     @property
-    def results(self) -> list[Result]:
+    def results(self) -> list[Ending]:
         """How each delivery ended, in order."""
-        return [outcome.result for outcome in self.outcomes]
+        return [outcome.ending for outcome in self.outcomes]
 
     def publish(self, value: bytes | None, **headers: bytes | str) -> None:
         """Put a record on the topic as another service would."""
@@ -135,6 +153,7 @@ class Bench:
         return sum(counts.values())
 
     def close(self) -> None:
+        self.pipeline.close(10)
         self.watch.stop()
         self.subscription.close()
 

@@ -10,8 +10,8 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.engine.admission import Start, judge
-from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.admission import admit
+from kjo_django.engine.attempt import Delivery, Ending
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import job_headers, read
@@ -61,12 +61,11 @@ def row(**columns) -> JobRow:
 def verdict(one: Delivery, of: JobRow | None, *, is_fresh: bool = True) -> tuple | str:
     """``(attempt, limit)`` of a start, else the result and its reason."""
     with override_settings(KJO={"SERVICE_NAME": "tests", "QUEUES": {"ledger": {}}}):
-        answer = judge(one, of, is_fresh=is_fresh, leases=Leases(), now=NOW)
-    if isinstance(answer, Start):
-        return (answer.attempt, answer.max_attempts)
-    assert isinstance(answer, Outcome)
+        answer = admit(one, of, is_fresh=is_fresh, leases=Leases(), now=NOW)
+    if answer.ending is None:
+        return (answer.number, answer.limit)
     assert answer.delivery is one
-    return f"{answer.result.value} {answer.reason}".strip()
+    return f"{answer.ending.value} {answer.reason}".strip()
 
 
 @pytest.mark.parametrize(
@@ -143,14 +142,14 @@ def test_a_message_nobody_enqueued_here_runs_until_it_has_a_row(deliveries, colu
 
 def test_what_dies_unrun_tells_how_many_attempts_there_were():
     with override_settings(KJO={"SERVICE_NAME": "tests", "QUEUES": {"ledger": {}}}):
-        stalled = judge(delivery(deliveries=9), row(), is_fresh=True, leases=Leases(), now=NOW)
-        expired = judge(
+        stalled = admit(delivery(deliveries=9), row(), is_fresh=True, leases=Leases(), now=NOW)
+        expired = admit(
             delivery(attempt=2), row(attempts=1, expires_at=PAST), is_fresh=True,
             leases=Leases(), now=NOW,
         )  # fmt: skip
-    assert (stalled.result, stalled.attempt) == (Result.DEAD, 3)
+    assert (stalled.ending, stalled.number) == (Ending.DEAD, 3)
     assert "died or froze during attempt 3 of 3" in str(stalled.error)
-    assert expired.attempt == 1
+    assert expired.number == 1
     assert str(PAST.isoformat()) in str(expired.error)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.dead_lettering import (
     MAX_HEADER_MESSAGE,
     MAX_TRACEBACK_LENGTH,
@@ -41,7 +41,7 @@ def queue() -> QueueConf:
 
 def outcome(
     error: BaseException | None = None, *, headers=None, attempt: int = 2, **place
-) -> Outcome:
+) -> Attempt:
     record = Record(
         **{"topic": "pay", "partition": 3, "offset": 7, **place},
         key=b"k\xff",
@@ -51,7 +51,7 @@ def outcome(
     )
     message = read(record.value, record.headers, max_bytes=99) if headers is None else None
     delivery = Delivery(record, Silent(), queue(), message, None)
-    return Outcome(delivery, Result.DEAD, attempt=attempt, error=error, reason="exhausted")
+    return Attempt(delivery, Ending.DEAD, number=attempt, error=error, reason="exhausted")
 
 
 def raised(error: BaseException) -> BaseException:

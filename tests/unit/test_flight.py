@@ -18,8 +18,8 @@ from kjo_django import PermanentError, registry
 from kjo_django.backends import get_coordination
 from kjo_django.engine.attempt import Mode
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.engine.runners.leased import PlainRunner
-from kjo_django.engine.runners.loop import Flight
+from kjo_django.engine.runners.leased import LeasedRunner
+from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
@@ -244,10 +244,10 @@ def test_a_loop_that_cannot_be_made_is_tried_again_after_a_while(configured, mon
         tries.append(time.monotonic())
         raise OSError("too many open files")
 
-    monkeypatch.setattr(Flight, "_run_loop", broken)
+    monkeypatch.setattr(LoopRunner, "_run_loop", broken)
     monkeypatch.setattr("kjo_django.engine.runners.loop.RESTART_DELAY", 0.2)
-    flight = Flight(None, None, None, None, on_landed=None, on_thread=lambda: None)
-    thread = threading.Thread(target=flight._fly)
+    flight = LoopRunner(None, None, None, None, None, on_settled=None, on_thread=lambda: None)
+    thread = threading.Thread(target=flight._run)
     thread.start()
     wait_until(lambda: len(tries) >= 3)
     flight._is_closed = True
@@ -284,9 +284,9 @@ def test_those_that_board_while_the_loop_ends_take_off_with_the_next(configured)
 
     async def exit_beside_the_next() -> None:
         is_flying.set()
-        flight = worker._pipeline._flight
+        flight = worker._pipeline._loop
         end = time.monotonic() + WAIT
-        while not flight._boarding and time.monotonic() < end:
+        while not flight._waiting and time.monotonic() < end:
             time.sleep(0.01)
         # Both come in the loop's next turn, the boarding first
         flight._wake.set()
@@ -344,18 +344,18 @@ def test_a_job_cancelled_in_the_air_is_cancelled(configured):
 @pytest.mark.parametrize("failures", [1, 3])
 def test_an_outage_while_landing_runs_nothing_again(configured, monkeypatch, failures):
     # Given
-    ran, record, left = [], PlainRunner.record, [failures]
+    ran, record, left = [], LeasedRunner.record, [failures]
 
-    def away(self, started, endings):
+    def away(self, attempts):
         if left[0]:
             left[0] -= 1
             raise OperationalError("server closed the connection unexpectedly")
-        return record(self, started, endings)
+        return record(self, attempts)
 
     async def note(number):
         ran.append(number)
 
-    monkeypatch.setattr(PlainRunner, "record", away)
+    monkeypatch.setattr(LeasedRunner, "record", away)
     as_job(note, atomic=False).enqueue(number=1)
     with running():
         wait_until(settled)
@@ -364,34 +364,34 @@ def test_an_outage_while_landing_runs_nothing_again(configured, monkeypatch, fai
 
 def test_one_ending_that_cannot_be_recorded_takes_no_others_with_it(configured, monkeypatch):
     # Given
-    record, landed = PlainRunner.record, []
+    record, landed = LeasedRunner.record, []
 
-    def refuse(self, started, endings):
-        if any(b"poison" in one[0].message.payload for one in started):
+    def refuse(self, attempts):
+        if any(b"poison" in one.delivery.message.payload for one in attempts):
             raise IntegrityError("not this one")
-        landed.append(len(started))
-        return record(self, started, endings)
+        landed.append(len(attempts))
+        return record(self, attempts)
 
     async def well(job):
         await asyncio.sleep(0.05)
 
-    monkeypatch.setattr(PlainRunner, "record", refuse)
+    monkeypatch.setattr(LeasedRunner, "record", refuse)
     monkeypatch.setattr("kjo_django.engine.outage_retry.DELAY_MIN", 0.01)
     as_job(well, atomic=False).enqueue_many({"job": name} for name in ("a", "poison", "b"))
     with running():
         wait_until(lambda: Job.objects.filter(state="completed").count() == 2)
         # Then it is tried again, and lands when it can
-        monkeypatch.setattr(PlainRunner, "record", record)
+        monkeypatch.setattr(LeasedRunner, "record", record)
         wait_until(settled)
     assert set(states()) == {"completed"}
 
 
 def test_endings_are_settled_together(configured, monkeypatch):
-    groups, record = [], PlainRunner.record
+    groups, record = [], LeasedRunner.record
 
-    def count(self, started, endings):
-        groups.append(len(started))
-        return record(self, started, endings)
+    def count(self, attempts):
+        groups.append(len(attempts))
+        return record(self, attempts)
 
     gate = threading.Event()
 
@@ -399,7 +399,7 @@ def test_endings_are_settled_together(configured, monkeypatch):
         while not gate.is_set():
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(PlainRunner, "record", count)
+    monkeypatch.setattr(LeasedRunner, "record", count)
     as_job(together, atomic=False).enqueue_many([{"number": n} for n in range(300)])
     with running() as worker:
         wait_until(lambda: worker.scheduler.outstanding == 300)
@@ -427,7 +427,7 @@ def test_a_worker_that_stops_lets_them_land(configured):
     assert states() == ["completed"]
     assert Entry.objects.count() == 1
     names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name in ("kjo-flight", "kjo-landing")]
+    assert not [name for name in names if name in ("kjo-loop", "kjo-recorder")]
 
 
 def test_what_does_not_land_in_time_is_handed_back_and_runs_elsewhere(configured):
@@ -512,10 +512,8 @@ def test_what_waits_for_room_in_the_air_holds_up_nothing_else():
 def test_a_flight_that_never_began_closes():
     from unittest import mock
 
-    flight = Flight(
-        mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock(), on_landed=mock.Mock(),
-        on_thread=lambda: None,
-    )  # fmt: skip
+    others = [mock.Mock() for _ in range(5)]
+    flight = LoopRunner(*others, on_settled=mock.Mock(), on_thread=lambda: None)
     flight.close(0.1)
 
 

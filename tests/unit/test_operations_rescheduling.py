@@ -8,7 +8,7 @@ import pytest
 from django.utils import timezone
 
 from kjo_django import signals
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.models import Job, TransportMessage
 from kjo_django.operations import rescheduling
 from kjo_django.outbox.relay import Relay
@@ -33,7 +33,7 @@ def _configured(settings, real_database):
     settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "other": {}}}
 
 
-def ran(bench: Bench) -> list[Result]:
+def ran(bench: Bench) -> list[Ending]:
     """Run what is due; how it ended."""
     before = len(bench.results)
     bench.run()
@@ -57,10 +57,10 @@ def test_a_scheduled_job_runs_now_and_once(transport):
     outcomes = rescheduling.run_now([id], actor="ann")
     # Then
     assert outcomes.counts == {"due": 1}
-    assert ran(bench) == [Result.COMPLETED]
+    assert ran(bench) == [Ending.COMPLETED]
     # And the message it had is dropped when its time comes
     let_old_messages_come()
-    assert set(ran(bench)) <= {Result.DUPLICATE, Result.SKIPPED}
+    assert set(ran(bench)) <= {Ending.DUPLICATE, Ending.SKIPPED}
     assert Entry.objects.count() == 1
     assert Job.objects.get().attempts == 1
 
@@ -70,12 +70,12 @@ def test_a_failing_job_gets_the_attempt_that_was_to_come(transport, settings):
     settings.KJO = {**settings.KJO, "BACKOFF_BASE": 3600, "BACKOFF_MAX": 3600}
     id = write_attempt.enqueue(job="unlucky", fail_times=1).job_id
     bench = Bench()
-    assert ran(bench) == [Result.RETRIED]
+    assert ran(bench) == [Ending.RETRIED]
     assert ran(bench) == []
     # When
     assert rescheduling.run_now([id]).counts == {"due": 1}
     # Then
-    assert ran(bench) == [Result.COMPLETED]
+    assert ran(bench) == [Ending.COMPLETED]
     assert Entry.objects.get().note == "attempt 2"
     let_old_messages_come()
     ran(bench)
@@ -131,9 +131,9 @@ def test_a_moved_job_runs_in_its_new_queue_and_its_old_message_never(transport):
     outcomes = rescheduling.change_queue([id], "other", actor="ann")
     # Then
     assert outcomes.counts == {"moved": 1}
-    assert set(ran(first)) <= {Result.SKIPPED}
+    assert set(ran(first)) <= {Ending.SKIPPED}
     assert Entry.objects.count() == 0
-    assert ran(second) == [Result.COMPLETED]
+    assert ran(second) == [Ending.COMPLETED]
     assert Entry.objects.count() == 1
     moved = Job.objects.get()
     assert (moved.queue, moved.generation, moved.state) == ("other", 2, "completed")

@@ -8,7 +8,7 @@ import pytest
 
 from kjo_django.conf import get_settings
 from kjo_django.engine import failures, queue_policies
-from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.models import QueueControl
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.retries import Backoff
@@ -31,31 +31,33 @@ def ask(**limits) -> None:
 
 def failed(
     attempt: int, *, max_attempts: int = 3, options: HandlerOptions | None = None
-) -> Outcome:
+) -> Attempt:
     handler = Handler(lambda: None, options or HandlerOptions("tests.fails"))
     queue = get_settings().queue("ledger")
     delivery = Delivery(Record("ledger", 0, 0, None, b"", {}), Silent(), queue, None, handler)
-    outcome = Outcome(delivery, Result.COMPLETED, attempt=attempt, error=ValueError("no"))
-    failures.judge_failure(outcome, max_attempts)
+    outcome = Attempt(
+        delivery, Ending.COMPLETED, number=attempt, limit=max_attempts, error=ValueError("no")
+    )
+    failures.judge_error(outcome)
     return outcome
 
 
 @pytest.mark.parametrize(
     ("asked", "attempt", "result"),
     [
-        (None, 2, Result.RETRIED),
-        (None, 3, Result.DEAD),
-        (5, 3, Result.RETRIED),
-        (5, 5, Result.DEAD),
-        (1, 1, Result.DEAD),
-        (2, 3, Result.DEAD),
+        (None, 2, Ending.RETRIED),
+        (None, 3, Ending.DEAD),
+        (5, 3, Ending.RETRIED),
+        (5, 5, Ending.DEAD),
+        (1, 1, Ending.DEAD),
+        (2, 3, Ending.DEAD),
     ],
 )
 def test_the_limit_asked_goes_before_the_jobs_own(asked, attempt, result):
     ask(max_attempts=asked)
     outcome = failed(attempt)
-    assert outcome.result is result
-    if result is Result.DEAD:
+    assert outcome.ending is result
+    if result is Ending.DEAD:
         assert outcome.reason == "exhausted"
 
 

@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from django.utils import timezone
 
-from kjo_django.engine.attempt import Outcome, Result
+from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.worker import Worker
 from kjo_django.worker.report import StatusReporter, render, status_of
 from tests.unit.deliveries import KJO
@@ -24,8 +24,8 @@ def worker(settings):
 
 
 def settle(worker: Worker, completed: int = 0, failed: int = 0, error: str = "it broke") -> None:
-    dead = Outcome(delivery("a"), Result.DEAD, error=ValueError(error), started_at=timezone.now())
-    done = Outcome(delivery("a"), Result.COMPLETED, started_at=timezone.now())
+    dead = Attempt(delivery("a"), Ending.DEAD, error=ValueError(error), started_at=timezone.now())
+    done = Attempt(delivery("a"), Ending.COMPLETED, started_at=timezone.now())
     worker.statistics.add([done] * completed + [dead] * failed)
 
 
@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_its_statistics_and_lanes(worker):
 def test_failed_attempts_count_as_failures_though_another_follows(worker):
     """Or the report says 100 % above the last error."""
     error = ValueError("nothing was sold")
-    retried = Outcome(delivery("a"), Result.RETRIED, error=error, started_at=timezone.now())
+    retried = Attempt(delivery("a"), Ending.RETRIED, error=error, started_at=timezone.now())
     settle(worker, completed=1)
     worker.statistics.add([retried, retried])
     status = status_of(worker)

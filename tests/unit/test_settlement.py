@@ -11,7 +11,7 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.engine import completion, failures
-from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
 from kjo_django.models import DeadLetter, Job, JobFailure
@@ -29,26 +29,26 @@ def _configured(settings, real_database):
     settings.KJO = KJO | MEMORY
 
 
-def outcome_of(job: Job, result: Result = Result.COMPLETED, **facts) -> Outcome:
+def outcome_of(job: Job, ending: Ending = Ending.COMPLETED, **facts) -> Attempt:
     """What a run of this job ended with, its row as it was read before."""
     sent = dispatch.record_of(job, get_settings().queue(job.queue))
     record = Record(sent.topic, 0, 5, sent.key, sent.value, dict(sent.headers))
     delivery = Bench().read(record)
-    defaults = {"attempt": job.attempts + 1, "started_at": timezone.now()}
-    return Outcome(delivery, result, job=JobRow.of(job), **{**defaults, **facts})
+    defaults = {"number": job.attempts + 1, "started_at": timezone.now()}
+    return Attempt(delivery, ending, row=JobRow.of(job), **{**defaults, **facts})
 
 
 def a_job(**columns) -> Job:
     return JobFactory(queue="ledger", handler="ledger.no_op", **{"state": "queued", **columns})
 
 
-def complete(*outcomes: Outcome, token: str | None = None) -> set:
-    with failures.in_transaction("default"):
+def complete(*outcomes: Attempt, token: str | None = None) -> set:
+    with completion.recording("default"):
         return completion.complete("default", outcomes, token)
 
 
-def fail(*outcomes: Outcome) -> None:
-    with failures.in_transaction("default"):
+def fail(*outcomes: Attempt) -> None:
+    with completion.recording("default"):
         failures.record_failures("default", outcomes, "worker")
 
 
@@ -59,7 +59,7 @@ def fail(*outcomes: Outcome) -> None:
 def test_an_open_job_is_completed(state):
     """A relay slower than the consumer never makes a finished job look open."""
     job = a_job(state=state, attempts=1, error="before", result_ttl=5000)
-    assert complete(outcome_of(job, value=b'{"v":1}')) == {job.pk}
+    assert complete(outcome_of(job, result=b'{"v":1}')) == {job.pk}
     job.refresh_from_db()
     assert (job.state, job.attempts, job.error) == ("completed", 2, "")
     assert bytes(job.result) == b'{"v":1}'
@@ -69,7 +69,7 @@ def test_an_open_job_is_completed(state):
 @pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
 def test_a_finished_job_is_not_completed_again(state):
     job = a_job()
-    outcome = outcome_of(job, value=b"late")
+    outcome = outcome_of(job, result=b"late")
     Job.objects.update(state=state)
     assert complete(outcome) == set()
     job.refresh_from_db()
@@ -93,7 +93,7 @@ def test_with_a_lease_only_its_holder_completes():
 
 def test_many_are_completed_and_each_gets_its_own_result_and_lifetime():
     jobs = [a_job(result_ttl=1000 * (n + 1)) for n in range(5)]
-    done = [outcome_of(job, value=b"%d" % n) for n, job in enumerate(jobs)]
+    done = [outcome_of(job, result=b"%d" % n) for n, job in enumerate(jobs)]
     assert complete(*done) == {job.pk for job in jobs}
     for n, job in enumerate(Job.objects.order_by("id")):
         assert bytes(job.result) == b"%d" % n
@@ -102,7 +102,7 @@ def test_many_are_completed_and_each_gets_its_own_result_and_lifetime():
 
 def test_what_has_no_row_needs_no_update():
     outcome = outcome_of(a_job())
-    outcome.job = None
+    outcome.row = None
     assert complete(outcome) == set()
 
 
@@ -127,7 +127,7 @@ def test_the_planner_expects_the_groups_rows_whatever_statistics_say(real_databa
     done, plans = [outcome_of(a_job(lease_token="mine"))], []
     first = done[0].delivery
     for job in jobs[:200]:
-        done.append(Outcome(first, Result.COMPLETED, 1, JobRow.of(job)))
+        done.append(Attempt(first, Ending.COMPLETED, 1, JobRow.of(job)))
     for outcome in done:
         outcome.started_at = timezone.now()
 
@@ -151,7 +151,7 @@ def test_the_planner_expects_the_groups_rows_whatever_statistics_say(real_databa
 def test_a_retry_is_written_with_its_failure():
     job = a_job()
     due = timezone.now() + timedelta(minutes=1)
-    fail(outcome_of(job, Result.RETRIED, error=ValueError("no"), retry_at=due))
+    fail(outcome_of(job, Ending.RETRIED, error=ValueError("no"), retry_at=due))
     job.refresh_from_db()
     assert (job.state, job.attempts, job.error, job.available_at) == ("failing", 1, "no", due)
     failure = JobFailure.objects.get()
@@ -161,13 +161,13 @@ def test_a_retry_is_written_with_its_failure():
 
 def test_a_death_is_written_with_its_failure_and_letter():
     job = a_job(result_ttl=5000)
-    outcome = outcome_of(job, Result.DEAD, error=ValueError("no"), reason="exhausted")
+    outcome = outcome_of(job, Ending.DEAD, error=ValueError("no"), reason="exhausted")
     fail(outcome)
     job.refresh_from_db()
     assert (job.state, job.attempts) == ("failed", 1)
     assert job.result_expires_at - job.finished_at == timedelta(seconds=5)
     letter = DeadLetter.objects.get()
-    assert (letter.job_id, str(letter.pk)) == (job.pk, outcome.notes["dead_letter_id"])
+    assert (letter.job_id, str(letter.pk)) == (job.pk, outcome.dead_letter_id)
     assert JobFailure.objects.count() == 1
 
 
@@ -176,7 +176,7 @@ def test_a_death_is_written_with_its_failure_and_letter():
     [{"state": "cancelled"}, {"state": "completed"}, {"generation": 2}, {"attempts": 1}],
     ids=str,
 )
-@pytest.mark.parametrize("result", [Result.RETRIED, Result.DEAD])
+@pytest.mark.parametrize("result", [Ending.RETRIED, Ending.DEAD])
 def test_a_job_that_has_moved_on_gets_no_failure_of_before(change, result):
     # Given
     job = a_job()
@@ -187,7 +187,7 @@ def test_a_job_that_has_moved_on_gets_no_failure_of_before(change, result):
     # When
     fail(outcome)
     # Then
-    assert outcome.result is Result.SKIPPED
+    assert outcome.ending is Ending.SKIPPED
     assert not JobFailure.objects.exists()
     assert not DeadLetter.objects.exists()
     job.refresh_from_db()
@@ -196,7 +196,7 @@ def test_a_job_that_has_moved_on_gets_no_failure_of_before(change, result):
 
 def test_failures_and_letters_are_one_transaction():
     job = a_job()
-    outcome = outcome_of(job, Result.DEAD, error=ValueError("no"), reason="exhausted")
+    outcome = outcome_of(job, Ending.DEAD, error=ValueError("no"), reason="exhausted")
     with pytest.raises(RuntimeError), transaction.atomic():
         failures.record_failures("default", [outcome], "worker")
         raise RuntimeError
@@ -211,20 +211,20 @@ def test_failures_and_letters_are_one_transaction():
 @pytest.mark.parametrize(
     ("error", "attempt", "result", "reason"),
     [
-        (ValueError("x"), 1, Result.RETRIED, ""),
-        (ValueError("x"), 5, Result.DEAD, "exhausted"),
-        (Retry("x"), 5, Result.DEAD, "exhausted"),
-        (PermanentError("x"), 1, Result.DEAD, "fatal"),
-        (MessageError("deserialization", "x"), 1, Result.DEAD, "deserialization"),
-        (MessageError("a reason of the handler's own making", "x"), 1, Result.DEAD, "fatal"),
-        (RateLimitExceededError("x"), 1, Result.RETRIED, ""),
+        (ValueError("x"), 1, Ending.RETRIED, ""),
+        (ValueError("x"), 5, Ending.DEAD, "exhausted"),
+        (Retry("x"), 5, Ending.DEAD, "exhausted"),
+        (PermanentError("x"), 1, Ending.DEAD, "fatal"),
+        (MessageError("deserialization", "x"), 1, Ending.DEAD, "deserialization"),
+        (MessageError("a reason of the handler's own making", "x"), 1, Ending.DEAD, "fatal"),
+        (RateLimitExceededError("x"), 1, Ending.RETRIED, ""),
     ],
 )
 def test_a_failed_attempt_is_judged_by_the_policy(error, attempt, result, reason):
-    outcome = outcome_of(a_job(), error=error, attempt=attempt)
-    failures.judge_failure(outcome, 5)
-    assert (outcome.result, outcome.reason) == (result, reason)
-    assert (outcome.retry_at is not None) == (result is Result.RETRIED)
+    outcome = outcome_of(a_job(), error=error, number=attempt, limit=5)
+    failures.judge_error(outcome)
+    assert (outcome.ending, outcome.reason) == (result, reason)
+    assert (outcome.retry_at is not None) == (result is Ending.RETRIED)
 
 
 def test_the_policy_is_that_of_the_settings(settings):
@@ -247,7 +247,7 @@ def test_a_record_that_is_nobodys_still_dies_visibly():
     queue = get_settings().queue("ledger")
     record = Record("ledger", 0, 1, None, None, {})
     delivery = Delivery(record, Silent(), queue, None, find("ledger.no_op"))
-    outcome = Outcome(delivery, Result.DEAD, error=MessageError("invalid", "x"), reason="invalid")
+    outcome = Attempt(delivery, Ending.DEAD, error=MessageError("invalid", "x"), reason="invalid")
     fail(outcome)
     assert DeadLetter.objects.get().value is None
     assert not Job.objects.exists()

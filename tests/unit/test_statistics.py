@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.ids import uuid7
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
@@ -25,7 +25,7 @@ from tests.unit.deliveries import Silent
 pytestmark = pytest.mark.django_db
 
 
-def outcome(result: Result = Result.COMPLETED, *, handler="ledger.write", waited=None, **facts):
+def outcome(result: Ending = Ending.COMPLETED, *, handler="ledger.write", waited=None, **facts):
     record = Record("ledger", 0, 0, None, b"{}", {})
     queue = get_settings().queue("ledger")
     delivery = Delivery(record, Silent(), queue, None, find(handler) if handler else None)
@@ -33,7 +33,7 @@ def outcome(result: Result = Result.COMPLETED, *, handler="ledger.write", waited
     if waited is not None:
         facts["started_at"] = timezone.now()
         job = SimpleNamespace(available_at=facts["started_at"] - timedelta(seconds=waited))
-    return Outcome(delivery, result, job=job, **facts)
+    return Attempt(delivery, result, row=job, **facts)
 
 
 @pytest.fixture
@@ -56,15 +56,15 @@ def test_a_clock_that_stepped_back_counts_as_no_time():
 
 
 def test_outcomes_are_counted_by_their_kind(statistics):
-    results = [Result.COMPLETED] * 3 + [Result.RETRIED] * 2 + [Result.DEAD]
-    others = [Result.DUPLICATE, Result.SKIPPED, Result.DEFERRED]
+    results = [Ending.COMPLETED] * 3 + [Ending.RETRIED] * 2 + [Ending.DEAD]
+    others = [Ending.DUPLICATE, Ending.SKIPPED, Ending.DEFERRED]
     statistics.add([outcome(result) for result in results + others])
     assert (statistics.processed, statistics.failed, statistics.retried) == (6, 1, 2)
 
 
 def test_the_last_error_is_kept(statistics):
-    statistics.add([outcome(Result.RETRIED, error=ValueError("first"))])
-    statistics.add([outcome(Result.DEAD, error=ValueError("last " + "x" * 600)), outcome()])
+    statistics.add([outcome(Ending.RETRIED, error=ValueError("first"))])
+    statistics.add([outcome(Ending.DEAD, error=ValueError("last " + "x" * 600)), outcome()])
     assert statistics.last_error.startswith("last xxx")
     assert len(statistics.last_error) == 500
     assert statistics.last_error_at <= timezone.now()
@@ -76,8 +76,8 @@ def test_a_flush_writes_a_row_per_minute_queue_and_handler(statistics):
         [
             outcome(waited=0.5, seconds=0.003),
             outcome(waited=0.5, seconds=0.003),
-            outcome(Result.DEAD, handler="ledger.refuse", waited=3),
-            outcome(Result.DUPLICATE, handler=None),
+            outcome(Ending.DEAD, handler="ledger.refuse", waited=3),
+            outcome(Ending.DUPLICATE, handler=None),
         ]
     )
     # When
@@ -170,7 +170,7 @@ def test_what_an_outage_kept_from_being_written_is_written_later(statistics, mon
 def test_lanes_count_at_the_same_time(statistics):
     def work() -> None:
         for _ in range(200):
-            statistics.add([outcome(), outcome(Result.DEAD)])
+            statistics.add([outcome(), outcome(Ending.DEAD)])
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -18,7 +18,7 @@ from django.db import connection
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.models import DeadLetter, Job, Lease
 from tests.unit.deliveries import Bench, as_job, benched
 
@@ -34,13 +34,13 @@ def bench(sqlite_file, settings, monkeypatch):
 @pytest.fixture
 def groups(bench, monkeypatch):
     """How many ran together each time."""
-    seen, run = [], bench.pipeline._run_together
+    seen, run = [], bench.pipeline._run_claimed
 
-    def look(deliveries, mode):
+    def look(deliveries, mode, running):
         seen.append(len(deliveries))
-        return run(deliveries, mode)
+        return run(deliveries, mode, running)
 
-    monkeypatch.setattr(bench.pipeline, "_run_together", look)
+    monkeypatch.setattr(bench.pipeline, "_run_claimed", look)
     return seen
 
 
@@ -104,7 +104,7 @@ def test_each_runs_alone_and_spends_one_attempt_more(bench, groups, options, has
     # Then
     assert groups == [1] * 20
     assert sorted(ran) == [[n] for n in range(20)]
-    assert set(bench.results) == {Result.COMPLETED}
+    assert set(bench.results) == {Ending.COMPLETED}
     assert set(Job.objects.values_list("attempts", flat=True)) == {2}
 
 
@@ -206,7 +206,7 @@ def test_a_key_keeps_its_order(bench):
     # Then
     for key in "abc":
         assert [n for k, n in ran if k == key] == list(range(5))
-    assert set(bench.results) == {Result.COMPLETED}
+    assert set(bench.results) == {Ending.COMPLETED}
 
 
 def test_behind_one_that_is_deferred_nothing_of_its_key_begins(bench, monkeypatch):
@@ -218,14 +218,14 @@ def test_behind_one_that_is_deferred_nothing_of_its_key_begins(bench, monkeypatc
         job.using(key="k").enqueue(n=number)
     first, second = bench.poll()
     left_by_the_dead([second])
-    run = bench.pipeline._run_together
+    run = bench.pipeline._run_claimed
 
-    def defer_the_first(deliveries, mode):
-        return deliveries if first in deliveries else run(deliveries, mode)
+    def defer_the_first(deliveries, mode, running):
+        return deliveries if first in deliveries else run(deliveries, mode, running)
 
     # When: a lease in its row, say
     with monkeypatch.context() as patch:
-        patch.setattr(bench.pipeline, "_run_together", defer_the_first)
+        patch.setattr(bench.pipeline, "_run_claimed", defer_the_first)
         deferred = bench.run([first, second])
     # Then
     assert (ran, deferred) == ([], [first, second])
@@ -240,13 +240,13 @@ def test_what_waits_behind_one_is_not_counted_with_it(bench, monkeypatch):
     class Killed(BaseException):
         pass
 
-    def kill(deliveries, mode):
+    def kill(deliveries, mode, running):
         raise Killed
 
     as_job(lambda: None, "bench.pass").enqueue_many([{}] * 16)
     deliveries = bench.poll()
     left_by_the_dead(deliveries)
-    monkeypatch.setattr(bench.pipeline, "_run_together", kill)
+    monkeypatch.setattr(bench.pipeline, "_run_claimed", kill)
     # When
     with pytest.raises(Killed):
         bench.run(deliveries)

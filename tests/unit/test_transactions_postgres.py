@@ -11,10 +11,10 @@ import psycopg
 import pytest
 from django.db import ProgrammingError, connection, transaction
 
-from kjo_django.engine.failures import in_transaction
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job, ProcessedEvent
 from kjo_django.store import postgres as postgres_models
+from kjo_django.store import store_for
 from kjo_django.store.postgres import BeginAlong, _begin
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
@@ -50,7 +50,7 @@ def asked(sql: str) -> object:
 
 def test_the_first_query_carries_the_beginning_along_and_answers_as_if_it_were_alone(sent):
     # When
-    with in_transaction("default"):
+    with store_for("default").transaction():
         connection.ensure_connection()
         assert status() == STATUS.IDLE
         answers = asked("SELECT 1"), asked("SELECT 2")
@@ -63,7 +63,7 @@ def test_the_first_query_carries_the_beginning_along_and_answers_as_if_it_were_a
 
 
 def test_what_it_carries_is_one_transaction_that_can_be_undone():
-    with pytest.raises(ZeroDivisionError), in_transaction("default"):
+    with pytest.raises(ZeroDivisionError), store_for("default").transaction():
         Entry.objects.create(job="a")
         Entry.objects.create(job="b")
         raise ZeroDivisionError
@@ -72,7 +72,7 @@ def test_what_it_carries_is_one_transaction_that_can_be_undone():
 
 def test_a_first_query_that_is_refused_begins_nothing_and_leaves_the_connection_usable():
     for sql in ("SELEKT 1", "SELECT 1 FROM no_such_table"):
-        with pytest.raises(ProgrammingError), in_transaction("default"):
+        with pytest.raises(ProgrammingError), store_for("default").transaction():
             asked(sql)
         assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
     assert asked("SELECT 1") == 1
@@ -80,7 +80,7 @@ def test_a_first_query_that_is_refused_begins_nothing_and_leaves_the_connection_
 
 def test_where_nothing_is_asked_nothing_stays_behind():
     before = list(connection.execute_wrappers)
-    with in_transaction("default"):
+    with store_for("default").transaction():
         pass
     assert connection.execute_wrappers == before
 
@@ -90,7 +90,7 @@ def test_within_a_transaction_of_somebody_elses_none_is_begun(sent):
         asked("SELECT 1")
         with BeginAlong(connection):
             asked("SELECT 2")
-        with in_transaction("default"):
+        with store_for("default").transaction():
             asked("SELECT 3")
     assert [text for text in sent if "BEGIN" in text] == []
 
@@ -202,7 +202,7 @@ def test_the_commit_goes_along_with_the_last_statement_of_its_group(
 
     monkeypatch.setattr(psycopg.Connection, "commit", committing)
     # When
-    bench.pipeline._atomic.run(deliveries)
+    bench.pipeline._transaction.run(deliveries, [])
     # Then: Django has nothing more to commit, and calls who waited for it
     assert [text for text in sent if "COMMIT" in text] == sent[-1:]
     assert left == [psycopg.pq.TransactionStatus.IDLE]
@@ -216,7 +216,7 @@ def test_within_a_transaction_of_somebody_elses_nothing_is_committed(bench):
     deliveries = bench.poll()
     # When
     with transaction.atomic():
-        bench.pipeline._atomic.run(deliveries)
+        bench.pipeline._transaction.run(deliveries, [])
         transaction.set_rollback(True)
     # Then
     assert (entries(), told) == ([], [])

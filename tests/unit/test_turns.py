@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -15,8 +16,9 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.backends import get_coordination
-from kjo_django.engine.attempt import Result
-from kjo_django.engine.runners.leased import PlainRunner
+from kjo_django.engine import failures
+from kjo_django.engine.attempt import Ending
+from kjo_django.engine.runners.leased import LeasedRunner
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from kjo_django.store import store_for
@@ -72,6 +74,27 @@ def settled(bench: Bench) -> bool:
     return not leased() and not list(get_coordination().names("CONS:")) and bench.lag() == 0
 
 
+@contextmanager
+def refusing_to_record(monkeypatch, error, is_refused=lambda attempt: True):
+    """Neither a completion nor a failure of these attempts can be recorded."""
+    record, record_failures = LeasedRunner.record, failures.record_failures
+
+    def refuse(self, attempts):
+        if any(map(is_refused, attempts)):
+            raise error
+        return record(self, attempts)
+
+    def refuse_failures(using, attempts, worker):
+        if any(map(is_refused, attempts)):
+            raise error
+        return record_failures(using, attempts, worker)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LeasedRunner, "record", refuse)
+        patch.setattr(failures, "record_failures", refuse_failures)
+        yield
+
+
 def wait_until(condition) -> None:
     end = time.monotonic() + WAIT
     while not condition():
@@ -114,7 +137,7 @@ def test_each_runs_once_in_order_and_outside_any_transaction(make_bench):
     as_job(look, atomic=False).enqueue_many([{"number": n} for n in range(5)])
     bench.run()
     assert seen == [(n, False, 0, 5) for n in range(5)]
-    assert bench.results == [Result.COMPLETED] * 5
+    assert bench.results == [Ending.COMPLETED] * 5
     assert settled(bench)
 
 
@@ -140,7 +163,7 @@ def test_two_records_of_one_job_run_it_once(make_bench):
     (delivery,) = bench.poll()
     bench.run([delivery, bench.read(delivery.record)])
     assert ran == [1]
-    assert bench.results[0] is Result.COMPLETED
+    assert bench.results[0] is Ending.COMPLETED
     assert len(bench.results) == 2
     assert settled(bench)
 
@@ -230,7 +253,7 @@ def test_what_was_quick_does_not_wait_for_what_is_slow(make_bench):
     # When
     bench.run()
     # Then
-    assert [outcome.result for outcome in told] == [Result.COMPLETED] * 2
+    assert [outcome.ending for outcome in told] == [Ending.COMPLETED] * 2
     assert states() == ["completed"] * 4
     assert settled(bench)
 
@@ -241,16 +264,16 @@ def test_endings_a_bug_kept_from_being_recorded_beside_the_lane_are_recorded_by_
     """Nobody else knows of them: dropped, they would hold back their partition until a restart."""
     # Given
     # With a budget so long that on a busy machine, too, the lane is not the first to record.
-    bench, record = make_bench(SHORT * 10), PlainRunner.record
+    bench, record = make_bench(SHORT * 10), LeasedRunner.record
     failed = threading.Event()
 
-    def fail_once(self, started, endings):
+    def fail_once(self, attempts):
         if not failed.is_set():
             failed.set()
             raise TypeError("a bug")
-        return record(self, started, endings)
+        return record(self, attempts)
 
-    monkeypatch.setattr(PlainRunner, "record", fail_once)
+    monkeypatch.setattr(LeasedRunner, "record", fail_once)
 
     def look(number):
         if number == 1:
@@ -267,18 +290,13 @@ def test_endings_a_bug_kept_from_being_recorded_beside_the_lane_are_recorded_by_
 def test_endings_a_bug_kept_from_being_recorded_at_all_run_again(make_bench, monkeypatch):
     """The worker does not go on taking them for another lane's."""
     # Given
-    bench, ran, record = make_bench(AMPLE), [], PlainRunner.record
-
-    def fail(self, started, endings):
-        raise TypeError("a bug")
-
-    monkeypatch.setattr(PlainRunner, "record", fail)
+    bench, ran = make_bench(AMPLE), []
     as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(2)])
     deliveries = bench.poll()
-    deferred = bench.run(deliveries)
+    with refusing_to_record(monkeypatch, TypeError("a bug")):
+        deferred = bench.run(deliveries)
     assert deferred == deliveries
     # When
-    monkeypatch.setattr(PlainRunner, "record", record)
     deferred = bench.run(deferred)
     # Then
     assert (deferred, ran, states()) == ([], [0, 1, 0, 1], ["completed"] * 2)
@@ -321,7 +339,7 @@ def test_a_claim_is_good_for_the_budget_only(make_bench):
     # Then
     assert ran == [0, 3]
     assert states() == ["completed", "cancelled", "cancelled", "completed"]
-    assert bench.results == [Result.COMPLETED, Result.SKIPPED, Result.SKIPPED, Result.COMPLETED]
+    assert bench.results == [Ending.COMPLETED, Ending.SKIPPED, Ending.SKIPPED, Ending.COMPLETED]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -340,8 +358,8 @@ def test_who_lost_its_lease_before_it_is_recorded_is_refused_alone(make_bench, f
     # When
     bench.run()
     # Then
-    assert bench.results.count(Result.COMPLETED) == 2
-    assert bench.results.count(Result.SKIPPED) == 1
+    assert bench.results.count(Ending.COMPLETED) == 2
+    assert bench.results.count(Ending.SKIPPED) == 1
     lost = Job.objects.order_by("id")[1]
     assert (lost.state != "completed", lost.lease_token, lost.attempts) == (True, "another", 0)
     assert ProcessedEvent.objects.count() == 2
@@ -359,8 +377,8 @@ def test_of_two_workers_that_judge_a_group_at_once_each_job_is_one_s(make_bench,
     def take_after_the_other(self, rows, token, *times):
         if token == "bench":
             monkeypatch.setattr(store, "take_row_leases", take)
-            started, _ = another.pipeline._plain.claim(theirs)
-            assert len(started) == 2
+            attempts = another.pipeline._leased.admit(theirs)
+            assert [attempt.ending for attempt in attempts] == [None, None]
         return take(self, rows, token, *times)
 
     monkeypatch.setattr(store, "take_row_leases", take_after_the_other)
@@ -447,22 +465,22 @@ def test_behind_one_of_its_key_that_is_held_elsewhere_nothing_runs_and_nothing_i
 @pytest.mark.parametrize("failures", [1, 3])
 def test_an_outage_while_recording_runs_nothing_again(make_bench, monkeypatch, failures):
     # Given
-    bench, ran, left, record = make_bench(AMPLE), [], [failures], PlainRunner.record
+    bench, ran, left, record = make_bench(AMPLE), [], [failures], LeasedRunner.record
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
 
-    def away(self, started, endings):
+    def away(self, attempts):
         if left[0]:
             left[0] -= 1
             raise OperationalError("server closed the connection unexpectedly")
-        return record(self, started, endings)
+        return record(self, attempts)
 
-    monkeypatch.setattr(PlainRunner, "record", away)
+    monkeypatch.setattr(LeasedRunner, "record", away)
     as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
     # When
     bench.run()
     # Then
     assert (ran, states()) == ([0, 1, 2], ["completed"] * 3)
-    assert bench.results == [Result.COMPLETED] * 3
+    assert bench.results == [Ending.COMPLETED] * 3
     assert settled(bench)
 
 
@@ -507,17 +525,17 @@ def test_a_lock_in_the_way_of_the_record_is_waited_out_and_runs_nothing_again(
 def test_an_outage_that_was_waited_out_is_no_refusal(make_bench, monkeypatch):
     """The database comes back between the attempt to record and the look whether it is there."""
     # Given
-    bench, ran, record = make_bench(AMPLE), [], PlainRunner.record
+    bench, ran, record = make_bench(AMPLE), [], LeasedRunner.record
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     is_there = iter([False] * 5 + [True] * 2)
     failures = iter(range(7))
 
-    def away(self, started, endings):
+    def away(self, attempts):
         if next(failures, None) is not None:
             raise OperationalError("server closed the connection unexpectedly")
-        return record(self, started, endings)
+        return record(self, attempts)
 
-    monkeypatch.setattr(PlainRunner, "record", away)
+    monkeypatch.setattr(LeasedRunner, "record", away)
     monkeypatch.setattr("kjo_django.engine.outage_retry.answers", lambda using: next(is_there))
     as_job(noting(ran), "bench.note", atomic=False).enqueue(number=0)
     # When
@@ -528,48 +546,60 @@ def test_an_outage_that_was_waited_out_is_no_refusal(make_bench, monkeypatch):
 
 def test_an_ending_that_cannot_be_recorded_takes_no_others_with_it(make_bench, monkeypatch):
     # Given
-    bench, record = make_bench(AMPLE), PlainRunner.record
+    bench, ran = make_bench(AMPLE), []
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
-
-    def refuse(self, started, endings):
-        if any(one[0].message.payload == b'{"number":1}' for one in started):
-            raise IntegrityError("not this one")
-        return record(self, started, endings)
-
-    monkeypatch.setattr(PlainRunner, "record", refuse)
-    ran = []
     as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
     # When
     deliveries = bench.poll()
-    deferred = bench.run(deliveries)
+    with refusing_to_record(
+        monkeypatch,
+        IntegrityError("not this one"),
+        lambda attempt: attempt.delivery.message.payload == b'{"number":1}',
+    ):
+        deferred = bench.run(deliveries)
     # Then
     assert (ran, deferred) == ([0, 1, 2], [deliveries[1]])
     assert completed() == 2
     assert leased() == 0
     # And it runs again, as its second attempt: the first began and left no outcome
-    monkeypatch.setattr(PlainRunner, "record", record)
     bench.run(deferred)
     assert (completed(), Job.objects.order_by("id")[1].attempts) == (3, 2)
     assert settled(bench)
 
 
-def test_behind_an_ending_that_cannot_be_recorded_its_key_waits(make_bench, monkeypatch):
+def test_a_completion_that_cannot_be_recorded_is_a_failure_of_its_attempt(make_bench, monkeypatch):
     # Given
-    bench, ran, record = make_bench(NEXT_TO_NONE), [], PlainRunner.record
+    bench, ran = make_bench(AMPLE), []
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
 
-    def refuse(self, started, endings):
-        if any(b'"n":0' in one[0].message.payload for one in started):
-            raise IntegrityError("not this one")
-        return record(self, started, endings)
+    def refuse(self, attempts):
+        raise IntegrityError("not this one")
 
-    monkeypatch.setattr(PlainRunner, "record", refuse)
+    monkeypatch.setattr(LeasedRunner, "record", refuse)
+    as_job(noting(ran), "bench.note", atomic=False).enqueue(number=0)
+    # When
+    deferred = bench.run()
+    # Then
+    assert (ran, deferred, states()) == ([0], [], ["failing"])
+    assert "not this one" in JobFailure.objects.get().error
+    assert settled(bench)
+
+
+def test_behind_an_ending_that_cannot_be_recorded_its_key_waits(make_bench, monkeypatch):
+    # Given
+    bench, ran = make_bench(NEXT_TO_NONE), []
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     job = as_job(lambda key, n: ran.append(n), "bench.keyed", atomic=False, key="key")
     for number, key in enumerate("kok"):
         job.enqueue(key=key, n=number)
     deliveries = bench.poll()
     # When
-    deferred = bench.run(deliveries)
+    with refusing_to_record(
+        monkeypatch,
+        IntegrityError("not this one"),
+        lambda attempt: b'"n":0' in attempt.delivery.message.payload,
+    ):
+        deferred = bench.run(deliveries)
     # Then
     assert ran == [0, 1]
     assert deferred == [deliveries[0], deliveries[2]]
@@ -577,7 +607,7 @@ def test_behind_an_ending_that_cannot_be_recorded_its_key_waits(make_bench, monk
 
 def test_a_lease_two_records_share_is_kept_until_the_last_has_ended(make_bench, monkeypatch):
     # Given
-    bench, held, claim = make_bench(NEXT_TO_NONE), [], PlainRunner.claim
+    bench, held, claim = make_bench(NEXT_TO_NONE), [], LeasedRunner.admit
     as_job(lambda: None, "bench.once", atomic=False).enqueue()
     (delivery,) = bench.poll()
 
@@ -585,7 +615,7 @@ def test_a_lease_two_records_share_is_kept_until_the_last_has_ended(make_bench, 
         held.append(len(get_coordination().holders([delivery.lease])))
         return claim(self, deliveries)
 
-    monkeypatch.setattr(PlainRunner, "claim", look)
+    monkeypatch.setattr(LeasedRunner, "admit", look)
     # When
     bench.run([delivery, bench.read(delivery.record)])
     # Then
@@ -596,7 +626,7 @@ def test_a_lease_two_records_share_is_kept_until_the_last_has_ended(make_bench, 
 def test_one_that_cannot_be_claimed_keeps_neither_its_lane_nor_others(make_bench, monkeypatch):
     """What the database refuses for what it is, it refuses for ever."""
     # Given
-    bench, ran, claim, waits = make_bench(AMPLE), [], PlainRunner.claim, []
+    bench, ran, claim, waits = make_bench(AMPLE), [], LeasedRunner.admit, []
 
     def refuse(self, deliveries):
         if any(b'"n":1' in delivery.message.payload for delivery in deliveries):
@@ -608,7 +638,7 @@ def test_one_that_cannot_be_claimed_keeps_neither_its_lane_nor_others(make_bench
         assert len(waits) < 10, "it keeps its lane for ever"
         return False
 
-    monkeypatch.setattr(PlainRunner, "claim", refuse)
+    monkeypatch.setattr(LeasedRunner, "admit", refuse)
     monkeypatch.setattr(bench.stopping, "wait", wait)
     job = as_job(lambda key, n: ran.append(n), "bench.keyed", atomic=False, key="key")
     for number, key in enumerate("okko"):
@@ -620,7 +650,7 @@ def test_one_that_cannot_be_claimed_keeps_neither_its_lane_nor_others(make_bench
     assert ran == [0, 3]
     assert deferred == [deliveries[1], deliveries[2]]
     assert (leased(), list(get_coordination().names("CONS:"))) == (0, [])
-    monkeypatch.setattr(PlainRunner, "claim", claim)
+    monkeypatch.setattr(LeasedRunner, "admit", claim)
     assert bench.run(deferred) == []
     assert ran == [0, 3, 1, 2]
 
@@ -636,7 +666,7 @@ def test_an_outage_before_they_begin_spends_nothing(make_bench, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("kjo_django.engine.runners.leased.load_rows", away)
-        patch.setattr("kjo_django.engine.runners.leased_groups.answers", lambda using: False)
+        patch.setattr("kjo_django.engine.outage_retry.answers", lambda using: False)
         deferred = bench.run(deliveries)
     # Then
     assert (bench.stopping.waits, deferred, ran) == (1, deliveries, [])
@@ -649,7 +679,7 @@ def test_an_outage_before_they_begin_spends_nothing(make_bench, monkeypatch):
 
 
 def test_a_claim_the_database_refuses_is_made_one_by_one(make_bench, monkeypatch):
-    bench, ran, claim, sizes = make_bench(AMPLE), [], PlainRunner.claim, []
+    bench, ran, claim, sizes = make_bench(AMPLE), [], LeasedRunner.admit, []
 
     def refuse_many(self, deliveries):
         sizes.append(len(deliveries))
@@ -657,7 +687,7 @@ def test_a_claim_the_database_refuses_is_made_one_by_one(make_bench, monkeypatch
             raise IntegrityError("not these")
         return claim(self, deliveries)
 
-    monkeypatch.setattr(PlainRunner, "claim", refuse_many)
+    monkeypatch.setattr(LeasedRunner, "admit", refuse_many)
     as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
     bench.run()
     assert (ran, sizes, bench.stopping.waits) == ([0, 1, 2], [3, 1, 2], 0)

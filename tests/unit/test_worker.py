@@ -337,10 +337,10 @@ def test_a_lane_survives_an_error_nobody_expected(monkeypatch, caplog):
 
     run, broken = Pipeline.run, iter([True])
 
-    def fail_once(self, deliveries, mode):
+    def fail_once(self, deliveries, mode, started=None):
         if next(broken, False):
             raise ZeroDivisionError("a bug")
-        return run(self, deliveries, mode)
+        return run(self, deliveries, mode, started)
 
     monkeypatch.setattr(Pipeline, "run", fail_once)
     write.enqueue(job="a")
@@ -385,7 +385,7 @@ def test_a_handler_that_panics_takes_no_lane_with_it(options):
 def test_a_lane_that_failed_holds_no_leases(monkeypatch):
     """They would be renewed for ever, although a rebalance may have taken the records away."""
     # Given: a bug, in what runs a job
-    from kjo_django.engine.runners.transaction import AtomicRunner
+    from kjo_django.engine.runners.transaction import TransactionRunner
 
     failed = threading.Event()
 
@@ -393,7 +393,7 @@ def test_a_lane_that_failed_holds_no_leases(monkeypatch):
         failed.set()
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(AtomicRunner, "run_one", fail)
+    monkeypatch.setattr(TransactionRunner, "run_alone", fail)
     write.enqueue(job="a")
     # When
     with Running(concurrency=1) as running:

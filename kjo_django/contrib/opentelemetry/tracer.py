@@ -25,7 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kjo_django import __version__
 from kjo_django.backends import transport_class
 from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.messages import headers as names
 from kjo_django.models import Job
@@ -283,7 +283,7 @@ class OpenTelemetryTracer:
         return span, under
 
     @quiet
-    def failing(self, outcomes: Sequence[Outcome]) -> None:
+    def failing(self, outcomes: Sequence[Attempt]) -> None:
         """Leave the attempt's span with the record: in the row of the next attempt, in the dead
         letter and its topic, it is what they link to."""
         for outcome in outcomes:
@@ -297,16 +297,17 @@ class OpenTelemetryTracer:
                 note_error(opened, outcome.error, with_text=self._with_text)
 
     @quiet
-    def settled(self, outcomes: Sequence[Outcome]) -> None:
+    def settled(self, outcomes: Sequence[Attempt]) -> None:
         """End the spans of runs. What died without a run (unreadable, expired, its worker killed)
         gets one too: no trace ends without a word."""
         for outcome in outcomes:
-            if outcome.delivery.trace is None and outcome.result is Result.DEAD:
+            if outcome.delivery.trace is None and outcome.ending is Ending.DEAD:
                 self._tell_death(outcome)
-            _finish(outcome.delivery, outcome.result.value, str(outcome.reason))
+            if outcome.ending is not None:
+                _finish(outcome.delivery, outcome.ending.value, str(outcome.reason))
 
-    def _tell_death(self, outcome: Outcome) -> None:
-        attributes = of_delivery(outcome.delivery) | {ATTEMPT: outcome.attempt}
+    def _tell_death(self, outcome: Attempt) -> None:
+        attributes = of_delivery(outcome.delivery) | {ATTEMPT: outcome.number}
         span, _ = self._start_process([outcome.delivery], attributes)
         outcome.delivery.trace = opened = Open(span, None)
         if outcome.error is not None:
@@ -316,7 +317,7 @@ class OpenTelemetryTracer:
     def given_back(self, deliveries: Sequence[Delivery]) -> None:
         """End the spans of runs that count for nothing."""
         for delivery in deliveries:
-            _finish(delivery, Result.DEFERRED.value)
+            _finish(delivery, Ending.DEFERRED.value)
 
 
 class _Publishing(Scope):

@@ -33,7 +33,7 @@ from kjo_django.contrib.tasks.definition import (
     find_task,
     restored,
 )
-from kjo_django.engine.attempt import Outcome, Result
+from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.leases import lease_name
 from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
@@ -102,14 +102,14 @@ def begin(task: Any, call: TaskCall, context: JobContext) -> KJOTaskContext:
     return KJOTaskContext(task_result=result, job=context)
 
 
-def ended(outcome: Outcome) -> KJOTaskResult | None:
-    """Return the result of a task whose outcome is durable and the last; None for another, or where
+def ended(attempt: Attempt) -> KJOTaskResult | None:
+    """Return the result of a task whose ending is durable and the last; None for another, or where
     the task cannot be imported, which is why it failed."""
-    if outcome.job is None or outcome.result not in _ENDS:
+    if attempt.row is None or attempt.ending not in _ENDS:
         return None
-    job = _row_after(outcome)
+    job = _row_after(attempt)
     call = _call_of(job)
-    if outcome.result is Result.COMPLETED:
+    if attempt.ending is Ending.COMPLETED:
         return _result_of_row(job, call, call.backend, worker=conf.default_worker_name())
     try:
         return _result_of_row(job, call, call.backend)
@@ -118,7 +118,7 @@ def ended(outcome: Outcome) -> KJOTaskResult | None:
         return None
 
 
-_ENDS = (Result.COMPLETED, Result.DEAD, Result.CANCELLED)
+_ENDS = (Ending.COMPLETED, Ending.DEAD, Ending.CANCELLED)
 
 
 # --- Details --------------------------------------------------------------------------------------
@@ -276,24 +276,24 @@ def _class_path(path: str) -> str:
     return path if "." in path else f"builtins.{path}"
 
 
-def _row_after(outcome: Outcome) -> Job:
-    """Return the job's row as the outcome left it; of a completion without asking for it."""
-    row, message = outcome.job, outcome.delivery.message
+def _row_after(attempt: Attempt) -> Job:
+    """Return the job's row as the attempt left it; of a completion without asking for it."""
+    row, message = attempt.row, attempt.delivery.message
     assert row is not None
     assert message is not None
-    if outcome.result is not Result.COMPLETED:
+    if attempt.ending is not Ending.COMPLETED:
         return Job.objects.using(jobs_database()).get(pk=row.id)
     after = {
         **row.columns(),
         "state": JobState.COMPLETED,
-        "attempts": outcome.attempt,
-        "started_at": outcome.started_at,
+        "attempts": attempt.number,
+        "started_at": attempt.started_at,
         "finished_at": timezone.now(),
-        "result": outcome.value,
+        "result": attempt.result,
     }
     return Job(
         **after,
-        queue=outcome.delivery.queue.name,
+        queue=attempt.delivery.queue.name,
         handler=message.type,
         payload=message.payload,
         content_type=message.content_type,

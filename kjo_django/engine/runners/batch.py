@@ -7,18 +7,15 @@ fails by itself, the innocent spend nothing.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from asgiref.sync import async_to_sync
 from django.utils import timezone
 
-from kjo_django.engine.admission import Start
-from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.attempt import Attempt, Delivery
 from kjo_django.engine.handler.call import (
     ENDINGS,
     Ran,
@@ -34,15 +31,11 @@ from kjo_django.engine.handler.context import Abort, BatchItem
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.exceptions import JobCancelledError, PermanentError, text_of
 from kjo_django.messages.serializers import load_value
-from kjo_django.store.rows import JobRow
 
 logger = logging.getLogger("kjo_django")
 
 UNWANTED = (Abort.CANCELLED, Abort.SHUTDOWN, Abort.LOST)
 """Reasons to end for which nobody is to run it again now."""
-
-Started = tuple[Delivery, Start, JobRow | None]
-"""A delivery that may run, how it starts, and its job's row."""
 
 
 def in_steps(
@@ -82,29 +75,30 @@ def in_steps(
 class Batch:
     """One call of a batch handler."""
 
-    def __init__(self, started: Sequence[Started]) -> None:
-        self.started = started
-        handler = started[0][0].handler
+    def __init__(self, attempts: Sequence[Attempt]) -> None:
+        self.attempts = attempts
+        handler = attempts[0].delivery.handler
         assert handler is not None
         self.handler = handler
         self.items: list[BatchItem] = []
-        self._ended: dict[Delivery, Ran] = {}
-        self._items: dict[Delivery, BatchItem] = {}
-        for delivery, start, row in started:
-            item = describe(BatchItem, delivery, start.attempt, start.max_attempts, row)
+        self._ended: dict[Attempt, Ran] = {}
+        self._items: dict[Attempt, BatchItem] = {}
+        for attempt in attempts:
+            delivery = attempt.delivery
+            item = describe(BatchItem, delivery, attempt.number, attempt.limit, attempt.row)
             message = delivery.message
             assert message is not None
             try:
                 payload = load_value(message.payload, message.content_type)
                 ((item.payload,), _) = handler.arguments(payload)
             except Exception as error:
-                self._ended[delivery] = Ran(timezone.now(), 0.0, error=error)
+                self._ended[attempt] = Ran(timezone.now(), 0.0, error=error)
             else:
-                self._items[delivery] = item
+                self._items[attempt] = item
                 self.items.append(item)
 
     def call(self, watch: TimeoutWatch) -> list[Ran]:
-        """Call the handler and return how each of ``started`` ended.
+        """Call the handler and return how each attempt ended.
 
         :raises Exception: what the handler raises.
         """
@@ -115,7 +109,10 @@ class Batch:
         return self._endings(value, started_at, time.perf_counter() - clock)
 
     async def acall(self, watch: TimeoutWatch) -> list[Ran]:
-        """The same on an event loop."""
+        """Call the handler on an event loop and return how each attempt ended.
+
+        :raises Exception: what the handler raises.
+        """
         if not self.items:
             return self._endings([], timezone.now(), 0.0)
         started_at, clock = timezone.now(), time.perf_counter()
@@ -123,8 +120,8 @@ class Batch:
         return self._endings(value, started_at, time.perf_counter() - clock)
 
     def after(self, error: BaseException) -> list[Ran | Batch]:
-        """Return for each of ``started`` how it ended when the call raised, or the batch of it
-        alone that tells."""
+        """Return for each attempt how it ended when the call raised, or the batch of it alone that
+        is to be called instead."""
         if len(self.items) > 1:
             logger.warning(
                 "A batch of %d of %s failed, its items run again one by one: %s: %s",
@@ -134,27 +131,26 @@ class Batch:
                 text_of(error),
                 extra={
                     "handler": self.handler.name,
-                    "queue": self.started[0][0].queue.name,
+                    "queue": self.attempts[0].delivery.queue.name,
                 },
             )
         parts: list[Ran | Batch] = []
-        for one in self.started:
-            delivery = one[0]
-            if delivery in self._ended:
-                parts.append(self._ended[delivery])
-            elif len(self.items) == 1 or self._items[delivery].abort_reason in UNWANTED:
-                parts.append(self._failed(delivery, error))
+        for attempt in self.attempts:
+            if attempt in self._ended:
+                parts.append(self._ended[attempt])
+            elif len(self.items) == 1 or self._items[attempt].abort_reason in UNWANTED:
+                parts.append(self._failed(attempt, error))
             else:
-                parts.append(Batch([one]))
+                parts.append(Batch([attempt]))
         return parts
 
     def aborted(self, error: BaseException) -> dict[Delivery, Ran]:
         """Return how those have ended that were asked to when the call raised."""
-        asked = (d for d, item in self._items.items() if item.abort_reason in UNWANTED)
-        return {delivery: self._failed(delivery, error) for delivery in asked}
+        asked = (a for a, item in self._items.items() if item.abort_reason in UNWANTED)
+        return {attempt.delivery: self._failed(attempt, error) for attempt in asked}
 
-    def _failed(self, delivery: Delivery, error: BaseException) -> Ran:
-        item = self._items[delivery]
+    def _failed(self, attempt: Attempt, error: BaseException) -> Ran:
+        item = self._items[attempt]
         if len(self.items) > 1 and not isinstance(error, JobCancelledError):
             # Another's error, maybe: asked to end, it has.
             told = f"{type(error).__name__}: {text_of(error)}"
@@ -182,15 +178,15 @@ class Batch:
             )
         results = iter(values)
         endings = []
-        for delivery, _, _ in self.started:
-            item = self._items.get(delivery)
+        for attempt in self.attempts:
+            item = self._items.get(attempt)
             if item is None:
-                endings.append(self._ended[delivery])
+                endings.append(self._ended[attempt])
                 continue
             result = next(results)
             ran = Ran(started_at, seconds / count, error=item.error)
             if item.error is None:
-                ran.value = wrapped(delivery, result)
+                ran.value = wrapped(attempt.delivery, result)
             ran.abort_reason, ran.result_ttl = item.abort_reason, item.result_ttl
             endings.append(ran)
         return endings
@@ -230,33 +226,17 @@ async def arun_batch(batch: Batch, attempt: Callable[[Batch], Awaitable[list[Ran
         ]
 
 
-def concurrent_steps(started: Sequence[Started]) -> list[list[Started]]:
+def concurrent_steps(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
     """Arrange what is to run at the same time: each step is one call."""
-    begun = {one[0]: one for one in started}
-    steps = in_steps(list(begun), {delivery: delivery for delivery in begun})
-    return [[begun[delivery] for delivery in step] for step in steps]
+    attempt_of = {attempt.delivery: attempt for attempt in attempts}
+    steps = in_steps(list(attempt_of), {delivery: delivery for delivery in attempt_of})
+    return [[attempt_of[delivery] for delivery in step] for step in steps]
 
 
-def call_concurrently(started: Sequence[Started], watch: TimeoutWatch) -> list[Ran]:
-    """Run asynchronous handlers at the same time on one event loop, outside any transaction, and
-    wait for all of them."""
-    return async_to_sync(_gather)(started, watch)
-
-
-async def _gather(started: Sequence[Started], watch: TimeoutWatch) -> list[Ran]:
-    steps = concurrent_steps(started)
-    ran: dict[Delivery, Ran] = {}
-    for step, endings in zip(
-        steps, await asyncio.gather(*(call_step(step, watch) for step in steps)), strict=True
-    ):
-        ran.update(zip((delivery for delivery, _, _ in step), endings, strict=True))
-    return [ran[delivery] for delivery, _, _ in started]
-
-
-async def call_step(step: Sequence[Started], watch: TimeoutWatch) -> list[Ran]:
+async def call_step(step: Sequence[Attempt], watch: TimeoutWatch) -> list[Ran]:
     """Make one call on the loop this is awaited on; return how each of the step ended."""
-    delivery, start, row = step[0]
-    if delivery.batch is not None:
+    first = step[0]
+    if first.delivery.batch is not None:
         return await arun_batch(Batch(step), lambda batch: batch.acall(watch))
-    context = make_context(delivery, start.attempt, start.max_attempts, row)
-    return [await acall(delivery, context, watch)]
+    context = make_context(first.delivery, first.number, first.limit, first.row)
+    return [await acall(first.delivery, context, watch)]

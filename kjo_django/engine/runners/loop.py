@@ -1,13 +1,13 @@
-"""Coroutines in flight: ``async def`` handlers outside a transaction, on one event loop.
+"""Running ``async def`` handlers outside a transaction: coroutines on one event loop.
 
-A lane claims a group of them, hands them over, and is free. Each ends when it ends: the slowest
-holds up nobody. What has ended since the last look is recorded and settled together, by a thread of
-its own, and then frees its keys.
+A lane admits a group of them, hands them to the loop, and is free. Each ends when it ends: the
+slowest holds up nobody. What has ended since the last look is recorded and settled together by the
+recorder, which then frees its keys.
 
-    lane: claim ─> boarding ─> event loop ─> landed ─> landing thread: record, settle, free keys
+    lane: admit ─> waiting ─> event loop ─> ended ─> recorder: record, acknowledge, free keys
 
-What handlers call by ``sync_to_async``, the ORM's asynchronous methods among it, takes turns in one
-thread with one database connection, as in any asynchronous process of Django's.
+What handlers call by ``sync_to_async``, the ORM's asynchronous methods among it, is run one after
+the other in one thread with one database connection, as in any asynchronous process of Django's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
@@ -24,26 +25,22 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
-from kjo_django.engine.attempt import Delivery
+from kjo_django.engine import failures
+from kjo_django.engine.attempt import Attempt, Delivery
 from kjo_django.engine.handler.call import Ran
-from kjo_django.engine.handler.connections import (
-    drop_broken_connections,
-    freshen_connections,
-    undone_with_others,
-)
+from kjo_django.engine.handler.connections import freshen_connections, undone_with_others
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.engine.outage_retry import OUTAGES
-from kjo_django.engine.recorder import Recorder
-from kjo_django.engine.runners.batch import Started, call_step, concurrent_steps
-from kjo_django.engine.runners.leased import PlainRunner
+from kjo_django.engine.recorder import EndedQueue, Recorder
+from kjo_django.engine.runners.batch import call_step, concurrent_steps
+from kjo_django.engine.runners.leased import LeasedRunner, Settle
 
 logger = logging.getLogger("kjo_django")
 
 RESTART_DELAY = 1.0
 """Seconds before another event loop begins when one has ended."""
-LANDING_GROUP = 1000
-"""Most endings that are settled in one transaction."""
+RECORDED_TOGETHER = 1000
+"""Most endings that are recorded in one transaction."""
 
 
 class TaskExited(RuntimeError):
@@ -85,37 +82,42 @@ def _contained_task(
     return asyncio.Task(_ContainedCoroutine(coroutine), loop=loop, **options)
 
 
-class Flight:
-    """One worker's coroutines. Its threads start with the first.
+class LoopRunner:
+    """One worker's coroutines, on an event loop in a thread that starts with the first.
 
-    :param recorder: makes endings durable.
-    :param on_landed: told which deliveries have landed, and which of them are deferred.
-    :param on_thread: called first in each of its threads.
+    :param leased: admits them, and gives back what was admitted.
+    :param settle: settles what has ended.
+    :param recorder: calls that in its thread.
+    :param on_settled: called with the deliveries that have ended, and those of them that are
+        deferred.
+    :param on_thread: called first in the loop's thread.
     """
 
     def __init__(
         self,
-        plain: PlainRunner,
+        leased: LeasedRunner,
         leases: LeaseBook,
         watch: TimeoutWatch,
+        settle: Settle,
         recorder: Recorder,
         *,
-        on_landed: Callable[[Sequence[Delivery], Collection[Delivery]], None],
+        on_settled: Callable[[Sequence[Delivery], Collection[Delivery]], None],
         on_thread: Callable[[], None],
     ) -> None:
-        self._plain = plain
+        self._leased = leased
         self._leases = leases
         self._watch = watch
+        self._settle = settle
         self._recorder = recorder
-        self._on_landed = on_landed
+        self._on_settled = on_settled
         self._on_thread = on_thread
-        self._boarding: deque[list[Started]] = deque()
-        self._landed: deque[tuple[list[Started], list[Ran]]] = deque()
-        self._has_landed = threading.Event()
+        self._waiting: deque[list[Attempt]] = deque()
+        self._results: dict[Attempt, Ran] = {}
+        self._ended = EndedQueue(self._settle_ended, 0.0)
         self._is_closed = False
         self._has_closed = threading.Event()
         self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._is_up = threading.Event()
@@ -123,30 +125,28 @@ class Flight:
         self._connections: list[BaseDatabaseWrapper] = []
         self._undone: list[Exception] = []
 
-    def take_off(self, started: Sequence[Started]) -> None:
-        """Start coroutines whose rows are claimed; returns at once."""
+    def run(self, attempts: Sequence[Attempt]) -> None:
+        """Start coroutines that are admitted; returns at once."""
         with self._lock:
-            if not self._threads:
-                self._start_threads()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kjo-loop", daemon=True)
+                self._thread.start()
         self._is_up.wait()
-        self._boarding.extend(concurrent_steps(started))
+        self._waiting.extend(concurrent_steps(attempts))
         self._call()
 
     def close(self, timeout: float) -> None:
-        """End its threads; what has not landed is nobody's any more.
+        """End the loop; what has not ended is nobody's any more.
 
-        :param timeout: seconds to wait for them.
+        :param timeout: seconds to wait for its thread.
         """
         with self._lock:
             self._is_closed = True
             self._has_closed.set()
-            threads = self._threads
-        if not threads:
-            return
-        self._is_up.wait()
-        self._call()
-        self._has_landed.set()
-        for thread in threads:
+            thread = self._thread
+        if thread is not None:
+            self._is_up.wait()
+            self._call()
             thread.join(timeout)
 
     def _call(self) -> None:
@@ -158,23 +158,17 @@ class Flight:
         except RuntimeError:
             pass  # the loop has ended, and the next one looks when it begins
 
-    def _start_threads(self) -> None:
-        for target, name in ((self._fly, "kjo-flight"), (self._land, "kjo-landing")):
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    # --- On the loop ------------------------------------------------------------------------------
 
-    # --- In the air -------------------------------------------------------------------------------
-
-    def _fly(self) -> None:
+    def _run(self) -> None:
         self._on_thread()
         try:
             while not self._is_closed:
                 try:
                     async_to_sync(self._run_loop)()
                 except BaseException:
-                    # A callback that calls sys.exit(), or no loop can be made. What was in the air
-                    # was cancelled, and lands so.
+                    # A callback that calls sys.exit(), or no loop can be made. What ran on it was
+                    # cancelled, and ends so.
                     logger.exception("The event loop of coroutines ended, another one begins")
                     self._has_closed.wait(RESTART_DELAY)
         finally:
@@ -185,17 +179,17 @@ class Flight:
         self._loop.set_task_factory(_contained_task)  # type: ignore[arg-type]
         self._wake.set()
         self._is_up.set()
-        tasks: dict[asyncio.Task[None], list[Started] | None] = {}
+        tasks: dict[asyncio.Task[None], list[Attempt] | None] = {}
 
         def ended(task: asyncio.Task[None]) -> None:
-            boarded = tasks.pop(task)
-            if boarded is not None and task.cancelled() and not self._is_closed:
+            step = tasks.pop(task)
+            if step is not None and task.cancelled() and not self._is_closed:
                 # With the loop itself, before it had begun: the next loop's.
-                self._boarding.append(boarded)
+                self._waiting.append(step)
 
-        def spawn(coroutine: Any, boarded: list[Started] | None = None) -> None:
+        def spawn(coroutine: Any, step: list[Attempt] | None = None) -> None:
             task = asyncio.create_task(coroutine)
-            tasks[task] = boarded
+            tasks[task] = step
             task.add_done_callback(ended)
 
         while True:
@@ -205,14 +199,14 @@ class Flight:
                 break
             # In its turn, ahead of what the handlers that start now will ask of the database.
             spawn(sync_to_async(self._freshen)())
-            while self._boarding:
-                boarded = self._boarding.popleft()
-                spawn(self._run(boarded), boarded)
+            while self._waiting:
+                step = self._waiting.popleft()
+                spawn(self._run_step(step), step)
         for task in tasks:
             task.cancel()
 
-    async def _run(self, step: list[Started]) -> None:
-        undone = len(self._undone)
+    async def _run_step(self, step: list[Attempt]) -> None:
+        began, undone = time.monotonic(), len(self._undone)
         try:
             ran = await call_step(step, self._watch)
             if self._may_be_left_open():
@@ -227,9 +221,9 @@ class Flight:
             if self._is_closed:
                 raise
             ran = [Ran(timezone.now(), 0.0, error=error) for _ in step]
-        self._landed.append((step, ran))
-        if not self._has_landed.is_set():
-            self._has_landed.set()
+        self._results.update(zip(step, ran, strict=True))
+        self._ended.put(began, step)
+        self._recorder.watch(self._ended)
 
     def _freshen(self) -> None:
         """Put the connections in order; in the thread of the coroutines' database calls."""
@@ -245,30 +239,22 @@ class Flight:
             for each in self._connections
         )
 
-    # --- On the ground ----------------------------------------------------------------------------
+    # --- In the recorder's thread -----------------------------------------------------------------
 
-    def _land(self) -> None:
-        self._on_thread()
-        try:
-            while not self._is_closed:
-                self._has_landed.wait()
-                self._has_landed.clear()
-                while self._landed and not self._is_closed:
-                    self._land_group()
-        finally:
-            connections.close_all()
+    def _settle_ended(self, attempts: list[Attempt]) -> None:
+        for start in range(0, len(attempts), RECORDED_TOGETHER):
+            if self._is_closed:
+                return
+            self._settle_some(attempts[start : start + RECORDED_TOGETHER])
 
-    def _land_group(self) -> None:
-        started: list[Started] = []
-        ran: list[Ran] = []
-        while self._landed and len(started) < LANDING_GROUP:
-            step, endings = self._landed.popleft()
-            started += step
-            ran += endings
-        deliveries = [delivery for delivery, _, _ in started]
-        deferred: list[Delivery] = deliveries
+    def _settle_some(self, attempts: list[Attempt]) -> None:
+        deliveries = [attempt.delivery for attempt in attempts]
+        deferred: Sequence[Delivery] = deliveries
         try:
-            deferred = self._recorder.record(started, ran)
+            for attempt in attempts:
+                # Here, and not on the loop: a back-off of somebody's own may take its time.
+                failures.judge(attempt, self._results.pop(attempt))
+            deferred = self._settle(attempts, ())
         except Exception:
             # Nothing was acknowledged: they run again, and so it is seen.
             logger.exception("%d coroutines could not be settled", len(deliveries))
@@ -276,14 +262,6 @@ class Flight:
             self._leases.release(names, count_delivery=True)
         finally:
             back = set(deferred)
-            self._give_back([one for one in started if one[0] in back])
-            self._plain.let_go(started)
-            self._on_landed(deliveries, back)
-
-    def _give_back(self, started: Sequence[Started]) -> None:
-        """Let others have at once what comes again; its lease would expire by itself."""
-        try:
-            self._plain.give_back(started)
-        except OUTAGES as error:
-            logger.warning("Leases of %d jobs are not given back: %s", len(started), error)
-            drop_broken_connections()
+            self._leased.give_back([a for a in attempts if a.delivery in back])
+            self._leased.stop_renewing(attempts)
+            self._on_settled(deliveries, back)

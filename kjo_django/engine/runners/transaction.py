@@ -1,14 +1,14 @@
 """Running atomic handlers: a group's transaction, with each handler behind a savepoint of its own.
 
 The markers are its first write, the update of the jobs' rows its last, so what a handler wrote is
-committed with the word that it has run, or not at all.
+committed together with the record that it has run, or not at all.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.engine import admission, completion, failures
-from kjo_django.engine.attempt import Delivery, Outcome, Result
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.dead_lettering import error_text
 from kjo_django.engine.handler.call import ENDINGS, Ran, call, is_interrupt, make_context
 from kjo_django.engine.handler.connections import (
@@ -35,16 +35,7 @@ from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.job_rows import mark_and_load, row_id
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.outage_retry import OUTAGES
-from kjo_django.engine.outcomes import (
-    Resting,
-    acknowledge,
-    failure_of,
-    is_settled_by_group,
-    noting_doubt,
-    outcome_of,
-    release_leases,
-)
-from kjo_django.engine.runners.batch import UNWANTED, Batch, Started, in_steps, run_batch
+from kjo_django.engine.runners.batch import UNWANTED, Batch, in_steps, run_batch
 from kjo_django.models import EventKey
 from kjo_django.store import store_for
 from kjo_django.store.rows import JobRow
@@ -56,35 +47,37 @@ OVERRUN = 100
 """Times its budget a group may run before it ends with the handler that runs: what has completed is
 committed, and what has not begun comes up again."""
 _NOTHING = nullcontext()
-_RAN = (Result.COMPLETED, Result.RETRIED, Result.DEAD, Result.CANCELLED)
+_RAN = (Ending.COMPLETED, Ending.RETRIED, Ending.DEAD, Ending.CANCELLED)
+_OF_GROUP = (Ending.COMPLETED, Ending.DUPLICATE, Ending.SKIPPED)
+"""Endings that the group's own transaction makes durable."""
 
 
 class ConnectionLost(DatabaseError):
     """The database connection broke while a handler ran.
 
-    :param outcome: of that handler, had it been alone.
+    :param attempt: of that handler, had it been alone.
     """
 
-    def __init__(self, outcome: Outcome) -> None:
-        text = error_text(outcome.error)
-        super().__init__(f"The connection broke during {outcome.delivery.kind}: {text}")
-        self.outcome = outcome
+    def __init__(self, attempt: Attempt) -> None:
+        text = error_text(attempt.error)
+        super().__init__(f"The connection broke during {attempt.delivery.kind}: {text}")
+        self.attempt = attempt
 
 
-class _Spoiled(Exception):
+class _RollBack(Exception):
     """A handler failed that has no savepoint of its own, so its transaction is to be rolled back.
 
-    :param ended: those that were asked to end, and did: they are not to run again.
-    :param failed: how it ended, by its delivery; not told of batches.
+    :param ended: how calls have ended; in a group, of those only that are not to run again.
+    :param of_group: whether they are, if the handler was not alone.
     """
 
-    def __init__(self, ended: dict[Delivery, Ran], failed: dict[Delivery, Ran]) -> None:
+    def __init__(self, ended: dict[Delivery, Ran], *, of_group: bool = True) -> None:
         super().__init__()
         self.ended = ended
-        self.failed = failed
+        self.of_group = of_group
 
 
-class AtomicRunner:
+class TransactionRunner:
     """Runs groups in one transaction each. Keeps no state between them."""
 
     def __init__(
@@ -94,35 +87,32 @@ class AtomicRunner:
         self._watch = watch
         self._on_measure = on_measure
 
-    def run_one(self, delivery: Delivery) -> list[Outcome]:
+    def run_alone(self, delivery: Delivery) -> Attempt:
         """Run a delivery in its own transaction; what its commit raises is its own failure, and so
         is any error of ours."""
-        attempted: list[Outcome] = []
+        attempts: list[Attempt] = []
         try:
-            return self.run([delivery], attempted)
+            self.run([delivery], attempts)
+            return attempts[0]
         except OUTAGES as error:
             if not isinstance(error, DatabaseError):
                 raise
-            outcome = error.outcome if isinstance(error, ConnectionLost) else None
-            if outcome is None and attempted and attempted[0].result is Result.COMPLETED:
-                outcome = attempted[0]
+            attempt = error.attempt if isinstance(error, ConnectionLost) else None
+            if attempt is None and attempts and attempts[0].ending is Ending.COMPLETED:
+                attempt = attempts[0]
             # A database that answers again at once was not down: the job broke its connection or
             # its commit, and would do so for ever if that did not count as an attempt.
-            if outcome is None or not answers(jobs_database()):
+            if attempt is None or not answers(jobs_database()):
                 raise
-            if outcome is delivery.ending and _is_committed(delivery):
-                outcome.is_confirmed = True
-                return [outcome]
-            outcome.error, outcome.value = outcome.error or error, None
-            failures.judge_failure(outcome, outcome.max_attempts)
-            return [outcome]
+            if attempt.is_in_doubt and _is_committed(attempt):
+                attempt.is_recorded = attempt.is_confirmed = True
+                return attempt
+            return failures.judge_error(attempt, attempt.error or error)
         except Exception as error:
             logger.exception("An attempt of %s could not be judged; it counts", delivery.kind)
-            return [failure_of(delivery, error)]
+            return failures.judge_error(admission.failed_outside(delivery, error))
 
-    def run(
-        self, deliveries: list[Delivery], attempted: list[Outcome] | None = None
-    ) -> list[Outcome]:
+    def run(self, deliveries: list[Delivery], attempts: list[Attempt]) -> None:
         """Run a group in one transaction.
 
         Without savepoints where there is one delivery only: when it fails, the whole transaction is
@@ -130,26 +120,27 @@ class AtomicRunner:
         roll-back does not undo: the first that fails undoes all, and all run again, each behind its
         own.
 
-        :param attempted: outcomes are added to it one by one.
+        :param attempts: one of each delivery is added to it.
         :raises DatabaseError: the transaction failed as a whole; nothing has taken effect.
         """
-        attempted = [] if attempted is None else attempted
         known: dict[Delivery, Ran] = {}
         is_alone = len(deliveries) == 1 and deliveries[0].batch is None
         if is_alone or (len(deliveries) > 1 and all(map(_is_database_only, deliveries))):
             try:
-                return self._run(attempted, deliveries, None)
-            except _Spoiled as spoiled:
-                attempted.clear()
-                known = spoiled.failed if is_alone else spoiled.ended
-        return self._run(attempted, deliveries, known)
+                self._run(attempts, deliveries, None)
+                return
+            except _RollBack as rolled_back:
+                attempts.clear()
+                if is_alone or rolled_back.of_group:
+                    known = rolled_back.ended
+        self._run(attempts, deliveries, known)
 
     def _run(
         self,
-        outcomes: list[Outcome],
+        attempts: list[Attempt],
         deliveries: list[Delivery],
         known: dict[Delivery, Ran] | None,
-    ) -> list[Outcome]:
+    ) -> None:
         """:param known: how some have ended already; None: run without savepoints."""
         self._watch.check()
         using, service = jobs_database(), get_settings().service_name
@@ -157,110 +148,119 @@ class AtomicRunner:
         keys = {delivery: delivery.event_key(service) for delivery in deliveries}
         # Two records of one message in a group, as a crashed relay leaves them.
         has_repeats = len(set(keys.values())) < len(keys)
-        ended: dict[EventKey, Outcome] = {}
-        resting = Resting()
+        ended: dict[EventKey, Attempt] = {}
+        held_back = admission.HeldBack()
         savepoint = LazySavepoint(connection)
         behind = _NOTHING if known is None else savepoint
         watching = _NOTHING if known is None else savepoint.group()
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
         until = time.monotonic() + OVERRUN * get_settings().group_budget.total_seconds()
-        with (
-            noting_doubt() as in_doubt,
-            failures.in_transaction(using),
-            leaving_no_blocks(connection),
-            watching,
-        ):
+        with completion.recording(using) as recorded, leaving_no_blocks(connection), watching:
             fresh, rows = mark_and_load(using, list(keys.values()), deliveries)
             for step in in_steps(deliveries, keys):
-                started: list[Started] = []
-                new: list[Outcome] = []
-                if outcomes and time.monotonic() >= until:
-                    outcomes += [Outcome(d, Result.DEFERRED, reason="budget") for d in step]
+                if attempts and time.monotonic() >= until:
+                    attempts += [Attempt(d, Ending.DEFERRED, "budget") for d in step]
                     continue
+                new: list[Attempt] = []
                 for delivery in step:
                     key, row = keys[delivery], rows.get(row_id(delivery, service))
-                    if delivery in resting:
-                        new.append(Outcome(delivery, Result.DEFERRED, job=row, reason="paused"))
+                    if delivery in held_back:
+                        new.append(Attempt(delivery, Ending.DEFERRED, "paused", row))
                         continue
                     if has_repeats and key in ended:
-                        # The row read above tells nothing of what the first just ended with.
-                        outcomes.append(_repeated(delivery, row, ended[key]))
+                        # The row read above says nothing of what the first just ended with.
+                        attempts.append(_repeated(delivery, ended[key], row))
                         continue
-                    start = admission.judge(
+                    attempt = admission.admit(
                         delivery, row, is_fresh=key in fresh, leases=self._leases
                     )
-                    if isinstance(start, Outcome):
-                        new.append(start)
-                    elif known and delivery in known:
-                        new.append(outcome_of(delivery, known[delivery], start, row))
-                    else:
-                        started.append((delivery, start, row))
-                if started:
-                    new += self._attempt(connection, behind, started, known)
-                outcomes += resting.noting(new)
+                    attempt.is_marked = key in fresh
+                    if attempt.ending is None and known and delivery in known:
+                        failures.judge(attempt, known[delivery])
+                    new.append(attempt)
+                if admitted := [attempt for attempt in new if attempt.ending is None]:
+                    self._call(connection, behind, admitted, known)
+                attempts += held_back.after(new)
                 if has_repeats:
-                    ended |= {keys[o.delivery]: o for o in new if o.result in _RAN}
+                    ended |= {keys[a.delivery]: a for a in new if a.ending in _RAN}
             self._watch.check()
-            completed = [o for o in outcomes if o.result is Result.COMPLETED]
-            if len(completed) == 1:
-                completed[0].notes["is_fresh"] = keys[completed[0].delivery] in fresh
+            completed = [a for a in attempts if a.ending is Ending.COMPLETED]
             if outer is not None and (left := left_elsewhere(using, outer)):
                 raise left
             if len(completed) < len(fresh) or len(fresh) < len(keys):
-                _take_markers_back(using, completed, keys, fresh)
-            settled = [o for o in outcomes if is_settled_by_group(o)]
-            acknowledge(settled, in_transaction=True)
-            release_leases(self._leases, using, settled)
+                # A marker left behind would make every later attempt look like a duplicate.
+                unused = set(fresh) - {keys[attempt.delivery] for attempt in completed}
+                if unused:
+                    store_for(using).delete_markers(unused)
+            settled = [a for a in attempts if a.ending in _OF_GROUP]
+            completion.acknowledge_within(settled)
+            released = self._release_within(using, settled)
             _make_callbacks_robust(connection)
-            in_doubt += completed
+            recorded += completed
             completion.complete(using, completed, is_last=True)
-        return outcomes
+        for attempt in released:
+            attempt.is_released = True
 
-    def _attempt(
+    def _release_within(self, using: str, settled: Sequence[Attempt]) -> list[Attempt]:
+        """Give back, with the transaction that makes the endings durable, the leases of those that
+        have no hook to be called under them; where coordination cannot, it is done afterwards.
+
+        :raises OperationalError: the transaction is not to be committed.
+        """
+        if not self._leases.can_release_within(using):
+            return []
+        ended = [a for a in settled if a.delivery.handler and not a.delivery.handler.observes]
+        if ended:
+            self._leases.release_within(using, [a.delivery.lease for a in ended])
+        return ended
+
+    def _call(
         self,
         connection: BaseDatabaseWrapper,
         behind: AbstractContextManager[Any],
-        started: Sequence[Started],
+        attempts: Sequence[Attempt],
         known: dict[Delivery, Ran] | None,
-    ) -> list[Outcome]:
-        """Call one handler behind its savepoint, if there is one."""
-        delivery, start, row = started[0]
-        if delivery.batch is not None:
-            return self._attempt_batch(connection, behind, started, known)
-        context = make_context(delivery, start.attempt, start.max_attempts, row)
+    ) -> None:
+        """Call one handler behind its savepoint, if there is one, and judge how it ended."""
+        first = attempts[0]
+        if first.delivery.batch is not None:
+            self._call_batch(connection, behind, attempts, known)
+            return
+        context = make_context(first.delivery, first.number, first.limit, first.row)
         ran = Ran(timezone.now(), 0.0)
         blocks, clock = len(connection.atomic_blocks), time.perf_counter()
         try:
             with behind:
-                ran.value = call(delivery, context, self._watch)
+                ran.value = call(first.delivery, context, self._watch)
                 if connection.closed_in_transaction or len(connection.atomic_blocks) > blocks:
                     raise refusal_of(connection, blocks)
         except ENDINGS as error:
             if is_interrupt(error):
                 raise
-            ran.error, ran.abort_reason = _as_told(error, connection, blocks), context.abort_reason
+            ran.error, ran.abort_reason = _as_met(error, connection, blocks), context.abort_reason
         ran.seconds, ran.result_ttl = time.perf_counter() - clock, context.result_ttl
-        self._on_measure(delivery.kind, ran.seconds)
+        self._on_measure(first.delivery.kind, ran.seconds)
         if ran.error is None and is_unusable(connection):
             ran.error = transaction.TransactionManagementError(CAUGHT)
         if known is None and ran.error is not None:
-            failed = {delivery: ran}
-            raise _Spoiled(failed if ran.abort_reason in UNWANTED else {}, failed) from ran.error
+            # In a group only one that was asked to end, and did, is not to run again.
+            is_unwanted = ran.abort_reason in UNWANTED
+            raise _RollBack({first.delivery: ran}, of_group=is_unwanted) from ran.error
+        failures.judge(first, ran)
         if ran.error is not None and is_broken(connection):
             # Gone, and with it the group's transaction; the error is the job's only if it was
             # alone in it, see above.
-            raise ConnectionLost(outcome_of(delivery, ran, start, row)) from ran.error
-        return [outcome_of(delivery, ran, start, row)]
+            raise ConnectionLost(first) from ran.error
 
-    def _attempt_batch(
+    def _call_batch(
         self,
         connection: BaseDatabaseWrapper,
         behind: AbstractContextManager[Any],
-        started: Sequence[Started],
+        attempts: Sequence[Attempt],
         known: dict[Delivery, Ran] | None,
-    ) -> list[Outcome]:
-        def attempt(batch: Batch) -> list[Ran]:
+    ) -> None:
+        def run(batch: Batch) -> list[Ran]:
             blocks = len(connection.atomic_blocks)
             try:
                 with behind:
@@ -273,32 +273,27 @@ class AtomicRunner:
                 if is_interrupt(error):
                     raise
                 if known is None:
-                    raise _Spoiled(batch.aborted(error), {}) from error
+                    raise _RollBack(batch.aborted(error)) from error
                 if is_broken(connection):
-                    delivery, start, row = batch.started[0]
-                    ran = Ran(timezone.now(), 0.0, error=_as_told(error, connection, blocks))
-                    raise ConnectionLost(outcome_of(delivery, ran, start, row)) from error
+                    ran = Ran(timezone.now(), 0.0, error=_as_met(error, connection, blocks))
+                    raise ConnectionLost(failures.judge(batch.attempts[0], ran)) from error
                 raise
             if known is None and is_unusable(connection):
-                raise _Spoiled({}, {})
+                raise _RollBack({})
             return endings
 
-        ran = run_batch(Batch(started), attempt, passing=(ConnectionLost, _Spoiled))
-        self._on_measure(started[0][0].kind, sum(one.seconds for one in ran) / len(ran))
-        return [
-            outcome_of(delivery, one, start, row)
-            for (delivery, start, row), one in zip(started, ran, strict=True)
-        ]
+        endings = run_batch(Batch(attempts), run, passing=(ConnectionLost, _RollBack))
+        self._on_measure(attempts[0].delivery.kind, sum(e.seconds for e in endings) / len(endings))
+        for attempt, ran in zip(attempts, endings, strict=True):
+            failures.judge(attempt, ran)
 
 
-def _is_committed(delivery: Delivery) -> bool:
-    """Return whether the COMMIT that was not answered has taken effect."""
-    handler = delivery.handler
-    if handler is None or delivery.ending is None:
-        return False
-    if handler.judges_itself and not delivery.ending.notes.get("is_fresh"):
+def _is_committed(attempt: Attempt) -> bool:
+    """Return whether the COMMIT of a completion that was not answered has taken effect."""
+    handler = attempt.delivery.handler
+    if handler is None or (handler.judges_itself and not attempt.is_marked):
         return False  # its marker is of an earlier message
-    key = delivery.event_key(get_settings().service_name)
+    key = attempt.delivery.event_key(get_settings().service_name)
     return key in store_for(jobs_database()).known_markers([key])
 
 
@@ -307,7 +302,7 @@ def _is_database_only(delivery: Delivery) -> bool:
     return handler is not None and handler.options.database_only
 
 
-def _as_told(error: BaseException, connection: BaseDatabaseWrapper, blocks: int) -> BaseException:
+def _as_met(error: BaseException, connection: BaseDatabaseWrapper, blocks: int) -> BaseException:
     """Return what to record of a handler: after it has closed the connection, what it met with that
     says less than that it did."""
     if not (connection.closed_in_transaction and isinstance(error, Error)):
@@ -317,27 +312,11 @@ def _as_told(error: BaseException, connection: BaseDatabaseWrapper, blocks: int)
     return refusal
 
 
-def _repeated(delivery: Delivery, row: JobRow | None, earlier: Outcome) -> Outcome:
+def _repeated(delivery: Delivery, earlier: Attempt, row: JobRow | None) -> Attempt:
     """Judge another record of a message that has just been run."""
-    if earlier.result is Result.COMPLETED:
-        return Outcome(delivery, Result.DUPLICATE, job=row)
-    return Outcome(delivery, Result.SKIPPED, job=row, reason="attempt")
-
-
-def _take_markers_back(
-    using: str,
-    completed: Sequence[Outcome],
-    keys: dict[Delivery, EventKey],
-    fresh: Collection[EventKey],
-) -> None:
-    """Remove those markers of this transaction whose messages did not take effect.
-
-    One that is left behind would make every later attempt look like a duplicate.
-    """
-    effective = {keys[outcome.delivery] for outcome in completed}
-    unused = set(fresh) - effective
-    if unused:
-        store_for(using).delete_markers(unused)
+    if earlier.ending is Ending.COMPLETED:
+        return Attempt(delivery, Ending.DUPLICATE, row=row)
+    return Attempt(delivery, Ending.SKIPPED, "attempt", row)
 
 
 def _make_callbacks_robust(connection: BaseDatabaseWrapper) -> None:

@@ -7,14 +7,13 @@ hold as in a worker: markers, transactions, retries and dead letters.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
 from kjo_django.engine import queue_policies
-from kjo_django.engine.announcements import tell, tell_waiters
-from kjo_django.engine.attempt import Delivery, Outcome, Result
-from kjo_django.engine.group import Pipeline
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.group import Pipeline, notify_waiters, send_signals
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.enqueue import dispatch
@@ -27,8 +26,8 @@ from kjo_django.transports.base import Record, Subscription, TopicPartition
 
 NOWHERE = -1
 """The partition and offset of a message that comes from no topic."""
-SKIPPED = Result.SKIPPED.value
-DEFERRED = Result.DEFERRED.value
+SKIPPED = Ending.SKIPPED.value
+DEFERRED = Ending.DEFERRED.value
 NOT_RUN = (DEFERRED, SKIPPED)
 """Endings without a run: a worker holds the message, or nobody here handles it."""
 
@@ -37,20 +36,15 @@ class Reprocessor:
     """Runs one message at a time. Use as a context manager."""
 
     def __init__(self) -> None:
-        self._outcomes: list[Outcome] = []
+        self._ended: list[Attempt] = []
         self._watch = TimeoutWatch()
         self._leases = LeaseBook(current_runtime(), uuid7().hex)
         self._pipeline = Pipeline(
             self._leases,
             self._watch,
             worker=f"replay on {socket.gethostname()} {default_worker_name()}"[:255],
-            on_outcomes=self._on_outcomes,
+            listeners=(notify_waiters, self._ended.extend, send_signals),
         )
-
-    def _on_outcomes(self, outcomes: Sequence[Outcome]) -> None:
-        tell_waiters(outcomes)
-        self._outcomes.extend(outcomes)
-        tell(outcomes)
 
     def __enter__(self) -> Reprocessor:
         queue_policies.join()
@@ -74,9 +68,10 @@ class Reprocessor:
                 return SKIPPED
             delivery = Delivery(record, _NoSubscription(), queue, *found)
         self._leases.show_alive()
-        self._outcomes.clear()
+        self._ended.clear()
         self._pipeline.run([delivery], delivery.mode)
-        return self._outcomes[-1].result.value if self._outcomes else DEFERRED
+        ending = self._ended[-1].ending if self._ended else None
+        return DEFERRED if ending is None else ending.value
 
     def run_job(self, job: Job) -> str:
         """Run the next attempt of a stored job, before its message reaches a worker."""

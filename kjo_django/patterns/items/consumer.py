@@ -32,7 +32,7 @@ from django.db import transaction
 
 from kjo_django import registry
 from kjo_django.conf import declare_queue, get_settings
-from kjo_django.engine.attempt import Outcome, Result
+from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
@@ -364,7 +364,7 @@ def _register(cls: type[AbstractConsumer], options: ConsumerOptions) -> ItemHand
 logger = logging.getLogger("kjo_django.consumer")
 
 SKIPPED_COMPLETED = "completed"
-"""``Outcome.reason`` of a message whose item was completed before."""
+"""``Attempt.reason`` of a message whose item was completed before."""
 
 
 class ItemHandler(Handler):
@@ -458,35 +458,35 @@ class ItemHandler(Handler):
 
     # --- Afterwards -------------------------------------------------------------------------------
 
-    def on_failure(self, outcome: Outcome) -> None:
+    def on_failure(self, attempt: Attempt) -> None:
         """Mark the item as failed once no attempt is left."""
-        message = outcome.delivery.message
-        if outcome.result is not Result.DEAD or message is None:
+        message = attempt.delivery.message
+        if attempt.ending is not Ending.DEAD or message is None:
             return
-        if outcome.job is not None:
-            _free_identity(outcome.job.id)
+        if attempt.row is not None:
+            _free_identity(attempt.row.id)
         try:
             with transaction.atomic(using=self.consumer.get_database()):
                 _call(self.consumer.mark_item_as_failed, message.lease_id)
         except Exception:
             # The dead letter is written all the same, and the item found again by its producer.
-            facts = facts_of(outcome.delivery, outcome.attempt)
+            facts = facts_of(attempt.delivery, attempt.number)
             logger.exception("Item %s could not be marked as failed", message.lease_id, extra=facts)
 
-    def on_settled(self, outcome: Outcome) -> None:
+    def on_settled(self, attempt: Attempt) -> None:
         """Call the hooks; everything is committed."""
-        message = outcome.delivery.message
+        message = attempt.delivery.message
         if message is None:
             return
-        if outcome.result is Result.COMPLETED:
+        if attempt.ending is Ending.COMPLETED:
             was_before = message.id in self._completed_before
             self._completed_before.discard(message.id)
-            if was_before and not outcome.is_confirmed:
-                outcome.result, outcome.reason = Result.SKIPPED, SKIPPED_COMPLETED
+            if was_before and not attempt.is_confirmed:
+                attempt.ending, attempt.reason = Ending.SKIPPED, SKIPPED_COMPLETED
             else:
                 _call(self.consumer.on_success, message.lease_id)
-        elif outcome.result is Result.DEAD:
-            _call(self.consumer.on_failed, message.lease_id, outcome.error)
+        elif attempt.ending is Ending.DEAD:
+            _call(self.consumer.on_failed, message.lease_id, attempt.error)
 
 
 def _call(method: Callable[..., Any], *arguments: Any) -> Any:

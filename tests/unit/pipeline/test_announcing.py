@@ -10,8 +10,9 @@ from django.db import OperationalError
 from kjo_django import signals
 from kjo_django.backends import get_coordination
 from kjo_django.engine import failures
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.models import Job, JobFailure
+from kjo_django.store import store_for
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench, as_job, states
 from tests.unit.pipeline.bench import both, reconfigured, settled
@@ -36,7 +37,7 @@ def bench(settings, bench):
 @pytest.fixture
 def announced(bench, monkeypatch):
     """The results of job_completed and job_retried, as a worker sends them."""
-    from kjo_django.engine.announcements import tell
+    from kjo_django.engine.group import send_signals
 
     seen = []
 
@@ -48,11 +49,7 @@ def announced(bench, monkeypatch):
 
     signals.job_completed.connect(completed, weak=False, dispatch_uid="announcing")
     signals.job_retried.connect(retried, weak=False, dispatch_uid="announcing")
-    monkeypatch.setattr(
-        bench.pipeline,
-        "_on_outcomes",
-        lambda outcomes: (bench.outcomes.extend(outcomes), tell(outcomes)),
-    )
+    monkeypatch.setattr(bench.pipeline, "_listeners", [bench.outcomes.extend, send_signals])
     yield seen
     signals.job_completed.disconnect(dispatch_uid="announcing")
     signals.job_retried.disconnect(dispatch_uid="announcing")
@@ -112,7 +109,7 @@ def test_an_outage_while_a_failure_is_recorded_costs_no_completion_its_signal(
     assert sorted(announced, key=str) == [("completed", 0), ("completed", 2), ("retried", None)]
     assert states() == ["completed", "failing", "completed"]
     assert sorted(map(str, bench.results)) == sorted(
-        map(str, [Result.COMPLETED, Result.COMPLETED, Result.RETRIED])
+        map(str, [Ending.COMPLETED, Ending.COMPLETED, Ending.RETRIED])
     )
     # And nothing ran because of it again
     assert max(calls.count(number) for number in range(3)) <= (2 if "without" in kind else 1)
@@ -145,16 +142,17 @@ def test_a_worker_that_stops_in_the_outage_hands_back_the_failure_alone(
 
 def commits_without_an_answer(monkeypatch, is_lost):
     """The connection breaks once, after a COMMIT by which ``is_lost()`` came to hold."""
-    original, left = failures.in_transaction, [OperationalError("server closed the connection")]
+    store = type(store_for("default"))
+    original, left = store.transaction, [OperationalError("server closed the connection")]
 
     @contextmanager
-    def without_an_answer(using):
-        with original(using):
+    def without_an_answer(self, **options):
+        with original(self, **options):
             yield
         if left and is_lost():
             raise left.pop()
 
-    monkeypatch.setattr(failures, "in_transaction", without_an_answer)
+    monkeypatch.setattr(store, "transaction", without_an_answer)
     return left
 
 
@@ -191,11 +189,12 @@ def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
     """Found by the fault matrix: its second recording found the row changed, by itself, or made the
     message a second row."""
     # Given
-    original, left = failures.in_transaction, [OperationalError("server closed the connection")]
+    store = type(store_for("default"))
+    original, left = store.transaction, [OperationalError("server closed the connection")]
 
     @contextmanager
-    def without_an_answer(using):
-        with original(using):
+    def without_an_answer(self, **options):
+        with original(self, **options):
             yield
         if left and JobFailure.objects.exists():
             raise left.pop()
@@ -206,7 +205,7 @@ def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
         for number in range(3):
             named = {"kjo_id": f"foreign-{number}", "kjo_type": "bench.second_fails"}
             bench.publish(b'{"number": %d}' % number, **named)
-    monkeypatch.setattr(failures, "in_transaction", without_an_answer)
+    monkeypatch.setattr(store, "transaction", without_an_answer)
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     # When
     bench.run()
@@ -239,7 +238,7 @@ def test_items_whose_commit_had_no_answer_are_not_tried_again(
     assert left == []
     assert made.calls == items
     assert made.told == [("success", item) for item in items]
-    assert bench.results == [Result.COMPLETED] * count
+    assert bench.results == [Ending.COMPLETED] * count
     assert JobFailure.objects.count() == 0
     assert settled(bench)
     bench.close()
@@ -249,7 +248,7 @@ def test_a_listener_that_raises_keeps_no_record_from_its_acknowledgement(bench, 
     def broken(outcomes):
         raise LookupError("a bug of ours")
 
-    monkeypatch.setattr(bench.pipeline, "_on_outcomes", broken)
+    monkeypatch.setattr(bench.pipeline, "_listeners", [broken])
     as_job(lambda: None, "bench.pass").enqueue_many([{}] * 2)
     assert bench.run() == []
     assert states() == ["completed"] * 2

@@ -8,7 +8,7 @@ import pytest
 from django.db import DatabaseError, IntegrityError, connection, connections, transaction
 
 from kjo_django import registry
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.engine.handler.connections import freshen_connections
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.ids import uuid7
@@ -149,7 +149,7 @@ def test_an_error_the_handler_swallowed_does_not_complete_half_of_it(bench):
     ledger.write.enqueue(job="c")
     bench.run()
     assert entries() == {"c": 1}
-    assert bench.results == [Result.DEAD, Result.COMPLETED] or Result.DEAD in bench.results
+    assert bench.results == [Ending.DEAD, Ending.COMPLETED] or Ending.DEAD in bench.results
 
 
 def fail_loudly() -> None:
@@ -186,7 +186,7 @@ def test_a_callback_that_fails_after_the_commit_leaves_the_job_completed(bench, 
     # Then
     assert entries() == {"a": 1, "b": 1}
     assert called == ["b"]
-    assert bench.results == [Result.COMPLETED] * 2
+    assert bench.results == [Ending.COMPLETED] * 2
     assert "the callback broke" in caplog.text
     assert settled(bench)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
-from kjo_django.engine.attempt import Mode, Result
+from kjo_django.engine.attempt import Ending, Mode
 from kjo_django.enqueue.storing import result_of
 from kjo_django.models import Job
 from tests.ledger.models import Entry
@@ -50,7 +50,7 @@ def test_coroutines_outside_a_transaction_run_at_the_same_time(bench, transport)
     assert {delivery.mode for delivery in deliveries} == {Mode.CONCURRENT}
     bench.run(deliveries)
     # Then
-    assert bench.results == [Result.COMPLETED] * count
+    assert bench.results == [Ending.COMPLETED] * count
     assert [result_of(job) for job in Job.objects.order_by("id")] == list(range(count))
     assert settled(bench)
 

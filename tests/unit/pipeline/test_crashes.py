@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from kjo_django.backends import get_coordination
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.engine.leases import alive_name
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease
 from tests.ledger import jobs as ledger
@@ -67,13 +67,13 @@ def test_each_attempt_a_dead_worker_had_begun_leaves_a_failure(bench, times):
 
 def test_a_suspect_runs_alone_and_apart_from_its_group(bench):
     # Given
-    ran, groups, run = [], [], bench.pipeline._run_together
+    ran, groups, run = [], [], bench.pipeline._run_claimed
 
-    def note(deliveries, mode):
+    def note(deliveries, mode, running):
         groups.append(len(deliveries))
-        return run(deliveries, mode)
+        return run(deliveries, mode, running)
 
-    bench.pipeline._run_together = note
+    bench.pipeline._run_claimed = note
     job = as_job(lambda job: ran.append(job), "bench.note")
     job.enqueue_many([{"job": "innocent"}, {"job": "suspect"}, {"job": "innocent too"}])
     deliveries = bench.poll()
@@ -172,8 +172,8 @@ def test_without_coordination_the_database_decides(bench, another, monkeypatch):
     another.run([another.read(delivery.record) for delivery in deliveries])
     # Then
     assert entries() == {"a": 1}
-    assert bench.results == [Result.COMPLETED]
-    assert another.results[0] in (Result.DUPLICATE, Result.SKIPPED)
+    assert bench.results == [Ending.COMPLETED]
+    assert another.results[0] in (Ending.DUPLICATE, Ending.SKIPPED)
 
 
 def test_a_worker_that_is_not_alive_loses_its_leases(bench):
@@ -215,5 +215,5 @@ def test_where_coordination_forgot_everything_the_living_are_not_taken_for_dead(
     bench.run(deliveries)
     # Then
     assert (ran, len(deferred)) == (["a"], 1)
-    assert bench.results == [Result.COMPLETED]
+    assert bench.results == [Ending.COMPLETED]
     assert the_job().attempts == 1

@@ -12,7 +12,7 @@ from django.utils import timezone
 
 from kjo_django import PermanentError, Retry
 from kjo_django.backends import get_transport
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.exceptions import MessageError, RateLimitExceededError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
@@ -71,7 +71,7 @@ def test_a_failed_attempt_is_a_row_somebody_can_see_and_another_attempt_is_due(b
     bench.run()
     # Then
     job, failure = the_job(), JobFailure.objects.get()
-    assert bench.results == [Result.RETRIED]
+    assert bench.results == [Ending.RETRIED]
     assert (job.state, job.attempts, job.error) == ("failing", 1, "attempt 1 fails")
     assert job.available_at == failure.retry_at > timezone.now()
     assert (failure.job_id, failure.attempt, failure.generation) == (job.pk, 1, 1)
@@ -103,7 +103,7 @@ def test_attempts_end_in_a_dead_letter(bench, transport):
     bench.run_until_done()
     # Then
     job, letter = the_job(), DeadLetter.objects.get()
-    assert bench.results == [Result.RETRIED, Result.RETRIED, Result.DEAD]
+    assert bench.results == [Ending.RETRIED, Ending.RETRIED, Ending.DEAD]
     assert (job.state, job.attempts, job.error) == ("failed", 3, "always fails")
     assert job.finished_at < job.result_expires_at
     assert [failure.attempt for failure in job.failures.all()] == [1, 2, 3]
@@ -258,7 +258,7 @@ def test_any_error_can_be_written_down(bench, error, text):
 
     as_job(fail, max_attempts=1).enqueue()
     bench.run()
-    assert bench.results == [Result.DEAD]
+    assert bench.results == [Ending.DEAD]
     assert (
         JobFailure.objects.get().error == DeadLetter.objects.get().error == the_job().error == text
     )
@@ -311,7 +311,7 @@ def test_errors_made_oddly_end_the_attempt_too(bench, kind):
 
     as_job(fail, max_attempts=2).enqueue()
     bench.run_until_done()
-    assert bench.results[-1] is Result.DEAD
+    assert bench.results[-1] is Ending.DEAD
     assert "in fail" in JobFailure.objects.latest("pk").traceback
     assert settled(bench)
 
@@ -331,7 +331,7 @@ def test_what_is_no_exception_ends_the_attempt_and_not_the_lane(bench, error, mo
 
     as_job(leave, max_attempts=1, atomic=mode == "atomic").enqueue()
     bench.run()
-    assert bench.results == [Result.DEAD]
+    assert bench.results == [Ending.DEAD]
     assert DeadLetter.objects.get().error_type.endswith(type(error).__name__)
 
 

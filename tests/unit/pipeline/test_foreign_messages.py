@@ -12,7 +12,7 @@ from django.utils import timezone
 
 from kjo_django import Queue, conf, job, publish_event, registry
 from kjo_django.backends import get_coordination
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
@@ -182,7 +182,7 @@ def test_a_foreign_message_delivered_again_after_it_failed_leaves_the_rest_to_it
     # When
     bench.run([bench.read(delivery.record) for delivery in deliveries])
     # Then
-    assert bench.results == [Result.RETRIED, Result.SKIPPED]
+    assert bench.results == [Ending.RETRIED, Ending.SKIPPED]
     assert not bench.stopping.waits
     assert the_job().attempts == 1
     bench.run_until_done()
@@ -202,7 +202,7 @@ def test_what_others_call_a_correlation_fails_no_publication(bench, correlation)
     as_job(tell)
     bench.publish(b'{"job": "a"}', **GOOD | {"kjo_type": "bench.tell"}, correlation_id=correlation)
     bench.run()
-    assert bench.results == [Result.COMPLETED]
+    assert bench.results == [Ending.COMPLETED]
     told = [(job.headers or {}).get(names.CORRELATION_ID) for job in Job.objects.all()]
     wanted = correlation.decode("utf-8", "replace").replace("\0", "\ufffd").strip()[:255]
     assert told == [wanted or None] * 2
@@ -252,18 +252,18 @@ def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
     as_job(fail_once, "bench.fail_once", atomic=atomic)
     bench.publish(b'{"job": "a"}', **GOOD | {"kjo_type": "bench.fail_once"})
     deliveries = bench.poll()
-    publish_dead, copies = failures.publish_dead, iter([list(deliveries)])
+    publish, copies = failures.publish_dead_letters, iter([list(deliveries)])
 
     def let_the_other_go_first(outcomes):
         for copy in next(copies, ()):
             another.run([another.read(copy.record)])
-        return publish_dead(outcomes)
+        return publish(outcomes)
 
-    monkeypatch.setattr(failures, "publish_dead", let_the_other_go_first)
+    monkeypatch.setattr(failures, "publish_dead_letters", let_the_other_go_first)
     # When
     bench.run(deliveries)
     # Then
-    assert another.results == [Result.COMPLETED]
+    assert another.results == [Ending.COMPLETED]
     assert the_job().state == "failing"
     bench.run_until_done()
     assert (the_job().state, ran) == ("completed", ["a", "a"])
@@ -369,5 +369,5 @@ def test_a_first_failure_another_worker_has_recorded_already_is_not_recorded_aga
     # Then
     assert the_job().error == "of the other worker"
     assert not JobFailure.objects.exists()
-    assert bench.results == [Result.SKIPPED]
+    assert bench.results == [Ending.SKIPPED]
     assert settled(bench)

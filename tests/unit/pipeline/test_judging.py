@@ -10,7 +10,7 @@ from django.db import connections
 
 from kjo_django import registry
 from kjo_django.engine import failures
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.messages import serializers
 from kjo_django.models import DeadLetter, Job, JobFailure
 from tests.unit.deliveries import as_job, make_everything_due, states
@@ -116,10 +116,10 @@ def test_a_failure_that_cannot_be_judged_is_counted(bench, transport, fault, opt
     run_to_its_end(bench)
     # Then
     assert states() == ["failed", "completed"]
-    assert [r for r in bench.results if r is not Result.COMPLETED] == [
-        Result.RETRIED,
-        Result.RETRIED,
-        Result.DEAD,
+    assert [r for r in bench.results if r is not Ending.COMPLETED] == [
+        Ending.RETRIED,
+        Ending.RETRIED,
+        Ending.DEAD,
     ]
     assert [failure.attempt for failure in JobFailure.objects.order_by("attempt")] == [1, 2, 3]
     assert DeadLetter.objects.get().reason == "exhausted"
@@ -148,15 +148,15 @@ def test_an_outcome_that_can_never_be_recorded_ends_as_stalled(
     def refusing(original, results):
         def record(using, outcomes, *arguments, **named):
             for outcome in outcomes:
-                if outcome.delivery.message.job_id == bad and outcome.result in results:
+                if outcome.delivery.message.job_id == bad and outcome.ending in results:
                     raise TypeError("a bug of ours")
             return original(using, outcomes, *arguments, **named)
 
         return record
 
     record = failures.record_failures
-    monkeypatch.setattr(failures, "record_failures", refusing(record, {Result.RETRIED}))
-    monkeypatch.setattr(completion, "complete", refusing(completion.complete, {Result.COMPLETED}))
+    monkeypatch.setattr(failures, "record_failures", refusing(record, {Ending.RETRIED}))
+    monkeypatch.setattr(completion, "complete", refusing(completion.complete, {Ending.COMPLETED}))
     # When
     run_to_its_end(bench)
     # Then
@@ -182,7 +182,7 @@ def test_hooks_that_raise_what_ends_a_process_end_nothing(bench, monkeypatch):
     # When
     assert bench.run() == []
     # Then
-    assert bench.results == [Result.DEAD]
+    assert bench.results == [Ending.DEAD]
     assert states() == ["failed"]
     assert settled(bench)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from tests.ledger import jobs as ledger
@@ -25,7 +25,7 @@ def test_a_job_delivered_again_after_its_commit_is_a_duplicate(bench):
     bench.run(deliveries)
     # Then
     assert entries() == {"a": 1}
-    assert bench.results[1] in (Result.DUPLICATE, Result.SKIPPED)
+    assert bench.results[1] in (Ending.DUPLICATE, Ending.SKIPPED)
 
 
 @both
@@ -39,7 +39,7 @@ def test_two_records_of_one_job_in_a_group_run_it_once(bench):
     bench.run([delivery, again])
     # Then
     assert entries() == {"a": 1}
-    assert bench.results[0] is Result.COMPLETED
+    assert bench.results[0] is Ending.COMPLETED
     assert settled(bench)
 
 
@@ -73,7 +73,7 @@ def test_a_cancelled_job_does_not_run(bench, transport):
     deliveries = bench.poll()
     cancel_one(answer.job_id)
     bench.run(deliveries)
-    assert bench.results == [Result.SKIPPED]
+    assert bench.results == [Ending.SKIPPED]
     assert entries() == {}
     assert the_job().state == "cancelled"
     assert not ProcessedEvent.objects.exists()
@@ -105,7 +105,7 @@ def test_a_record_of_an_attempt_that_has_been_is_stale(bench):
     # When
     bench.run(deliveries)
     # Then
-    assert bench.results == [Result.RETRIED, Result.SKIPPED]
+    assert bench.results == [Ending.RETRIED, Ending.SKIPPED]
     assert the_job().attempts == 1
 
 
@@ -114,7 +114,7 @@ def test_a_job_whose_row_was_deleted_does_not_run(bench):
     deliveries = bench.poll()
     Job.objects.all().delete()
     bench.run(deliveries)
-    assert bench.results == [Result.SKIPPED]
+    assert bench.results == [Ending.SKIPPED]
     assert entries() == {}
     assert settled(bench)
 

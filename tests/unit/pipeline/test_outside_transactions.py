@@ -12,7 +12,7 @@ from django.utils import timezone
 
 from kjo_django.backends import get_coordination
 from kjo_django.engine import admission
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.engine.handler import running
 from kjo_django.engine.leases import alive_name
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
@@ -53,7 +53,7 @@ def test_a_plain_job_is_claimed_on_sqlite_without_holding_up_those_who_write(ben
         connection.close()
         written.append(True)
 
-    judge = admission.judge
+    judge = admission.admit
 
     def judge_while_another_writes(*arguments, **options):
         writer = threading.Thread(target=write)
@@ -61,11 +61,11 @@ def test_a_plain_job_is_claimed_on_sqlite_without_holding_up_those_who_write(ben
         writer.join(5)
         return judge(*arguments, **options)
 
-    monkeypatch.setattr(admission, "judge", judge_while_another_writes)
+    monkeypatch.setattr(admission, "admit", judge_while_another_writes)
     as_job(lambda: None, atomic=False).enqueue()
     bench.run()
     assert written == [True]
-    assert [outcome.result for outcome in bench.outcomes] == [Result.COMPLETED]
+    assert [outcome.ending for outcome in bench.outcomes] == [Ending.COMPLETED]
 
 
 def test_a_plain_handler_that_fails_keeps_what_it_wrote_and_is_retried(bench):
@@ -131,7 +131,7 @@ def test_a_late_finisher_is_refused(bench, is_async):
     # When
     bench.run()
     # Then
-    assert bench.results == [Result.SKIPPED]
+    assert bench.results == [Ending.SKIPPED]
     assert (the_job().state, the_job().lease_token) != ("completed", "")
     assert the_job().lease_token == "another"
     assert not ProcessedEvent.objects.exists()
@@ -168,8 +168,8 @@ def test_a_run_whose_job_another_worker_has_finished_is_told_and_refused_aloud(
     bench.run([delivery])
     # Then
     assert told == [False, True]
-    assert another.results == [Result.COMPLETED]
-    assert bench.results == [Result.DUPLICATE]
+    assert another.results == [Ending.COMPLETED]
+    assert bench.results == [Ending.DUPLICATE]
     assert any(r.levelname == "WARNING" and "lease" in r.message for r in caplog.records)
 
 

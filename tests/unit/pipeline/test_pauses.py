@@ -8,7 +8,7 @@ import pytest
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.exceptions import CoordinationError, PausableError, RateLimitExceededError
 from kjo_django.models import DeadLetter, Job, JobFailure, Mark
 from tests.ledger import jobs as ledger
@@ -108,7 +108,7 @@ def test_once_its_budget_is_used_up_each_pause_is_an_attempt(settings, bench, tr
     assert bench.run([again]) == []
     bench.run_until_done()
     # Then
-    assert bench.results == [Result.RETRIED, Result.DEAD]
+    assert bench.results == [Ending.RETRIED, Ending.DEAD]
     assert len(bench.pauses) == 3
     assert DeadLetter.objects.get().reason == "exhausted"
     assert mark.expires_at > timezone.now() + timedelta(days=1)
@@ -166,7 +166,7 @@ def test_without_coordination_a_worker_remembers_its_own_pauses(settings, bench,
     delivery.paused_since -= timedelta(hours=3)
     # Then
     assert bench.run(deliveries) == []
-    assert bench.results == [Result.DEAD]
+    assert bench.results == [Ending.DEAD]
 
 
 def test_a_command_that_runs_a_job_itself_has_no_partition_to_rest(bench):
@@ -177,7 +177,7 @@ def test_a_command_that_runs_a_job_itself_has_no_partition_to_rest(bench):
     service.job("a transaction").enqueue(number=0)
     deliveries = bench.poll()
     pipeline = Pipeline(
-        bench.leases, bench.watch, worker="command", on_outcomes=bench.outcomes.extend
+        bench.leases, bench.watch, worker="command", listeners=[bench.outcomes.extend]
     )
     assert pipeline.run_once(deliveries, deliveries[0].mode) == []
-    assert bench.results == [Result.RETRIED]
+    assert bench.results == [Ending.RETRIED]

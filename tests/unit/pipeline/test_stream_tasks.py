@@ -14,7 +14,7 @@ from kjo_django import conf, registry
 from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.engine import failures
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, JobFailure
@@ -104,7 +104,7 @@ def test_a_task_whose_sending_is_not_noted_yet_runs(tasks):
     # When its consumer is quicker than the relay's note
     tasks.run(taken_unnoted(tasks, row))
     # Then
-    assert tasks.results == [Result.COMPLETED]
+    assert tasks.results == [Ending.COMPLETED]
     assert entries() == {"a": 1}
 
 
@@ -116,7 +116,7 @@ def test_a_task_sent_twice_since_the_relay_died_runs_once(tasks):
     # When the next one sends it again
     tasks.run(tasks.poll())
     # Then
-    assert tasks.results == [Result.COMPLETED, Result.DUPLICATE]
+    assert tasks.results == [Ending.COMPLETED, Ending.DUPLICATE]
     assert entries() == {"a": 1}
     assert the_job().state == "completed"
     assert tasks.lag() == 0
@@ -151,7 +151,7 @@ def test_what_is_skipped_is_logged_with_its_reason(bench, caplog):
     with caplog.at_level(logging.INFO, "kjo_django"):
         bench.run(deliveries)
     # Then
-    assert bench.results == [Result.SKIPPED]
+    assert bench.results == [Ending.SKIPPED]
     (line,) = [one for one in caplog.records if "Skipped" in one.message]
     assert str(job.job_id) in line.message
     assert "cancelled" in line.message

@@ -9,7 +9,7 @@ from django.db import connection
 from django.utils import timezone
 
 from kjo_django.backends import get_coordination
-from kjo_django.engine.attempt import Result
+from kjo_django.engine.attempt import Ending
 from kjo_django.enqueue.storing import result_of
 from kjo_django.models import Job, ProcessedEvent, TransportMessage
 from tests.ledger import jobs as ledger
@@ -28,7 +28,7 @@ def test_a_job_runs_and_everything_of_it_is_committed_together(bench, transport)
     # Then
     job = the_job()
     assert deferred == []
-    assert bench.results == [Result.COMPLETED]
+    assert bench.results == [Ending.COMPLETED]
     assert entries() == {"a": 1}
     assert (job.state, job.attempts, job.error) == ("completed", 1, "")
     assert before <= job.started_at <= job.finished_at <= job.result_expires_at
@@ -42,7 +42,7 @@ def test_a_group_runs_each_job_once(bench, transport):
     ledger.write.enqueue_many({"job": str(n)} for n in range(25))
     bench.run()
     assert entries() == {str(n): 1 for n in range(25)}
-    assert bench.results == [Result.COMPLETED] * 25
+    assert bench.results == [Ending.COMPLETED] * 25
     assert settled(bench)
 
 
@@ -71,7 +71,7 @@ def queries_of(bench: Bench, count: int, definition=ledger.no_op, **payload: obj
 
     with connection.execute_wrapper(record):
         bench.run(deliveries)
-    assert set(bench.results) == {Result.COMPLETED}
+    assert set(bench.results) == {Ending.COMPLETED}
     return statements
 
 
@@ -82,7 +82,7 @@ def test_the_number_of_queries_does_not_grow_with_the_group(bench, real_database
     few, many = queries_of(bench, 2), queries_of(bench, 60)
     # Then
     assert len(many) == len(few)
-    writes = [sql.split()[0:3] for sql in many if sql.startswith(("INSERT", "UPDATE", "DELETE"))]
+    writes = [sql.split()[0:3] for sql in many if sql.split()[0] in ("INSERT", "UPDATE", "DELETE")]
     events = [sql for sql in writes if any("processed_events" in word for word in sql)]
     assert len(events) == 1
     assert not [sql for sql in many if "SAVEPOINT" in sql], "no handler wrote anything"
@@ -143,7 +143,7 @@ def test_outcomes_are_told_once_they_are_durable(bench, monkeypatch):
         states = sorted(Job.objects.values_list("state", flat=True))
         seen.append((connection.in_atomic_block, bench.lag(), states))
 
-    monkeypatch.setattr(bench.pipeline, "_on_outcomes", on_outcomes)
+    monkeypatch.setattr(bench.pipeline, "_listeners", [on_outcomes])
     ledger.write.enqueue(job="a")
     ledger.refuse.enqueue(job="b")
     # When
@@ -164,7 +164,7 @@ def test_who_waits_for_a_job_is_not_kept_waiting_and_a_retry_finds_its_lease_fre
             lease = outcome.delivery.lease
             held[outcome.delivery.kind] = lease in get_coordination().holders([lease])
 
-    monkeypatch.setattr(bench.pipeline, "_on_outcomes", look)
+    monkeypatch.setattr(bench.pipeline, "_listeners", [look])
     # When
     for job in (ledger.write, ledger.always_fails):
         job.enqueue(job="a")
