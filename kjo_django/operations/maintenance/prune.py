@@ -30,7 +30,7 @@ from kjo_django.models import (
     ProcessedEvent,
     Worker,
 )
-from kjo_django.operations.rows import CHUNK, lock
+from kjo_django.operations.rows import CHUNK, chunks, lock
 from kjo_django.states import JobState
 from kjo_django.store.transactions import jobs_database
 
@@ -135,7 +135,7 @@ class _Pruner:
         ended = Q(finished_at__lt=cutoff) | Q(finished_at=None)
         rows = jobs.using(self._using).filter(ended, pk__lt=uuid7_floor(cutoff))
         count = 0
-        for keys in _ranges(rows):
+        for keys in chunks(rows, CHUNK):
             count += len(keys) if self._dry_run else self._delete_jobs(rows, keys)
             self._progress(kind, count)
         return count
@@ -156,7 +156,7 @@ class _Pruner:
         cutoff = ago(self._now, self._retention.failed)
         closed = DeadLetter.objects.exclude(state=DeadLetterState.OPEN)
         rows = closed.using(self._using).filter(pk__lt=uuid7_floor(cutoff), closed_at__lt=cutoff)
-        return self._chunked("dead_letters", _ranges(rows), rows)
+        return self._chunked("dead_letters", chunks(rows, CHUNK), rows)
 
     def _rows(self, kind: str, rows: QuerySet[Any], order: str) -> int:
         rows = rows.using(self._using)
@@ -166,9 +166,9 @@ class _Pruner:
             return count
         return self._chunked(kind, _heads(rows.order_by(order)), rows)
 
-    def _chunked(self, kind: str, chunks: Iterable[list[Any]], rows: QuerySet[Any]) -> int:
+    def _chunked(self, kind: str, found: Iterable[list[Any]], rows: QuerySet[Any]) -> int:
         count = 0
-        for keys in chunks:
+        for keys in found:
             if self._dry_run:
                 count += len(keys)
             else:
@@ -176,15 +176,6 @@ class _Pruner:
                     count += rows.filter(pk__in=keys).order_by()._raw_delete(self._using)
             self._progress(kind, count)
         return count
-
-
-def _ranges(rows: QuerySet[Any]) -> Iterator[list[Any]]:
-    """Walk by primary key: what is kept on the way is looked at once."""
-    rest = rows.order_by("pk").values_list("pk", flat=True)
-    keys = list(rest[:CHUNK])
-    while keys:
-        yield keys
-        keys = list(rest.filter(pk__gt=keys[-1])[:CHUNK])
 
 
 def _heads(rows: QuerySet[Any]) -> Iterator[list[Any]]:
