@@ -41,7 +41,7 @@ def inert_json(text: str) -> str:
 def show_text(text: str) -> SafeString:
     """Return a block of text, cut where it gets too long."""
     shown = inert(text[:MAX_TEXT])
-    return format_html("<pre class='kjo-raw'>{}{}</pre>", shown, _rest(len(text) - MAX_TEXT))
+    return format_html("<pre class='kjo-raw'>{}{}</pre>", shown, _more(len(text) - MAX_TEXT))
 
 
 def show_value(value: Any) -> SafeString:
@@ -63,7 +63,7 @@ def show_bytes(data: Any) -> SafeString:
         return show_text(raw.decode())
     except UnicodeDecodeError:
         dump = _hex_dump(raw[:MAX_BINARY])
-        return format_html("<pre class='kjo-raw'>{}{}</pre>", dump, _rest(len(raw) - MAX_BINARY))
+        return format_html("<pre class='kjo-raw'>{}{}</pre>", dump, _more(len(raw) - MAX_BINARY))
 
 
 def show_message(letter: DeadLetter) -> SafeString:
@@ -95,7 +95,7 @@ def badge(kind: str, label: object) -> SafeString:
     return format_html("<span class='kjo-state kjo-{}'>{}</span>", kind, label)
 
 
-def _rest(count: int) -> str:
+def _more(count: int) -> str:
     if count <= 0:
         return ""
     return "\n… " + ngettext("%d more", "%d more", count) % count

@@ -19,6 +19,6 @@ if __name__ == "__main__":
     def die(self: object, records: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Sending._hand_over = die  # type: ignore[method-assign, assignment]
+    Sending._publish_all = die  # type: ignore[method-assign, assignment]
     producer = ItemProducer({"claim_ttl": float(os.environ["KJO_TEST_CLAIM_TTL"])})
     producer.produce_messages({"state": 1}, 1000)

@@ -28,7 +28,6 @@ NOUNS_OF_THE_FIELD = {"RestSchema", "_has_word", "_in_words", "_words"}
 """Names that only look like one of these: REST is an interface, and texts have words."""
 
 STILL_METAPHORS = {
-    "admin": {"_rest"},
     "api": {"Word"},
     "contrib": {"_tell_death"},
     "engine": {
@@ -37,8 +36,6 @@ STILL_METAPHORS = {
     },
     "enqueue": {"hand_over"},
     "models": {"Wish"},
-    "operations": {"_rest", "_says", "_tell"},
-    "patterns": {"_hand_over", "_tell", "_tell_later", "tell"},
 }
 STILL_BESIDE_THEIR_NEIGHBOUR = {"engine", "models", "worker"}
 """Rooms with a docstring that begins with "The same"."""

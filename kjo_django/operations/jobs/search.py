@@ -386,7 +386,7 @@ class _Search:
 
     def branches(self) -> list[QuerySet[Job]]:
         """Return querysets that hold what fits, disjoint, each with an index of its own."""
-        rest = self._rest()
+        rest = self._not_indexed()
         found = [
             self._bounded(state, base, rest & more) for state, base, more in self._served_by_index()
         ]
@@ -451,7 +451,7 @@ class _Search:
         is_named = given.unique_id is not None and not given.unique_id.endswith("*")
         return bool(given.ids) or is_named or given.state == JobStatus.PROCESSING
 
-    def _rest(self) -> Q:
+    def _not_indexed(self) -> Q:
         """Return what no index serves."""
         given, rest = self._filter, Q()
         for name in ("queue", "handler", "key", "unique_id"):

@@ -545,7 +545,7 @@ class Sending:
                 built.append(candidate)
         if not built:
             return
-        answers = self._hand_over([c.record for c in built if c.record is not None])
+        answers = self._publish_all([c.record for c in built if c.record is not None])
         pairs = list(zip(built, answers, strict=True))
         self._note_sent([c for c, answer in pairs if answer.error is None])
         refused = [(c, answer) for c, answer in pairs if answer.error is not None]
@@ -553,7 +553,7 @@ class Sending:
         for candidate, answer in refused:
             self._fail(candidate.id, PublishError(answer.error), is_final=answer.is_final)
 
-    def _hand_over(self, records: Sequence[OutgoingRecord]) -> list[Published]:
+    def _publish_all(self, records: Sequence[OutgoingRecord]) -> list[Published]:
         """Publish; that nothing could be tried is an answer for each record too."""
         transport = get_transport(self._target.transport)
         try:
@@ -583,7 +583,7 @@ class Sending:
         self._hashes.update(c.hash for c in sent)
         for candidate in sent:
             self._sent.append(candidate.id)
-            self._tell(lambda c=candidate: self._producer.on_success(c.id))  # type: ignore[misc]
+            self._call_hook(lambda c=candidate: self._producer.on_success(c.id))  # type: ignore[misc]
             signals.send(
                 signals.item_sent,
                 sender=type(self._producer).__name__,
@@ -603,7 +603,7 @@ class Sending:
         self._unsendable += is_final
         self._reason = self._reason or text_of(error)
         logger.error("Item %s was not sent: %s", one_line(item_id), one_line(text_of(error)))
-        self._tell(lambda: self._producer.on_failed(item_id, error))
+        self._call_hook(lambda: self._producer.on_failed(item_id, error))
         signals.send(
             signals.item_send_failed,
             sender=type(self._producer).__name__,
@@ -614,7 +614,7 @@ class Sending:
             batch_id=self._batch_id,
         )
 
-    def _tell(self, hook: Callable[[], None]) -> None:
+    def _call_hook(self, hook: Callable[[], None]) -> None:
         try:
             hook()
         except Exception:

@@ -54,7 +54,7 @@ _SIGNALS = {
 }
 
 
-def tell(
+def call_listeners(
     listeners: Iterable[KDLQMessageLifecycleListener],
     hook: str,
     consumer: str,

@@ -34,7 +34,7 @@ from kjo_django.patterns.kdlq.config import (
     DlqConfig,
     ProcessingStatus,
     Status,
-    tell,
+    call_listeners,
 )
 from kjo_django.patterns.kdlq.letters import DECIDED
 from kjo_django.patterns.kdlq.routing import Decision, Processor, Verdict, decide, judge
@@ -92,7 +92,9 @@ class KDLQMessageConsumer:
         if headers.counter(record.headers, headers.KILLS) and self._is_decided(record):
             return Status.OK
         verdict = judge(lambda: self._processor(record), self.config)
-        self._tell("on_message_processing", record, status=verdict.status, error=verdict.error)
+        self._call_listeners(
+            "on_message_processing", record, status=verdict.status, error=verdict.error
+        )
         decision = decide(record, verdict, self.config, self.id)
         if decision.delay:
             try:
@@ -153,9 +155,9 @@ class KDLQMessageConsumer:
             else:
                 self._publish(decision.outgoing)
         except KDLQException as error:
-            self._tell("on_message_redelivery_error", record, error=error)
+            self._call_listeners("on_message_redelivery_error", record, error=error)
             raise
-        self._tell("on_message_redelivery_success", record)
+        self._call_listeners("on_message_redelivery_success", record)
 
     def _schedule(self, decision: Decision) -> None:
         outgoing = decision.outgoing
@@ -181,9 +183,9 @@ class KDLQMessageConsumer:
                 lambda: letters.record_letter(record, self.id, verdict.error, headers=told)
             )
         except KDLQException as error:
-            self._tell("on_message_kill_error", record, error=error)
+            self._call_listeners("on_message_kill_error", record, error=error)
             raise
-        self._tell("on_message_kill_success", record)
+        self._call_listeners("on_message_kill_success", record)
 
     def _skip(self, record: Record, verdict: Verdict) -> None:
         self._in_database(
@@ -191,7 +193,7 @@ class KDLQMessageConsumer:
                 record, self.id, verdict.error, headers=record.headers, is_skipped=True
             )
         )
-        self._tell("on_message_skip", record)
+        self._call_listeners("on_message_skip", record)
 
     def _publish(self, outgoing: OutgoingRecord) -> None:
         try:
@@ -207,8 +209,8 @@ class KDLQMessageConsumer:
         except (DatabaseError, InterfaceError) as error:
             raise KDLQException(f"The database did not take the message: {error}") from error
 
-    def _tell(self, hook: str, record: Record, **facts: Any) -> None:
-        tell(self.config.listeners, hook, self.id, record, **facts)
+    def _call_listeners(self, hook: str, record: Record, **facts: Any) -> None:
+        call_listeners(self.config.listeners, hook, self.id, record, **facts)
 
 
 def as_record(message: Any) -> Record:

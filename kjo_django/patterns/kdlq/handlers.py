@@ -35,7 +35,7 @@ from kjo_django.patterns.kdlq.config import (
     Ordering,
     ProcessingStatus,
     Status,
-    tell,
+    call_listeners,
 )
 from kjo_django.patterns.kdlq.routing import Decision, Processor, Verdict, decide, judge
 from kjo_django.registry import Handler, HandlerOptions, Route
@@ -121,7 +121,7 @@ class KdlqHandler(Handler):
                 return answer
 
         verdict = judge(call, self.config)
-        self._tell_later(
+        self._call_listeners_later(
             "on_message_processing", record, status=verdict.status, error=verdict.error
         )
         decision = decide(record, verdict, self.config, self.name)
@@ -139,7 +139,7 @@ class KdlqHandler(Handler):
                 self._park(replace_headers(record, decision.outgoing), line, due)
             else:
                 self._store(decision.outgoing, available_at=due, row_header=names.REDELIVERY)
-            self._tell_later("on_message_redelivery_success", record)
+            self._call_listeners_later("on_message_redelivery_success", record)
         elif decision.status is Status.ROUTED_TO_DLQ:
             assert decision.outgoing is not None
             place = letters.place_of(record).encode()
@@ -147,10 +147,10 @@ class KdlqHandler(Handler):
             self._store(replace(decision.outgoing, headers=told))
             is_exhausted = verdict.status is ProcessingStatus.MUST_BE_REDELIVERED
             self._write_letter(record, verdict, told, is_exhausted=is_exhausted)
-            self._tell_later("on_message_kill_success", record)
+            self._call_listeners_later("on_message_kill_success", record)
         elif decision.status is Status.SKIPPED_DLQ_MAX_ATTEMPTS_REACHED:
             self._write_letter(record, verdict, record.headers, is_skipped=True)
-            self._tell_later("on_message_skip", record)
+            self._call_listeners_later("on_message_skip", record)
         elif headers.counter(record.headers, headers.KILLS):
             letters.close_letter(record, self.name)
 
@@ -193,9 +193,10 @@ class KdlqHandler(Handler):
             **how,
         )
 
-    def _tell_later(self, hook: str, record: Record, **facts: Any) -> None:
-        told = functools.partial(tell, self.config.listeners, hook, self.name, record, **facts)
-        transaction.on_commit(told, using=jobs_database())
+    def _call_listeners_later(self, hook: str, record: Record, **facts: Any) -> None:
+        listeners = self.config.listeners
+        call = functools.partial(call_listeners, listeners, hook, self.name, record, **facts)
+        transaction.on_commit(call, using=jobs_database())
 
 
 def replace_headers(record: Record, outgoing: OutgoingRecord) -> Record:
