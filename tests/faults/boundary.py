@@ -34,6 +34,13 @@ class Died(BaseException):
     """The process is dead: nothing it does has an effect any more."""
 
 
+class Endless(BaseException):
+    """A process makes more calls than any schedule needs."""
+
+
+MOST_CALLS = 20_000
+
+
 class Fault(enum.Enum):
     RAISES_BEFORE = "raises-before"
     RAISES_AFTER = "raises-after"
@@ -60,6 +67,7 @@ class Boundary:
         self.fault = fault
         self.at = at
         self.calls: list[str] = []
+        self.call_count = 0
         self.is_open = True
         """Whether calls are recorded, and one is struck."""
         self.is_dead = False
@@ -91,6 +99,9 @@ class Boundary:
         that is before its effect."""
         if self.is_dead:
             raise Died
+        self.call_count += 1
+        if self.call_count > MOST_CALLS:
+            raise Endless(f"it goes on for ever, with {name}")
         with self._lock:
             is_struck = self.is_open and len(self.calls) == self.at and self.fault is not None
             if self.is_open:

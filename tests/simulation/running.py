@@ -23,7 +23,7 @@ from kjo_django.operations import dead_letters
 from kjo_django.operations import jobs as operations
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.memory import MemoryTransport
-from tests.faults.boundary import Boundary, Died, Fault, within
+from tests.faults.boundary import Boundary, Died, Endless, Fault, within
 from tests.faults.patterns import STREAM
 from tests.faults.process import Process
 from tests.faults.scenarios import QUEUE, _queue_of
@@ -83,7 +83,9 @@ class Simulated(Process):
 
     def part(self, name: str) -> None:
         """Let one of the worker's threads do one round."""
-        if name == "poll":
+        if name == "turn":
+            self.turn()
+        elif name == "poll":
             for poller in self.worker.pollers:
                 self._step(partial(self._poll, poller))
         else:
@@ -117,6 +119,8 @@ class Simulation(World):
                 self._start(-1)
             self.recover()
             return self.problems()
+        except Endless as error:
+            return [str(error)]
         finally:
             self.trace = [call for boundary in self.boundaries for call in boundary.calls]
             self.end()

@@ -10,10 +10,10 @@ from typing import Any
 
 from tests.faults.boundary import Fault
 
-PARTS = ("beat", "relay", "poll", "lanes")
-"""What a worker's threads do, one round of each."""
-WEIGHTS = (1, 4, 4, 5)
-CALLS = {"beat": 3, "relay": 10, "poll": 6, "lanes": 25, "stop": 8}
+PARTS = ("beat", "relay", "poll", "lanes", "turn")
+"""What a worker's threads do, one round of each; a turn is a round of all of them."""
+WEIGHTS = (1, 3, 3, 4, 5)
+CALLS = {"beat": 3, "relay": 10, "poll": 6, "lanes": 25, "turn": 50, "stop": 8, "produce": 10}
 """Calls of a step among which the one that is struck is drawn; a step may have fewer."""
 KINDS = (
     *("atomic", "atomic", "database-only", "outside", "async"),
@@ -78,13 +78,13 @@ def _step(chance: random.Random, number: int, alive: set[int], is_calm: bool) ->
 
 def _request(chance: random.Random, number: int, who: int) -> Step:
     draw = chance.random()
-    if draw < 0.08:
+    if draw < 0.15:
         return Step("others", who, (f"r{number}",))
-    if draw < 0.14:
-        return Step("produce", who)
-    if draw < 0.18:
-        return Step("cancel", who)
     if draw < 0.22:
+        return Step("produce", who)
+    if draw < 0.26:
+        return Step("cancel", who)
+    if draw < 0.30:
         return Step("replay", who)
     jobs: list[str] = []
     kinds = [chance.choice(KINDS)] if chance.random() < 0.5 else KINDS
@@ -95,13 +95,13 @@ def _request(chance: random.Random, number: int, who: int) -> Step:
 
 
 def _with_fault(step: Step, chance: random.Random, alive: set[int], is_calm: bool) -> Step:
-    if step.action in ("time", "start", "die") or chance.random() > 0.25:
+    if step.action in ("time", "start", "die") or chance.random() > 0.3:
         return step
     fault = Fault.OVERLAPS if is_calm else chance.choice(list(Fault))
     meanwhile = None
     others = sorted(alive - {step.who})
     if others and fault in (Fault.OVERLAPS, Fault.TAKES_40_S):
-        meanwhile = Step(*chance.choices((*PARTS, "produce"), (*WEIGHTS, 2)), chance.choice(others))
+        meanwhile = Step(*chance.choices((*PARTS, "produce"), (*WEIGHTS, 3)), chance.choice(others))
     at = chance.randrange(CALLS.get(step.action, 4))
     return replace(step, fault=fault.value, at=at, meanwhile=meanwhile)
 
