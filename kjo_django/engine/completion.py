@@ -18,16 +18,18 @@ from kjo_django.transports.base import Subscription
 
 
 @contextmanager
-def recording(using: str) -> Iterator[list[Attempt]]:
+def recording(using: str, *, calls_handlers: bool = False) -> Iterator[list[Attempt]]:
     """A transaction that makes endings durable. A worker's is always the outermost; within a test's
     own, a savepoint keeps a failure from breaking that one.
 
     Yields a list for the attempts it records: recorded with its commit; should it raise, in doubt,
     since nobody knows whether the COMMIT took effect.
+
+    :param calls_handlers: whether handlers, or hooks of theirs, are called in it.
     """
     attempts: list[Attempt] = []
     try:
-        with store_for(using).transaction():
+        with store_for(using).transaction(calls_handlers=calls_handlers):
             yield attempts
     except Exception:
         for attempt in attempts:

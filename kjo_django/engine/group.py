@@ -493,7 +493,7 @@ class Pipeline:
         failures.publish_dead_letters([a for a in attempts if a.ending is Ending.DEAD])
         writable = [a for a in attempts if a.is_published or a.ending is not Ending.DEAD]
         using = jobs_database()
-        with completion.recording(using) as recorded:
+        with completion.recording(using, calls_handlers=True) as recorded:
             recorded += writable
             completion.close_known(using, [a for a in writable if a.ending is Ending.DUPLICATE])
             failed = [attempt for attempt in writable if attempt.ending in FAILURES]

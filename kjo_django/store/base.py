@@ -45,8 +45,13 @@ class Store:
     # --- Transactions -----------------------------------------------------------------------------
 
     @contextmanager
-    def transaction(self, *, savepoint: bool = True, durable: bool = False) -> Iterator[None]:
-        """Run the block in ``transaction.atomic()``."""
+    def transaction(
+        self, *, savepoint: bool = True, durable: bool = False, calls_handlers: bool = False
+    ) -> Iterator[None]:
+        """Run the block in ``transaction.atomic()``.
+
+        :param calls_handlers: whether code of the project's runs in the transaction.
+        """
         with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
             yield
 

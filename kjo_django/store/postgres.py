@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -139,10 +139,11 @@ def execute_both(
 class BeginAlong:
     """Sends the ``BEGIN`` of a transaction in one round trip with its first query.
 
-    To be entered within ``atomic()``, before anything is asked. psycopg, out of autocommit, would
-    send a ``BEGIN`` of its own before that query, and wait for it. Its setter does not let anybody
-    change autocommit for a single query, so the attribute behind it is; where there is none, or the
-    query must go alone, psycopg does as ever.
+    To be entered within the outermost ``atomic()``, before anything is asked. psycopg, out of
+    autocommit, would send a ``BEGIN`` of its own before that query, and wait for it. So the
+    connection is put into autocommit until Django ends the transaction. Nobody else's code may run
+    in it: in autocommit Django opens the cursors of ``iterator()`` "with hold", which cannot lock
+    rows. A query that must go alone leaves psycopg to begin by itself.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -164,13 +165,15 @@ class BeginAlong:
             return execute(sql, params, many, context)
         driver = cursor.connection
         is_begun = driver.pgconn.transaction_status != _psycopg().idle
-        if is_begun or getattr(driver, "_autocommit", True):
+        if is_begun or driver.autocommit:
             return execute(sql, params, many, context)
-        driver._autocommit = True
+        driver.autocommit = True
         try:
             answer = execute(f"{_begin(driver)}; {sql}", params, many, context)
         finally:
-            driver._autocommit = False
+            if driver.pgconn.transaction_status == _psycopg().idle:
+                # Refused before it began: what comes next must begin a transaction still.
+                driver.autocommit = False
         pass_over(cursor, 1)
         return answer
 
@@ -207,11 +210,19 @@ class PostgresStore(Store):
     # --- Transactions -----------------------------------------------------------------------------
 
     @contextmanager
-    def transaction(self, *, savepoint: bool = True, durable: bool = False) -> Iterator[None]:
-        """Run the block in ``transaction.atomic()``, whose ``BEGIN`` takes no round trip."""
-        atomic = transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable)
-        with atomic, BeginAlong(self.connection):
-            yield
+    def transaction(
+        self, *, savepoint: bool = True, durable: bool = False, calls_handlers: bool = False
+    ) -> Iterator[None]:
+        """Run the block in ``transaction.atomic()``, whose ``BEGIN`` takes no round trip.
+
+        :param calls_handlers: whether code of the project's runs in it, so that psycopg has to
+            begin it in its own way.
+        """
+        connection = self.connection
+        with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
+            is_outermost = len(connection.atomic_blocks) == 1
+            with BeginAlong(connection) if is_outermost and not calls_handlers else nullcontext():
+                yield
 
     def commit_without_disk(self) -> None:
         """Set ``synchronous_commit`` off for the current transaction."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -13,7 +12,6 @@ from django.db import ProgrammingError, connection, transaction
 
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job, ProcessedEvent
-from kjo_django.store import postgres as postgres_models
 from kjo_django.store import store_for
 from kjo_django.store.postgres import BeginAlong, _begin
 from tests.ledger import jobs as ledger
@@ -54,11 +52,11 @@ def test_the_first_query_carries_the_beginning_along_and_answers_as_if_it_were_a
         connection.ensure_connection()
         assert status() == STATUS.IDLE
         answers = asked("SELECT 1"), asked("SELECT 2")
-        inside = status(), connection.connection.autocommit
+        inside = status()
     # Then
     assert sent == ["BEGIN; SELECT 1", "SELECT 2"]
     assert answers == (1, 2)
-    assert inside == (STATUS.INTRANS, False)
+    assert inside == STATUS.INTRANS
     assert (status(), connection.connection.autocommit) == (STATUS.IDLE, True)
 
 
@@ -85,6 +83,13 @@ def test_where_nothing_is_asked_nothing_stays_behind():
     assert connection.execute_wrappers == before
 
 
+def test_where_handlers_are_called_psycopg_begins_by_itself(sent):
+    with store_for("default").transaction(calls_handlers=True):
+        asked("SELECT 1")
+        assert (status(), connection.connection.autocommit) == (STATUS.INTRANS, False)
+    assert sent == ["SELECT 1"]
+
+
 def test_within_a_transaction_of_somebody_elses_none_is_begun(sent):
     with transaction.atomic():
         asked("SELECT 1")
@@ -92,6 +97,10 @@ def test_within_a_transaction_of_somebody_elses_none_is_begun(sent):
             asked("SELECT 2")
         with store_for("default").transaction():
             asked("SELECT 3")
+    # Nor where it has asked nothing yet: all of it would be out of psycopg's hands
+    with transaction.atomic(), store_for("default").transaction():
+        asked("SELECT 4")
+        assert not connection.connection.autocommit
     assert [text for text in sent if "BEGIN" in text] == []
 
 
@@ -108,23 +117,15 @@ def test_it_begins_as_psycopg_would():
         connection.close()
 
 
-@pytest.mark.parametrize("attributes", [{}, {"_autocommit": True}], ids=["none", "on"])
-def test_a_driver_that_keeps_autocommit_otherwise_is_left_to_begin_by_itself(
-    monkeypatch, attributes
-):
-    # Given
-    monkeypatch.setattr(postgres_models, "takes_several", lambda cursor: True)
-    pgconn = SimpleNamespace(transaction_status=STATUS.IDLE)
-    driver = SimpleNamespace(pgconn=pgconn, **attributes)
-    cursor = SimpleNamespace(cursor=SimpleNamespace(connection=driver))
-    given: list[str] = []
-    begins = BeginAlong(SimpleNamespace(execute_wrappers=[]))
-    # When
-    with begins:
-        begins(lambda sql, *rest: given.append(sql), "SELECT 1", None, False, {"cursor": cursor})
-    # Then
-    assert given == ["SELECT 1"]
-    assert vars(driver) == {"pgconn": pgconn, **attributes}
+def test_after_a_first_query_that_was_refused_the_next_begins_the_transaction(sent):
+    """Otherwise each query would be committed by itself, though the block is undone."""
+    with pytest.raises(ZeroDivisionError), store_for("default").transaction():
+        with pytest.raises(ProgrammingError):
+            asked("SELEKT 1")
+        Entry.objects.create(job="a")
+        assert status() == STATUS.INTRANS
+        raise ZeroDivisionError
+    assert entries() == []
 
 
 def test_the_isolation_asked_for_in_the_settings_is_kept(bench):

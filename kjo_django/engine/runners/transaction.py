@@ -156,7 +156,11 @@ class TransactionRunner:
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
         until = time.monotonic() + OVERRUN * get_settings().group_budget.total_seconds()
-        with completion.recording(using) as recorded, leaving_no_blocks(connection), watching:
+        with (
+            completion.recording(using, calls_handlers=True) as recorded,
+            leaving_no_blocks(connection),
+            watching,
+        ):
             fresh, rows = mark_and_load(using, list(keys.values()), deliveries)
             for step in in_steps(deliveries, keys):
                 if attempts and time.monotonic() >= until:
