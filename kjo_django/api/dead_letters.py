@@ -41,35 +41,40 @@ MAX_IDS = 500
 # --- Requests -------------------------------------------------------------------------------------
 
 
-class LetterFilter(Query):
-    """Which dead letters."""
-
-    queue = serializers.CharField(max_length=100, required=False)
-    handler = serializers.CharField(max_length=100, required=False)
-    reason = Word("DeadLetterReason", DeadLetterReason.values, required=False)
-    error = serializers.CharField(
+LetterFilter = shape(
+    "LetterFilter",
+    "Which dead letters.",
+    Query,
+    queue=serializers.CharField(max_length=100, required=False),
+    handler=serializers.CharField(max_length=100, required=False),
+    reason=Word("DeadLetterReason", DeadLetterReason.values, required=False),
+    error=serializers.CharField(
         max_length=200, required=False, help_text="Part of the error's text or type, in any case."
-    )
-    fingerprint = serializers.CharField(max_length=32, required=False)
-    since = Moment(required=False, help_text="Failed at this moment or later.")
-    until = Moment(required=False, help_text="Failed before this moment.")
+    ),
+    fingerprint=serializers.CharField(max_length=32, required=False),
+    since=Moment(required=False, help_text="Failed at this moment or later."),
+    until=Moment(required=False, help_text="Failed before this moment."),
+)
 
 
-class LetterQuery(LetterFilter, PageQuery):
-    """Which dead letters, and which page of them. The open ones and those of a fingerprint among
-    them are served by an index; other filters look through 50,000 rows for each page."""
-
-    state = Word(
+LetterQuery = shape(
+    "LetterQuery",
+    "Which dead letters, and which page of them. The open ones and those of a fingerprint among "
+    "them are served by an index; other filters look through 50,000 rows for each page.",
+    LetterFilter,
+    PageQuery,
+    state=Word(
         "DeadLetterState", DeadLetterState.values, required=False, default=DeadLetterState.OPEN
-    )
-
-
-class GroupQuery(LetterFilter):
-    """Which dead letters to group, and how many groups."""
-
-    limit = serializers.IntegerField(
+    ),
+)
+GroupQuery = shape(
+    "GroupQuery",
+    "Which dead letters to group, and how many groups.",
+    LetterFilter,
+    limit=serializers.IntegerField(
         required=False, default=50, min_value=1, max_value=MAX_LIMIT, help_text="Most groups."
-    )
+    ),
+)
 
 
 class Selection(Body):

@@ -27,7 +27,7 @@ from rest_framework.settings import api_settings
 from rest_framework.views import APIView
 
 from kjo_django.api import problems
-from kjo_django.api.fields import Body, Query, Shape
+from kjo_django.api.fields import Body, Query, Shape, shape
 from kjo_django.api.problems import CONTENT_TYPE, TYPE, StrictJSONParser
 from kjo_django.operations.audit import audit_of
 from kjo_django.operations.internal import UserActor
@@ -66,24 +66,26 @@ class BodyExtension(OpenApiSerializerExtension):  # type: ignore[no-untyped-call
         return schema | {"additionalProperties": False}
 
 
-class ProblemError(Shape):
-    """What is wrong with one field."""
-
-    field = serializers.CharField(
+ProblemError = shape(
+    "ProblemError",
+    "What is wrong with one field.",
+    field=serializers.CharField(
         allow_blank=True, help_text="Its path, as in `payload.order_id`; empty: the whole body."
-    )
-    detail = serializers.CharField()
-    code = serializers.CharField()
+    ),
+    detail=serializers.CharField(),
+    code=serializers.CharField(),
+)
 
 
-class Problem(Shape):
-    """An error, as RFC 9457 wants it."""
-
-    type = serializers.CharField(help_text=f"`{TYPE}` and a code.")
-    title = serializers.CharField()
-    status = serializers.IntegerField()
-    detail = serializers.CharField()
-    errors = ProblemError(many=True, help_text="One for each field that is wrong.")
+Problem = shape(
+    "Problem",
+    "An error, as RFC 9457 wants it.",
+    type=serializers.CharField(help_text=f"`{TYPE}` and a code."),
+    title=serializers.CharField(),
+    status=serializers.IntegerField(),
+    detail=serializers.CharField(),
+    errors=ProblemError(many=True, help_text="One for each field that is wrong."),
+)
 
 
 def page_of(row: type[Any]) -> type[Any]:

@@ -28,12 +28,12 @@ class Shape(serializers.Serializer):  # type: ignore[misc]
         extend_schema_serializer(component_name=NAME_PREFIX + cls.__name__)(cls)
 
 
-def shape(name: str, about: str, base: type[Shape] = Shape, /, **members: Any) -> type[Any]:
-    """Return a shape with these members after those of its base.
+def shape(name: str, about: str, /, *bases: type[Any], **members: Any) -> type[Any]:
+    """Return a shape with these members beside those of its bases; a plain one without bases.
 
     :param about: its description in the schema.
     """
-    return type(name, (base,), {"__doc__": about, **members})
+    return type(name, bases or (Shape,), {"__doc__": about, **members})
 
 
 def columns(model: type[Model], names: Sequence[str]) -> dict[str, serializers.Field]:

@@ -58,70 +58,76 @@ WITH_PAYLOADS = "With the permission `view_payload`."
 # --- Requests -------------------------------------------------------------------------------------
 
 
-class EnqueueBody(Body):
-    """A job to enqueue: the handler's name, its arguments, and what `using()` takes."""
-
-    handler = Text(max_length=100, help_text="As registered, such as `shop.send_confirmation`.")
-    payload = JSONObject(default=dict, help_text="The handler's arguments by name.")
-    unique_id = Text(
+EnqueueBody = shape(
+    "EnqueueBody",
+    "A job to enqueue: the handler's name, its arguments, and what `using()` takes.",
+    Body,
+    handler=Text(max_length=100, help_text="As registered, such as `shop.send_confirmation`."),
+    payload=JSONObject(default=dict, help_text="The handler's arguments by name."),
+    unique_id=Text(
         max_length=255,
         required=False,
         allow_null=True,
         help_text="One job per queue and id: a second request is answered with the first's job.",
-    )
-    key = Text(
+    ),
+    key=Text(
         max_length=255,
         required=False,
         allow_null=True,
         allow_blank=True,
         help_text="Jobs of one key run one at a time and in order.",
-    )
-    queue = Text(max_length=100, required=False, allow_null=True)
-    delay = Seconds(required=False, allow_null=True, help_text="Seconds; not with `run_at`.")
-    run_at = Moment(required=False, allow_null=True)
-    expires_at = Moment(
+    ),
+    queue=Text(max_length=100, required=False, allow_null=True),
+    delay=Seconds(required=False, allow_null=True, help_text="Seconds; not with `run_at`."),
+    run_at=Moment(required=False, allow_null=True),
+    expires_at=Moment(
         required=False, allow_null=True, help_text="Not started by then, never started."
-    )
-    max_attempts = Whole(required=False, allow_null=True, min_value=1, max_value=LARGEST)
-    result_ttl = Seconds(
+    ),
+    max_attempts=Whole(required=False, allow_null=True, min_value=1, max_value=LARGEST),
+    result_ttl=Seconds(
         required=False,
         allow_null=True,
         min_value=0.001,
         help_text="Seconds its result or error is kept.",
-    )
+    ),
+)
 
 
 MAX_SEARCH = 4000
 SEARCHED = ("state", "queue", "handler", "key", "unique_id")
 
 
-class JobQuery(Query):
-    """Which jobs. A text that ends in `*` is a beginning. Ids, a time of creation and every state
-    but completed are served by an index; for the rest the newest 100,000 of these are looked at,
-    and `is_windowed` says so."""
-
-    q = serializers.CharField(
+JobQuery = shape(
+    "JobQuery",
+    "Which jobs. A text that ends in `*` is a beginning. Ids, a time of creation and every "
+    "state but completed are served by an index; for the rest the newest 100,000 of these are "
+    "looked at, and `is_windowed` says so.",
+    Query,
+    q=serializers.CharField(
         max_length=MAX_SEARCH,
         required=False,
         help_text="A search, such as `state:failed handler:shop.* args.order_id:7 since:2h`.",
-    )
-    state = Word("JobStatus", JobStatus.values, required=False)
-    queue = serializers.CharField(max_length=100, required=False)
-    handler = serializers.CharField(max_length=100, required=False)
-    key = serializers.CharField(max_length=255, required=False)
-    unique_id = serializers.CharField(max_length=255, required=False, trim_whitespace=False)
-    cursor = serializers.CharField(
+    ),
+    state=Word("JobStatus", JobStatus.values, required=False),
+    queue=serializers.CharField(max_length=100, required=False),
+    handler=serializers.CharField(max_length=100, required=False),
+    key=serializers.CharField(max_length=255, required=False),
+    unique_id=serializers.CharField(max_length=255, required=False, trim_whitespace=False),
+    cursor=serializers.CharField(
         max_length=100, required=False, help_text="`next_cursor` of the page before this one."
-    )
-    limit = page_limit()
+    ),
+    limit=page_limit(),
+)
 
 
-class WaitQuery(Query):
-    """How long to wait."""
-
-    timeout = QueryNumber(
+WaitQuery = shape(
+    "WaitQuery",
+    "How long to wait.",
+    Query,
+    timeout=QueryNumber(
         required=False, default=20.0, min_value=0, max_value=30, help_text="Seconds."
-    )
+    ),
+)
 
 
 # --- Answers --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from django.db.models import Model, QuerySet
 from rest_framework import serializers
 
-from kjo_django.api.fields import Identifier, Query
+from kjo_django.api.fields import Identifier, Query, shape
 
 M = TypeVar("M", bound=Model)
 
@@ -33,11 +33,13 @@ def page_limit() -> serializers.IntegerField:
     )
 
 
-class PageQuery(Query):
-    """Which page."""
-
-    cursor = Identifier(required=False, help_text="`next_cursor` of the page before this one.")
-    limit = page_limit()
+PageQuery = shape(
+    "PageQuery",
+    "Which page.",
+    Query,
+    cursor=Identifier(required=False, help_text="`next_cursor` of the page before this one."),
+    limit=page_limit(),
+)
 
 
 @dataclass(frozen=True, slots=True)

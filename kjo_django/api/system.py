@@ -47,16 +47,18 @@ Health = shape(
 )
 
 
-class HealthQuery(Query):
-    """What is still well."""
-
-    max_lag = serializers.IntegerField(
+HealthQuery = shape(
+    "HealthQuery",
+    "What is still well.",
+    Query,
+    max_lag=serializers.IntegerField(
         required=False, min_value=0, max_value=2**31, help_text="Messages a queue may be behind."
-    )
-    max_failure_rate = QueryNumber(required=False, min_value=0, max_value=1)
-    max_idle = QueryNumber(
+    ),
+    max_failure_rate=QueryNumber(required=False, min_value=0, max_value=1),
+    max_idle=QueryNumber(
         required=False, min_value=1, max_value=86_400, help_text="Seconds due work may wait."
-    )
+    ),
+)
 
 
 EVENT_COLUMNS = ("id", "event_id", "event_type", "service_name", "processed_at")
@@ -73,14 +75,16 @@ ProcessedEvents = shape(
 )
 
 
-class EventQuery(Query):
-    """Which event, and which consumer's effects."""
-
-    event_id = serializers.CharField(
+EventQuery = shape(
+    "EventQuery",
+    "Which event, and which consumer's effects.",
+    Query,
+    event_id=serializers.CharField(
         max_length=255, trim_whitespace=False, help_text="Exactly as the event or message has it."
-    )
-    service_name = serializers.CharField(max_length=100, required=False)
-    event_type = serializers.CharField(max_length=100, required=False)
+    ),
+    service_name=serializers.CharField(max_length=100, required=False),
+    event_type=serializers.CharField(max_length=100, required=False),
+)
 
 
 @endpoint(
@@ -201,27 +205,31 @@ MetricSummaries = shape(
 )
 
 
-class MetricQuery(Query):
-    """Which time, and what of it."""
-
-    length = serializers.IntegerField(
+MetricQuery = shape(
+    "MetricQuery",
+    "Which time, and what of it.",
+    Query,
+    length=serializers.IntegerField(
         required=False,
         default=HOUR,
         min_value=60,
         max_value=31 * DAY,
         help_text="Seconds up to now: told by the minute up to two hours, by the quarter up to a "
         "day, else by the hour.",
-    )
-    queue = serializers.CharField(max_length=100, required=False, help_text="Points of it only.")
-    handler = serializers.CharField(max_length=100, required=False, help_text="Points of it only.")
+    ),
+    queue=serializers.CharField(max_length=100, required=False, help_text="Points of it only."),
+    handler=serializers.CharField(max_length=100, required=False, help_text="Points of it only."),
+)
 
 
-class SummaryQuery(Query):
-    """Which time."""
-
-    length = serializers.IntegerField(
+SummaryQuery = shape(
+    "SummaryQuery",
+    "Which time.",
+    Query,
+    length=serializers.IntegerField(
         required=False, default=HOUR, min_value=60, max_value=2 * HOUR, help_text="Seconds."
-    )
+    ),
+)
 
 
 @endpoint("metrics_read", METRICS, ["view_job"], {200: Metrics}, query=MetricQuery)

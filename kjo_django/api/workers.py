@@ -73,10 +73,12 @@ WorkerDetail = shape(
 )
 
 
-class WorkerQuery(PageQuery):
-    """Which workers."""
-
-    state = Word("WorkerState", WorkerRow.State.values, required=False)
+WorkerQuery = shape(
+    "WorkerQuery",
+    "Which workers.",
+    PageQuery,
+    state=Word("WorkerState", WorkerRow.State.values, required=False),
+)
 
 
 @endpoint("workers_list", TAG, ["view_worker"], {200: WorkerPage}, query=WorkerQuery)
