@@ -380,7 +380,7 @@ def _send_retry(using: str, job: Job) -> None:
     which finds it by ``available_at``."""
     queue = get_settings().queue(job.queue)
     if dispatch.is_transactional(queue):
-        dispatch.hand_over([job], queue)
+        dispatch.dispatch_jobs([job], queue)
 
 
 def _birth(using: str, attempt: Attempt, changes: dict[str, Any], now: datetime) -> Job | None:

@@ -97,7 +97,7 @@ class EnqueueOptions:
             except ValueError as error:
                 raise ValueError(f"max_attempts must be {error}") from None
         if self.result_ttl is not None:
-            milliseconds(self.result_ttl, timedelta(1))
+            milliseconds(self.result_ttl)
 
 
 def _are_headers(headers: Any) -> bool:
@@ -213,7 +213,7 @@ class JobDefinition:
             serializer=declared.serializer,
             key=content.key,
             max_attempts=given.max_attempts or declared.max_attempts or queue.max_attempts,
-            result_ttl=milliseconds(given.result_ttl or declared.result_ttl, queue.result_ttl),
+            result_ttl=milliseconds(given.result_ttl or declared.result_ttl or queue.result_ttl),
         )
 
 

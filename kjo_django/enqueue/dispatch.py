@@ -103,7 +103,7 @@ def initial_state(queue: QueueConf) -> JobState:
     return JobState.QUEUED if is_transactional(queue) else JobState.PENDING
 
 
-def hand_over(jobs: Sequence[Job], queue: QueueConf) -> None:
+def dispatch_jobs(jobs: Sequence[Job], queue: QueueConf) -> None:
     """Send stored jobs of one queue on their way, inside the caller's transaction.
 
     Transactional transport: publish their messages now. Otherwise: wake the relay on commit.

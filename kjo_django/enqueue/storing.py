@@ -72,12 +72,12 @@ def check_payload_size(payload: bytes, limit: int | None = None) -> bytes:
     return payload
 
 
-def milliseconds(value: timedelta | int | None, default: timedelta) -> int:
+def milliseconds(value: timedelta | int) -> int:
     """Return a result's lifetime in milliseconds, validated before anything is written.
 
     :param value: a positive timedelta, or a positive whole number of milliseconds.
     """
-    given = value = default if value is None else value
+    given = value
     if isinstance(value, timedelta):
         value = math.floor(value / timedelta(milliseconds=1))
     is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -205,7 +205,7 @@ def _store(jobs: Sequence[Job], revives_failed: bool, runtime: Runtime) -> list[
                 if job.queue == name and answer.is_new
             ]
             if fresh:
-                dispatch.hand_over(fresh, queue)
+                dispatch.dispatch_jobs(fresh, queue)
                 after_commit(using, dispatch.channel_of(queue), map(_facts, fresh))
     return answers
 
@@ -414,7 +414,7 @@ def _store_record(job: Job, queue: QueueConf) -> None:
     using = runtime.database
     with runtime.store.transaction(savepoint=False):
         job.save(using=using, force_insert=True)
-        dispatch.hand_over([job], queue)
+        dispatch.dispatch_jobs([job], queue)
 
 
 def only_in_rows(key: bytes | None, value: bytes | None) -> dict[str, bytes]:

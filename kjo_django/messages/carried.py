@@ -71,7 +71,8 @@ class carrying:
 def inherited() -> dict[str, str]:
     """Return the headers a message published now inherits; none outside a handler, but for the
     current trace where there is a tracer."""
-    found = {name: value for name, value in _all().items() if name != CAUSATION_ID}
+    held = _carried.get() or {}
+    found = {name: value for name, value in held.items() if name != CAUSATION_ID}
     if tracing.tracer is None:
         return found
     current = tracing.tracer.headers()
@@ -83,8 +84,4 @@ def inherited() -> dict[str, str]:
 
 def cause() -> str | None:
     """Return the id of the event being handled, or None."""
-    return _all().get(CAUSATION_ID)
-
-
-def _all() -> Mapping[str, str]:
-    return _carried.get() or {}
+    return (_carried.get() or {}).get(CAUSATION_ID)

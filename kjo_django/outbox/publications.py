@@ -55,7 +55,9 @@ class Publications:
         :raises DatabaseError: nothing, or not all, could be recorded; ``record_missing`` tries it
             again.
         """
-        self._keep(published)
+        if not self.unrecorded:
+            self._tried_at = self._runtime.clock.monotonic()
+        self.unrecorded.update((one.job.id, one) for one in published)
         self._forget(published, _write(self._runtime, published))
 
     def begin(self, published: Sequence[Publication]) -> None:
@@ -67,7 +69,7 @@ class Publications:
 
         :raises DatabaseError: as ``record``; also for the batch begun before.
         """
-        self._keep(published)
+        self.unrecorded.update((one.job.id, one) for one in published)
         self._wait()
         store = self._runtime.store
         jobs = [one for one in published if not one.job.destination]
@@ -113,11 +115,6 @@ class Publications:
         if begun is not None:
             jobs, locked = begun
             self._forget(jobs, locked.result())
-
-    def _keep(self, published: Sequence[Publication]) -> None:
-        if not self.unrecorded:
-            self._tried_at = self._runtime.clock.monotonic()
-        self.unrecorded.update((one.job.id, one) for one in published)
 
     def _forget(self, published: Sequence[Publication], locked: Collection[UUID]) -> None:
         for one in published:

@@ -141,7 +141,7 @@ class Relay:
         if is_full:
             jobs = self._with_overtaken(jobs, wanted, most)
         record = self._publications.begin if is_full else self._publications.record
-        if not is_full:
+        if not is_full and self._publications.unrecorded:
             self._publications.finish()
         failed: Exception | None = None
         for name in dict.fromkeys(job.queue for job in jobs):
@@ -355,7 +355,7 @@ class Relay:
         mine = self._leases.take(self._awake())
         with self._leases.busy():
             count = self.publish_due(mine) if mine else 0
-            if self._publications.are_overdue:
+            if self._publications.unrecorded and self._publications.are_overdue:
                 self._publications.record_missing()
         if count >= self._settings.relay_batch_size:
             self._is_called = True

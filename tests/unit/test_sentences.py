@@ -29,12 +29,10 @@ NOUNS_OF_THE_FIELD = {"RestSchema", "_has_word", "_in_words", "_words"}
 
 STILL_METAPHORS = {
     "api": {"Word"},
-    "contrib": {"_tell_death"},
     "engine": {
         *("Flight", "Resting", "Turns", "_as_told", "_fly", "_is_in_hand", "resting", "tell"),
         *("_settle_in_hand", "_tell_handler", "_tell_handlers", "_tell_one", "tell_waiters"),
     },
-    "enqueue": {"hand_over"},
     "models": {"Wish"},
 }
 STILL_BESIDE_THEIR_NEIGHBOUR = {"engine", "models", "worker"}

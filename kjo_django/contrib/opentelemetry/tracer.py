@@ -302,11 +302,11 @@ class OpenTelemetryTracer:
         gets one too: no trace ends without a word."""
         for outcome in outcomes:
             if outcome.delivery.trace is None and outcome.ending is Ending.DEAD:
-                self._tell_death(outcome)
+                self._trace_death(outcome)
             if outcome.ending is not None:
                 _finish(outcome.delivery, outcome.ending.value, str(outcome.reason))
 
-    def _tell_death(self, outcome: Attempt) -> None:
+    def _trace_death(self, outcome: Attempt) -> None:
         attributes = of_delivery(outcome.delivery) | {ATTEMPT: outcome.number}
         span, _ = self._start_process([outcome.delivery], attributes)
         outcome.delivery.trace = opened = Open(span, None)

@@ -159,7 +159,7 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
         serializer=JSON,
         key=options.key or "",
         max_attempts=backend.default(task, "max_attempts") or queue.max_attempts,
-        result_ttl=milliseconds(backend.default(task, "result_ttl"), queue.result_ttl),
+        result_ttl=milliseconds(backend.default(task, "result_ttl") or queue.result_ttl),
     )
 
 

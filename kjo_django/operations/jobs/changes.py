@@ -306,11 +306,11 @@ def change_in_chunks(
 def send(keys: Sequence[Any], queue: QueueConf) -> None:
     """Hand stored jobs over inside the caller's transaction, holding few payloads at once."""
     if not dispatch.is_transactional(queue):
-        dispatch.hand_over([], queue)
+        dispatch.dispatch_jobs([], queue)
         return
     for batch in batched(keys, PUBLISH_BATCH):
         rows = Job.objects.using(jobs_database()).filter(pk__in=batch).order_by("pk")
-        dispatch.hand_over(list(rows.defer("result")), queue)
+        dispatch.dispatch_jobs(list(rows.defer("result")), queue)
 
 
 @dataclass(frozen=True, slots=True)

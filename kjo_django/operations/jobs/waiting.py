@@ -256,7 +256,7 @@ def update_result_ttl(queue: str, unique_id: str, ttl: timedelta | int) -> Updat
 
     :param ttl: a timedelta, or whole milliseconds; refused before anything is written.
     """
-    lasts = milliseconds(ttl, timedelta(1))
+    lasts = milliseconds(ttl)
     now = timezone.now()
     jobs = named(queue, unique_id)
     changed = jobs.filter(

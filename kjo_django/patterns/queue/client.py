@@ -452,7 +452,7 @@ class JobBuilder:
         self._queue = queue
         self._handler = handler
         self.max_attempts = max_attempts
-        self.result_ttl = None if result_ttl is None else milliseconds(result_ttl, timedelta(1))
+        self.result_ttl = None if result_ttl is None else milliseconds(result_ttl)
         self._serializer = serializer
 
     def build(
@@ -499,7 +499,7 @@ class JobBuilder:
             serializer=chosen,
             key=key or "",
             max_attempts=max_attempts or attempts_in(self._queue, self.max_attempts),
-            result_ttl=milliseconds(lasts, queue.result_ttl),
+            result_ttl=milliseconds(queue.result_ttl if lasts is None else lasts),
         )
 
 

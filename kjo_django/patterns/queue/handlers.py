@@ -146,7 +146,7 @@ def _ended(
         try:
             after(ended)
             if ended.result_ttl is not None:
-                job.context.result_ttl = milliseconds(ended.result_ttl, timedelta(1))
+                job.context.result_ttl = milliseconds(ended.result_ttl)
             result, error = ended.result, ended.error
         except Exception as problem:
             # The outcome stays what it was: a hook adds to a run, it does not decide its fate.
