@@ -61,7 +61,7 @@ class CancelResult(enum.StrEnum):
     PROCESSING = "processing"
     COMPLETED = "completed"
     FAILED = "failed"
-    """It had failed for good already; its record stays."""
+    """The job had failed for good already; its record stays."""
 
 
 class RequeueResult(enum.StrEnum):
@@ -71,7 +71,7 @@ class RequeueResult(enum.StrEnum):
     NOT_FOUND = "not_found"
     PROCESSING = "processing"
     FORBIDDEN = "forbidden"
-    """It is an internal job, and who asked may not do what it does."""
+    """The job is an internal one, and who asked may not do what it does."""
 
 
 @dataclass(slots=True)

@@ -39,13 +39,13 @@ class RunNowResult(enum.StrEnum):
     """What asking one job to run now ended with; a final job answers with its state."""
 
     DUE = "due"
-    """It was due later and is due now."""
+    """The job was due later and is due now."""
     UNCHANGED = "unchanged"
-    """It was due already: it waits for a worker."""
+    """The job was due already and waits for a worker."""
     NOT_FOUND = "not_found"
     PROCESSING = "processing"
     FORBIDDEN = "forbidden"
-    """It is an internal job, and who asked may not do what it does."""
+    """The job is an internal one, and who asked may not do what it does."""
 
 
 class MoveResult(enum.StrEnum):
@@ -53,11 +53,11 @@ class MoveResult(enum.StrEnum):
 
     MOVED = "moved"
     UNCHANGED = "unchanged"
-    """It is in that queue."""
+    """The job is in that queue."""
     TAKEN = "taken"
     """Another job of that queue has its unique id."""
     OTHER_KIND = "other_kind"
-    """It is no job of a handler: messages of other services and records for them stay where the
+    """The job has no handler: messages of other services and records for them stay where the
     topics of their kind are."""
     NOT_FOUND = "not_found"
     PROCESSING = "processing"

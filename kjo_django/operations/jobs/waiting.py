@@ -81,7 +81,7 @@ class UpdateTtlResult(enum.StrEnum):
     NOT_FOUND = "not_found"
     NOT_TERMINAL = "not_terminal"
     MISSING_PAYLOAD = "missing_payload"
-    """It has ended, but no result or error is kept: expired, or cancelled."""
+    """The job has ended, but no result or error is kept: expired, or cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +404,7 @@ class Awaited:
     is_called: bool = False
     """Whether the job carries our channel; else its end is found by polling."""
     attempts: int = 0
-    """Those with a recorded outcome, when its row was last read."""
+    """Attempts with a recorded outcome, when the row was last read."""
 
 
 def seconds_of(timeout: Any) -> float:
