@@ -540,8 +540,7 @@ def _places(completions: Sequence[Completion]) -> Sequence[Any]:
     return list(map(list, zip(*(one.place or nowhere for one in completions), strict=True)))
 
 
-_INSERT_MARKERS = """
-INSERT INTO processed_events
+_INSERT_MARKERS = """INSERT INTO processed_events
     (id, event_id, service_name, event_type, processed_at, created_at, updated_at)
 SELECT v.id, v.event_id, v.service_name, v.event_type, v.moment, v.moment, v.moment
 FROM (

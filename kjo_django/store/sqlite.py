@@ -139,8 +139,7 @@ ON CONFLICT (name) DO UPDATE SET token = excluded.token, expires_at = excluded.e
 WHERE kjo_lease.expires_at <= %s OR kjo_lease.token = excluded.token
 RETURNING name, deliveries
 """
-_INSERT_MARKER = """
-INSERT INTO processed_events
+_INSERT_MARKER = """INSERT INTO processed_events
     (id, event_id, service_name, event_type, processed_at, created_at, updated_at)
 VALUES (%s, %s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING
 """
