@@ -32,16 +32,14 @@ WORTH_A_LANE = 0.005
 its transaction cost about as much."""
 
 
+@dataclass(slots=True, eq=False)
 class KeyQueue:
     """The waiting deliveries of one key, oldest first."""
 
-    __slots__ = ("key", "queue", "waiting")
-
-    def __init__(self, key: object, queue: str) -> None:
-        self.key = key
-        self.queue = queue
-        # A list: most keys have one delivery, and an empty deque takes 600 bytes.
-        self.waiting: list[Delivery] = []
+    key: object
+    queue: str
+    # A list: most keys have one delivery, and an empty deque takes 600 bytes.
+    waiting: list[Delivery]
 
 
 @dataclass(slots=True)
@@ -176,8 +174,7 @@ class GroupScheduler:
         if key is not None:
             key.waiting.append(delivery)
             return False
-        key = self._keys[name] = KeyQueue(name, delivery.queue.name)
-        key.waiting.append(delivery)
+        key = self._keys[name] = KeyQueue(name, delivery.queue.name, [delivery])
         self._make_ready(key)
         return True
 
@@ -199,14 +196,15 @@ class GroupScheduler:
         deadline = math.inf if timeout is None else self._clock.monotonic() + timeout
         with self._startable:
             while not self._is_stopped:
-                self._make_due_keys_ready()
+                if self._delayed:
+                    self._make_due_keys_ready()
                 while (name := self._next_ready()) is not None:
                     group = self._form_group(name)
                     if group.deliveries:
                         if self._is_lane_needed():
                             self._startable.notify()
                         return group
-                if deadline <= self._clock.monotonic():
+                if deadline < math.inf and deadline <= self._clock.monotonic():
                     return None
                 self._wait(deadline)
         return None
@@ -234,8 +232,6 @@ class GroupScheduler:
                 self._watched_until = math.inf
 
     def _make_due_keys_ready(self) -> None:
-        if not self._delayed:
-            return
         now = self._clock.monotonic()
         while self._delayed and self._delayed[0][0] <= now:
             key = heapq.heappop(self._delayed)[2]
@@ -281,7 +277,10 @@ class GroupScheduler:
             size = max(size, first.batch)
         size = int(min(size, self._left))
         # Lanes that are worth waking get their share before this one takes a second key.
-        lanes = min(self._idle, self._limit_of(queue), self._lanes_worth(len(ready), size, first))
+        # They are worth one for each full group, or for each WORTH_A_LANE seconds of run time.
+        seconds = len(ready) * self._run_times.expected(first)
+        worth = max(math.ceil(len(ready) / size), math.ceil(seconds / WORTH_A_LANE))
+        lanes = min(self._idle, self._limit_of(queue), worth)
         share = max(-(-len(ready) // max(1, lanes)), first.batch or 1)
         budget = self._budget
         while ready and len(group.deliveries) < size and len(group.keys) < share:
@@ -297,26 +296,20 @@ class GroupScheduler:
         self._start(group)
         return group
 
-    def _lanes_worth(self, count: int, size: int, first: Delivery) -> int:
-        """Return how many lanes the ready keys of a list are worth, as far as the first of them
-        tells: one for each full group, or for each ``WORTH_A_LANE`` seconds of run time."""
-        seconds = count * self._run_times.expected(first)
-        return max(math.ceil(count / size), math.ceil(seconds / WORTH_A_LANE))
-
     def _drop_unstartable(self, ready: deque[KeyQueue]) -> None:
         """Drop empty keys from the front, and delay those of a held partition."""
         while ready:
             key = ready[0]
             if not key.waiting:  # discarded meanwhile
                 self._keys.pop(key.key, None)
-            elif until := self._held_until(key.waiting[0].place):
+            elif self._held_partitions and (until := self._held_until(key.waiting[0].place)):
                 self._delay(key, until)
             else:
                 return
             ready.popleft()
 
     def _held_until(self, partition: TopicPartition) -> float | None:
-        until = self._held_partitions.get(partition) if self._held_partitions else None
+        until = self._held_partitions.get(partition)
         if until is not None and until <= self._clock.monotonic():
             del self._held_partitions[partition]
             return None

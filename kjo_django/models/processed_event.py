@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from django.db import models
 from django.utils import timezone
@@ -33,8 +33,6 @@ class ProcessedEvent(models.Model):
 
     Kept for longer than a redelivery or replay can take; ``kjo_prune`` removes older ones.
     """
-
-    objects: ClassVar[models.Manager[ProcessedEvent]]
 
     id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
     event_id = models.CharField(_("event id"), max_length=255)

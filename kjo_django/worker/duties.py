@@ -47,10 +47,12 @@ class Duty(Protocol):
         ...
 
     def wake(self) -> None:
-        """End a wait within ``step``; thread-safe."""
+        """End a wait within ``step``; thread-safe. Nothing, for a duty that does not wait."""
+        return
 
     def close(self) -> None:
         """Give back what it holds; called once, after the last step, by the thread of the steps."""
+        return
 
 
 class DutyThread:
@@ -81,33 +83,29 @@ class DutyThread:
         longest = LONGEST.total_seconds()
         try:
             while not self._stopping.is_set():
-                pause = min(self._step(duty) for duty in self._duties)
+                pause = longest
+                for duty in self._duties:
+                    try:
+                        pause = min(pause, duty.step())
+                    except Exception as error:
+                        # Whatever it is: nobody else would do this duty, or notice that it waits.
+                        self._log(duty, error)
+                        pause = min(pause, RETRY_AFTER)
                 if pause > 0:
-                    self._clock.wait(self._stopping, min(pause, longest))
+                    self._clock.wait(self._stopping, pause)
             for duty in self._duties:
-                self._attempt(duty, duty.close)
+                try:
+                    duty.close()
+                except Exception as error:
+                    self._log(duty, error)
         finally:
             connections.close_all()
 
-    def _step(self, duty: Duty) -> float:
-        pause = RETRY_AFTER
-
-        def step() -> None:
-            nonlocal pause
-            pause = duty.step()
-
-        self._attempt(duty, step)
-        return pause
-
     @staticmethod
-    def _attempt(duty: Duty, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:
-            # Whatever it is: nobody else would do this duty, or notice that it is not done.
-            is_outage = isinstance(error, OUTAGES)
-            logger.error("%s is late: %s", type(duty).__name__, error, exc_info=not is_outage)
-            drop_broken_connections()
+    def _log(duty: Duty, error: Exception) -> None:
+        is_outage = isinstance(error, OUTAGES)
+        logger.error("%s is late: %s", type(duty).__name__, error, exc_info=not is_outage)
+        drop_broken_connections()
 
 
 class LeasedDuty:
@@ -248,7 +246,7 @@ def record_lag(runtime: Runtime, queue: str, lag: int) -> None:
         write(MetricRollup.objects.using(using), minutes=minutes, minute=start)
 
 
-class TopicCheck:
+class TopicCheck(Duty):
     """Creates the missing topics of a worker's queues. A broker that is away is asked again with
     every heartbeat, until its topics are there.
 
@@ -297,12 +295,6 @@ class TopicCheck:
         else:
             self.is_done = True
             self._on_error(None)
-
-    def wake(self) -> None:
-        """Do nothing: a broker's answer is waited for."""
-
-    def close(self) -> None:
-        """Do nothing: it holds nothing."""
 
 
 class PublishListener:

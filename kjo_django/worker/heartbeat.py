@@ -18,7 +18,7 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.models import QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.runtime import Runtime
-from kjo_django.worker.duties import OUTAGES
+from kjo_django.worker.duties import OUTAGES, Duty
 from kjo_django.worker.sessions import end_sessions_of_dead_workers
 from kjo_django.worker.statistics import Statistics
 
@@ -100,7 +100,7 @@ def lease_renewal_interval(runtime: Runtime, queues: Sequence[QueueConf]) -> flo
     return min([runtime.settings.processing_ttl, *ttls]).total_seconds() / 3
 
 
-class LifeSign:
+class LifeSign(Duty):
     """Shows that the worker lives and renews its leases. It asks the database for nothing else: a
     connection that hangs must not let others run again what runs here.
 
@@ -147,14 +147,8 @@ class LifeSign:
                 logger.error("The heartbeat file %s cannot be written: %s", self._path, error)
             self._has_complained = True
 
-    def wake(self) -> None:
-        """Do nothing: it waits for nothing."""
 
-    def close(self) -> None:
-        """Do nothing: ``Heartbeat.end_worker`` gives the leases back."""
-
-
-class Heartbeat:
+class Heartbeat(Duty):
     """What a worker's database needs of it every second or every few: renewed leases in rows,
     operators' wishes obeyed, running jobs looked after, the worker's own row and statistics.
 
@@ -229,12 +223,6 @@ class Heartbeat:
         rows = WorkerRow.objects.using(self._runtime.database)
         if not rows.filter(pk=self._worker_id).update(**values):
             rows.create(pk=self._worker_id, **values)
-
-    def wake(self) -> None:
-        """Do nothing: it waits for nothing."""
-
-    def close(self) -> None:
-        """Do nothing: ``end_worker`` writes the end of the worker."""
 
     def end_worker(self) -> None:
         """Give back leases of jobs that still run, write the last metrics and the row's end."""

@@ -10,6 +10,8 @@ from typing import Any
 
 from django.utils import timezone
 
+import kjo_django.clock
+
 RIVAL = "rival"
 """Name of the thread that acts while another one's call is under way."""
 PATIENCE = 3
@@ -38,7 +40,9 @@ class Clock:
             began, began_at = now(), monotonic()
             now, monotonic = lambda: began, lambda: began_at
         monkeypatch.setattr(timezone, "now", lambda: now() + timedelta(seconds=self.offset))
-        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + self.offset)
+        shifted = lambda: monotonic() + self.offset  # noqa: E731
+        monkeypatch.setattr(time, "monotonic", shifted)
+        monkeypatch.setattr(kjo_django.clock.Clock, "monotonic", staticmethod(shifted))
 
     def advance(self, seconds: float) -> None:
         self.advances += 1
