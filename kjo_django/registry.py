@@ -160,12 +160,12 @@ class Handler:
     """Whether the two hooks below do anything; the hot path asks no more of handlers that do not
     care."""
 
-    def on_failure(self, outcome: Any) -> None:
-        """Called inside the transaction that records a failed attempt or the job's death
-        (``consumer.work.Outcome``). What it raises is logged and undone, the record stands."""
+    def on_failure(self, attempt: Any) -> None:
+        """Called inside the transaction that records a failed attempt or the job's death, with an
+        ``engine.attempt.Attempt``. What it raises is logged and undone, the record stands."""
 
-    def on_settled(self, outcome: Any) -> None:
-        """Called once the outcome is durable. What it raises is logged."""
+    def on_settled(self, attempt: Any) -> None:
+        """Called with an ``Attempt`` once its ending is durable. What it raises is logged."""
 
     def key_of(self, payload: dict[str, Any]) -> str:
         """Return the ordering key of a payload, or "" for none."""

@@ -47,7 +47,7 @@ class Tracer(Protocol):
         """
 
     def failing(self, outcomes: Sequence[Any]) -> None:
-        """The failures of these ``Outcome`` objects are about to be written: leave with their
+        """The failures of these ``Attempt`` objects are about to be written: leave with their
         records what the next attempt or a replay is to follow."""
 
     def settled(self, outcomes: Sequence[Any]) -> None:

@@ -8,7 +8,6 @@ from datetime import datetime
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.conf import get_settings
 from kjo_django.engine import queue_policies
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.job_rows import load_rows, row_id
@@ -16,8 +15,8 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
 from kjo_django.models import DeadLetterReason
 from kjo_django.models.job import message_id
+from kjo_django.runtime import Runtime
 from kjo_django.store.rows import NAMED_BY_OTHERS, JobRow
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import TopicPartition
 
 _OPEN = frozenset(state.value for state in states.OPEN)
@@ -50,7 +49,7 @@ def admit(
     if row is not None and row.generation == NAMED_BY_OTHERS:
         return _dead(delivery, None, 0, named_like_ours(row), DeadLetterReason.INVALID)
     if row is None:
-        if message.job_id is not None and message.service == get_settings().service_name:
+        if message.job_id is not None and message.service == leases.runtime.service:
             # Its row was here and was deleted by somebody who meant it.
             return Attempt(delivery, Ending.SKIPPED, "deleted")
     else:
@@ -78,7 +77,7 @@ def admit(
     return Attempt(delivery, row=row, number=number, limit=limit)
 
 
-def refuse(delivery: Delivery) -> Attempt:
+def refuse(runtime: Runtime, delivery: Delivery) -> Attempt:
     """Return how a record ends that nobody can handle: it cannot be read, or no handler is
     registered for it."""
     problem, message = delivery.problem, delivery.message
@@ -87,8 +86,8 @@ def refuse(delivery: Delivery) -> Attempt:
         problem = MessageError("unknown_type", f"No handler is registered for {message.type!r}")
     row = None
     if message is not None and message.job_id is not None:
-        service = get_settings().service_name
-        row = load_rows(jobs_database(), [delivery], lock=False).get(row_id(delivery, service))
+        rows = load_rows(runtime, [delivery], lock=False)
+        row = rows.get(row_id(delivery, runtime.service))
         if row is not None and row.generation == NAMED_BY_OTHERS:
             row = None
         if row is not None and (skipped := why_skip(delivery, row)):
@@ -96,10 +95,9 @@ def refuse(delivery: Delivery) -> Attempt:
     return _dead(delivery, row, row.attempts if row else 0, problem, problem.reason)
 
 
-def failed_outside(delivery: Delivery, error: BaseException) -> Attempt:
+def failed_outside(runtime: Runtime, delivery: Delivery, error: BaseException) -> Attempt:
     """Return the attempt of a delivery that met an error outside its handler."""
-    service = get_settings().service_name
-    row = load_rows(jobs_database(), [delivery], lock=False).get(row_id(delivery, service))
+    row = load_rows(runtime, [delivery], lock=False).get(row_id(delivery, runtime.service))
     spent, limit = spent_and_limit(delivery, row)
     number = spent + delivery.deliveries
     return Attempt(

@@ -12,13 +12,13 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.engine.attempt import Attempt
 from kjo_django.models import Job, transition
-from kjo_django.store import store_for
+from kjo_django.store import Store
 from kjo_django.store.rows import Completion, Place
 from kjo_django.transports.base import Subscription
 
 
 @contextmanager
-def recording(using: str, *, calls_handlers: bool = False) -> Iterator[list[Attempt]]:
+def recording(store: Store, *, calls_handlers: bool = False) -> Iterator[list[Attempt]]:
     """A transaction that makes endings durable. A worker's is always the outermost; within a test's
     own, a savepoint keeps a failure from breaking that one.
 
@@ -29,7 +29,7 @@ def recording(using: str, *, calls_handlers: bool = False) -> Iterator[list[Atte
     """
     attempts: list[Attempt] = []
     try:
-        with store_for(using).transaction(calls_handlers=calls_handlers):
+        with store.transaction(calls_handlers=calls_handlers):
             yield attempts
     except Exception:
         for attempt in attempts:
@@ -59,7 +59,7 @@ def by_subscription(attempts: Sequence[Attempt]) -> list[tuple[Subscription, lis
 
 
 def complete(
-    using: str, attempts: Sequence[Attempt], token: str | None = None, *, is_last: bool = False
+    store: Store, attempts: Sequence[Attempt], token: str | None = None, *, is_last: bool = False
 ) -> set[Any]:
     """Record completions of jobs in one statement, inside the caller's transaction.
 
@@ -80,7 +80,7 @@ def complete(
         for attempt in attempts
         if attempt.row is not None
     ]
-    return store_for(using).complete(completions, timezone.now(), token=token, is_last=is_last)
+    return store.complete(completions, timezone.now(), token=token, is_last=is_last)
 
 
 def close_known(using: str, attempts: Sequence[Attempt]) -> None:

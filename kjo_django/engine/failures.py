@@ -50,6 +50,7 @@ from kjo_django.models.job import ORIGIN_ID
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, Decision, RetryPolicy
 from kjo_django.retries.classification import import_path
+from kjo_django.runtime import Runtime
 from kjo_django.store import store_for
 from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record
@@ -222,11 +223,10 @@ def _source_of(attempt: Attempt) -> str:
     return source_id(attempt.delivery, job_id, message.generation if message else 1)
 
 
-def record_lost_attempts(using: str, delivery: Delivery) -> None:
+def record_lost_attempts(runtime: Runtime, delivery: Delivery) -> None:
     """Write a failure for each attempt that was begun and has no outcome: its worker died."""
-    row = load_rows(using, [delivery], lock=False).get(
-        row_id(delivery, get_settings().service_name)
-    )
+    using = runtime.database
+    row = load_rows(runtime, [delivery], lock=False).get(row_id(delivery, runtime.service))
     if row is None or row.state not in states.OPEN:
         return
     spent, limit = spent_and_limit(delivery, row)

@@ -30,7 +30,6 @@ from django.db import DatabaseError
 from django.utils import timezone
 
 from kjo_django import signals, tracing
-from kjo_django.conf import get_settings
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, completion, failures
 from kjo_django.engine.admission import HeldBack
@@ -54,8 +53,6 @@ from kjo_django.enqueue import wakeups
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
-from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
@@ -96,6 +93,7 @@ class Pipeline:
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self._leases = leases
+        self._runtime = leases.runtime
         self._worker = worker
         self._watch = watch
         self._listeners = listeners
@@ -169,7 +167,9 @@ class Pipeline:
         if not left:
             return deferred
         if mode is Mode.POISON:
-            return deferred + self._settle([admission.refuse(delivery) for delivery in left])
+            return deferred + self._settle(
+                [admission.refuse(self._runtime, delivery) for delivery in left]
+            )
         names = [delivery.lease for delivery in left]
         claims = self._leases.claim(names, left[0].queue.processing_ttl)
         if claims.count(FIRST_CLAIM) == len(claims):
@@ -261,7 +261,7 @@ class Pipeline:
         self._one_by_one_thread = threading.get_ident()
         try:
             deferred: list[Delivery] = []
-            until = time.monotonic() + get_settings().group_budget.total_seconds()
+            until = time.monotonic() + self._runtime.settings.group_budget.total_seconds()
             for number, delivery in enumerate(deliveries):
                 if number and (time.monotonic() >= until or self._stopping.is_set()):
                     # What else this lane has taken is not to wait for all of them.
@@ -284,7 +284,7 @@ class Pipeline:
         delivery.deliveries = max(1, claim.deliveries)
         if claim.acquired and delivery.deliveries > 1:
             try:
-                failures.record_lost_attempts(jobs_database(), delivery)
+                failures.record_lost_attempts(self._runtime, delivery)
             except DatabaseError as error:
                 # They count all the same, and that is what matters.
                 logger.warning("Lost attempts of %s are not noted: %s", delivery.lease, error)
@@ -335,7 +335,7 @@ class Pipeline:
             try:
                 waiting = self._settle(held_back.after([self._transaction.run_alone(delivery)]))
             except DatabaseError as error:
-                if not answers(jobs_database()):
+                if not answers(self._runtime.database):
                     raise
                 # One that can never be settled must not keep those behind it from their end.
                 refused, waiting = error, [delivery]
@@ -361,16 +361,16 @@ class Pipeline:
         if self._one_by_one.locked() and self._one_by_one_thread == thread_id:
             # It would give it back when its call returns, if ever.
             self._one_by_one = threading.Lock()
-        using, service = jobs_database(), get_settings().service_name
+        runtime = self._runtime
         left = _unsettled(deliveries, None)
-        rows = load_rows(using, left, lock=False)
+        rows = load_rows(runtime, left, lock=False)
         ids = [row.id for row in rows.values() if row.lease_token == self._leases.token]
         self._leases.let_rows_go(ids)
-        store_for(using).release_row_leases(ids, self._leases.token)
+        runtime.store.release_row_leases(ids, self._leases.token)
         for context, seconds, delivery in hung:
             attempt = Attempt(
                 delivery,
-                row=rows.get(row_id(delivery, service)),
+                row=rows.get(row_id(delivery, runtime.service)),
                 number=context.attempt,
                 limit=context.max_attempts,
                 started_at=timezone.now() - timedelta(seconds=seconds),
@@ -492,8 +492,8 @@ class Pipeline:
         dead letter was refused by its topic."""
         failures.publish_dead_letters([a for a in attempts if a.ending is Ending.DEAD])
         writable = [a for a in attempts if a.is_published or a.ending is not Ending.DEAD]
-        using = jobs_database()
-        with completion.recording(using, calls_handlers=True) as recorded:
+        using, store = self._runtime.database, self._runtime.store
+        with completion.recording(store, calls_handlers=True) as recorded:
             recorded += writable
             completion.close_known(using, [a for a in writable if a.ending is Ending.DUPLICATE])
             failed = [attempt for attempt in writable if attempt.ending in FAILURES]

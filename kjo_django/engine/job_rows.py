@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery
 from kjo_django.models import EventKey
-from kjo_django.store import store_for
+from kjo_django.runtime import Runtime
+from kjo_django.store import Store
 from kjo_django.store.rows import JobRow
 
 
@@ -24,20 +24,20 @@ def row_id(delivery: Delivery, service: str) -> str:
     return f"unique:{message.row_name}"
 
 
-def load_rows(using: str, deliveries: Sequence[Delivery], *, lock: bool) -> dict[str, JobRow]:
+def load_rows(runtime: Runtime, deliveries: Sequence[Delivery], *, lock: bool) -> dict[str, JobRow]:
     """Return the job rows of a group in one query (two when foreign messages are among them)."""
-    wanted = _Wanted(deliveries)
-    found = store_for(using).job_rows(wanted.ids, lock=lock) if wanted.ids else {}
-    return found | wanted.of_foreign(using)
+    wanted = _Wanted(deliveries, runtime.service)
+    found = runtime.store.job_rows(wanted.ids, lock=lock) if wanted.ids else {}
+    return found | wanted.of_foreign(runtime.store)
 
 
 def mark_and_load(
-    using: str, keys: Sequence[EventKey], deliveries: Sequence[Delivery]
+    runtime: Runtime, keys: Sequence[EventKey], deliveries: Sequence[Delivery]
 ) -> tuple[set[EventKey], dict[str, JobRow]]:
     """Insert a group's markers, then lock and return its rows; return which keys were new, too."""
-    wanted = _Wanted(deliveries)
-    fresh, found = store_for(using).insert_markers_and_lock(keys, wanted.ids)
-    return fresh, found | wanted.of_foreign(using)
+    wanted = _Wanted(deliveries, runtime.service)
+    fresh, found = runtime.store.insert_markers_and_lock(keys, wanted.ids)
+    return fresh, found | wanted.of_foreign(runtime.store)
 
 
 class _Wanted:
@@ -45,8 +45,7 @@ class _Wanted:
 
     __slots__ = ("_foreign", "_named", "_queue", "ids")
 
-    def __init__(self, deliveries: Sequence[Delivery]) -> None:
-        service = get_settings().service_name
+    def __init__(self, deliveries: Sequence[Delivery], service: str) -> None:
         self.ids: list[str] = []
         # Another service's job has no row here, but for the one its first failure bore.
         self._foreign: dict[str, str] = {}
@@ -63,14 +62,12 @@ class _Wanted:
             elif _IS_ID(id):
                 self.ids.append(id)
 
-    def of_foreign(self, using: str) -> dict[str, JobRow]:
+    def of_foreign(self, store: Store) -> dict[str, JobRow]:
         """Return the rows of foreign messages: those their first failures bore, else the open jobs
         of this service whose ids they bear."""
         if not self._foreign:
             return {}
-        of_failures, named = store_for(using).rows_of_foreign(
-            self._queue, self._foreign, self._named
-        )
+        of_failures, named = store.rows_of_foreign(self._queue, self._foreign, self._named)
         return {self._named[id]: row for id, row in named.items()} | {
             self._foreign[name]: row for name, row in of_failures.items()
         }

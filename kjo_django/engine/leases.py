@@ -62,6 +62,7 @@ class LeaseBook:
         ttl: timedelta | None = None,
         alive_ttl: timedelta | None = None,
     ) -> None:
+        self.runtime = runtime
         self._clock = runtime.clock
         self._coordination = runtime.coordination
         self._store = runtime.store

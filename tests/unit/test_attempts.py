@@ -16,6 +16,7 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import job_headers, read
 from kjo_django.models import Job
+from kjo_django.runtime import current_runtime
 from kjo_django.store.rows import COLUMNS, JobRow
 from kjo_django.transports.base import Record
 from tests.factories import JobFactory
@@ -29,7 +30,7 @@ class Leases(LeaseBook):
     """Ours is ``me``; of the others, ``dead`` shows no sign of life."""
 
     def __init__(self) -> None:
-        super().__init__("me", timedelta(minutes=5), timedelta(minutes=1))
+        super().__init__(current_runtime(), "me")
 
     def is_vanished(self, token: str) -> bool:
         return token == "dead"

@@ -16,6 +16,7 @@ from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.registry import find
+from kjo_django.store import store_for
 from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import Record
 from tests.factories import JobFactory
@@ -43,12 +44,12 @@ def a_job(**columns) -> Job:
 
 
 def complete(*outcomes: Attempt, token: str | None = None) -> set:
-    with completion.recording("default"):
-        return completion.complete("default", outcomes, token)
+    with completion.recording(store_for("default")):
+        return completion.complete(store_for("default"), outcomes, token)
 
 
 def fail(*outcomes: Attempt) -> None:
-    with completion.recording("default"):
+    with completion.recording(store_for("default")):
         failures.record_failures("default", outcomes, "worker")
 
 

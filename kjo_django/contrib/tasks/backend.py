@@ -184,17 +184,17 @@ class TaskHandler(registry.Handler):
             names.text(headers, TIMEOUT),
         )
 
-    def on_settled(self, outcome: Any) -> None:
+    def on_settled(self, attempt: Any) -> None:
         """Send ``task_finished``."""
         from kjo_django.contrib.tasks import results
 
-        ended = results.ended(outcome)
+        ended = results.ended(attempt)
         if ended is None:
             return
         sender = _sender_of(ended.backend)
         try:
             if ended.status == TaskResultStatus.FAILED:
-                raise outcome.error or RuntimeError("no error")
+                raise attempt.error or RuntimeError("no error")
         except BaseException:
             # While the error is handled: the framework's own receiver logs it with its traceback.
             task_finished.send_robust(sender=sender, task_result=ended)

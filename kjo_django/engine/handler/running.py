@@ -15,14 +15,12 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from kjo_django.backends import get_coordination
-from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.handler.context import Abort, BatchContext, JobContext, runs_of
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import storable_text
-from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")
@@ -181,10 +179,11 @@ class RunningJobs:
         runs = [(entry[0], entry[2]) for entry in entries if entry is not None]
         if not runs:
             return []
-        using, service = jobs_database(), get_settings().service_name
+        runtime = current_runtime()
+        service = runtime.service
         keys = {id(context): delivery.event_key(service) for context, delivery in runs}
-        known = store_for(using).known_markers(keys.values())
-        rows = load_rows(using, [delivery for _, delivery in runs], lock=False)
+        known = runtime.store.known_markers(keys.values())
+        rows = load_rows(runtime, [delivery for _, delivery in runs], lock=False)
         found = []
         for context, delivery in runs:
             row = rows.get(row_id(delivery, service))

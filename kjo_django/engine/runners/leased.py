@@ -21,7 +21,6 @@ from uuid import UUID
 
 from django.utils import timezone
 
-from kjo_django.conf import get_settings
 from kjo_django.engine import admission, completion, failures
 from kjo_django.engine.admission import HeldBack
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
@@ -38,8 +37,6 @@ from kjo_django.engine.outage_retry import OUTAGES, Next, OutageRetry
 from kjo_django.engine.recorder import EndedQueue, Recorder
 from kjo_django.engine.runners.batch import Batch, in_steps, run_batch
 from kjo_django.models import EventKey
-from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
@@ -68,6 +65,7 @@ class LeasedRunner:
         stopping: threading.Event | None,
     ) -> None:
         self._leases = leases
+        self._runtime = leases.runtime
         self._watch = watch
         self._on_measure = on_measure
         self._settle = settle
@@ -81,13 +79,13 @@ class LeasedRunner:
         An admission is good for the groups' budget: what has not begun by then is judged again
         first. When the worker stops, nothing begins any more but the first of a group.
         """
-        conf = get_settings()
-        keys = {delivery: delivery.event_key(conf.service_name) for delivery in deliveries}
+        runtime = self._runtime
+        keys = {delivery: delivery.event_key(runtime.service) for delivery in deliveries}
         left = deque(in_steps(deliveries, keys))
         # One that comes up twice keeps its lease until the last has been.
         names = Counter(delivery.lease for delivery in deliveries)
         twice = {name for name, count in names.items() if count > 1}
-        group = _Group(self._settle, twice, conf.group_budget.total_seconds())
+        group = _Group(self._settle, twice, runtime.settings.group_budget.total_seconds())
         count, retry = len(left), OutageRetry(self._stopping)
         while left and not (self._is_stopping and group.has_begun):
             steps = _without_repeats(left, count, keys)
@@ -172,11 +170,11 @@ class LeasedRunner:
 
         Of two records of one job one is deferred.
         """
-        using, service = jobs_database(), get_settings().service_name
+        store, service = self._runtime.store, self._runtime.service
         now = timezone.now()
         keys = {delivery: delivery.event_key(service) for delivery in deliveries}
-        rows = load_rows(using, deliveries, lock=False)
-        known = store_for(using).known_markers(keys.values())
+        rows = load_rows(self._runtime, deliveries, lock=False)
+        known = store.known_markers(keys.values())
         attempts = [
             admission.admit(
                 delivery,
@@ -193,7 +191,7 @@ class LeasedRunner:
         won: set[UUID] = set()
         try:
             # Whoever else changed a row since, and be it by leasing it, has it.
-            won = store_for(using).take_row_leases(
+            won = store.take_row_leases(
                 [row for id, row in judged.items() if id in free],
                 self._leases.token,
                 now,
@@ -223,7 +221,7 @@ class LeasedRunner:
         if not attempts or self._watch.is_abandoned:
             return
         try:
-            store = store_for(jobs_database())
+            store = self._runtime.store
             store.release_row_leases(_row_ids(attempts), self._leases.token)
         except OUTAGES as error:
             logger.warning("Leases of %d jobs are not given back: %s", len(attempts), error)
@@ -273,12 +271,12 @@ class LeasedRunner:
     def record(self, completed: Sequence[Attempt]) -> None:
         """Commit completions with their markers; those that have lost their lease are no more."""
         self._watch.check()
-        using, service = jobs_database(), get_settings().service_name
+        store, service = self._runtime.store, self._runtime.service
         keys = {attempt: attempt.delivery.event_key(service) for attempt in completed}
         for attempt in completed:  # as before an earlier try, which was undone
             attempt.ending, attempt.reason = Ending.COMPLETED, ""
-        with completion.recording(using) as recorded:
-            fresh = store_for(using).insert_markers(keys.values())
+        with completion.recording(store) as recorded:
+            fresh = store.insert_markers(keys.values())
             winners = []
             for attempt in completed:
                 if keys[attempt] in fresh:
@@ -290,13 +288,11 @@ class LeasedRunner:
                 else:
                     attempt.ending, attempt.reason = Ending.DUPLICATE, "lease lost"
                 attempt.is_marked = attempt.is_marked or keys[attempt] in fresh
-            written = completion.complete(using, winners, self._leases.token)
+            written = completion.complete(store, winners, self._leases.token)
             lost = [a for a in winners if a.row is not None and a.row.id not in written]
             for attempt in lost:
                 attempt.ending, attempt.reason = Ending.SKIPPED, "lease lost"
-            store_for(using).delete_markers(
-                [keys[attempt] for attempt in lost if keys[attempt] in fresh]
-            )
+            store.delete_markers([keys[attempt] for attempt in lost if keys[attempt] in fresh])
             completion.acknowledge_within(completed)
             recorded += [a for a in completed if a.ending is Ending.COMPLETED]
 

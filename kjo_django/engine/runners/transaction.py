@@ -16,7 +16,6 @@ from django.db import DatabaseError, Error, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 
-from kjo_django.conf import get_settings
 from kjo_django.engine import admission, completion, failures
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.dead_lettering import error_text
@@ -37,9 +36,7 @@ from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.outage_retry import OUTAGES
 from kjo_django.engine.runners.batch import UNWANTED, Batch, in_steps, run_batch
 from kjo_django.models import EventKey
-from kjo_django.store import store_for
 from kjo_django.store.rows import JobRow
-from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 
@@ -84,6 +81,7 @@ class TransactionRunner:
         self, leases: LeaseBook, watch: TimeoutWatch, on_measure: Callable[[str, float], None]
     ) -> None:
         self._leases = leases
+        self._runtime = leases.runtime
         self._watch = watch
         self._on_measure = on_measure
 
@@ -102,15 +100,15 @@ class TransactionRunner:
                 attempt = attempts[0]
             # A database that answers again at once was not down: the job broke its connection or
             # its commit, and would do so for ever if that did not count as an attempt.
-            if attempt is None or not answers(jobs_database()):
+            if attempt is None or not answers(self._runtime.database):
                 raise
-            if attempt.is_in_doubt and _is_committed(attempt):
+            if attempt.is_in_doubt and self._is_committed(attempt):
                 attempt.is_recorded = attempt.is_confirmed = True
                 return attempt
             return failures.judge_error(attempt, attempt.error or error)
         except Exception as error:
             logger.exception("An attempt of %s could not be judged; it counts", delivery.kind)
-            return failures.judge_error(admission.failed_outside(delivery, error))
+            return failures.judge_error(admission.failed_outside(self._runtime, delivery, error))
 
     def run(self, deliveries: list[Delivery], attempts: list[Attempt]) -> None:
         """Run a group in one transaction.
@@ -143,7 +141,8 @@ class TransactionRunner:
     ) -> None:
         """:param known: how some have ended already; None: run without savepoints."""
         self._watch.check()
-        using, service = jobs_database(), get_settings().service_name
+        runtime, store = self._runtime, self._runtime.store
+        using, service = runtime.database, runtime.service
         connection = connections[using]
         keys = {delivery: delivery.event_key(service) for delivery in deliveries}
         # Two records of one message in a group, as a crashed relay leaves them.
@@ -155,13 +154,13 @@ class TransactionRunner:
         watching = _NOTHING if known is None else savepoint.group()
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
-        until = time.monotonic() + OVERRUN * get_settings().group_budget.total_seconds()
+        until = time.monotonic() + OVERRUN * runtime.settings.group_budget.total_seconds()
         with (
-            completion.recording(using, calls_handlers=True) as recorded,
+            completion.recording(store, calls_handlers=True) as recorded,
             leaving_no_blocks(connection),
             watching,
         ):
-            fresh, rows = mark_and_load(using, list(keys.values()), deliveries)
+            fresh, rows = mark_and_load(runtime, list(keys.values()), deliveries)
             for step in in_steps(deliveries, keys):
                 if attempts and time.monotonic() >= until:
                     attempts += [Attempt(d, Ending.DEFERRED, "budget") for d in step]
@@ -196,13 +195,13 @@ class TransactionRunner:
                 # A marker left behind would make every later attempt look like a duplicate.
                 unused = set(fresh) - {keys[attempt.delivery] for attempt in completed}
                 if unused:
-                    store_for(using).delete_markers(unused)
+                    store.delete_markers(unused)
             settled = [a for a in attempts if a.ending in _OF_GROUP]
             completion.acknowledge_within(settled)
             released = self._release_within(using, settled)
             _make_callbacks_robust(connection)
             recorded += completed
-            completion.complete(using, completed, is_last=True)
+            completion.complete(store, completed, is_last=True)
         for attempt in released:
             attempt.is_released = True
 
@@ -218,6 +217,14 @@ class TransactionRunner:
         if ended:
             self._leases.release_within(using, [a.delivery.lease for a in ended])
         return ended
+
+    def _is_committed(self, attempt: Attempt) -> bool:
+        """Return whether the COMMIT of a completion that was not answered has taken effect."""
+        handler = attempt.delivery.handler
+        if handler is None or (handler.judges_itself and not attempt.is_marked):
+            return False  # its marker is of an earlier message
+        key = attempt.delivery.event_key(self._runtime.service)
+        return key in self._runtime.store.known_markers([key])
 
     def _call(
         self,
@@ -290,15 +297,6 @@ class TransactionRunner:
         self._on_measure(attempts[0].delivery.kind, sum(e.seconds for e in endings) / len(endings))
         for attempt, ran in zip(attempts, endings, strict=True):
             failures.judge(attempt, ran)
-
-
-def _is_committed(attempt: Attempt) -> bool:
-    """Return whether the COMMIT of a completion that was not answered has taken effect."""
-    handler = attempt.delivery.handler
-    if handler is None or (handler.judges_itself and not attempt.is_marked):
-        return False  # its marker is of an earlier message
-    key = attempt.delivery.event_key(get_settings().service_name)
-    return key in store_for(jobs_database()).known_markers([key])
 
 
 def _is_database_only(delivery: Delivery) -> bool:
