@@ -17,7 +17,17 @@ from rest_framework.response import Response
 from kjo_django.api import dead_letters as letters
 from kjo_django.api import jobs, queues, workers
 from kjo_django.api.endpoints import ID, KjoView, Method, address, endpoint
-from kjo_django.api.fields import Body, Flag, JSONValue, Number, Text, Whole, Word, columns, shape
+from kjo_django.api.fields import (
+    Body,
+    Flag,
+    JSONValue,
+    NamedChoice,
+    Number,
+    Text,
+    Whole,
+    columns,
+    shape,
+)
 from kjo_django.api.problems import Conflict, Unavailable
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, Job
@@ -101,7 +111,7 @@ QueueOutcome = shape(
 WorkerOutcome = shape(
     "WorkerOutcome",
     "What became of a request about a worker, and the worker after it.",
-    outcome=Word("WorkerAnswer", [AskResult.ASKED, AskResult.UNCHANGED]),
+    outcome=NamedChoice("WorkerAnswer", [AskResult.ASKED, AskResult.UNCHANGED]),
     worker=workers.Worker(),
 )
 Sample = shape(

@@ -17,9 +17,9 @@ from kjo_django.api.fields import (
     Identifier,
     JSONValue,
     Moment,
+    NamedChoice,
     Query,
     Text,
-    Word,
     columns,
     shape,
 )
@@ -47,7 +47,7 @@ LetterFilter = shape(
     Query,
     queue=serializers.CharField(max_length=100, required=False),
     handler=serializers.CharField(max_length=100, required=False),
-    reason=Word("DeadLetterReason", DeadLetterReason.values, required=False),
+    reason=NamedChoice("DeadLetterReason", DeadLetterReason.values, required=False),
     error=serializers.CharField(
         max_length=200, required=False, help_text="Part of the error's text or type, in any case."
     ),
@@ -63,7 +63,7 @@ LetterQuery = shape(
     "them are served by an index; other filters look through 50,000 rows for each page.",
     LetterFilter,
     PageQuery,
-    state=Word(
+    state=NamedChoice(
         "DeadLetterState", DeadLetterState.values, required=False, default=DeadLetterState.OPEN
     ),
 )
@@ -85,7 +85,7 @@ class Selection(Body):
     )
     queue = Text(max_length=100, required=False)
     handler = Text(max_length=100, required=False)
-    reason = Word("DeadLetterReason", DeadLetterReason.values, required=False)
+    reason = NamedChoice("DeadLetterReason", DeadLetterReason.values, required=False)
     error = Text(max_length=200, required=False)
     fingerprint = Text(max_length=32, required=False)
     since = Moment(required=False)
@@ -127,8 +127,8 @@ Letter = shape(
     "DeadLetter",
     "A dead letter.",
     **columns(DeadLetter, COLUMNS),
-    state=Word("DeadLetterState", DeadLetterState.values),
-    reason=Word("DeadLetterReason", DeadLetterReason.values),
+    state=NamedChoice("DeadLetterState", DeadLetterState.values),
+    reason=NamedChoice("DeadLetterReason", DeadLetterReason.values),
     job=serializers.UUIDField(allow_null=True, help_text="Of the job it was, if it was one."),
 )
 LetterPage = page_of(Letter)

@@ -229,7 +229,7 @@ class JSONValue(serializers.Field):  # type: ignore[misc]
         return value
 
 
-class Word(Text):
+class NamedChoice(Text):
     """One of a few words.
 
     :param name: of the component in the schema. A choice field would get one named after the field,

@@ -23,12 +23,12 @@ from kjo_django.api.fields import (
     JSONObject,
     JSONValue,
     Moment,
+    NamedChoice,
     Query,
     QueryNumber,
     Seconds,
     Text,
     Whole,
-    Word,
     columns,
     shape,
 )
@@ -108,7 +108,7 @@ JobQuery = shape(
         required=False,
         help_text="A search, such as `state:failed handler:shop.* args.order_id:7 since:2h`.",
     ),
-    state=Word("JobStatus", JobStatus.values, required=False),
+    state=NamedChoice("JobStatus", JobStatus.values, required=False),
     queue=serializers.CharField(max_length=100, required=False),
     handler=serializers.CharField(max_length=100, required=False),
     key=serializers.CharField(max_length=255, required=False),
@@ -150,8 +150,8 @@ JobShape = shape(
     "Job",
     "A job.",
     **columns(Job, COLUMNS),
-    state=Word("JobState", JobState.values, help_text="As stored."),
-    status=Word(
+    state=NamedChoice("JobState", JobState.values, help_text="As stored."),
+    status=NamedChoice(
         "JobStatus", JobStatus.values, help_text="The state with `scheduled` and `processing`."
     ),
     error=serializers.CharField(allow_null=True),
@@ -171,7 +171,7 @@ Enqueued = shape(
     is_new=serializers.BooleanField(
         help_text="false: the id was taken; this is the job that has it."
     ),
-    state=Word("JobState", JobState.values),
+    state=NamedChoice("JobState", JobState.values),
 )
 Progress = shape(
     "Progress",
@@ -189,7 +189,7 @@ JobLetter = shape(
     "JobLetter",
     "A dead letter of a job.",
     **columns(DeadLetter, OF_LETTERS),
-    state=Word("DeadLetterState", DeadLetterState.values),
+    state=NamedChoice("DeadLetterState", DeadLetterState.values),
 )
 JobDetail = shape(
     "JobDetail",

@@ -9,7 +9,7 @@ from rest_framework import serializers
 from rest_framework.response import Response
 
 from kjo_django.api.endpoints import ID, KjoView, endpoint, id_of, page_of
-from kjo_django.api.fields import Word, columns, shape
+from kjo_django.api.fields import NamedChoice, columns, shape
 from kjo_django.api.paging import PageQuery, page
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.redaction import hide_texts
@@ -28,9 +28,9 @@ Worker = shape(
     "A process of `kjo_consume` or `kjo_produce`.",
     **columns(WorkerRow, COLUMNS),
     id=serializers.UUIDField(help_text="Each start of a process has its own."),
-    state=Word("WorkerState", WorkerRow.State.values),
+    state=NamedChoice("WorkerState", WorkerRow.State.values),
     is_alive=serializers.BooleanField(help_text="Whether it showed a sign of life lately."),
-    wish=Word(
+    wish=NamedChoice(
         "WorkerWish", WorkerRow.Wish.values, help_text="What it was asked to do; empty: nothing."
     ),
     queues=serializers.ListField(child=serializers.CharField(), help_text="Empty: all."),
@@ -77,7 +77,7 @@ WorkerQuery = shape(
     "WorkerQuery",
     "Which workers.",
     PageQuery,
-    state=Word("WorkerState", WorkerRow.State.values, required=False),
+    state=NamedChoice("WorkerState", WorkerRow.State.values, required=False),
 )
 
 

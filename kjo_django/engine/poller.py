@@ -138,7 +138,7 @@ class Poller:
         with self._lock:
             self._resume_at[partition] = self._clock.monotonic() + seconds
 
-    def resting(self) -> dict[TopicPartition, float]:
+    def paused_partitions(self) -> dict[TopicPartition, float]:
         """Return the partitions that are paused by an outage, with the seconds this lasts."""
         now = self._clock.monotonic()
         with self._lock:

@@ -461,9 +461,9 @@ class Worker:
             )
         found = []
         for poller in self.pollers:
-            resting = poller.resting()
+            paused = poller.paused_partitions()
             for partition in poller.partitions:
-                rest = resting.get(partition)
+                rest = paused.get(partition)
                 found.append(
                     Assignment(
                         partition.topic,

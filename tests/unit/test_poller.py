@@ -354,10 +354,10 @@ def test_it_tells_when_its_partitions_changed_last(make):
 
 def test_it_tells_which_partitions_rest_and_for_how_long(make):
     poller = make()
-    assert poller.resting() == {}
+    assert poller.paused_partitions() == {}
     poller.pause_for(BOTH[0], 60)
     poller.pause_for(BOTH[1], -1)
-    (rest,) = poller.resting().items()
+    (rest,) = poller.paused_partitions().items()
     assert rest[0] == BOTH[0]
     assert 59 < rest[1] <= 60
 

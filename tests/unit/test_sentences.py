@@ -28,14 +28,10 @@ NOUNS_OF_THE_FIELD = {"RestSchema", "_has_word", "_in_words", "_words"}
 """Names that only look like one of these: REST is an interface, and texts have words."""
 
 STILL_METAPHORS = {
-    "api": {"Word"},
-    "engine": {
-        *("Flight", "Resting", "Turns", "_as_told", "_fly", "_is_in_hand", "resting", "tell"),
-        *("_settle_in_hand", "_tell_handler", "_tell_handlers", "_tell_one", "tell_waiters"),
-    },
+    "engine": {"is_in_hand"},
     "models": {"Wish"},
 }
-STILL_BESIDE_THEIR_NEIGHBOUR = {"engine", "models", "worker"}
+STILL_BESIDE_THEIR_NEIGHBOUR = {"engine"}
 """Rooms with a docstring that begins with "The same"."""
 
 REQUIREMENT = re.compile(r"\b(KJO|PJQ|KII|RST|KDLQ)-F?\d+")
