@@ -126,6 +126,7 @@ WRONG = {
     "TRANSPORTS": [None, [], "x", {1: {}}],
     "COORDINATION": [None, [], "x"],
     "QUEUES": [None, [], "emails", {None: {}}],
+    "MIDDLEWARE": ["shop.middleware.tenant", {"shop.middleware.tenant"}, [""], [5], None],
     "CONCURRENCY": [0, -1, 1.5, "4", None, True],
     "MAX_ATTEMPTS": [0, "5", None, True, math.inf],
     "BACKOFF_BASE": [0, -1, "2", None, True, math.nan, math.inf, timedelta(0), 1e30],
