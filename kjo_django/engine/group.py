@@ -434,7 +434,7 @@ class Pipeline:
         """Make completions outside a transaction durable, and finish them. One that the database
         refuses again and again is a failure of its attempt. Returns the deferred: they run again.
         """
-        retry = OutageRetry(self._stopping if self._is_workers else None)
+        retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
         while True:
             try:
                 freshen_connections(is_own=self._is_workers)
@@ -457,7 +457,7 @@ class Pipeline:
     ) -> list[Delivery]:
         """Make failures durable, and finish them; returns the deferred: with their attempt in hand,
         which is recorded should they come up here again."""
-        retry = OutageRetry(self._stopping if self._is_workers else None)
+        retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
         if tracing.tracer is not None:
             tracing.tracer.failing([a for a in attempts if a.ending in FAILURES])
         while True:

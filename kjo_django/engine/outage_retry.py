@@ -58,10 +58,13 @@ class OutageRetry:
     """Decides whether to try again to record outcomes that are in hand.
 
     :param stopping: set when the worker stops; None: every error is raised.
+    :param has_run: whether handlers have run, so that a worker that stops tries once more: a COMMIT
+        without an answer may have taken effect, and nobody else would announce what it recorded.
     """
 
-    def __init__(self, stopping: threading.Event | None) -> None:
+    def __init__(self, stopping: threading.Event | None, *, has_run: bool = False) -> None:
         self._patience = None if stopping is None else Patience(stopping)
+        self._has_run = has_run
         self._refusals = 0
 
     def after(self, error: Exception, what: str, count: int) -> Next:
@@ -89,4 +92,6 @@ class OutageRetry:
         if not is_outage:  # a bug: waiting does not make it pass
             logger.exception("%s", what)
             return Next.AGAIN
-        return Next.AGAIN if self._patience.goes_on(what, error) else Next.STOPPED
+        goes_on = self._patience.goes_on(what, error)
+        is_last_try = self._has_run and self._patience.count == 1
+        return Next.AGAIN if goes_on or is_last_try else Next.STOPPED
