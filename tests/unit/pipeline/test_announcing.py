@@ -80,9 +80,9 @@ def is_all_settled(bench):
     return not list(get_coordination().names("CONS:")) and bench.lag() == 0
 
 
-def once_away(monkeypatch, name="record_failures"):
-    """The database is away for one call."""
-    original, left = getattr(failures, name), [OperationalError("gone")]
+def once_away(monkeypatch, name="record_failures", times=1):
+    """The database is away for so many calls."""
+    original, left = getattr(failures, name), [OperationalError("gone")] * times
 
     def away(*arguments, **named):
         if left:
@@ -126,8 +126,8 @@ def test_a_worker_that_stops_in_the_outage_hands_back_the_failure_alone(
     calls = []
     a_group_whose_second_fails(KINDS[kind], calls)
     deliveries = bench.poll()
-    once_away(monkeypatch)
-    # When: it stops waiting at once
+    once_away(monkeypatch, times=2)
+    # When: it stops, and tries only once more
     deferred = bench.run(deliveries)
     # Then
     assert deferred == [deliveries[1]]
