@@ -24,6 +24,7 @@ from kjo_django.exceptions import KjoError
 from kjo_django.models import Lease as LeaseRow
 from kjo_django.models import TransportMessage
 from kjo_django.models import Worker as WorkerRow
+from kjo_django.retries.classification import import_path
 from kjo_django.states import OPEN
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.program import Program
@@ -463,6 +464,11 @@ def _is_settled(engine: MixedEngine) -> bool:
 
 # --- Evidence -------------------------------------------------------------------------------------
 
+DATABASE_ERRORS = [import_path(kind) for kind in (OperationalError, InterfaceError)]
+"""What a handler meets whose session is ended or whose statement is refused."""
+IN_HANDLER = str(Path("tests", "mixed", "handlers.py"))
+"""In the traceback of what a handler itself met, not the worker before or after it."""
+
 
 def collect(stage: Stage, left: list[str]) -> invariants.Evidence:
     """Read what a run left behind, once its processes have ended."""
@@ -488,6 +494,9 @@ def collect(stage: Stage, left: list[str]) -> invariants.Evidence:
         name = trace.identity_in(letter.value)
         at = letter.failed_at.timestamp()
         evidence.letters.append(invariants.Letter(str(letter.pk), name, letter.reason, at))
+    failed = engine.failures.filter(error_type__in=DATABASE_ERRORS, traceback__contains=IN_HANDLER)
+    ids = {str(id) for id in failed.values_list("job_id", flat=True)}
+    evidence.failed = {row.name for row in evidence.rows if row.id in ids}
     evidence.items = dict(engine.items.values_list("email", "state"))
     _read_trace(engine, evidence)
     _read_leases(engine, evidence)

@@ -83,6 +83,9 @@ class Evidence:
     """From when to when something was done to workers or servers, and what."""
     records: Counter[str] = field(default_factory=Counter)
     """Records for others found in their topic."""
+    failed: set[str] = field(default_factory=set)
+    """Work whose handler met an error of its database: that attempt failed, though not as planned.
+    """
     dead_records: Counter[str] = field(default_factory=Counter)
     """Records found in the topics of dead letters."""
     has_dead_records: bool = False
@@ -285,7 +288,8 @@ def _was_killed(evidence: Evidence, work: Work) -> bool:
 
 
 def each_key_keeps_its_order(evidence: Evidence) -> Iterator[str]:
-    """Of a key, what never failed took effect in the order it was enqueued in."""
+    """Of a key, what never failed took effect in the order it was enqueued in. A handler fails as
+    well when its database session is ended, or its statement refused, while it runs."""
     if not evidence.engine.keeps_order:
         return
     order = {name: at for at, name in enumerate(evidence.committed)}
@@ -293,7 +297,8 @@ def each_key_keeps_its_order(evidence: Evidence) -> Iterator[str]:
     for key, name in evidence.entries:
         work = evidence.works.get(name)
         is_sure = name in order and name not in evidence.unsure
-        if key and work is not None and is_sure and not work.fails and not work.delay:
+        has_failed = work is not None and (work.fails or name in evidence.failed)
+        if key and work is not None and is_sure and not has_failed and not work.delay:
             of_keys[key].append(name)
     for key, names in of_keys.items():
         # What ran again outside a transaction counts as it was first.
@@ -303,7 +308,8 @@ def each_key_keeps_its_order(evidence: Evidence) -> Iterator[str]:
             at = next(
                 i for i, (one, other) in enumerate(zip(names, wanted, strict=True)) if one != other
             )
-            yield f"{key}: {names[at : at + 4]} where {wanted[at : at + 4]} was enqueued"
+            found, due = names[at : at + 4], wanted[at : at + 4]
+            yield f"{key}: {found} where {due} was enqueued; {evidence.traces_of(due[0])}"
 
 
 def records_for_others_are_published_once(evidence: Evidence) -> Iterator[str]:

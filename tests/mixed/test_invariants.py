@@ -160,6 +160,25 @@ def test_a_crash_excuses_what_it_may_repeat_and_nothing_else() -> None:
     assert [text.partition(":")[0] for text in complaints(found)] == ["each_effect_is_there_once"]
 
 
+def test_a_job_whose_handler_lost_its_database_loses_its_place_and_no_other_does() -> None:
+    # Given three jobs of a key, the first of which ran last
+    found = evidence()
+    found.works["mx9x"] = Work("mx9x", "keyed", 0, 10, key="k")
+    found.committed["mx9x"] = 109.0
+    found.rows.append(Row("id-9", "mx9x", "completed"))
+    found.signals["mx9x"] = ["completed"]
+    found.entries = [entry for entry in found.entries if not entry[0]]
+    found.entries += [("k", "mx2x"), ("k", "mx9x"), ("k", "mx1x")]
+    # When its session was ended while its handler ran
+    found.failed = {"mx1x"}
+    # Then it is excused, as a failed attempt has lost its place
+    assert complaints(found) == []
+    # And the others are not: they keep their order
+    found.entries = [*found.entries[:-3], ("k", "mx9x"), ("k", "mx2x"), ("k", "mx1x")]
+    (complaint,) = complaints(found)
+    assert complaint.startswith("each_key_keeps_its_order: k: ['mx9x', 'mx2x']")
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_seed_draws_the_same_plan_each_time(engine: str) -> None:
     assert draw(5, engine) == draw(5, engine)
