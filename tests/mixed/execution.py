@@ -246,11 +246,14 @@ class ProcessStage(Stage):
         self._join_and_wait()
 
     def _do_leave(self, move: Move) -> None:
+        with self._lock:
+            worker = self._choose()
+            self._workers.remove(worker)
+        # One that still imports has no handler for the signal, and would end by it.
+        self._wait_ready(worker)
         with self.disturbing("leave"):
             with self._lock:
-                worker = self._choose()
                 worker.terminate()
-                self._workers.remove(worker)
                 self._leaving.append(worker)
             while worker.is_running:
                 time.sleep(0.05)
