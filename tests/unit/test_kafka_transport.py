@@ -20,7 +20,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicPartition, timestamp_of
-from kjo_django.transports.kafka import KafkaTransport, publisher, reading
+from kjo_django.transports.kafka import KafkaTransport, clients, publisher, reading
 from tests.mock_kafka import OFFSET_COMMIT, PRODUCE, MockKafka
 
 # The mock learns of a member that left when its session ends.
@@ -772,6 +772,79 @@ def test_a_consumer_that_failed_for_good_is_replaced(transport, topic, subscribe
     assert values(read(open_one, 3)) == numbers(0, 3)
     assert open_one._consumer is not first
     assert lost == [True]
+
+
+def no_answer(**_):
+    raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+
+def test_a_consumer_that_forgot_its_brokers_is_replaced(transport, topic, subscribe, monkeypatch):
+    """librdkafka#5301: a broker that starts names no brokers, and the client never connects again.
+    It reports no error for that."""
+    # Given
+    for name in ("IDLE_CHECK_INTERVAL", "CHECK_INTERVAL", "LOST_AFTER"):
+        monkeypatch.setattr(clients, name, 0.1)
+    publish(transport, topic, *numbers(0, 3))
+    # When a client never gets partitions, nor an answer, while the cluster is there
+    open_one = subscribe(transport)
+    closed = threading.Event()
+    spy = Spy(open_one, poll=lambda _: None, list_topics=no_answer, close=closed.wait)
+    # Then another one reads, whether or not the first one can be closed
+    assert values(read(open_one, 3)) == numbers(0, 3)
+    closed.set()
+    spy.client.close()
+
+
+def test_a_consumer_is_kept_while_the_cluster_answers_nobody(
+    transport, mock, subscribe, monkeypatch
+):
+    for name in ("IDLE_CHECK_INTERVAL", "CHECK_INTERVAL", "LOST_AFTER", "OTHER_TIMEOUT"):
+        monkeypatch.setattr(clients, name, 0.1)
+    asked = []
+    other = clients.Health._is_answered_to_another
+    monkeypatch.setattr(
+        clients.Health, "_is_answered_to_another", lambda self: asked.append(other(self))
+    )
+    with mock.down():
+        open_one = subscribe(transport)
+        first = open_one._consumer
+        eventually(lambda: open_one.poll(10, 0.05) or len(asked) > 1, 20, "another client asked")
+
+    assert open_one._consumer is first
+    assert not any(asked)
+
+
+def test_a_member_without_partitions_is_kept_while_the_cluster_answers(
+    transport, topic, subscribe, monkeypatch
+):
+    # Given one partition for two members
+    for name in ("IDLE_CHECK_INTERVAL", "CHECK_INTERVAL", "LOST_AFTER"):
+        monkeypatch.setattr(clients, name, 0.1)
+    members = subscribe(transport), subscribe(transport)
+    asked = []
+    spies = [Spy(each, list_topics=None) for each in members]
+    for spy in spies:
+        spy.methods["list_topics"] = lambda spy=spy, **options: (
+            asked.append(spy) or spy.client.list_topics(**options)
+        )
+    # When the one that has none asks again and again
+    eventually(
+        lambda: [each.poll(10, 0.02) for each in members] and len(asked) > 20, 20, "questions"
+    )
+    # Then nobody is replaced
+    assert [each._consumer for each in members] == spies
+
+
+def test_a_producer_is_replaced_after_a_publish_nobody_answered(connect, mock, topic):
+    """It may have forgotten its brokers, and would never connect again (librdkafka#5301)."""
+    transport = connect(producer={"delivery.timeout.ms": 300})
+    first = transport._publisher._producers[0].get()
+
+    with mock.down():
+        (refused,) = transport.publish([OutgoingRecord(topic, b"1")])
+
+    assert refused.error
+    assert transport._publisher._producers[0].get() is not first
 
 
 def test_what_the_client_refuses_is_one_error_and_no_second_one(

@@ -310,6 +310,13 @@ class Callbacks:
 
 CHECK_INTERVAL = 1.0
 CHECK_TIMEOUT = 0.25
+IDLE_CHECK_INTERVAL = 10.0
+"""Seconds between checks of a member that has no partitions and met no error."""
+LOST_AFTER = 10.0
+"""Seconds without partitions and without an answer until another client is asked for the cluster.
+"""
+OTHER_TIMEOUT = 2.0
+"""Seconds that client has for an answer."""
 
 AWAY = frozenset({KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._RESOLVE})
 """Errors of one outage: the client reports each broker, and each try with its milliseconds."""
@@ -321,19 +328,28 @@ class Health:
     The client reports errors and never that they are over, since it recovers itself; so while there
     is one, the cluster is asked now and then.
 
+    A client can forget every broker, and then it connects to none any more and reports nothing: a
+    broker that has just started answers with topics and without brokers (librdkafka#5301). So a
+    member without partitions asks as well. When it gets no answer and another client does, it is
+    to be replaced.
+
     :param topics: those that must exist; patterns (``^...``) need not.
     """
 
     def __init__(self, options: KafkaOptions, group: str, topics: Sequence[str]) -> None:
+        self._options = options
         self._refusals = Refusals(options)
         self._group = group
         self._topics = [topic for topic in topics if not topic.startswith("^")]
-        self._due = 0.0
+        self._due = time.monotonic() + IDLE_CHECK_INTERVAL
+        self._silent_since: float | None = None
         self.last_error: str | None = None
         """See `Subscription.last_error`."""
         self._is_away = False
         self.is_fatal = False
         """Whether the client failed for good: it answers nothing any more, and must be replaced."""
+        self.is_unanswered = False
+        """Whether it failed so that no broker answers it: to close it would wait for one."""
 
     def note(self, error: KafkaError | BaseException | None) -> None:
         """Remember an error the client gave us, in whatever way."""
@@ -366,23 +382,58 @@ class Health:
         """Ask at the next `check`: something has just gone well."""
         self._due = 0.0
 
-    def check(self, consumer: Consumer, now: float) -> None:
+    def check(self, consumer: Consumer, now: float, *, is_idle: bool) -> None:
         """Clear ``last_error`` once the cluster answers and has our topics, asking once a second.
 
         Asking for all topics also makes the client look at its subscription again, so a topic
         created late is found within a second and not at the next refresh.
+
+        :param is_idle: whether the client has no partitions.
         """
-        if self.last_error is None or now < self._due:
+        if self.last_error is None and not is_idle:
+            self._due, self._silent_since = now + IDLE_CHECK_INTERVAL, None
             return
-        self._due = now + CHECK_INTERVAL
-        try:
-            topics = consumer.list_topics(timeout=CHECK_TIMEOUT).topics
-        except KafkaException:
+        if now < self._due:
             return
+        self._due = now + (IDLE_CHECK_INTERVAL if self.last_error is None else CHECK_INTERVAL)
+        cluster = _cluster_of(consumer, CHECK_TIMEOUT)
+        if cluster is None:
+            self._note_silence(now, is_idle)
+            return
+        self._silent_since = None
         self._refusals.forget()
+        topics = cluster.topics
         missing = [
             topic
             for topic in self._topics
             if topic not in topics or topics[topic].error is not None
         ]
         self.last_error = f"topic {missing[0]!r} does not exist" if missing else None
+
+    def _note_silence(self, now: float, is_idle: bool) -> None:
+        self._due = now + CHECK_INTERVAL
+        if self._silent_since is None:
+            self._silent_since = now
+        elif is_idle and now >= self._silent_since + LOST_AFTER:
+            self._silent_since = None
+            if self._is_answered_to_another():
+                text = "Consumer group %s: the cluster answers another client and not this one"
+                logger.warning(text, self._group)
+                self.is_fatal = self.is_unanswered = True
+
+    def _is_answered_to_another(self) -> bool:
+        config = watched(self._options.consumer(self._group), lambda error: None)
+        other = make(Consumer, config, self._options)
+        try:
+            return _cluster_of(other, OTHER_TIMEOUT) is not None
+        finally:
+            other.close()
+
+
+def _cluster_of(consumer: Consumer, timeout: float) -> Any:
+    """Return the cluster's metadata; None if no broker answers, or one that names no broker."""
+    try:
+        cluster = consumer.list_topics(timeout=timeout)
+    except KafkaException:
+        return None
+    return cluster if cluster.brokers else None

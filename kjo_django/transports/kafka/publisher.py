@@ -132,6 +132,11 @@ class OrderedSend:
         self._is_taken = False
         """Whether a record of an earlier portion was accepted."""
 
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the time was up and no record had been taken."""
+        return not self._is_taken and any(error.code() in PURGED for error in self.errors)
+
     def run(self) -> None:
         """Send all."""
         self._send(range(len(self._records)))
@@ -394,6 +399,9 @@ class Publisher:
             )
             send.run()
             self._learn(producer, client, send.errors)
+            if send.is_unanswered:
+                # A client that forgot every broker connects to none any more (librdkafka#5301).
+                producer.discard(client)
         finally:
             free.put(producer)
         return send.outcomes

@@ -108,7 +108,7 @@ class KafkaSubscription(Subscription):
         if self._committer.is_due(now):
             self._committer.soon(consumer, self._watermark.positions())
         self._reading.verify(consumer)
-        self._health.check(consumer, now)
+        self._health.check(consumer, now, is_idle=not self._reading.readers)
         return self._fetcher.fetch(consumer, max_records, wait)
 
     def acknowledge(self, records: Iterable[Record]) -> None:
@@ -282,9 +282,10 @@ class KafkaSubscription(Subscription):
         )
         held = [KafkaPartition(*partition) for partition in self.assignment()]
         self._callbacks.guard(self._lose)(consumer, held)
+        self._committer.is_silent = self._committer.is_silent or self._health.is_unanswered
         self._leave(consumer)
         self._consumer = None
-        self._health.is_fatal = False
+        self._health.is_fatal = self._health.is_unanswered = False
         self._committer.reset()
         self._reopen_at = time.monotonic() + REOPEN_INTERVAL
 
