@@ -80,14 +80,8 @@ class EnqueueOptions:
         if self.delay is not None and self.run_at is not None:
             raise ValueError("Give delay or run_at, not both")
         for name in ("run_at", "expires_at"):
-            moment = getattr(self, name)
-            if moment is None:
-                continue
-            if not isinstance(moment, datetime) or timezone.is_naive(moment):
-                raise ValueError(f"{name} must be an aware datetime")
-            if not 1970 <= moment.year < 9000:
-                # No page could show it: other time zones do not have it.
-                raise ValueError(f"{name} must be between the years 1970 and 9000, not {moment}")
+            if getattr(self, name) is not None:
+                _check_moment(getattr(self, name), name)
         if self.headers is not None and not _are_headers(self.headers):
             # A header nobody can encode would stop the relay, which meets it later.
             raise ValueError("headers must be a dict of text to text that UTF-8 can encode")
@@ -98,6 +92,14 @@ class EnqueueOptions:
                 raise ValueError(f"max_attempts must be {error}") from None
         if self.result_ttl is not None:
             milliseconds(self.result_ttl)
+
+
+def _check_moment(moment: Any, name: str) -> None:
+    if not isinstance(moment, datetime) or timezone.is_naive(moment):
+        raise ValueError(f"{name} must be an aware datetime")
+    if not 1970 <= moment.year < 9000:
+        # No page could show it: other time zones do not have it.
+        raise ValueError(f"{name} must be between the years 1970 and 9000, not {moment}")
 
 
 def _are_headers(headers: Any) -> bool:

@@ -17,7 +17,7 @@ import kjo_django
 ROOT = Path(kjo_django.__file__).parent
 MOST_MODULES = 247
 MOST_CLASSES = 442
-MOST_CORE_LINES = 21_500
+MOST_CORE_LINES = 21_550
 OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations"}
 
 

@@ -191,11 +191,9 @@ class TransactionRunner:
             completed = [a for a in attempts if a.ending is Ending.COMPLETED]
             if outer is not None and (left := left_elsewhere(using, outer)):
                 raise left
-            if len(completed) < len(fresh) or len(fresh) < len(keys):
-                # A marker left behind would make every later attempt look like a duplicate.
-                unused = set(fresh) - {keys[attempt.delivery] for attempt in completed}
-                if unused:
-                    store.delete_markers(unused)
+            # A marker left behind would make every later attempt look like a duplicate.
+            if unused := set(fresh) - {keys[attempt.delivery] for attempt in completed}:
+                store.delete_markers(unused)
             settled = [a for a in attempts if a.ending in _OF_GROUP]
             completion.acknowledge_within(settled)
             released = self._release_within(using, settled)
