@@ -342,7 +342,7 @@ class Health:
         self._group = group
         self._topics = [topic for topic in topics if not topic.startswith("^")]
         self._due = time.monotonic() + IDLE_CHECK_INTERVAL
-        self._silent_since: float | None = None
+        self._unanswered_since: float | None = None
         self.last_error: str | None = None
         """See `Subscription.last_error`."""
         self._is_away = False
@@ -391,16 +391,16 @@ class Health:
         :param is_idle: whether the client has no partitions.
         """
         if self.last_error is None and not is_idle:
-            self._due, self._silent_since = now + IDLE_CHECK_INTERVAL, None
+            self._due, self._unanswered_since = now + IDLE_CHECK_INTERVAL, None
             return
         if now < self._due:
             return
         self._due = now + (IDLE_CHECK_INTERVAL if self.last_error is None else CHECK_INTERVAL)
         cluster = _cluster_of(consumer, CHECK_TIMEOUT)
         if cluster is None:
-            self._note_silence(now, is_idle)
+            self._note_no_answer(now, is_idle)
             return
-        self._silent_since = None
+        self._unanswered_since = None
         self._refusals.forget()
         topics = cluster.topics
         missing = [
@@ -410,12 +410,12 @@ class Health:
         ]
         self.last_error = f"topic {missing[0]!r} does not exist" if missing else None
 
-    def _note_silence(self, now: float, is_idle: bool) -> None:
+    def _note_no_answer(self, now: float, is_idle: bool) -> None:
         self._due = now + CHECK_INTERVAL
-        if self._silent_since is None:
-            self._silent_since = now
-        elif is_idle and now >= self._silent_since + LOST_AFTER:
-            self._silent_since = None
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+        elif is_idle and now >= self._unanswered_since + LOST_AFTER:
+            self._unanswered_since = None
             if self._is_answered_to_another():
                 text = "Consumer group %s: the cluster answers another client and not this one"
                 logger.warning(text, self._group)
