@@ -18,7 +18,7 @@ from kjo_django import registry
 from kjo_django.exceptions import KjoError
 from kjo_django.operations.actions import Action, Input, Kind, Report
 from kjo_django.operations.audit import audit_of
-from kjo_django.operations.dead_letters.table import ReplayReport
+from kjo_django.operations.dead_letters import ReplayReport
 
 Show = Callable[[str, int], None]
 """Shows a text on the next page, with a level of ``django.contrib.messages``."""

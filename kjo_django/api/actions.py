@@ -33,8 +33,7 @@ from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk
 from kjo_django.operations.actions import Action, Input, Kind, Report, Subject, Surface, actions_of
-from kjo_django.operations.dead_letters import PREVIEW_LIMIT, preview, select
-from kjo_django.operations.dead_letters.table import ReplayReport
+from kjo_django.operations.dead_letters import PREVIEW_LIMIT, ReplayReport, preview, select
 from kjo_django.operations.workers import AskResult
 from kjo_django.store.counting import bounded_count
 

@@ -40,11 +40,12 @@ from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
 from kjo_django.enqueue.storing import EnqueueResult, store
 from kjo_django.exceptions import KjoError, PayloadError
 from kjo_django.models import DeadLetter, DeadLetterState, Job, JobFailure
-from kjo_django.operations.jobs import live_leases, search
-from kjo_django.operations.jobs.search import JobFilter
-from kjo_django.operations.jobs.waiting import Awaited, Waiter
+from kjo_django.operations import search
+from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts, shown_headers
+from kjo_django.operations.search import JobFilter
+from kjo_django.operations.waiting import Awaited, Waiter
 from kjo_django.states import JobState, JobStatus
 from kjo_django.store.transactions import jobs_database
 

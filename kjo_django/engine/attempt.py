@@ -13,9 +13,9 @@ from kjo_django.engine.leases import lease_name
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.envelope import Message
 from kjo_django.models import EventKey
-from kjo_django.registry import Handler
+from kjo_django.registry import Handler, route_of
 from kjo_django.store.rows import JobRow
-from kjo_django.transports.base import Record, Subscription, TopicPartition
+from kjo_django.transports.base import NoSubscription, Record, Subscription, TopicPartition
 
 
 class Mode(enum.Enum):
@@ -131,6 +131,17 @@ def _mode_of(handler: Handler | None, problem: MessageError | None) -> Mode:
     if handler.options.atomic:
         return Mode.ATOMIC
     return Mode.CONCURRENT if handler.is_async else Mode.PLAIN
+
+
+def delivery_of(record: Record, queue: QueueConf, max_bytes: int) -> Delivery | None:
+    """Return the delivery of a record that no subscription has handed out; None if it is meant for
+    others."""
+    subscription = NoSubscription()
+    try:
+        found = route_of(queue.name).read(record, max_bytes=max_bytes)
+    except MessageError as problem:
+        return Delivery(record, subscription, queue, None, None, problem)
+    return None if found is None else Delivery(record, subscription, queue, *found)
 
 
 class Ending(enum.Enum):

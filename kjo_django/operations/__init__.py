@@ -4,7 +4,3 @@ Commands, the admin and the REST API parse and show; the operations themselves a
 operation takes rows in bounded chunks, and each chunk is one transaction. So a selection may be of
 any size. Signals are sent once their chunk is committed.
 """
-
-from kjo_django.operations.jobs import rescheduling, search
-
-__all__ = ["rescheduling", "search"]

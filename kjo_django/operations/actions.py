@@ -21,11 +21,10 @@ from django.utils.translation import ngettext_lazy
 from kjo_django import states
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.models import DeadLetter
-from kjo_django.operations import dead_letters, jobs, queues, workers
-from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.dead_letters.table import ReplayReport
+from kjo_django.operations import dead_letters, jobs, queues, rescheduling, workers
+from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import UserActor
-from kjo_django.operations.jobs import Outcomes, rescheduling
+from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, Observer, Progress, checked_rate
 from kjo_django.retries.policy import LONGEST_DELAY
 from kjo_django.states import JobStatus

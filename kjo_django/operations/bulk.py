@@ -24,7 +24,7 @@ from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.exceptions import PermanentError, Retry
 from kjo_django.models import Job
-from kjo_django.operations import dead_letters
+from kjo_django.operations import dead_letters, search
 from kjo_django.operations.actions import (
     ACTIONS,
     LIMIT,
@@ -34,12 +34,10 @@ from kjo_django.operations.actions import (
     Subject,
     find,
 )
-from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.dead_letters.table import ReplayReport
+from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import Request, UserActor, actor_of
-from kjo_django.operations.jobs import search
-from kjo_django.operations.jobs.search import JobFilter
 from kjo_django.operations.rows import Observer, Progress, checked_rate
+from kjo_django.operations.search import JobFilter
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 from kjo_django.store.transactions import jobs_database
 

@@ -11,7 +11,7 @@ from uuid import UUID
 from django.db.models import Count, QuerySet
 
 from kjo_django.models import DeadLetter
-from kjo_django.operations.dead_letters.table import DeadLetterFilter, Selection, select
+from kjo_django.operations.dead_letters import DeadLetterFilter, Selection, select
 from kjo_django.store.counting import COUNT_LIMIT, keys_of_each
 
 SAMPLED = 50

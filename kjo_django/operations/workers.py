@@ -24,7 +24,7 @@ from django.utils.dateparse import parse_datetime
 from kjo_django import signals
 from kjo_django.conf import Settings, get_settings
 from kjo_django.models import Worker
-from kjo_django.operations.jobs.changes import Outcomes
+from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import Observer, batched, on_commit
 from kjo_django.store.transactions import jobs_database
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,7 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Claim
-from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.attempt import Attempt, Delivery, Ending, delivery_of
 from kjo_django.engine.group import Pipeline, result_of, send_signals
 from kjo_django.engine.handler.call import call, make_context
 from kjo_django.engine.handler.timeouts import TimeoutWatch
@@ -34,7 +34,7 @@ from kjo_django.patterns.queue import Queue
 from kjo_django.runtime import current_runtime
 from kjo_django.store.rows import JobRow
 from kjo_django.store.transactions import jobs_database
-from kjo_django.transports.base import Record, Subscription, TopicPartition
+from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")
 
@@ -204,28 +204,6 @@ def _due(names: Collection[str], with_retries: bool, with_delayed: bool) -> Quer
     return rows.filter(wanted).order_by("available_at", "id")
 
 
-class _Nowhere(Subscription):
-    """Where the deliveries of a drain come from: acknowledging them is all there is to do."""
-
-    def poll(self, max_records: int, timeout: float) -> list[Record]:
-        return []
-
-    def acknowledge(self, records: Iterable[Record]) -> None:
-        return
-
-    def pause(self, partitions: Iterable[TopicPartition]) -> None:
-        return
-
-    def resume(self, partitions: Iterable[TopicPartition]) -> None:
-        return
-
-    def assignment(self) -> list[TopicPartition]:
-        return []
-
-    def close(self) -> None:
-        return
-
-
 class _NoLeases(LeaseBook):
     """A test has no rivals, and its transaction no room for leases."""
 
@@ -311,16 +289,10 @@ def _delivery_of(job: Job) -> Delivery:
         headers=dict(sent.headers),
         timestamp=timezone.now(),
     )
-    try:
-        read = registry.route_of(queue.name).read(
-            record, max_bytes=get_settings().max_payload_bytes
-        )
-    except MessageError as problem:
-        return Delivery(record, _Nowhere(), queue, None, None, problem)
-    if read is None:
+    delivery = delivery_of(record, queue, get_settings().max_payload_bytes)
+    if delivery is None:
         raise AssertionError(f"The route of queue {queue.name!r} does not take job {job.pk}")
-    message, handler = read
-    return Delivery(record, _Nowhere(), queue, message, handler)
+    return delivery
 
 
 @contextlib.contextmanager

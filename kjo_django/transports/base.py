@@ -235,6 +235,31 @@ class Subscription(abc.ABC):
     """The outage ``poll`` met last, None once it works again."""
 
 
+class NoSubscription(Subscription):
+    """The subscription of a record that none has handed out: it hands out nothing, and
+    acknowledging is all there is to do."""
+
+    def poll(self, max_records: int, timeout: float) -> list[Record]:
+        """Return nothing."""
+        return []
+
+    def acknowledge(self, records: Iterable[Record]) -> None:
+        """Keep nothing."""
+
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        """Do nothing."""
+
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        """Do nothing."""
+
+    def assignment(self) -> list[TopicPartition]:
+        """Return nothing."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class TopicSpec:
     """The topic as it should be, see ``topic_options`` of a queue."""

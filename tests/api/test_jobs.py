@@ -335,7 +335,7 @@ def test_a_wait_holds_no_transaction(
         looked.append(connections["default"].in_atomic_block)
         return usual(awaited)
 
-    monkeypatch.setattr("kjo_django.operations.jobs.waiting._look", look)
+    monkeypatch.setattr("kjo_django.operations.waiting._look", look)
     # When
     login("view_job").get(url(JobFactory(), "wait"), {"timeout": 0.05})
     # Then
@@ -356,7 +356,7 @@ def test_those_who_wait_have_no_database_session(
         looked.add(threading.get_ident())
         return usual(awaited)
 
-    monkeypatch.setattr("kjo_django.operations.jobs.waiting._look", look)
+    monkeypatch.setattr("kjo_django.operations.waiting._look", look)
     job, count = JobFactory(), 6
     clients = [login("view_job") for _ in range(count)]
     answers: list[int] = []
@@ -397,7 +397,7 @@ def sessions() -> int:
 
 
 def operations_waiting_look() -> Any:
-    from kjo_django.operations.jobs import waiting
+    from kjo_django.operations import waiting
 
     return waiting._look
 

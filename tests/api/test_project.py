@@ -94,7 +94,7 @@ def test_a_fault_of_the_server_is_not_hidden(login: Login, monkeypatch: pytest.M
     def fail(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("kjo_django.operations.jobs.search.page", fail)
+    monkeypatch.setattr("kjo_django.operations.search.page", fail)
     client = login("view_job")
     with pytest.raises(RuntimeError):
         client.get("/kjo/jobs/")

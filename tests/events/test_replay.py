@@ -13,8 +13,8 @@ from kjo_django.exceptions import MessageError
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode, edit_and_replay
-from kjo_django.operations.dead_letters.topic import TopicReplay, replay_topic
 from kjo_django.operations.fingerprints import error_groups
+from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.patterns.kdlq import DlqConfig, ProcessingStatus, kdlq_handler
 from kjo_django.states import JobState
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, send

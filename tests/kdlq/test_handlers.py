@@ -14,7 +14,7 @@ from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations import dead_letters, jobs
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.dead_letters.topic import TopicReplay, replay_topic
+from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.patterns.kdlq import DlqConfig, ProcessingStatus, kdlq_handler, parking
 from kjo_django.patterns.kdlq.handlers import _original_of
 from kjo_django.states import OPEN

@@ -14,11 +14,10 @@ from kjo_django import Queue, conf, registry
 from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job
-from kjo_django.operations import dead_letters, jobs
+from kjo_django.operations import dead_letters, jobs, topic_replay
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
-from kjo_django.operations.dead_letters import topic as replay_topic
-from kjo_django.operations.dead_letters.topic import TopicReplay
 from kjo_django.operations.maintenance.prune import Retention, prune
+from kjo_django.operations.topic_replay import TopicReplay
 from tests.queueing.conftest import Recorder, wait_until
 from tests.unit.deliveries import KJO, MEMORY, Bench
 
@@ -214,15 +213,15 @@ def test_from_the_topic_an_old_death_runs_what_its_record_holds(
     letters: list[DeadLetter], handler: Moody, monkeypatch: Any, bench: Bench
 ) -> None:
     # When the first record, that of "old", is replayed
-    monkeypatch.setattr(replay_topic, "IDLE_PATIENCE", 0.1)
-    report = replay_topic.replay_topic(TopicReplay("replaying-dlq", limit=1))
+    monkeypatch.setattr(topic_replay, "IDLE_PATIENCE", 0.1)
+    report = topic_replay.replay_topic(TopicReplay("replaying-dlq", limit=1))
     bench.run_until_done()
     # Then
     assert report.replayed == 1
     assert handler.seen == [("j1", "old")]
     assert states() == [DeadLetterState.REPLAYED, DeadLetterState.OPEN]
     # And so is that of "new"
-    assert replay_topic.replay_topic(TopicReplay("replaying-dlq")).replayed == 1
+    assert topic_replay.replay_topic(TopicReplay("replaying-dlq")).replayed == 1
     bench.run_until_done()
     assert handler.seen == [("j1", "old"), ("j1", "new")]
     assert states() == [DeadLetterState.REPLAYED, DeadLetterState.REPLAYED]
@@ -232,16 +231,16 @@ def test_from_the_topic_an_old_death_that_was_replayed_is_refused_and_forced_wit
     queue: Queue, letters: list[DeadLetter], handler: Moody, monkeypatch: Any, bench: Bench
 ) -> None:
     # Given
-    monkeypatch.setattr(replay_topic, "IDLE_PATIENCE", 0.1)
+    monkeypatch.setattr(topic_replay, "IDLE_PATIENCE", 0.1)
     dead_letters.replay(DeadLetterFilter())
     bench.run_until_done()
     handler.seen.clear()
     sent_before = len(get_transport().records("replaying"))
     # When, then
-    report = replay_topic.replay_topic(TopicReplay("replaying-dlq", dry_run=True))
+    report = topic_replay.replay_topic(TopicReplay("replaying-dlq", dry_run=True))
     assert dict(report.refused) == {"its job has moved on": 2}
     # When forced
-    report = replay_topic.replay_topic(TopicReplay("replaying-dlq", force=True, limit=1))
+    report = topic_replay.replay_topic(TopicReplay("replaying-dlq", force=True, limit=1))
     # Then it goes out as it is, under an id of its own
     assert report.replayed == 1
     (record,) = get_transport().records("replaying")[sent_before:]

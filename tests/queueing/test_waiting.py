@@ -26,7 +26,7 @@ from kjo_django.exceptions import (
 )
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
-from kjo_django.operations.jobs import waiting
+from kjo_django.operations import waiting
 from kjo_django.patterns.queue import NO_RESULT, CancelResult
 from tests.queueing.conftest import ENGINES, Recorder, wait_until
 

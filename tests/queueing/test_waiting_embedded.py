@@ -10,7 +10,7 @@ from django.db import OperationalError
 from kjo_django import Queue
 from kjo_django.backends import get_coordination
 from kjo_django.exceptions import CoordinationError
-from kjo_django.operations.jobs import waiting
+from kjo_django.operations import waiting
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "30", None, True])

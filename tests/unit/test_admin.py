@@ -484,7 +484,7 @@ def test_an_action_that_is_refused_tells_why(admin_client, monkeypatch):
     def refuse(*args, **kwargs):
         raise PublishError("the table is full")
 
-    monkeypatch.setattr("kjo_django.operations.jobs.changes.requeue_chunk", refuse)
+    monkeypatch.setattr("kjo_django.operations.jobs.requeue_chunk", refuse)
     told = act(admin_client, "job", "requeue", JobFactory(failed=True))
     assert told == ["the table is full"]
 

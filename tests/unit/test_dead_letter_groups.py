@@ -9,7 +9,7 @@ from django.utils import timezone
 
 from kjo_django.models import DeadLetter
 from kjo_django.operations import dead_letters, fingerprints
-from kjo_django.operations.dead_letters import DeadLetterFilter, table
+from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.fingerprints import error_groups
 from tests.factories import DeadLetterFactory, ProcessedEventFactory
 
@@ -81,7 +81,7 @@ def test_a_count_looks_at_the_newest(monkeypatch):
     # Then
     assert dead_letters.count(DeadLetterFilter()) == (5, False)
     assert dead_letters.count(DeadLetterFilter(fingerprint="a")) == (2, False)
-    monkeypatch.setattr(table, "COUNT_LIMIT", 4)
+    monkeypatch.setattr(dead_letters, "COUNT_LIMIT", 4)
     assert dead_letters.count(DeadLetterFilter()) == (4, True)
     assert dead_letters.count(DeadLetterFilter(fingerprint="a")) == (1, True)
 

@@ -17,7 +17,7 @@ from kjo_django.operations.actions import TABLE, Subject
 from kjo_django.operations.bulk import start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.internal import UserActor
-from kjo_django.operations.jobs.search import parse
+from kjo_django.operations.search import parse
 from tests.factories import DeadLetterFactory, JobFactory
 from tests.unit.deliveries import KJO, Bench
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kjo_django.operations.jobs.search import JobFilter, parse
+from kjo_django.operations.search import JobFilter, parse
 from kjo_django.states import JobStatus
 
 ID = UUID("01890a5d-ac96-774b-bcce-b302099a8057")

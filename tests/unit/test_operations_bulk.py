@@ -16,7 +16,7 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk, dead_letters, jobs, rows
 from kjo_django.operations.bulk import start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.jobs.search import JobFilter, parse
+from kjo_django.operations.search import JobFilter, parse
 from tests.factories import DeadLetterFactory, JobFactory
 from tests.unit.deliveries import KJO, Bench
 

@@ -1,4 +1,4 @@
-"""Replaying and discarding dead letters of the table."""
+"""Replaying and discarding dead letters of the dead_letters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from kjo_django import signals
 from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, TransportMessage
-from kjo_django.operations import dead_letters, rows
-from kjo_django.operations.dead_letters import DeadLetterFilter, table
-from kjo_django.operations.dead_letters.topic import TopicReplay
-from kjo_django.operations.jobs import changes
+from kjo_django.operations import dead_letters, jobs, rows
+from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.topic_replay import TopicReplay
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
 from tests.unit.deliveries import KJO, MEMORY, Bench
@@ -136,7 +135,7 @@ def test_a_message_whose_job_was_deleted_no_longer_claims_to_have_one(memory):
 
 
 def test_on_a_transactional_transport_publish_and_mark_are_one_transaction():
-    """A letter is replayed if and only if its message is in the table."""
+    """A letter is replayed if and only if its message is in the dead_letters."""
     # Given
     DeadLetterFactory()
 
@@ -177,7 +176,7 @@ def test_a_run_stops_when_the_transport_is_down(memory):
     # When
     report = dead_letters.replay(EVERYTHING)
     # Then
-    assert report.failed == table.FAILURES_IN_A_ROW
+    assert report.failed == dead_letters.FAILURES_IN_A_ROW
     assert "run it again later" in report.stopped
 
 
@@ -190,7 +189,7 @@ def test_letters_replayed_too_often_are_refused_counted_and_shown(memory):
     report = dead_letters.replay(EVERYTHING)
     # Then
     assert report.replayed == 1
-    assert dict(report.refused) == {table.REFUSED_LOOP: 1}
+    assert dict(report.refused) == {dead_letters.REFUSED_LOOP: 1}
     assert "2 times" in report.samples[0]["detail"]
     # When forced
     assert dead_letters.replay(EVERYTHING, force=True).replayed == 1
@@ -224,7 +223,7 @@ def test_a_message_that_took_effect_is_refused_and_forced_under_a_new_id(memory)
 
 def test_a_letter_without_any_source_is_refused(memory):
     DeadLetterFactory(queue="", topic="")
-    assert dict(dead_letters.replay(EVERYTHING).refused) == {table.REFUSED_NO_SOURCE: 1}
+    assert dict(dead_letters.replay(EVERYTHING).refused) == {dead_letters.REFUSED_NO_SOURCE: 1}
 
 
 def test_a_dry_run_changes_nothing_and_shows_what_is_there(memory):
@@ -243,7 +242,7 @@ def test_a_dry_run_changes_nothing_and_shows_what_is_there(memory):
         ("exhausted", "tests.add", "A"): 2,
         ("exhausted", "tests.add", "B"): 2,
     }
-    assert dict(report.refused) == {table.REFUSED_LOOP: 1, table.REFUSED_PROCESSED: 1}
+    assert dict(report.refused) == {dead_letters.REFUSED_LOOP: 1, dead_letters.REFUSED_PROCESSED: 1}
     assert DeadLetter.objects.filter(state="open").count() == 4
     assert memory.records("default") == []
     assert report.as_dict()["dry_run"] is True
@@ -380,13 +379,13 @@ def test_discarding_needs_a_note():
 def test_a_job_that_moves_on_before_it_is_locked_is_left_alone(memory, monkeypatch):
     """Or what has completed would run again."""
     letter = DeadLetterFactory(of_job=True)
-    take = changes.lock_jobs
+    take = jobs.lock_jobs
 
     def late(keys):
         Job.objects.update(state="completed")
         return take(keys)
 
-    monkeypatch.setattr(changes, "lock_jobs", late)
+    monkeypatch.setattr(jobs, "lock_jobs", late)
     report = dead_letters.edit_and_replay(letter.pk, b'{"a": 2}')
     assert dict(report.refused) == {"the job is completed": 1}
     job = Job.objects.get()

@@ -17,7 +17,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetterState, Job, TransportMessage
 from kjo_django.operations import jobs
-from kjo_django.operations.jobs import CancelResult, changes
+from kjo_django.operations.jobs import CancelResult
 from kjo_django.operations.rows import CHUNK
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory
@@ -303,13 +303,13 @@ def test_of_many_who_requeue_one_job_at_once_one_generation_each_and_none_is_los
 @pytest.fixture
 def completed_before_it_is_locked(monkeypatch):
     """Somebody else requeues what was found, and it completes, before it is locked."""
-    take = changes.lock_jobs
+    take = jobs.lock_jobs
 
     def late(keys):
         Job.objects.filter(state="failed").update(state="completed")
         return take(keys)
 
-    monkeypatch.setattr(changes, "lock_jobs", late)
+    monkeypatch.setattr(jobs, "lock_jobs", late)
 
 
 @pytest.mark.django_db

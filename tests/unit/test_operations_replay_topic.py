@@ -11,10 +11,9 @@ from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import TransportMessage
 from kjo_django.operations import jobs
-from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.dead_letters import topic as module
-from kjo_django.operations.dead_letters.table import REFUSED_LOOP, REFUSED_PROCESSED
-from kjo_django.operations.dead_letters.topic import TopicReplay, replay_topic
+from kjo_django.operations import topic_replay as module
+from kjo_django.operations.dead_letters import REFUSED_LOOP, REFUSED_PROCESSED, DeadLetterFilter
+from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.transports.base import OutgoingRecord, TopicSpec
 from tests.factories import JobFactory, ProcessedEventFactory
 

@@ -15,7 +15,7 @@ from kjo_django.engine.leases import alive_name, lease_name
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import Job
 from kjo_django.operations import search
-from kjo_django.operations.jobs.search import JobFilter, counts, find, page, parse
+from kjo_django.operations.search import JobFilter, counts, find, page, parse
 from tests.factories import JobFactory
 from tests.unit.deliveries import as_job
 

@@ -25,7 +25,7 @@ from kjo_django.admin.dashboard.dead_letters import address_of, selection_of
 from kjo_django.admin.dashboard.jobs import search_of
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, forget, screen_of
 from kjo_django.models import Job, Worker
-from kjo_django.operations import bulk, dead_letters, queues
+from kjo_django.operations import bulk, dead_letters, queues, search
 from kjo_django.operations.actions import (
     ACTIONS,
     SYNCHRONOUS_LIMIT,
@@ -35,8 +35,7 @@ from kjo_django.operations.actions import (
     actions_of,
 )
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.jobs import search
-from kjo_django.operations.jobs.search import JobFilter
+from kjo_django.operations.search import JobFilter
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 from kjo_django.store.transactions import jobs_database
 

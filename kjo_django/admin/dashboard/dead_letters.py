@@ -24,8 +24,7 @@ from kjo_django.messages.serializers import JSON, Serializer, serializer_for
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations import dead_letters, redaction
 from kjo_django.operations.actions import ACTIONS, Subject
-from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.dead_letters.table import processed
+from kjo_django.operations.dead_letters import DeadLetterFilter, processed
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.internal import is_internal
 from kjo_django.operations.redaction import LONGEST_SHOWN

@@ -18,9 +18,9 @@ from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
 from kjo_django.conf import get_settings
 from kjo_django.engine.leases import lease_name
 from kjo_django.models import Job, JobFailure
-from kjo_django.operations import redaction
+from kjo_django.operations import redaction, search
 from kjo_django.operations.actions import Subject
-from kjo_django.operations.jobs import live_leases, search
+from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.monitoring.status import state_counts
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts

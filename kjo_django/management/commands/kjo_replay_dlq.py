@@ -14,7 +14,7 @@ from kjo_django.management.commands._shared import (
 )
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
-from kjo_django.operations.dead_letters.topic import TopicReplay, replay_topic
+from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 
 SHARED = ("limit", "rate", "dry_run", "force", "mode")
 FILTERS = ("queue", "reason", "error", "fingerprint", "since", "until")

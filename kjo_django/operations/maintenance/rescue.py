@@ -26,7 +26,7 @@ from kjo_django.exceptions import PublishError
 from kjo_django.ids import ago, uuid7_floor
 from kjo_django.models import Job, transition
 from kjo_django.operations.audit import send_job_signals
-from kjo_django.operations.jobs.changes import lock_jobs, send
+from kjo_django.operations.jobs import lock_jobs, send
 from kjo_django.operations.queues import paused_queues
 from kjo_django.operations.rows import chunks
 from kjo_django.states import JobState

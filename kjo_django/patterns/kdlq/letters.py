@@ -13,7 +13,7 @@ from kjo_django.engine.dead_lettering import error_text, fingerprint, traceback_
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
-from kjo_django.operations.dead_letters.formats import DeadLetterFormat, register_format
+from kjo_django.operations.dead_letters import DeadLetterFormat, register_format
 from kjo_django.patterns.kdlq import headers
 from kjo_django.retries.classification import import_path
 from kjo_django.store.transactions import jobs_database

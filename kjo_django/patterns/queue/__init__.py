@@ -11,7 +11,7 @@ images.enqueue_and_wait("img-1", {"url": "…"}, timeout=30)
 
 from kjo_django.enqueue.storing import EnqueueResult
 from kjo_django.operations.jobs import CancelResult, RequeueResult
-from kjo_django.operations.jobs.waiting import NO_RESULT, MessageStatus, UpdateTtlResult
+from kjo_django.operations.waiting import NO_RESULT, MessageStatus, UpdateTtlResult
 from kjo_django.patterns.queue.client import Queue
 from kjo_django.patterns.queue.handlers import AfterExecution, QueueJob
 

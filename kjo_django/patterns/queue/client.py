@@ -22,8 +22,9 @@ from kjo_django.messages.envelope import MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.models import DeadLetter, Job, source_of_job
 from kjo_django.operations import jobs as operations
-from kjo_django.operations.jobs import CancelResult, RequeueResult, waiting
-from kjo_django.operations.jobs.waiting import (
+from kjo_django.operations import waiting
+from kjo_django.operations.jobs import CancelResult, RequeueResult
+from kjo_django.operations.waiting import (
     DEFAULT_TIMEOUT,
     NO_RESULT,
     Awaited,

@@ -17,8 +17,8 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.dead_letters.topic import TopicReplay, replay_topic
 from kjo_django.operations.maintenance import topics
+from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.transports.base import OutgoingRecord, Record
 from tests.settings import cache
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, make_everything_due, the_job

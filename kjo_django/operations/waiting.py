@@ -45,7 +45,7 @@ from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, JobFailure, JobQuerySet
-from kjo_django.operations.jobs.changes import live_leases
+from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import Progress, progress_of
 from kjo_django.states import JobState
 from kjo_django.store.transactions import jobs_database

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import time
 import uuid
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from kjo_django import registry
@@ -26,24 +25,28 @@ from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job
-from kjo_django.operations.dead_letters.formats import ORIGINS, format_of
-from kjo_django.operations.dead_letters.reprocessing import NOT_RUN, SKIPPED, Reprocessor
-from kjo_django.operations.dead_letters.table import (
+from kjo_django.operations.dead_letters import (
+    NOT_RUN,
+    ORIGINS,
     REFUSED_LOOP,
     REFUSED_PROCESSED,
+    SKIPPED,
     DeadLetterFilter,
     Mode,
     Replayer,
     ReplayReport,
+    Reprocessor,
     find_job,
+    format_of,
     generation_of,
     processed,
     publish_one,
     queue_of,
     replay_headers,
     replay_topic_of,
+    reprocessing,
 )
-from kjo_django.operations.jobs.changes import close_as_replayed, requeue
+from kjo_django.operations.jobs import close_as_replayed, requeue
 from kjo_django.operations.rows import Pace, Progress, checked_rate, no_progress
 from kjo_django.states import JobState
 from kjo_django.store.transactions import jobs_database
@@ -99,9 +102,7 @@ def replay_topic(request: TopicReplay, *, progress: Progress = no_progress) -> R
 
     :raises PublishError: when the transport cannot be reached or the topic does not exist.
     """
-    with ExitStack() as stack:
-        is_here = request.mode == Mode.REPROCESS and not request.dry_run
-        reprocessor = stack.enter_context(Reprocessor()) if is_here else None
+    with reprocessing(Mode.REPUBLISH if request.dry_run else request.mode) as reprocessor:
         return _TopicReplayer(request, progress, reprocessor).run()
 
 
@@ -116,6 +117,9 @@ class _TopicReplayer:
         self._keeps = self._transport.capabilities.replay
         self._report = ReplayReport(request.topic, is_dry_run=request.dry_run)
         self._pace = Pace(request.rate)
+        self._replayer = Replayer(
+            self._report, request.force, request.actor, reprocessor=reprocessor
+        )
         self._targets = _targets(request)
         self._ids: set[str] = set()
         """Of the records that matched."""
@@ -148,7 +152,9 @@ class _TopicReplayer:
     def _read(self, subscription: Subscription, bounds: _Bounds) -> None:
         patience = time.monotonic() + JOIN_PATIENCE
         while not (self._is_stopped or bounds.are_reached):
-            records = subscription.poll(self._batch_size, 0.5)
+            sizes = (BATCH, self._limit_left, self._request.rate)
+            size = max(1, int(min(size for size in sizes if size is not None)))
+            records = subscription.poll(size, 0.5)
             if not records:
                 if time.monotonic() > patience:
                     if subscription.last_error or not subscription.assignment():
@@ -166,11 +172,6 @@ class _TopicReplayer:
                     subscription.acknowledge([record])
             self._progress(self._report.matched, bounds.total)
         subscription.flush()
-
-    @property
-    def _batch_size(self) -> int:
-        sizes = [BATCH, self._limit_left, self._request.rate]
-        return max(1, int(min(size for size in sizes if size is not None)))
 
     @property
     def _limit_left(self) -> int | None:
@@ -192,7 +193,9 @@ class _TopicReplayer:
         if not _matches(record, request.selection):
             report.skipped += 1
             return self._keeps and not request.dry_run
-        dead = DeadRecord.of(record, self._target_of(record))
+        # Only to topics of ours, since others wrote the header.
+        origin = next(iter(_origins(record)), "") or request.topic.removesuffix(SUFFIX)
+        dead = DeadRecord.of(record, request.target or self._targets.get(origin))
         self._ids.add(dead.id)
         report.count(
             names.text(record.headers, names.DLQ_REASON),
@@ -212,15 +215,8 @@ class _TopicReplayer:
         if dead.job_letter is None:
             return self._publish(dead)
         replayed = report.replayed
-        Replayer(
-            report, force=request.force, actor=request.actor, reprocessor=self._reprocessor
-        ).replay_counted(dead.job_letter)
+        self._replayer.replay(dead.job_letter)
         return self._keeps or report.replayed > replayed
-
-    def _target_of(self, record: Record) -> str | None:
-        """Return where it goes; only to topics of ours, since others wrote the header."""
-        topic = next(iter(_origins(record)), "") or self._request.topic.removesuffix(SUFFIX)
-        return self._request.target or self._targets.get(topic)
 
     def _refusal(self, dead: DeadRecord) -> tuple[str, str] | None:
         """Return why a record is not replayed, and what could be done."""
@@ -233,7 +229,9 @@ class _TopicReplayer:
             return None
         if dead.replay_count >= get_settings().max_replays:
             return REFUSED_LOOP, f"{dead.replay_count} times; --force replays it"
-        if dead.job is not None and not dead.is_jobs_death and not is_left_behind:
+        is_failed = dead.job is not None and dead.job.state == JobState.FAILED
+        is_jobs_death = dead.is_of_present_generation and is_failed
+        if dead.job is not None and not is_jobs_death and not is_left_behind:
             return "its job has moved on", f"the job is {dead.job.state}"
         if dead.is_decided and dead.foreign_letter is not None:
             state = dead.foreign_letter.state
@@ -243,47 +241,39 @@ class _TopicReplayer:
         return None
 
     def _publish(self, dead: DeadRecord) -> bool:
+        """Publish a record, or run it here and now."""
         assert dead.target is not None
+        report = self._report
         headers = replay_headers(
             dead.record.headers, dead.replay_count + 1, new_id=dead.is_processed
         )
-        if self._reprocessor is not None:
-            return self._reprocess(dead, headers, self._reprocessor)
-        outgoing = OutgoingRecord(
-            topic=dead.target, key=dead.record.key, value=dead.record.value, headers=headers
-        )
-        try:
-            publish_one(outgoing, self._request.transport)
-        except PublishError as error:
-            # Nothing behind it may be acknowledged before it, so the next run begins here.
-            self._report.fail(dead.id, error)
-            self._report.stopped = "a record was not accepted; run it again later"
-            return False
-        self._replayed(dead)
-        return True
-
-    def _reprocess(
-        self, dead: DeadRecord, headers: dict[str, bytes], reprocessor: Reprocessor
-    ) -> bool:
-        queue = queue_of("", dead.target or "")
-        if queue is None:
-            self._report.refuse(dead.id, "no queue here reads its topic")
-            return self._keeps
-        # Keeping the place it had in this topic: messages without an id are known by it.
-        ending = reprocessor.run(replace(dead.record, headers=headers), queue)
-        self._report.ended[ending] += 1
-        if ending in NOT_RUN:
-            self._report.refuse(dead.id, f"it was {ending}")
-            return self._keeps and ending == SKIPPED
-        self._replayed(dead)
-        return True
-
-    def _replayed(self, dead: DeadRecord) -> None:
-        """Count it, and close its row, or it would be replayed from the table once more."""
+        if self._reprocessor is None:
+            outgoing = OutgoingRecord(
+                topic=dead.target, key=dead.record.key, value=dead.record.value, headers=headers
+            )
+            try:
+                publish_one(outgoing, self._request.transport)
+            except PublishError as error:
+                # Nothing behind it may be acknowledged before it, so the next run begins here.
+                report.fail(dead.id, error)
+                report.stopped = "a record was not accepted; run it again later"
+                return False
+        else:
+            queue = queue_of("", dead.target)
+            if queue is None:
+                report.refuse(dead.id, "no queue here reads its topic")
+                return self._keeps
+            # Keeping the place it had in this topic: messages without an id are known by it.
+            there = replace(dead.record, headers=headers)
+            ending = self._reprocessor.run_dead(there, queue, report, dead.id)
+            if ending in NOT_RUN:
+                return self._keeps and ending == SKIPPED
         if dead.foreign_letter is not None:
+            # Left open, it would be replayed from the table once more.
             rows = DeadLetter.objects.using(jobs_database()).filter(pk=dead.foreign_letter.pk)
             close_as_replayed(rows, self._request.actor)
-        self._report.replayed += 1
+        report.replayed += 1
+        return True
 
     def _requeue(self, dead: DeadRecord) -> bool:
         assert dead.job is not None
@@ -368,12 +358,6 @@ class DeadRecord:
         payload."""
         return self.job is not None and self.job.generation == generation_of(self.record.headers)
 
-    @property
-    def is_jobs_death(self) -> bool:
-        """Whether its job still is as this record left it."""
-        is_failed = self.job is not None and self.job.state == JobState.FAILED
-        return self.is_of_present_generation and is_failed
-
 
 def _message_id(record: Record) -> str:
     """Return the id of the message, "" where it has none."""
@@ -393,32 +377,20 @@ def _origins(record: Record) -> list[str]:
     return list(filter(None, (names.text(record.headers, name) for name in ORIGINS)))
 
 
-def _matches(record: Record, selection: DeadLetterFilter) -> bool:
+def _matches(record: Record, wanted: DeadLetterFilter) -> bool:
     """Whether a record's headers pass the filter; what they do not say does not match."""
     text = functools.partial(names.text, record.headers)
-    if selection.ids is not None and _message_id(record) not in map(str, selection.ids):
-        return False
-    topic = selection.queue and get_settings().queue(selection.queue).topic
-    if topic is not None and topic not in _origins(record):
-        return False
-    if selection.handler is not None and _handler(record) != selection.handler:
-        return False
-    if selection.reason is not None and text(names.DLQ_REASON) != selection.reason:
-        return False
-    if selection.error:
-        found = text(names.DLQ_EXCEPTION_TYPE) + "\n" + text(names.DLQ_EXCEPTION_MESSAGE)
-        if selection.error.lower() not in found.lower():
-            return False
-    return _is_in_time(record, selection)
-
-
-def _is_in_time(record: Record, selection: DeadLetterFilter) -> bool:
-    if selection.since is None and selection.until is None:
-        return True
+    error = f"{text(names.DLQ_EXCEPTION_TYPE)}\n{text(names.DLQ_EXCEPTION_MESSAGE)}".lower()
     failed_at = names.moment(record.headers, names.DLQ_LAST_FAILED_AT) or record.timestamp
-    if failed_at is None or (selection.since is not None and failed_at < selection.since):
-        return False
-    return selection.until is None or failed_at < selection.until
+    return (
+        (wanted.ids is None or _message_id(record) in map(str, wanted.ids))
+        and (not wanted.queue or get_settings().queue(wanted.queue).topic in _origins(record))
+        and (wanted.handler is None or _handler(record) == wanted.handler)
+        and (wanted.reason is None or text(names.DLQ_REASON) == wanted.reason)
+        and (not wanted.error or wanted.error.lower() in error)
+        and (wanted.since is None or (failed_at is not None and failed_at >= wanted.since))
+        and (wanted.until is None or (failed_at is not None and failed_at < wanted.until))
+    )
 
 
 class _Bounds:

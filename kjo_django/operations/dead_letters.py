@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import enum
 import functools
+import socket
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -25,7 +26,12 @@ from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.backends import get_transport
-from kjo_django.conf import QueueConf, get_settings
+from kjo_django.conf import QueueConf, default_worker_name, get_settings
+from kjo_django.engine import queue_policies
+from kjo_django.engine.attempt import Attempt, Ending, delivery_of
+from kjo_django.engine.group import Pipeline, notify_waiters, send_signals
+from kjo_django.engine.handler.timeouts import TimeoutWatch
+from kjo_django.engine.leases import LeaseBook
 from kjo_django.enqueue import dispatch
 from kjo_django.enqueue.storing import check_payload_size, only_in_rows, row_key, store
 from kjo_django.enqueue.wakeups import after_commit
@@ -33,18 +39,18 @@ from kjo_django.exceptions import MessageError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
-from kjo_django.models import DeadLetter, DeadLetterState, Job, ProcessedEvent, source_of_job
+from kjo_django.models import (
+    DeadLetter,
+    DeadLetterState,
+    Job,
+    ProcessedEvent,
+    QueueControl,
+    source_of_job,
+)
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations import internal, redaction
 from kjo_django.operations.audit import send_letter_signals
-from kjo_django.operations.dead_letters.formats import COUNTERS, format_of
-from kjo_django.operations.dead_letters.reprocessing import NOT_RUN, NOWHERE, Reprocessor
-from kjo_django.operations.jobs.changes import (
-    Outcomes,
-    RequeueResult,
-    close_as_replayed,
-    requeue_chunk,
-)
+from kjo_django.operations.jobs import Outcomes, RequeueResult, close_as_replayed, requeue_chunk
 from kjo_django.operations.rows import (
     Observer,
     Pace,
@@ -54,6 +60,7 @@ from kjo_django.operations.rows import (
     no_progress,
     on_commit,
 )
+from kjo_django.runtime import current_runtime
 from kjo_django.states import JobState
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 from kjo_django.store.transactions import jobs_database
@@ -188,6 +195,56 @@ class ReplayReport:
             self.samples.append({"id": id, "outcome": outcome, "detail": detail})
 
 
+# --- Formats of dead letters ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterFormat:
+    """How a pattern marks the messages it puts into dead-letter topics.
+
+    What such a message did has taken effect by its death, and its dead letter is known by its
+    place: it has no id.
+
+    :param marker: the header that each of these messages has.
+    :param counter: the header that counts redeliveries; a replay begins anew without it.
+    :param origin: the header that names the topic a message died on.
+    :param letter_of: returns the row of a record, whatever its state; None where it is not here.
+    :param is_decided: whether the row of a record has been replayed or discarded since.
+    """
+
+    marker: str
+    counter: str
+    origin: str
+    letter_of: Callable[[Record], DeadLetter | None]
+    is_decided: Callable[[Record, DeadLetter], bool]
+
+
+_formats: dict[str, DeadLetterFormat] = {}
+
+ORIGINS = [
+    names.DLQ_ORIGINAL_TOPIC,
+    "kafka_dlt-original-topic",  # Spring
+    "dlq-original-topic",  # of event consumers
+    "__dlq.errors.topic",  # Kafka 4.4
+]
+"""Headers that name the topic a message died on, the first one that is there counts."""
+COUNTERS = {names.REDELIVERY}
+"""Headers that a replay leaves out: its redeliveries begin anew."""
+
+
+def register_format(format: DeadLetterFormat) -> None:
+    """Let dead letters of this format be replayed from the table and from topics."""
+    if format.marker not in _formats:
+        ORIGINS.append(format.origin)
+        COUNTERS.add(format.counter)
+    _formats[format.marker] = format
+
+
+def format_of(headers: Mapping[str, Any]) -> DeadLetterFormat | None:
+    """Return the format that a message's headers are of; None for that of the worker."""
+    return next((each for marker, each in _formats.items() if marker in headers), None)
+
+
 # --- Finding --------------------------------------------------------------------------------------
 
 
@@ -295,17 +352,19 @@ def replay(
     known = bounded_count(rows)
     total = min(limit, known) if limit is not None else None if known == COUNT_LIMIT else known
     failures = 0
-    with ExitStack() as stack:
-        reprocessor = stack.enter_context(Reprocessor()) if mode == Mode.REPROCESS else None
-        replayer = Replayer(
-            report, force=force, actor=actor, on_changed=on_changed, reprocessor=reprocessor
-        )
+    with reprocessing(mode) as reprocessor:
+        replayer = Replayer(report, force, actor, on_changed, reprocessor)
         for key in (key for keys in chunks(rows) for key in keys):
             if limit is not None and report.replayed >= limit:
                 break
             pace.wait()
+            letter = select(DeadLetterFilter()).filter(pk=key).defer("traceback").first()
+            if letter is None:
+                report.skipped += 1
+                continue
+            report.count(letter.reason, letter.handler, letter.error_type)
             failed_before = report.failed
-            replayer.replay(key)
+            replayer.replay(letter)
             failures = failures + 1 if report.failed > failed_before else 0
             progress(report.matched, total)
             if failures == FAILURES_IN_A_ROW:
@@ -332,16 +391,18 @@ def edit_and_replay(
         internal job.
     """
     check_payload_size(value)
-    letter = select(DeadLetterFilter(ids=[id])).select_related("job").first()
-    if letter is not None:
-        of_job = letter.job.handler if letter.job is not None else ""
-        if internal.is_internal(letter.handler) or internal.is_internal(of_job):
-            raise ValueError("An internal job cannot be edited: its payload says who may do what")
-        value = _with_hidden(letter, value)
-        check_payload_size(value)
     report = ReplayReport("table")
-    replayer = Replayer(report, force=False, actor=actor, on_changed=on_changed, value=value)
-    replayer.replay(_id(id))
+    letter = select(DeadLetterFilter(ids=[id])).select_related("job").first()
+    if letter is None:
+        report.skipped += 1
+        return report
+    of_job = letter.job.handler if letter.job is not None else ""
+    if internal.is_internal(letter.handler) or internal.is_internal(of_job):
+        raise ValueError("An internal job cannot be edited: its payload says who may do what")
+    value = _with_hidden(letter, value)
+    check_payload_size(value)
+    report.count(letter.reason, letter.handler, letter.error_type)
+    Replayer(report, actor=actor, on_changed=on_changed, value=value).replay(letter)
     return report
 
 
@@ -444,81 +505,64 @@ def discard(
 # --- Replaying one --------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class Replayer:
-    """Replays one letter at a time, in a transaction of its own, into a report."""
+    """Replays one letter at a time, in a transaction of its own, into a report.
 
-    def __init__(
-        self,
-        report: ReplayReport,
-        *,
-        force: bool,
-        actor: str,
-        on_changed: Observer | None = None,
-        reprocessor: Reprocessor | None = None,
-        value: bytes | None = None,
-    ) -> None:
-        self._report = report
-        self._reprocessor = reprocessor
-        self._value = value
-        self._force = force
-        self._actor = actor
-        self._on_changed = on_changed
-        self._using = jobs_database()
+    :param value: the payload to run with, if not the letter's.
+    """
 
-    @property
-    def _open(self) -> QuerySet[DeadLetter]:
-        rows = DeadLetter.objects.using(self._using).filter(state=DeadLetterState.OPEN)
-        return rows.defer("traceback")
+    report: ReplayReport
+    force: bool = False
+    actor: str = ""
+    on_changed: Observer | None = None
+    reprocessor: Reprocessor | None = None
+    value: bytes | None = None
 
-    def replay(self, key: Any) -> None:
-        """Replay the letter, or report why not."""
-        letter = self._open.filter(pk=key).first()
-        if letter is None:
-            self._report.skipped += 1
-            return
-        self._report.count(letter.reason, letter.handler, letter.error_type)
-        self.replay_counted(letter)
-
-    def replay_counted(self, letter: DeadLetter) -> None:
+    def replay(self, letter: DeadLetter) -> None:
         """Replay a letter that the report has counted, or report why not."""
-        if letter.replay_count >= get_settings().max_replays and not self._force:
+        if letter.replay_count >= get_settings().max_replays and not self.force:
             self._refuse(letter, REFUSED_LOOP, f"{letter.replay_count} times; --force replays it")
         elif letter.job_id is not None:
-            self._replay_job(letter, Job.objects.using(self._using).filter(pk=letter.job_id))
+            self._replay_job(letter, Job.objects.using(jobs_database()).filter(pk=letter.job_id))
         else:
             self._replay_message(letter)
 
     def _refuse(self, letter: DeadLetter, reason: str, detail: str = "") -> None:
-        self._report.refuse(str(letter.pk), reason, detail)
+        self.report.refuse(str(letter.pk), reason, detail)
+
+    def _is_mine(self, letter: DeadLetter) -> bool:
+        """Lock a letter that is still open; count one that is not as skipped."""
+        is_mine = bool(lock(select(DeadLetterFilter()).only("pk", "state"), [letter.pk]))
+        self.report.skipped += not is_mine
+        return is_mine
 
     # --- Of a job ---------------------------------------------------------------------------------
 
     def _replay_job(self, letter: DeadLetter, rows: QuerySet[Job]) -> None:
-        with transaction.atomic(using=self._using):
-            if not lock(self._open, [letter.pk]):
-                self._report.skipped += 1
+        using = jobs_database()
+        with transaction.atomic(using=using):
+            if not self._is_mine(letter):
                 return
             job = rows.defer("payload", "result").first()
             if job is None or letter.source_id == source_of_job(job.pk, job.generation):
                 again = self._requeue(letter, job, rows)
             else:
                 again = self._store_again(letter, job)
-        if again is not None and self._reprocessor is not None:
-            found = Job.objects.using(self._using).filter(pk=again).first()
+        if again is not None and self.reprocessor is not None:
+            found = Job.objects.using(using).filter(pk=again).first()
             if found is not None:
-                self._report.ended[self._reprocessor.run_job(found)] += 1
+                self.report.ended[self.reprocessor.run_job(found)] += 1
 
     def _requeue(self, letter: DeadLetter, job: Job | None, rows: QuerySet[Job]) -> Any:
         """Requeue the job of whose present failure the letter is; return its key, or None."""
         still = rows if job is None else rows.filter(generation=job.generation)
-        if not self._force:
+        if not self.force:
             still = still.filter(state=JobState.FAILED)
         outcomes = Outcomes()
         # The job's row is locked as by everybody, never waited for: whoever requeues the job holds
         # that row and waits for this letter.
-        requeue_chunk(
-            [letter.job_id], outcomes, still=still, payload=self._value, actor=self._actor
-        )
+        requeue_chunk([letter.job_id], outcomes, still=still, payload=self.value, actor=self.actor)
         if outcomes.changed_count:
             self._changed(letter)
             return letter.job_id
@@ -536,11 +580,11 @@ class Replayer:
     def _store_again(self, letter: DeadLetter, job: Job) -> Any:
         """Store what the letter holds as a job of its own, and return its key: the letter's job was
         enqueued again since, with another payload that is not to run, or to be lost, by this."""
-        again = job_of(letter, job, self._value)
-        if not internal.may_run_again(again, self._actor):
+        again = job_of(letter, job, self.value)
+        if not internal.may_run_again(again, self.actor):
             self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
             return None
-        internal.reassign(again, self._actor)
+        internal.reassign(again, self.actor)
         store([again])
         self._close(letter)
         return again.pk
@@ -557,48 +601,19 @@ class Replayer:
         is_foreign = format_of(letter.headers) is not None
         is_done = not is_foreign and bool(processed({letter.message_id: letter.handler}))
         if is_done:
-            self._report.already_processed += 1
-            if not self._force:
+            self.report.already_processed += 1
+            if not self.force:
                 self._refuse(letter, REFUSED_PROCESSED, "--force runs it again under a new id")
                 return
         record = _record_of(letter, topic, new_id=is_done)
-        if self._value is not None:
-            record = replace(record, value=self._value)
-        if self._reprocessor is not None:
-            self._reprocess(letter, record, queue, self._reprocessor)
+        if self.value is not None:
+            record = replace(record, value=self.value)
+        if self.reprocessor is None:
+            try:
+                self._publish_and_close(letter, record, queue)
+            except PublishError as error:
+                self.report.fail(str(letter.pk), error)
             return
-        try:
-            self._publish_and_close(letter, record, queue)
-        except PublishError as error:
-            self._report.fail(str(letter.pk), error)
-
-    def _publish_and_close(
-        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf
-    ) -> None:
-        """Publish, then close; one transaction keeps other replayers away meanwhile.
-
-        Not on a database that would lock everybody else out while a broker is waited for (SQLite):
-        there two replayers at once may publish a message twice, which its consumer absorbs.
-        """
-        is_transactional = dispatch.is_transactional(queue)
-        features = connections[self._using].features
-        is_locked_first = is_transactional or features.has_select_for_update_skip_locked
-        if not is_locked_first:
-            publish_one(record, queue.transport)
-        with transaction.atomic(using=self._using):
-            if not lock(self._open, [letter.pk]):
-                self._report.skipped += 1
-                return
-            if is_locked_first:
-                publish_one(record, queue.transport)
-            if is_transactional:
-                after_commit(self._using, dispatch.channel_of(queue))
-            self._close(letter)
-
-    def _reprocess(
-        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf, reprocessor: Reprocessor
-    ) -> None:
-        """Run it, then close; a crash in between runs it again, which its marker absorbs."""
         place = Record(
             topic=letter.topic or record.topic,
             partition=NOWHERE if letter.partition is None else letter.partition,
@@ -609,25 +624,115 @@ class Replayer:
             # With its place this names a death: the next one is another, and has a letter too.
             timestamp=letter.failed_at,
         )
-        ending = reprocessor.run(place, queue)
-        self._report.ended[ending] += 1
-        if ending in NOT_RUN:
-            self._refuse(letter, f"it was {ending}")
-            return
-        with transaction.atomic(using=self._using):
-            # If it died again there is a new dead letter of that.
+        # It is closed afterwards: a crash in between runs it again, which its marker absorbs.
+        if self.reprocessor.run_dead(place, queue, self.report, str(letter.pk)) not in NOT_RUN:
+            with transaction.atomic(using=jobs_database()):
+                # If it died again there is a new dead letter of that.
+                self._close(letter)
+
+    def _publish_and_close(
+        self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf
+    ) -> None:
+        """Publish, then close; one transaction keeps other replayers away meanwhile.
+
+        Not on a database that would lock everybody else out while a broker is waited for (SQLite):
+        there two replayers at once may publish a message twice, which its consumer absorbs.
+        """
+        using = jobs_database()
+        is_transactional = dispatch.is_transactional(queue)
+        features = connections[using].features
+        is_locked_first = is_transactional or features.has_select_for_update_skip_locked
+        if not is_locked_first:
+            publish_one(record, queue.transport)
+        with transaction.atomic(using=using):
+            if not self._is_mine(letter):
+                return
+            if is_locked_first:
+                publish_one(record, queue.transport)
+            if is_transactional:
+                after_commit(using, dispatch.channel_of(queue))
             self._close(letter)
 
     def _close(self, letter: DeadLetter) -> None:
-        close_as_replayed(self._open.filter(pk=letter.pk), self._actor)
+        close_as_replayed(
+            DeadLetter.objects.using(jobs_database()).filter(pk=letter.pk), self.actor
+        )
         announce = functools.partial(send_letter_signals, signals.message_replayed, [letter])
-        on_commit(self._using, announce)
+        on_commit(jobs_database(), announce)
         self._changed(letter)
 
     def _changed(self, letter: DeadLetter) -> None:
-        self._report.replayed += 1
-        if self._on_changed is not None:
-            self._on_changed([letter])
+        self.report.replayed += 1
+        if self.on_changed is not None:
+            self.on_changed([letter])
+
+
+# --- Running it here and now ----------------------------------------------------------------------
+
+NOWHERE = -1
+"""The partition and offset of a message that comes from no topic."""
+SKIPPED = Ending.SKIPPED.value
+NOT_RUN = (Ending.DEFERRED.value, SKIPPED)
+"""Endings without a run: a worker holds the message, or nobody here handles it."""
+
+
+class Reprocessor:
+    """Runs one dead message at a time, with the pipeline of every worker: markers, transactions,
+    retries and dead letters are the same. For an operator who wants to see what becomes of it, or
+    has no worker for its queue."""
+
+    def __init__(self, watch: TimeoutWatch) -> None:
+        self._ended: list[Attempt] = []
+        self._leases = LeaseBook(current_runtime(), uuid7().hex)
+        self._pipeline = Pipeline(
+            self._leases,
+            watch,
+            worker=f"replay on {socket.gethostname()} {default_worker_name()}"[:255],
+            listeners=(notify_waiters, self._ended.extend, send_signals),
+        )
+
+    def run(self, record: Record, queue: QueueConf) -> str:
+        """Run a record as one of the queue's; return how it ended."""
+        delivery = delivery_of(record, queue, get_settings().max_payload_bytes)
+        if delivery is None:
+            return SKIPPED
+        self._leases.show_alive()
+        self._ended.clear()
+        self._pipeline.run([delivery], delivery.mode)
+        ending = self._ended[-1].ending if self._ended else None
+        return (ending or Ending.DEFERRED).value
+
+    def run_dead(self, record: Record, queue: QueueConf, report: ReplayReport, id: str) -> str:
+        """Run a record, and count in the report how it ended, or that it was not run."""
+        ending = self.run(record, queue)
+        report.ended[ending] += 1
+        if ending in NOT_RUN:
+            report.refuse(id, f"it was {ending}")
+        return ending
+
+    def run_job(self, job: Job) -> str:
+        """Run the next attempt of a stored job, before its message reaches a worker."""
+        queue = get_settings().queue(job.queue)
+        sent = dispatch.record_of(job, queue)
+        return self.run(
+            Record(sent.topic, NOWHERE, NOWHERE, sent.key, sent.value, dict(sent.headers)), queue
+        )
+
+
+@contextmanager
+def reprocessing(mode: Mode) -> Iterator[Reprocessor | None]:
+    """Return what runs dead messages here, None where they are only published again."""
+    if mode != Mode.REPROCESS:
+        yield None
+        return
+    watch = TimeoutWatch()
+    queue_policies.join()
+    try:
+        queue_policies.learn(QueueControl.objects.using(jobs_database()))
+        yield Reprocessor(watch)
+    finally:
+        queue_policies.leave()
+        watch.stop()
 
 
 # --- What is published again, and where to --------------------------------------------------------
@@ -638,10 +743,6 @@ _ORIGIN = names.FIRST_WINS - {names.DLQ_FIRST_FAILED_AT}
 _OF_A_JOB = frozenset({names.JOB_ID, names.GENERATION, names.ATTEMPT})
 
 
-class NotPublishedError(PublishError):
-    """The transport refused the record; its dead letter stays as it was."""
-
-
 def publish_one(record: OutgoingRecord, transport: str) -> None:
     """Publish and wait for the delivery report.
 
@@ -649,7 +750,7 @@ def publish_one(record: OutgoingRecord, transport: str) -> None:
     """
     outcome = dispatch.publish(get_transport(transport), [record])[0]
     if outcome.error is not None:
-        raise NotPublishedError(outcome.error)
+        raise PublishError(outcome.error)
 
 
 def replay_topic_of(queue: QueueConf) -> str:

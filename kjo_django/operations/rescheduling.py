@@ -23,7 +23,7 @@ from kjo_django.enqueue.definition import known_queue
 from kjo_django.models import Job, transition
 from kjo_django.operations import internal
 from kjo_django.operations.audit import send_job_signals
-from kjo_django.operations.jobs.changes import (
+from kjo_django.operations.jobs import (
     Outcomes,
     Selection,
     change_in_chunks,

@@ -32,7 +32,7 @@ from kjo_django.ids import uuid7_floor
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job
 from kjo_django.models.job import is_scheduled
-from kjo_django.operations.jobs.changes import live_leases
+from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
 from kjo_django.retries.policy import LONGEST_DELAY
 from kjo_django.states import OPEN, JobState, JobStatus
