@@ -86,7 +86,6 @@ class Poller:
         self._paused_queues: frozenset[str] = frozenset()
         self._paused: set[TopicPartition] = set()
         self._skipped_keys: set[TopicKey] = set()
-        self._is_full = False
         self._resume_at: dict[TopicPartition, float] = {}
         self._lock = threading.Lock()
         self._subscribed_at = 0.0
@@ -175,16 +174,16 @@ class Poller:
         :raises Exception: the transport's.
         """
         subscription = self._subscription or self._subscribe()
-        max_records = self._pause_and_plan(subscription)
+        plan = self._pause_and_plan(subscription)
         if self.is_quiet and subscription.supports_release and self._scheduler.waiting:
             waiting = self._scheduler.discard(subscription.assignment(), subscription)
             subscription.release([delivery.record for delivery in waiting])
-        if self._is_draining or self.is_quiet or max_records <= 0:
+        if self._is_draining or self.is_quiet or plan.max_records <= 0:
             subscription.poll(0, 0.0)
             return FULL_WAIT
         # One that is full may have room again before another one brings anything.
-        timeout = FULL_POLL_TIMEOUT if self._is_full else POLL_TIMEOUT
-        records = subscription.poll(max_records, timeout)
+        timeout = FULL_POLL_TIMEOUT if plan.full else POLL_TIMEOUT
+        records = subscription.poll(plan.max_records, timeout)
         self._on_error(subscription.last_error)
         if records:
             self.polled_count += len(records)
@@ -270,34 +269,27 @@ class Poller:
 
     # --- Pauses -----------------------------------------------------------------------------------
 
-    def _pause_and_plan(self, subscription: Subscription) -> int:
-        """Pause what is not to be read now, and resume the rest; return how many records the next
-        poll may bring."""
+    def _pause_and_plan(self, subscription: Subscription) -> FetchPlan:
+        """Pause what is not to be read now, and resume the rest; return what the next poll may
+        fetch."""
         assigned = subscription.assignment()
-        unwanted = self._unwanted(assigned)
-        plan = self._flow.plan(
-            [each for each in assigned if each not in unwanted],
-            self._scheduler.held_of(subscription),
-            self._max_outstanding - self._scheduler.occupied,
-            subscription.uncommitted(),
-            self._paused,
-        )
-        self._is_full = bool(plan.full)
-        if plan.max_records or not plan.full:
-            self._pause(subscription, {*unwanted, *plan.full})
-            self._skip_keys(subscription)
-        # Else nothing is read anyway, and a log's client would throw away what it has fetched.
-        return plan.max_records
-
-    def _unwanted(self, assigned: Sequence[TopicPartition]) -> set[TopicPartition]:
-        """Return the partitions that operators or an outage have paused."""
-        wanted = {q.topic for q in self._queues.values() if q.name in self._paused_queues}
+        topics = {q.topic for q in self._queues.values() if q.name in self._paused_queues}
         now = self._clock.monotonic()
         with self._lock:
             self._resume_at = {tp: due for tp, due in self._resume_at.items() if due > now}
-            return {tp for tp in assigned if tp.topic in wanted or tp in self._resume_at}
-
-    def _pause(self, subscription: Subscription, wanted: set[TopicPartition]) -> None:
+            unwanted = {tp for tp in assigned if tp.topic in topics or tp in self._resume_at}
+        load = self._scheduler.load_of(subscription)
+        plan = self._flow.plan(
+            [each for each in assigned if each not in unwanted],
+            load.held,
+            self._max_outstanding - load.occupied,
+            subscription.uncommitted(),
+            self._paused,
+        )
+        if plan.full and not plan.max_records:
+            # Nothing is read anyway, and a log's client would throw away what it has fetched.
+            return plan
+        wanted = unwanted | plan.full
         if to_pause := wanted - self._paused:
             subscription.pause(sorted(to_pause))
         # Also of partitions that somebody else has now: the subscription remembers a pause across
@@ -305,14 +297,14 @@ class Poller:
         if to_resume := self._paused - wanted:
             subscription.resume(sorted(to_resume))
         self._paused = wanted
-
-    def _skip_keys(self, subscription: Subscription) -> None:
-        """Read past keys of which much waits here already, where the transport can."""
-        waits = self._scheduler.outstanding >= self._flow.chunk
-        keys = self._scheduler.keys_waiting(subscription, self._flow.chunk) if waits else set()
+        # Read past keys of which much waits here already, where the transport can.
+        chunk, keys = self._flow.chunk, set[TopicKey]()
+        if sum(load.held.values()) >= chunk:
+            keys = self._scheduler.keys_waiting(subscription, chunk)
         if keys != self._skipped_keys:
             subscription.skip_keys(keys)
             self._skipped_keys = keys
+        return plan
 
 
 class FetchPlan(NamedTuple):
@@ -368,40 +360,28 @@ class FlowControl:
         if not assigned:
             # Its partitions are yet to come, within the poll.
             return FetchPlan(max(0, min(free, self.chunk)), frozenset())
-        topics: Counter[str] = Counter()
-        partitions = Counter(each.topic for each in assigned)
+        most, is_alone = self._most, self._is_alone
+        in_topic: Counter[str] = Counter()
         for partition, count in held.items():
-            topics[partition.topic] += count
-        full = frozenset(
-            each
-            for each in assigned
-            if self._is_topic_full(topics[each.topic], free, each in paused)
-            or (
-                partitions[each.topic] > 1
-                and self._is_partition_full(held.get(each, 0), each in paused)
-            )
-            or self._is_too_far(uncommitted.get(each, 0), each in paused)
-        )
+            in_topic[partition.topic] += count
+        partitions = Counter(each.topic for each in assigned)
+        full: set[TopicPartition] = set()
         room = 0
         for each in assigned:
-            if each not in full:
-                left = self._most - uncommitted.get(each, 0)
-                if not self._is_alone:
-                    # Half of the difference makes what it holds and what is free equal.
-                    free_for_it = max(1, (free - topics[each.topic]) // 2)
-                else:
-                    free_for_it = free
-                room = max(room, min(left, free_for_it))
-        return FetchPlan(max(0, min(room, self.chunk)), full)
-
-    def _is_topic_full(self, held: int, free: int, was_full: bool) -> bool:
-        if self._is_alone:
-            return free <= 0
-        return held >= max(1, free // 4 if was_full else free)
-
-    def _is_partition_full(self, held: int, was_full: bool) -> bool:
-        limit = max(CHUNKS, self._most // (2 if self._is_alone else 4))
-        return held >= (limit // 2 if was_full else limit)
-
-    def _is_too_far(self, uncommitted: int, was_full: bool) -> bool:
-        return uncommitted > (self._most // 2 if was_full else self._most - self.chunk)
+            was_full, topic_held = each in paused, in_topic[each.topic]
+            if is_alone:
+                is_full = free <= 0
+            else:
+                is_full = topic_held >= max(1, free // 4 if was_full else free)
+            if partitions[each.topic] > 1:
+                limit = max(CHUNKS, most // (2 if is_alone else 4))
+                is_full |= held.get(each, 0) >= (limit // 2 if was_full else limit)
+            unsettled = uncommitted.get(each, 0)
+            is_full |= unsettled > (most // 2 if was_full else most - self.chunk)
+            if is_full:
+                full.add(each)
+                continue
+            # Half of the difference makes what it holds and what is free equal.
+            own = free if is_alone else max(1, (free - topic_held) // 2)
+            room = max(room, min(most - unsettled, own))
+        return FetchPlan(max(0, min(room, self.chunk)), frozenset(full))

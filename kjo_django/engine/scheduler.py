@@ -17,9 +17,10 @@ import heapq
 import itertools
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.engine.attempt import Delivery, Mode
@@ -49,42 +50,27 @@ class Group:
     deliveries: list[Delivery]
     mode: Mode
     queue: str
-    keys: list[KeyQueue] = field(default_factory=list)
-
-    def takes_into_batch(self, delivery: Delivery) -> bool:
-        """Return whether the batch that begins this group takes one more delivery, and this one. A
-        batch is one call, so its run time does not count; it never takes two of one key."""
-        return (
-            len(self.deliveries) < (delivery.batch or 0)
-            and self.deliveries[0].handler is delivery.handler
-            and self.deliveries[-1].shard != delivery.shard
-        )
 
 
-class RunTimes:
-    """How long handlers are expected to run.
+class QueueLimit(NamedTuple):
+    """How many groups and how many coroutines of a queue may run at once."""
 
-    :param unknown: seconds that a handler nobody has seen is expected to run for.
-    """
+    groups: int
+    coroutines: int
 
-    def __init__(self, unknown: float) -> None:
-        self._unknown = unknown
-        self._estimates: dict[str, float] = {}
 
-    def expected(self, delivery: Delivery) -> float:
-        """Return the seconds of run time that a delivery adds to its group."""
-        mode = delivery.mode
-        if mode is Mode.POISON or mode is Mode.CONCURRENT:
-            return 0.0
-        return self._estimates.get(delivery.kind, self._unknown)
+NO_LIMIT = QueueLimit(1_000_000, 1_000_000)
 
-    def measure(self, kind: str, seconds: float) -> None:
-        """Note how long a handler ran; the estimate is a moving average."""
-        known = self._estimates.get(kind)
-        # Quick to believe that a handler is slow, slower to believe that it is fast.
-        weight = 0.5 if known is None or seconds > known else 0.1
-        start = seconds if known is None else known
-        self._estimates[kind] = start + weight * (seconds - start)
+
+class Load(NamedTuple):
+    """What a worker holds, as a poller has to know it."""
+
+    held: dict[TopicPartition, int]
+    """How many of the poller's own deliveries wait and run, by partition."""
+    occupied: int
+    """Deliveries of all pollers that keep others from being fetched. Those of paused queues do so
+    only while they run: nothing more is fetched of such a queue, and what waits of it must not stop
+    the other queues."""
 
 
 ReadyName = tuple[str, bool]
@@ -97,9 +83,8 @@ class GroupScheduler:
 
     :param lanes: how many threads take groups from it.
     :param group_size: most deliveries of one group.
-    :param budget: seconds of expected run time up to which deliveries share a group.
-    :param limit_of: groups of a queue that may run at once.
-    :param coroutines_of: coroutines of a queue that may run at once.
+    :param budget: seconds of expected run time up to which deliveries share a group; also what a
+        handler that has not run yet is expected to take.
     :param most: deliveries that are run to their end in all; None for any number.
     """
 
@@ -109,16 +94,13 @@ class GroupScheduler:
         *,
         group_size: int,
         budget: float,
-        limit_of: Callable[[str], int] = lambda queue: 1_000_000,
-        coroutines_of: Callable[[str], int] = lambda queue: 1_000_000,
         most: int | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         self._clock = clock
         self._size = group_size
         self._budget = budget
-        self._limit_of = limit_of
-        self._coroutines_of = coroutines_of
+        self._limits: Mapping[str, QueueLimit] = {}
         self._left = math.inf if most is None else most
         """Deliveries that may still be started."""
         lock = threading.Lock()
@@ -128,9 +110,9 @@ class GroupScheduler:
         self._ended = threading.Condition(lock)
         """Notified of every group that has ended."""
         self._keys: dict[object, KeyQueue] = {}
-        self._ready: dict[ReadyName, deque[KeyQueue]] = {}
-        self._order: deque[ReadyName] = deque()
-        """The ready lists; the first is asked first, and goes to the end."""
+        """Every key of which something waits or runs."""
+        self._ready: defaultdict[ReadyName, deque[KeyQueue]] = defaultdict(deque)
+        """The keys that may start. The list that gave a group last comes last."""
         self._delayed: list[tuple[float, int, KeyQueue]] = []
         """A heap of keys that start later (monotonic). Keys of one moment keep their order."""
         self._tickets = itertools.count()
@@ -138,56 +120,46 @@ class GroupScheduler:
         """When the lane that waits for the first delayed key wakes up: one lane is enough."""
         self._held_partitions: dict[TopicPartition, float] = {}
         """Partitions of which nothing starts before a moment (monotonic)."""
-        self._running: dict[str, int] = {}
-        self._coroutines: dict[str, int] = {}
-        self._key_of_coroutine: dict[Delivery, KeyQueue] = {}
-        self._groups: dict[int, Group] = {}
-        self._run_times = RunTimes(budget)
-        self.measure = self._run_times.measure
+        self._running: set[Delivery] = set()
+        self._groups: Counter[str] = Counter()
+        """Groups that run, by queue."""
+        self._coroutines: Counter[str] = Counter()
+        """Coroutines that run, by queue."""
+        self._run_times: dict[str, float] = {}
+        """Seconds that a handler's run is expected to take, by the handler's name."""
         self._paused: frozenset[str] = frozenset()
         self._idle = lanes
         self.lanes = lanes
         """How many threads take groups."""
-        self._peak = 0
-        self._waiting_count = 0
-        self._running_count = 0
-        self._held: dict[Subscription, dict[TopicPartition, int]] = {}
-        self._is_stopped = False
+        self.peak = 0
+        """Most groups that ever ran at once."""
+        self.waiting = 0
+        """Deliveries waiting for a lane."""
+        self._held: Counter[tuple[Subscription, TopicPartition]] = Counter()
+        """Deliveries that wait and run, by where they came from."""
+        self.is_stopped = False
+        """Whether ``stop`` was called."""
 
     # --- Filling ----------------------------------------------------------------------------------
 
     def put(self, deliveries: Iterable[Delivery]) -> None:
         """Add deliveries in the order they were polled."""
         with self._startable:
-            now = self._clock.monotonic()
-            if sum(self._add(delivery, now) for delivery in deliveries):
+            now, has_new_key = self._clock.monotonic(), False
+            for delivery in deliveries:
+                self.waiting += 1
+                self._held[delivery.subscription, delivery.place] += 1
+                delivery.waiting_since = now
+                key = self._keys.get(delivery.shard)
+                if key is not None:
+                    key.waiting.append(delivery)
+                    continue
+                queue = delivery.queue.name
+                key = self._keys[delivery.shard] = KeyQueue(delivery.shard, queue, [delivery])
+                self._ready[queue, delivery.mode is Mode.CONCURRENT].append(key)
+                has_new_key = True
+            if has_new_key:
                 self._startable.notify()
-
-    def _add(self, delivery: Delivery, now: float) -> bool:
-        """Add one delivery; return whether one key more is ready now."""
-        self._waiting_count += 1
-        held, partition = self._held.setdefault(delivery.subscription, {}), delivery.place
-        held[partition] = held.get(partition, 0) + 1
-        name = delivery.shard
-        delivery.waiting_since = now
-        key = self._keys.get(name)
-        if key is not None:
-            key.waiting.append(delivery)
-            return False
-        key = self._keys[name] = KeyQueue(name, delivery.queue.name, [delivery])
-        self._make_ready(key)
-        return True
-
-    def _make_ready(self, key: KeyQueue) -> None:
-        name = key.queue, key.waiting[0].mode is Mode.CONCURRENT
-        ready = self._ready.get(name)
-        if ready is None:
-            ready = self._ready[name] = deque()
-            self._order.append(name)
-        ready.append(key)
-
-    def _delay(self, key: KeyQueue, until: float) -> None:
-        heapq.heappush(self._delayed, (until, next(self._tickets), key))
 
     # --- Taking -----------------------------------------------------------------------------------
 
@@ -195,16 +167,15 @@ class GroupScheduler:
         """Return the next group, waiting for one; None after ``timeout`` seconds or ``stop``."""
         deadline = math.inf if timeout is None else self._clock.monotonic() + timeout
         with self._startable:
-            while not self._is_stopped:
+            while not self.is_stopped:
                 if self._delayed:
                     self._make_due_keys_ready()
-                while (name := self._next_ready()) is not None:
-                    group = self._form_group(name)
-                    if group.deliveries:
+                for name in list(self._ready):
+                    if self._may_start(name) and (group := self._form_group(name)) is not None:
                         if self._is_lane_needed():
                             self._startable.notify()
                         return group
-                if deadline < math.inf and deadline <= self._clock.monotonic():
+                if deadline <= self._clock.monotonic():
                     return None
                 self._wait(deadline)
         return None
@@ -212,7 +183,7 @@ class GroupScheduler:
     def _is_lane_needed(self) -> bool:
         """Return whether another lane has something to take, or has to watch for delayed keys, now
         that this one is about to run a group."""
-        if any(map(self._may_start, self._order)):
+        if any(map(self._may_start, self._ready)):
             return True
         return bool(self._delayed) and self._delayed[0][0] < self._watched_until
 
@@ -220,13 +191,12 @@ class GroupScheduler:
         """Wait for a notification, or for the first delayed key if no other lane does."""
         due = self._delayed[0][0] if self._delayed else math.inf
         watches = due < self._watched_until
+        end = min(deadline, due) if watches else deadline
         if watches:
             self._watched_until = due
-        end = min(deadline, due) if watches else deadline
         try:
-            self._startable.wait(
-                None if end == math.inf else max(0.0, end - self._clock.monotonic())
-            )
+            seconds = None if end == math.inf else max(0.0, end - self._clock.monotonic())
+            self._startable.wait(seconds)
         finally:
             if watches and self._watched_until == due:
                 self._watched_until = math.inf
@@ -234,117 +204,114 @@ class GroupScheduler:
     def _make_due_keys_ready(self) -> None:
         now = self._clock.monotonic()
         while self._delayed and self._delayed[0][0] <= now:
-            key = heapq.heappop(self._delayed)[2]
-            if key.waiting:
-                self._make_ready(key)
-            else:  # discarded meanwhile
-                self._keys.pop(key.key, None)
+            self._make_ready_or_forget(heapq.heappop(self._delayed)[2])
 
-    def _next_ready(self) -> ReadyName | None:
-        """Return the ready list that comes next among those that may start a group."""
-        for _ in range(len(self._order)):
-            name = self._order[0]
-            self._order.rotate(-1)
-            if self._may_start(name):
-                return name
-        return None
+    def _make_ready_or_forget(self, key: KeyQueue) -> None:
+        if key.waiting:
+            self._ready[key.queue, key.waiting[0].mode is Mode.CONCURRENT].append(key)
+        else:
+            del self._keys[key.key]
 
     def _may_start(self, name: ReadyName) -> bool:
         queue, is_concurrent = name
+        limit = self._limits.get(queue, NO_LIMIT)
         return (
             bool(self._ready[name])
             and self._left > 0
             and queue not in self._paused
-            and self._running.get(queue, 0) < self._limit_of(queue)
-            and not (is_concurrent and self._room_for_coroutines(queue) <= 0)
+            and self._groups[queue] < limit.groups
+            and not (is_concurrent and self._coroutines[queue] >= limit.coroutines)
         )
 
-    def _room_for_coroutines(self, queue: str) -> int:
-        return self._coroutines_of(queue) - self._coroutines.get(queue, 0)
-
-    def _form_group(self, name: ReadyName) -> Group:
+    def _form_group(self, name: ReadyName) -> Group | None:
+        """Take a group from a ready list; None if no key of the list may start now."""
         queue, ready = name[0], self._ready[name]
-        self._drop_unstartable(ready)
-        if not ready:
-            return Group([], Mode.POISON, queue)
-        first = ready[0].waiting[0]
-        group = Group([], first.mode, queue)
+        if self._held_partitions or not ready[0].waiting:
+            self._drop_unstartable(ready)
+            if not ready:
+                return None
+        first, limit = ready[0].waiting[0], self._limits.get(queue, NO_LIMIT)
         size = self._size
-        if group.mode is Mode.CONCURRENT:
-            size = max(1, min(CONCURRENT_GROUP, self._room_for_coroutines(queue)))
+        if first.mode is Mode.CONCURRENT:
+            size = max(1, min(CONCURRENT_GROUP, limit.coroutines - self._coroutines[queue]))
         elif first.batch is not None:
             # One call for what is there is worth more than a lane for each share of it.
             size = max(size, first.batch)
         size = int(min(size, self._left))
         # Lanes that are worth waking get their share before this one takes a second key.
         # They are worth one for each full group, or for each WORTH_A_LANE seconds of run time.
-        seconds = len(ready) * self._run_times.expected(first)
+        seconds = len(ready) * self._expected_seconds(first)
         worth = max(math.ceil(len(ready) / size), math.ceil(seconds / WORTH_A_LANE))
-        lanes = min(self._idle, self._limit_of(queue), worth)
+        lanes = min(self._idle, limit.groups, worth)
         share = max(-(-len(ready) // max(1, lanes)), first.batch or 1)
+        group = Group(self._take_deliveries(ready, first.mode, size, share), first.mode, queue)
+        self._ready[name] = self._ready.pop(name)
+        count = len(group.deliveries)
+        self._left -= count
+        self.waiting -= count
+        self._running.update(group.deliveries)
+        self._groups[queue] += 1
+        if group.mode is Mode.CONCURRENT:
+            self._coroutines[queue] += count
+        self._idle -= 1
+        self.peak = max(self.peak, self.lanes - self._idle)
+        return group
+
+    def _take_deliveries(
+        self, ready: deque[KeyQueue], mode: Mode, size: int, share: int
+    ) -> list[Delivery]:
+        """Take the deliveries of a group from a ready list whose first key may start.
+
+        :param size: deliveries of the group at most.
+        :param share: keys of the group at most.
+        """
+        taken: list[Delivery] = []
         budget = self._budget
-        while ready and len(group.deliveries) < size and len(group.keys) < share:
-            key = ready[0]
-            left = self._move_deliveries(key, group, size, budget)
-            if left is None:
+        while ready and share and len(taken) < size:
+            waiting, before = ready[0].waiting, len(taken)
+            while waiting and len(taken) < size and waiting[0].mode is mode:
+                seconds = self._expected_seconds(waiting[0])
+                if seconds > budget and taken and not _fits_into_batch(waiting[0], taken):
+                    break
+                budget -= seconds
+                taken.append(waiting.pop(0))
+                if mode is Mode.CONCURRENT:
+                    break  # those of a group run at the same time, those of a key must not
+            if len(taken) == before:
                 break
-            budget = left
             ready.popleft()
-            group.keys.append(key)
+            share -= 1
             if self._held_partitions or (ready and not ready[0].waiting):
                 self._drop_unstartable(ready)
-        self._start(group)
-        return group
+        return taken
+
+    def _expected_seconds(self, delivery: Delivery) -> float:
+        """Return the run time that a delivery adds to its group."""
+        if delivery.mode is Mode.POISON or delivery.mode is Mode.CONCURRENT:
+            return 0.0
+        return self._run_times.get(delivery.kind, self._budget)
 
     def _drop_unstartable(self, ready: deque[KeyQueue]) -> None:
         """Drop empty keys from the front, and delay those of a held partition."""
+        now = self._clock.monotonic()
         while ready:
             key = ready[0]
             if not key.waiting:  # discarded meanwhile
-                self._keys.pop(key.key, None)
-            elif self._held_partitions and (until := self._held_until(key.waiting[0].place)):
-                self._delay(key, until)
+                del self._keys[key.key]
             else:
-                return
+                until = self._held_partitions.get(key.waiting[0].place, 0.0)
+                if until <= now:
+                    self._held_partitions.pop(key.waiting[0].place, None)
+                    return
+                heapq.heappush(self._delayed, (until, next(self._tickets), key))
             ready.popleft()
 
-    def _held_until(self, partition: TopicPartition) -> float | None:
-        until = self._held_partitions.get(partition)
-        if until is not None and until <= self._clock.monotonic():
-            del self._held_partitions[partition]
-            return None
-        return until
-
-    def _move_deliveries(
-        self, key: KeyQueue, group: Group, size: int, budget: float
-    ) -> float | None:
-        """Move deliveries of a key into the group; return the budget left, None if none fit."""
-        deliveries, waiting, left = group.deliveries, key.waiting, None
-        while waiting and len(deliveries) < size:
-            head = waiting[0]
-            seconds = self._run_times.expected(head)
-            if head.mode is not group.mode:
-                break
-            if seconds > budget and deliveries and not group.takes_into_batch(head):
-                break
-            deliveries.append(waiting.pop(0))
-            left = budget = budget - seconds
-            if group.mode is Mode.CONCURRENT:
-                break  # those of a group run at the same time, those of a key must not
-        return left
-
-    def _start(self, group: Group) -> None:
-        count = len(group.deliveries)
-        self._left -= count
-        self._waiting_count -= count
-        self._running_count += count
-        self._running[group.queue] = self._running.get(group.queue, 0) + 1
-        self._idle -= 1
-        self._peak = max(self._peak, self.lanes - self._idle)
-        self._groups[id(group)] = group
-        if group.mode is Mode.CONCURRENT:
-            self._coroutines[group.queue] = self._coroutines.get(group.queue, 0) + count
-            self._key_of_coroutine.update(zip(group.deliveries, group.keys, strict=True))
+    def measure(self, kind: str, seconds: float) -> None:
+        """Note how long a handler ran; what is expected of it is a moving average."""
+        known = self._run_times.get(kind, seconds)
+        # Quick to believe that a handler is slow, slower to believe that it is fast.
+        weight = 0.5 if seconds > known else 0.1
+        self._run_times[kind] = known + weight * (seconds - known)
 
     # --- Finishing --------------------------------------------------------------------------------
 
@@ -356,77 +323,59 @@ class GroupScheduler:
         *,
         started: Collection[Delivery] = (),
     ) -> None:
-        """Free the lane and the keys of a group.
+        """Free the lane and the keys of a group. The lane takes the next group itself and wakes
+        others for the rest.
 
         :param deferred: deliveries to run again, after ``delay`` seconds and before anything that
             came later with their keys; those that are another consumer's by now are forgotten.
         :param started: coroutines that go on: ``finish_coroutines`` frees their keys.
         """
         with self._startable:
-            self._running[group.queue] -= 1
+            self._groups[group.queue] -= 1
             self._idle += 1
-            del self._groups[id(group)]
-            if group.mode is Mode.CONCURRENT:
-                ended = [d for d in group.deliveries if d not in started]
-                self._free_coroutines(ended, deferred, delay)
-                return
-            self._running_count -= len(group.deliveries)
-            self._left += len(deferred)
-            back = {each for each in deferred if each.subscription.holds(each.record)}
-            returned: dict[object, list[Delivery]] = {}
-            for delivery in group.deliveries:
-                if delivery in back:
-                    returned.setdefault(delivery.shard, []).append(delivery)
-                else:
-                    self._forget(delivery)
-            for key in group.keys:
-                self._return(key, returned.get(key.key, ()), delay)
-            # The lane that ends this group takes the next one and wakes others for the rest.
-            self._ended.notify_all()
+            self._end([d for d in group.deliveries if d not in started], deferred, delay)
 
     def finish_coroutines(
-        self, deliveries: Sequence[Delivery], deferred: Collection[Delivery] = (), delay: float = 0
+        self, deliveries: Iterable[Delivery], deferred: Collection[Delivery] = (), delay: float = 0
     ) -> None:
         """Free the keys of coroutines that went on after their group's end; see ``finish``."""
         with self._startable:
-            self._free_coroutines(deliveries, deferred, delay)
+            self._end(deliveries, deferred, delay)
+            if self._is_lane_needed():
+                self._startable.notify()
 
-    def _free_coroutines(
-        self, deliveries: Sequence[Delivery], deferred: Collection[Delivery], delay: float
-    ) -> None:
-        self._running_count -= len(deliveries)
-        self._left += sum(delivery in deferred for delivery in deliveries)
-        for delivery in deliveries:
-            key = self._key_of_coroutine.pop(delivery)
-            self._coroutines[key.queue] -= 1
-            if delivery in deferred and delivery.subscription.holds(delivery.record):
-                self._return(key, [delivery], delay)
+    def _end(self, ended: Iterable[Delivery], deferred: Collection[Delivery], delay: float) -> None:
+        keys: dict[object, list[Delivery]] = {}
+        """The keys that are free now, and what of each has to run again."""
+        deferred = set(deferred)
+        for delivery in ended:
+            self._running.remove(delivery)
+            if delivery.mode is Mode.CONCURRENT:
+                self._coroutines[self._keys[delivery.shard].queue] -= 1
+            returned = keys.setdefault(delivery.shard, [])
+            if delivery in deferred:
+                self._left += 1
+                if delivery.subscription.holds(delivery.record):
+                    returned.append(delivery)
+                    continue
+            self._uncount(delivery)
+        for shard, returned in keys.items():
+            key = self._keys[shard]
+            key.waiting[:0] = returned
+            self.waiting += len(returned)
+            if returned and delay > 0:
+                until = self._clock.monotonic() + delay
+                heapq.heappush(self._delayed, (until, next(self._tickets), key))
             else:
-                self._forget(delivery)
-                self._return(key, (), delay)
-        if self._is_lane_needed():
-            self._startable.notify()
+                self._make_ready_or_forget(key)
         self._ended.notify_all()
 
-    def _return(self, key: KeyQueue, returned: Sequence[Delivery], delay: float) -> None:
-        if returned:
-            key.waiting[:0] = returned
-            self._waiting_count += len(returned)
-        if returned and delay > 0:
-            self._delay(key, self._clock.monotonic() + delay)
-        elif key.waiting:
-            self._make_ready(key)
-        else:
-            self._keys.pop(key.key, None)
-
-    def _forget(self, delivery: Delivery) -> None:
+    def _uncount(self, delivery: Delivery) -> None:
         """Count a delivery no more: it has ended here."""
-        held, partition = self._held[delivery.subscription], delivery.place
-        held[partition] -= 1
-        if not held[partition]:
-            del held[partition]
-            if not held:
-                del self._held[delivery.subscription]
+        source = delivery.subscription, delivery.place
+        self._held[source] -= 1
+        if not self._held[source]:
+            del self._held[source]
 
     # --- Control ----------------------------------------------------------------------------------
 
@@ -436,20 +385,18 @@ class GroupScheduler:
         """Forget what a subscription brought of these partitions and still waits, and return it: it
         goes to another consumer. Another group's records of the same partitions stay."""
         gone = set(partitions)
-
-        def leaves(delivery: Delivery) -> bool:
-            return delivery.subscription is subscription and delivery.place in gone
-
         dropped: list[Delivery] = []
         with self._startable:
             for key in self._keys.values():
-                leaving = [d for d in key.waiting if leaves(d)]
+                leaving = {
+                    d for d in key.waiting if d.subscription is subscription and d.place in gone
+                }
                 if leaving:
-                    dropped += leaving
-                    key.waiting = [d for d in key.waiting if not leaves(d)]
-            self._waiting_count -= len(dropped)
+                    dropped += [d for d in key.waiting if d in leaving]
+                    key.waiting = [d for d in key.waiting if d not in leaving]
+            self.waiting -= len(dropped)
             for delivery in dropped:
-                self._forget(delivery)
+                self._uncount(delivery)
         return dropped
 
     def wait_for(self, partitions: Iterable[TopicPartition] | None, timeout: float) -> bool:
@@ -459,11 +406,8 @@ class GroupScheduler:
 
         def has_ended() -> bool:
             if wanted is None:
-                return self._running_count == 0
-            running = itertools.chain(
-                self._key_of_coroutine, *(group.deliveries for group in self._groups.values())
-            )
-            return not any(delivery.place in wanted for delivery in running)
+                return not self._running
+            return not any(delivery.place in wanted for delivery in self._running)
 
         with self._startable:
             return self._ended.wait_for(has_ended, timeout)
@@ -472,6 +416,12 @@ class GroupScheduler:
         """Start nothing of these queues, and of all others again."""
         with self._startable:
             self._paused = frozenset(queues)
+            self._startable.notify()
+
+    def set_limits(self, limits: Mapping[str, QueueLimit]) -> None:
+        """Run no more of these queues at once than this; of others, any number."""
+        with self._startable:
+            self._limits = limits
             self._startable.notify()
 
     def hold(self, partition: TopicPartition, seconds: float) -> None:
@@ -487,42 +437,23 @@ class GroupScheduler:
             self._idle += more
             return more
 
-    def on_limits_changed(self) -> None:
-        """Start what waited for a limit that is higher now."""
-        with self._startable:
-            self._startable.notify()
-
     def stop(self) -> None:
         """Let every ``take`` return None; what waits stays unacknowledged."""
         with self._startable:
-            self._is_stopped = True
+            self.is_stopped = True
             self._startable.notify_all()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether ``stop`` was called."""
-        return self._is_stopped
+    # --- What it holds ----------------------------------------------------------------------------
 
-    @property
-    def outstanding(self) -> int:
-        """Deliveries waiting and running."""
-        return self._waiting_count + self._running_count
-
-    @property
-    def occupied(self) -> int:
-        """Deliveries that keep others from being fetched: all but the waiting ones of paused
-        queues. Nothing more of a paused queue is fetched, and what waits of it must not stop the
-        other queues."""
-        if not self._paused:
-            return self.outstanding
+    def load_of(self, subscription: Subscription) -> Load:
+        """Return what a poller has to know before it fetches more."""
         with self._startable:
-            paused = (key for key in self._keys.values() if key.queue in self._paused)
-            return self.outstanding - sum(len(key.waiting) for key in paused)
-
-    def held_of(self, subscription: Subscription) -> dict[TopicPartition, int]:
-        """Return how many of a subscription's deliveries wait and run, by partition."""
-        with self._startable:
-            return dict(self._held.get(subscription, {}))
+            held = {tp: count for (own, tp), count in self._held.items() if own is subscription}
+            occupied = self.waiting + len(self._running)
+            if self._paused:
+                paused = (key for key in self._keys.values() if key.queue in self._paused)
+                occupied -= sum(len(key.waiting) for key in paused)
+            return Load(held, occupied)
 
     def keys_waiting(self, subscription: Subscription, count: int) -> set[TopicKey]:
         """Return the keys of which at least so many of a subscription's deliveries wait."""
@@ -536,9 +467,9 @@ class GroupScheduler:
             }
 
     @property
-    def waiting(self) -> int:
-        """Deliveries waiting for a lane."""
-        return self._waiting_count
+    def outstanding(self) -> int:
+        """Deliveries waiting and running."""
+        return self.waiting + len(self._running)
 
     @property
     def running(self) -> int:
@@ -546,13 +477,18 @@ class GroupScheduler:
         return self.lanes - self._idle
 
     @property
-    def peak(self) -> int:
-        """Most groups that ever ran at once."""
-        return self._peak
-
-    @property
     def oldest_wait(self) -> float:
         """Seconds the longest-waiting delivery has been waiting."""
         with self._startable:
             since = [key.waiting[0].waiting_since for key in self._keys.values() if key.waiting]
         return self._clock.monotonic() - min(since) if since else 0.0
+
+
+def _fits_into_batch(delivery: Delivery, taken: list[Delivery]) -> bool:
+    """Return whether the batch that begins a group takes one more delivery, and this one. A batch
+    is one call, so its run time does not count; it never takes two of one key."""
+    return (
+        len(taken) < (delivery.batch or 0)
+        and taken[0].handler is delivery.handler
+        and taken[-1].shard != delivery.shard
+    )

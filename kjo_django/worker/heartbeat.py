@@ -15,6 +15,7 @@ from kjo_django.engine import queue_policies
 from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.handler.running import RunningJobs
 from kjo_django.engine.leases import LeaseBook
+from kjo_django.engine.scheduler import QueueLimit
 from kjo_django.models import QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.runtime import Runtime
@@ -40,37 +41,42 @@ class Controls:
     ) -> None:
         self._runtime = runtime
         self._worker_id = worker_id
-        self.concurrency = concurrency
-        self._configured_limits = {queue.name: queue.limit for queue in queues}
-        self._limits: dict[str, int] = {}
+        self._queues = queues
+        self._concurrency = concurrency
+        self._rows_limits: dict[str, int] = {}
         self._requested_limits: dict[str, int] = {}
+        self.limits: dict[str, QueueLimit] = {}
+        """How much of each queue this worker runs at once."""
         self.paused_queues: frozenset[str] = frozenset()
         self.is_quiet = False
         """Nothing more is started; what runs ends."""
         self.is_stopped = False
         """An operator asked the worker to stop."""
+        self._set_limits()
 
-    def limit_of(self, queue: str) -> int:
-        """Return how many groups of the queue this worker runs at once."""
-        # Without a limit of its own a queue may use every lane of this worker, however many
-        # --concurrency gave it.
-        return self._own_limit(queue) or self.concurrency
+    def request_limit(self, queue: str, count: int, concurrency: int) -> None:
+        """Set the limit of a queue on which no operator has set one.
 
-    def coroutines_of(self, queue: str) -> int:
-        """Return how many coroutines of the queue this worker runs at once: each counts as a group
-        where the queue has a limit of its own."""
-        return self._own_limit(queue) or self._runtime.settings.async_concurrency
-
-    def _own_limit(self, queue: str) -> int | None:
-        return (
-            self._limits.get(queue)
-            or self._requested_limits.get(queue)
-            or self._configured_limits.get(queue)
-        )
-
-    def request_limit(self, queue: str, count: int) -> None:
-        """Set the limit of a queue on which no operator has set one."""
+        :param concurrency: how many lanes the worker has from now on.
+        """
         self._requested_limits[queue] = count
+        self._concurrency = concurrency
+        self._set_limits()
+
+    def _set_limits(self) -> None:
+        limits = {}
+        for queue in self._queues:
+            own = (
+                self._rows_limits.get(queue.name)
+                or self._requested_limits.get(queue.name)
+                or queue.limit
+            )
+            # Without a limit of its own a queue may use every lane of this worker, however many
+            # --concurrency gave it.
+            limits[queue.name] = QueueLimit(
+                own or self._concurrency, own or self._runtime.settings.async_concurrency
+            )
+        self.limits = limits
 
     def read(self) -> bool:
         """Read the rows; return whether anything has changed."""
@@ -80,8 +86,9 @@ class Controls:
         # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
         wish = own.values_list("wish", flat=True).first() or ""
         queue_policies.learn(rows)
-        before = self._limits, self.paused_queues, self.is_quiet, self.is_stopped
-        self._limits = {row.queue: row.concurrency for row in rows if row.concurrency}
+        before = self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped
+        self._rows_limits = {row.queue: row.concurrency for row in rows if row.concurrency}
+        self._set_limits()
         self.paused_queues = frozenset(row.queue for row in rows if row.is_paused)
         if wish == WorkerRow.Wish.STOP:
             if not self.is_stopped:
@@ -91,7 +98,7 @@ class Controls:
             self.is_quiet = not self.is_quiet
             state = "quiet" if self.is_quiet else "back at work"
             logger.info("An operator wants this worker %s", state)
-        return before != (self._limits, self.paused_queues, self.is_quiet, self.is_stopped)
+        return before != (self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped)
 
 
 def lease_renewal_interval(runtime: Runtime, queues: Sequence[QueueConf]) -> float:

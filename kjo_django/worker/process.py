@@ -132,13 +132,13 @@ class Worker:
             conf.queue(queue) for queue in queues or registry.consumed_queue_names()
         ]
         self.statistics = Statistics(self.id)
-        self._max_messages = max_messages
         self._owns_process = owns_process
         self._outages = OutageLog(on_error)
         self._installs_signal_handlers = install_signal_handlers
         self._stopping = threading.Event()
         self._has_ended = False
-        self._settled = 0
+        self._left = max_messages or 0
+        """Messages until it stops, where there is a limit."""
         self._counting = threading.Lock()
         lanes = concurrency or conf.concurrency
         self.controls = Controls(runtime, self.id, self.queues, lanes)
@@ -146,18 +146,20 @@ class Worker:
             lanes,
             group_size=conf.group_size,
             budget=conf.group_budget.total_seconds(),
-            limit_of=self.controls.limit_of,
-            coroutines_of=self.controls.coroutines_of,
             most=max_messages,
             clock=runtime.clock,
         )
+        self.scheduler.set_limits(self.controls.limits)
         self.leases = LeaseBook(runtime, self.id.hex)
         self._watch = TimeoutWatch(self._replace_lane)
+        listeners = [notify_waiters, self.statistics.add, send_signals]
+        if max_messages is not None:
+            listeners.append(self._stop_after_most)
         self._pipeline = Pipeline(
             self.leases,
             self._watch,
             worker=self.name,
-            listeners=(notify_waiters, self.statistics.add, self._count, send_signals),
+            listeners=listeners,
             on_pause=self._pause_partition,
             on_measure=self.scheduler.measure,
             stopping=self._stopping,
@@ -365,28 +367,27 @@ class Worker:
     @property
     def slots(self) -> int:
         """Groups that may run at once: its lanes, or fewer where its queues allow no more."""
-        limits = sum(self.controls.limit_of(queue.name) for queue in self.queues)
+        limits = sum(limit.groups for limit in self.controls.limits.values())
         return min(self.concurrency, limits or 1)
 
     def set_concurrency(self, queue: str, count: int) -> None:
         """Run up to ``count`` groups of this queue at once, with more lanes if that needs them; a
         limit that an operator has set for the queue goes before."""
-        self.controls.request_limit(queue, count)
         more = self.scheduler.raise_lanes(count)
-        self.controls.concurrency = self.scheduler.lanes
+        self.controls.request_limit(queue, count, self.concurrency)
         if self.lanes.threads:
             self.lanes.start(more)
-        self.scheduler.on_limits_changed()
+        self.scheduler.set_limits(self.controls.limits)
 
     def _replace_lane(self, thread_id: int) -> bool:
         return not self._stopping.is_set() and self.lanes.replace(thread_id)
 
     # --- What its parts report --------------------------------------------------------------------
 
-    def _count(self, attempts: Sequence[Attempt]) -> None:
+    def _stop_after_most(self, attempts: Sequence[Attempt]) -> None:
         with self._counting:
-            self._settled += len(attempts)
-        if self._max_messages is not None and self._settled >= self._max_messages:
+            self._left -= len(attempts)
+        if self._left <= 0:
             self.stop()
 
     def _pause_partition(self, attempt: Attempt) -> None:
@@ -404,6 +405,7 @@ class Worker:
         controls = self.controls
         if controls.is_stopped:
             self.stop()
+        self.scheduler.set_limits(controls.limits)
         every = frozenset(queue.name for queue in self.queues)
         self.scheduler.set_paused(every if controls.is_quiet else controls.paused_queues)
         for poller in self.pollers:

@@ -35,6 +35,8 @@ _COUNTERS: dict[Ending | None, str] = {
     Ending.DUPLICATE: "duplicate_count",
     Ending.SKIPPED: "skipped_count",
 }
+_RAN = (Ending.COMPLETED, Ending.RETRIED, Ending.DEAD)
+_Buckets = defaultdict[tuple[datetime, str, str], "_Bucket"]
 
 
 @dataclass(slots=True)
@@ -52,7 +54,8 @@ class Statistics:
     def __init__(self, worker_id: UUID) -> None:
         self._worker_id = worker_id
         self._lock = threading.Lock()
-        self._buckets: dict[tuple[datetime, str, str], _Bucket] = {}
+        self._buckets: _Buckets = defaultdict(_Bucket)
+        """What has come since the last flush, by minute, queue and handler."""
         self._started = time.monotonic()
         self.started_at = timezone.now()
         self.processed = 0
@@ -63,52 +66,36 @@ class Statistics:
 
     def add(self, attempts: Sequence[Attempt]) -> None:
         """Count attempts that are durable."""
-        minute = timezone.now().replace(second=0, microsecond=0)
+        now = timezone.now()
+        minute = now.replace(second=0, microsecond=0)
         with self._lock:
-            bucket, known = None, ("", "")
             for attempt in attempts:
-                if attempt.ending not in _COUNTERS:
+                delivery, ending = attempt.delivery, attempt.ending
+                if ending not in _COUNTERS:
                     continue
-                delivery = attempt.delivery
-                names = delivery.queue.name, delivery.kind
-                if bucket is None or names != known:
-                    # Those of a group mostly share it.
-                    bucket, known = self._bucket_of(minute, *names), names
-                self._count(bucket, attempt)
+                bucket = self._buckets[minute, delivery.queue.name, delivery.kind]
+                bucket.counts[_COUNTERS[ending]] += 1
+                self.processed += ending in _RAN
+                self.failed += ending is Ending.DEAD
+                self.retried += ending is Ending.RETRIED
+                if attempt.error is not None:
+                    self.last_error, self.last_error_at = error_text(attempt.error), now
+                if attempt.started_at is None:
+                    continue
+                bucket.runs[bound_of(attempt.seconds)] += 1
+                bucket.run_seconds += attempt.seconds
+                due = attempt.row.available_at if attempt.row else delivery.record.timestamp
+                if due is not None:
+                    # A clock that stepped back counts as no time: a sum never falls.
+                    waited = max(0.0, (attempt.started_at - due).total_seconds())
+                    bucket.waits[bound_of(waited)] += 1
+                    bucket.wait_seconds += waited
 
     def skip(self, queue: QueueConf) -> None:
         """Count a record that was meant for others."""
         minute = timezone.now().replace(second=0, microsecond=0)
         with self._lock:
-            bucket = self._bucket_of(minute, queue.name, "")
-            bucket.counts[_COUNTERS[Ending.SKIPPED]] += 1
-
-    def _bucket_of(self, minute: datetime, queue: str, handler: str) -> _Bucket:
-        key = (minute, queue, handler)
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = _Bucket()
-        return bucket
-
-    def _count(self, bucket: _Bucket, attempt: Attempt) -> None:
-        bucket.counts[_COUNTERS[attempt.ending]] += 1
-        if attempt.ending in (Ending.COMPLETED, Ending.RETRIED, Ending.DEAD):
-            self.processed += 1
-        if attempt.ending is Ending.DEAD:
-            self.failed += 1
-        if attempt.ending is Ending.RETRIED:
-            self.retried += 1
-        if attempt.error is not None:
-            self.last_error, self.last_error_at = error_text(attempt.error), timezone.now()
-        if attempt.started_at is not None:
-            bucket.runs[bound_of(attempt.seconds)] += 1
-            bucket.run_seconds += attempt.seconds
-            due = attempt.row.available_at if attempt.row else attempt.delivery.record.timestamp
-            if due is not None:
-                # A clock that stepped back counts as no time: a sum never falls.
-                waited = max(0.0, (attempt.started_at - due).total_seconds())
-                bucket.waits[bound_of(waited)] += 1
-                bucket.wait_seconds += waited
+            self._buckets[minute, queue.name, ""].counts[_COUNTERS[Ending.SKIPPED]] += 1
 
     @property
     def uptime(self) -> float:
@@ -118,7 +105,7 @@ class Statistics:
     def flush(self) -> None:
         """Add what has come to this worker's rows."""
         with self._lock:
-            buckets, self._buckets = self._buckets, {}
+            buckets, self._buckets = self._buckets, defaultdict(_Bucket)
         if not buckets:
             return
         using = jobs_database()
@@ -174,7 +161,7 @@ class Statistics:
     def _take_back(self, buckets: dict[Any, _Bucket]) -> None:
         with self._lock:
             for key, bucket in buckets.items():
-                present = self._buckets.setdefault(key, _Bucket())
+                present = self._buckets[key]
                 for name, count in bucket.counts.items():
                     present.counts[name] += count
                 present.runs = _sum(present.runs, bucket.runs)

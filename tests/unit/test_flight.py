@@ -20,7 +20,7 @@ from kjo_django.engine.attempt import Mode
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.runners.leased import LeasedRunner
 from kjo_django.engine.runners.loop import LoopRunner
-from kjo_django.engine.scheduler import GroupScheduler
+from kjo_django.engine.scheduler import GroupScheduler, QueueLimit
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.runtime import current_runtime
@@ -498,7 +498,8 @@ def test_a_lane_is_free_while_its_coroutines_fly():
 
 
 def test_what_waits_for_room_in_the_air_holds_up_nothing_else():
-    lanes = GroupScheduler(2, group_size=10, budget=1.0, coroutines_of=lambda queue: 2)
+    lanes = GroupScheduler(2, group_size=10, budget=1.0)
+    lanes.set_limits({"q": QueueLimit(2, 2)})
     lanes.put([delivery(None, handler=CONCURRENT) for _ in range(3)])
     lanes.put([delivery(None)])
     first = lanes.take(timeout=0)
