@@ -48,7 +48,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import router
 from django.utils.module_loading import import_string
 
-from kjo_django import backends, conf, registry
+from kjo_django import conf, registry, runtime
 from kjo_django.conf import Settings, get_settings
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer
@@ -105,13 +105,13 @@ def _check_queues(settings: Settings) -> Messages:
 
 def _check_transports(settings: Settings) -> Messages:
     for alias in settings.transports:
-        fault = _fault_of(functools.partial(backends.get_transport, alias))
+        fault = _fault_of(functools.partial(runtime.get_transport, alias))
         if fault:
             yield checks.Error(fault, hint=_extra_of(settings.transports[alias]), id="kjo.E004")
 
 
 def _check_coordination(settings: Settings) -> Messages:
-    fault = _fault_of(backends.get_coordination)
+    fault = _fault_of(runtime.get_coordination)
     if fault:
         yield checks.Error(fault, hint=_extra_of(settings.coordination), id="kjo.E005")
 
@@ -169,7 +169,7 @@ def _check_errors(settings: Settings) -> Messages:
 def _check_topic_names(settings: Settings) -> Messages:
     for name in registry.queue_names():
         queue = settings.queue(name)
-        pattern = backends.transport_class(queue.transport, settings).topic_name
+        pattern = runtime.transport_class(queue.transport, settings).topic_name
         for topic in dict.fromkeys((queue.topic, queue.dead_letter_topic)):
             if pattern is not None and topic and not pattern.fullmatch(topic):
                 yield checks.Error(
@@ -249,11 +249,9 @@ def _warn_memory_database(settings: Settings) -> Messages:
 
 def _check_one_database(settings: Settings) -> Messages:
     """Only where both are in one database is a message there if and only if its job is."""
-    from kjo_django.store.transactions import jobs_database
-
-    jobs = jobs_database()
+    jobs = runtime.jobs_database()
     for alias, declared in settings.transports.items():
-        if not backends.transport_class(alias).capabilities.transactional:
+        if not runtime.transport_class(alias).capabilities.transactional:
             continue
         given = declared.get("OPTIONS", {}).get("DATABASE") or jobs
         if given != jobs:
@@ -302,7 +300,7 @@ def _warn_retention(settings: Settings) -> Messages:
     """A message that comes again after its marker is gone takes effect twice."""
     for name in registry.queue_names():
         queue = settings.queue(name)
-        if not backends.transport_class(queue.transport).capabilities.replay:
+        if not runtime.transport_class(queue.transport).capabilities.replay:
             continue
         kept = _topic_retention(settings, name)
         if kept is not None and settings.retention_processed_events < kept:

@@ -13,13 +13,10 @@ from django.utils import timezone
 class Clock:
     """Reads the system's clocks and waits on them."""
 
-    def now(self) -> datetime:
-        """Return the current instant, aware."""
-        return timezone.now()
-
+    now: Callable[[], datetime] = staticmethod(timezone.now)
+    """Returns the current instant, aware."""
     monotonic: Callable[[], float] = staticmethod(time.monotonic)
-    """Returns seconds of a clock that never goes back, for durations and deadlines. It is called a
-    dozen times for one job, so it is the system's own function."""
+    """Returns seconds of a clock that never goes back, for durations and deadlines."""
 
     def wait(self, event: threading.Event | threading.Condition, seconds: float | None) -> bool:
         """Wait for an event or a condition, so many seconds at most; None: without a limit.

@@ -22,11 +22,6 @@ _last_tick = 0
 _randoms: list[int] = []
 
 
-def _refill() -> None:
-    # One system call for many: each releases the interpreter lock, which other threads then take.
-    _randoms.extend(struct.unpack(f"{_POOLED}Q", os.urandom(8 * _POOLED)))
-
-
 def _forget() -> None:
     """A forked child must not repeat its parent's ids."""
     global _lock
@@ -38,21 +33,8 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def uuid7() -> uuid.UUID:
-    """Return a UUIDv7; within one process each is greater than the one before.
-
-    The 12 bits after the millisecond carry its fraction (RFC 9562, method 3), pushed forward by
-    one when the clock stands still or steps back, so ids keep the order of their creation.
-    """
-    global _last_tick
-    tick = _tick()
-    with _lock:
-        if tick <= _last_tick:
-            tick = _last_tick + 1
-        _last_tick = tick
-        if not _randoms:
-            _refill()
-        random = _randoms.pop()
-    return uuid.UUID(int=_value(tick, random))
+    """Return a UUIDv7; within one process each is greater than the one before."""
+    return uuid.UUID(int=_values(1)[0])
 
 
 def uuid7s(count: int) -> list[uuid.UUID]:
@@ -70,25 +52,29 @@ def uuid7_texts(count: int) -> list[str]:
 
 
 def _values(count: int) -> list[int]:
+    """Return so many values of UUIDs.
+
+    The 12 bits after the millisecond carry its fraction (RFC 9562, method 3), pushed forward by
+    one when the clock stands still or steps back, so ids keep the order of their creation.
+    """
     global _last_tick
     if count < 1:
         return []
-    now = _tick()
+    milliseconds, rest = divmod(time.time_ns(), 1_000_000)
+    now = (milliseconds << 12) | ((rest << 12) // 1_000_000)
     with _lock:
         first = max(now, _last_tick + 1)
         _last_tick = first + count - 1
-    randoms = struct.unpack(f"{count}Q", os.urandom(8 * count))
-    return list(map(_value, range(first, first + count), randoms))
-
-
-def _tick() -> int:
-    milliseconds, rest = divmod(time.time_ns(), 1_000_000)
-    return (milliseconds << 12) | ((rest << 12) // 1_000_000)
-
-
-def _value(tick: int, random: int) -> int:
-    value = (tick >> 12) << 80 | 0x7 << 76 | (tick & 0xFFF) << 64
-    return value | 0b10 << 62 | random >> 2
+        if len(_randoms) < count:
+            # One system call for many: each releases the interpreter lock for other threads.
+            more = max(count, _POOLED)
+            _randoms.extend(struct.unpack(f"{more}Q", os.urandom(8 * more)))
+        randoms = _randoms[-count:]
+        del _randoms[-count:]
+    return [
+        (tick >> 12) << 80 | 0x7 << 76 | (tick & 0xFFF) << 64 | 0b10 << 62 | random >> 2
+        for tick, random in zip(range(first, first + count), randoms, strict=True)
+    ]
 
 
 def ago(now: datetime, age: timedelta) -> datetime:

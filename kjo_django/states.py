@@ -56,18 +56,18 @@ OPEN = (JobState.PENDING, JobState.QUEUED, JobState.FAILING)
 FINAL = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 AWAITING_PUBLISH = (JobState.PENDING, JobState.FAILING)
 
-TRANSITIONS: dict[str, frozenset[JobState]] = {
-    # action: the states it may start from
-    "publish": frozenset(AWAITING_PUBLISH),
-    "complete": frozenset(OPEN),
-    "retry": frozenset(OPEN),
-    "fail": frozenset(OPEN),
-    "cancel": frozenset(OPEN),
-    "requeue": frozenset(JobState),
-    "republish": frozenset({JobState.QUEUED}),
+TRANSITIONS: dict[str, list[JobState]] = {
+    "publish": sorted(AWAITING_PUBLISH),
+    "complete": sorted(OPEN),
+    "retry": sorted(OPEN),
+    "fail": sorted(OPEN),
+    "cancel": sorted(OPEN),
+    "requeue": sorted(JobState),
+    "republish": [JobState.QUEUED],
 }
-"""Legal starts of each action. ``requeue`` begins a new generation, so it may start anywhere;
-``republish`` is the rescue of a queued job whose message is gone: same generation, same attempt."""
+"""The states that each action may start from. ``requeue`` begins a new generation, so it may start
+anywhere; ``republish`` is the rescue of a queued job whose message is gone: same generation, same
+attempt."""
 
 RESULT_OF: dict[str, JobState] = {
     "publish": JobState.QUEUED,
@@ -78,16 +78,6 @@ RESULT_OF: dict[str, JobState] = {
     "requeue": JobState.PENDING,
     "republish": JobState.PENDING,
 }
-
-
-def is_legal(action: str, state: str) -> bool:
-    """Return whether ``action`` may start from ``state``."""
-    return state in TRANSITIONS[action]
-
-
-def expected(action: str) -> list[str]:
-    """Return the states ``action`` may start from, for a conditional UPDATE."""
-    return sorted(TRANSITIONS[action])
 
 
 # --- Names of states in the other interfaces: pure mappings of the status shown -----------------

@@ -311,8 +311,8 @@ def states() -> Iterator[str]:
 def transitions() -> Iterator[str]:
     from kjo_django.states import RESULT_OF, TRANSITIONS, JobState
 
-    def start(states: frozenset[JobState]) -> str:
-        if states == frozenset(JobState):
+    def start(states: list[JobState]) -> str:
+        if set(states) == set(JobState):
             return "any"
         return ", ".join(code(state.value) for state in JobState if state in states)
 

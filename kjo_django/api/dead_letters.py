@@ -31,7 +31,7 @@ from kjo_django.operations.bulk import PATIENT_SECONDS
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.redaction import hide_texts
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 TAG = "dead letters"
 FILTERS = ("queue", "handler", "reason", "error", "fingerprint", "since", "until")

@@ -46,8 +46,8 @@ from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts, shown_headers
 from kjo_django.operations.search import JobFilter
 from kjo_django.operations.waiting import Awaited, Waiter
+from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
-from kjo_django.store.transactions import jobs_database
 
 TAG = "jobs"
 HISTORY = 100

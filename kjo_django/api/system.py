@@ -18,7 +18,7 @@ from kjo_django.models import ProcessedEvent as ProcessedEventRow
 from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.health import Thresholds, health, is_healthy
 from kjo_django.operations.monitoring.metrics import Summary
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 SYSTEM, METRICS = "system", "metrics"
 TIMEOUT = 5.0

@@ -14,7 +14,7 @@ from kjo_django.api.paging import PageQuery, page
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.operations.workers import alive_within, assignments, rebalanced_at
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 TAG = "workers"
 COLUMNS = (

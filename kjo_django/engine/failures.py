@@ -12,7 +12,6 @@ from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.engine import queue_policies
 from kjo_django.engine.admission import spent_and_limit
@@ -50,9 +49,8 @@ from kjo_django.models.job import ORIGIN_ID
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, Decision, RetryPolicy
 from kjo_django.retries.classification import import_path
-from kjo_django.runtime import Runtime
+from kjo_django.runtime import Runtime, get_coordination, get_transport, jobs_database
 from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")

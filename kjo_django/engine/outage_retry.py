@@ -10,7 +10,7 @@ from django.db import DatabaseError, InterfaceError
 
 from kjo_django.engine.handler.connections import answers, drop_broken_connections, is_busy
 from kjo_django.exceptions import PublishError
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 logger = logging.getLogger("kjo_django")
 

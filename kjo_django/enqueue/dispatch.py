@@ -12,17 +12,16 @@ from datetime import datetime
 from django.utils import timezone
 
 from kjo_django import tracing
-from kjo_django.backends import get_transport, transport_class
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue.wakeups import RELAY_CHANNEL, after_commit, topic_channel
 from kjo_django.messages import headers as names
 from kjo_django.messages.envelope import job_headers
 from kjo_django.models import Job, transition
 from kjo_django.models.job import message_id, origin_of
+from kjo_django.runtime import get_transport, jobs_database, transport_class
 from kjo_django.states import JobState
 from kjo_django.store import Store, store_for
 from kjo_django.store.rows import DueJob, Publication
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Published, Transport
 
 OUTGOING = "outgoing"

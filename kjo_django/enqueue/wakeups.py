@@ -11,9 +11,9 @@ from typing import Any
 from django.db import transaction
 
 from kjo_django import signals
-from kjo_django.backends import get_coordination
 from kjo_django.coordination.base import Coordination
 from kjo_django.exceptions import CoordinationError
+from kjo_django.runtime import get_coordination
 
 logger = logging.getLogger("kjo_django")
 

@@ -255,4 +255,4 @@ def transition(action: str, jobs: models.QuerySet[Job], **changes: Any) -> int:
     changes.setdefault("state", states.RESULT_OF[action])
     if action == "requeue":
         changes.setdefault("generation", F("generation") + 1)
-    return jobs.filter(state__in=states.expected(action)).update(**changes)
+    return jobs.filter(state__in=states.TRANSITIONS[action]).update(**changes)

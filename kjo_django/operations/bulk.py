@@ -38,8 +38,8 @@ from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import Request, UserActor, actor_of
 from kjo_django.operations.rows import Observer, Progress, checked_rate
 from kjo_django.operations.search import JobFilter
+from kjo_django.runtime import jobs_database
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
-from kjo_django.store.transactions import jobs_database
 
 PATIENT_SECONDS = 5
 """A pace that takes longer makes it a background job too."""

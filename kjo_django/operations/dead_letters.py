@@ -25,7 +25,6 @@ from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from kjo_django import registry, signals
-from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
 from kjo_django.engine import queue_policies
 from kjo_django.engine.attempt import Attempt, Ending, delivery_of
@@ -60,10 +59,9 @@ from kjo_django.operations.rows import (
     no_progress,
     on_commit,
 )
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_transport, jobs_database
 from kjo_django.states import JobState
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record
 
 

@@ -20,8 +20,8 @@ from kjo_django.messages.envelope import Message
 from kjo_django.messages.serializers import JSON
 from kjo_django.models import Job
 from kjo_django.operations.rows import checked_rate
+from kjo_django.runtime import jobs_database
 from kjo_django.store.rows import JobRow
-from kjo_django.store.transactions import jobs_database
 
 MAX_ACTOR = 150
 

@@ -21,7 +21,6 @@ from django.db.models import Case, F, QuerySet, Value, When
 from django.utils import timezone
 
 from kjo_django import signals, states
-from kjo_django.backends import get_coordination
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.handler.running import ABORT_TTL, abort_name
 from kjo_django.engine.leases import alive_name, lease_name
@@ -42,7 +41,7 @@ from kjo_django.operations.rows import (
     no_progress,
     on_commit,
 )
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import get_coordination, jobs_database
 
 logger = logging.getLogger("kjo_django")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kjo_django.backends import get_coordination
 from kjo_django.engine.handler.running import Progress, load_progress, progress_name
 from kjo_django.exceptions import CoordinationError
+from kjo_django.runtime import get_coordination
 
 __all__ = ["Progress", "progress_of"]
 

@@ -16,7 +16,7 @@ from kjo_django import registry, signals
 from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations.rows import Observer, on_commit
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 
 class Unchanged(enum.Enum):

@@ -18,7 +18,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, load_result, load_value, serializer_for
 from kjo_django.models import DeadLetter, Job, JobFailure, Worker
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 REDACTED = "[redacted]"
 LONGEST_SHOWN = 100_000

@@ -31,8 +31,8 @@ from kjo_django.operations.jobs import (
     send,
 )
 from kjo_django.operations.rows import Observer, Progress, no_progress, on_commit
+from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState
-from kjo_django.store.transactions import jobs_database
 
 
 class RunNowResult(enum.StrEnum):

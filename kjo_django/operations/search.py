@@ -25,7 +25,6 @@ from django.utils import timezone
 from django.utils.dateparse import parse_date, parse_datetime
 
 from kjo_django import registry
-from kjo_django.backends import get_coordination
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import CoordinationError
 from kjo_django.ids import uuid7_floor
@@ -35,9 +34,9 @@ from kjo_django.models.job import is_scheduled
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
 from kjo_django.retries.policy import LONGEST_DELAY
+from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.states import OPEN, JobState, JobStatus
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
-from kjo_django.store.transactions import jobs_database
 
 MAX_LENGTH = 40_000
 """Characters of a search."""

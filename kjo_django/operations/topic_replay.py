@@ -19,7 +19,6 @@ import uuid
 from dataclasses import dataclass, field, replace
 
 from kjo_django import registry
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
@@ -48,8 +47,8 @@ from kjo_django.operations.dead_letters import (
 )
 from kjo_django.operations.jobs import close_as_replayed, requeue
 from kjo_django.operations.rows import Pace, Progress, checked_rate, no_progress
+from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.states import JobState
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription, TopicPartition
 
 SUFFIX = "-dlq"

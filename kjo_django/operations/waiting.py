@@ -27,7 +27,6 @@ from django.db import InterfaceError, OperationalError, connections
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.backends import get_coordination
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Coordination, Listener
 from kjo_django.engine.leases import lease_name
@@ -47,8 +46,8 @@ from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, JobFailure, JobQuerySet
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.progress import Progress, progress_of
+from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.states import JobState
-from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 

@@ -26,7 +26,7 @@ from kjo_django.conf import Settings, get_settings
 from kjo_django.models import Worker
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import Observer, batched, on_commit
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 MOST = 5_000
 """Partitions of one worker that are looked at."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Sequence
 from django.db import DatabaseError, InterfaceError, connections
 
 from kjo_django import registry
-from kjo_django.backends import get_transport
 from kjo_django.clock import Clock
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import Listener
@@ -28,7 +27,7 @@ from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.outbox import unpublishable
 from kjo_django.outbox.publications import Publications
 from kjo_django.outbox.relay_leases import LEASE_TTL, RelayLeases
-from kjo_django.runtime import Runtime, current_runtime
+from kjo_django.runtime import Runtime, current_runtime, get_transport
 from kjo_django.store.rows import DueJob, Publication
 from kjo_django.transports.base import OutgoingRecord, Published
 

@@ -46,7 +46,7 @@ from kjo_django.messages.envelope import MAX_ID_LENGTH, Message
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, loads_for_display, storable_text
 from kjo_django.retries import Backoff
 from kjo_django.retries.policy import max_attempts_from_stream_retries
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 from kjo_django.transports.base import Record
 
 producer_logger = logging.getLogger("kjo_django.producer")

@@ -352,7 +352,7 @@ class Store:
         """
         quote_name = self.connection.ops.quote_name
         assignments = ", ".join(f"{quote_name(name)} = %s" for name in names.split())
-        expected = "', '".join(states.expected(action))
+        expected = "', '".join(states.TRANSITIONS[action])
         condition = f" AND {also} = %s" if also else ""
         with self.connection.cursor() as cursor:
             cursor.executemany(

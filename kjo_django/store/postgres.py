@@ -342,7 +342,7 @@ class PostgresStore(Store):
             "{}" if results.count(None) == len(results) else results,
             *_places(completions),
         ]
-        open_states = text_array(states.expected("complete"))
+        open_states = text_array(states.TRANSITIONS["complete"])
         parameters = [now, now, *columns, ids, open_states, token, token]
         with self.connection.cursor() as cursor:
             if is_last:
@@ -440,7 +440,7 @@ class PostgresStore(Store):
             for job, _, partition, offset in published
         ]
         columns = [array_text(column) for column in zip(*rows, strict=True)]
-        expected = states.expected("publish")
+        expected = states.TRANSITIONS["publish"]
         is_inside = self.connection.in_atomic_block
         with self.connection.cursor() as cursor:
             cursor.execute(
@@ -455,7 +455,7 @@ class PostgresStore(Store):
             columns = [array_text(column) for column in zip(*rows, strict=True)]
             with self.connection.cursor() as cursor:
                 cursor.execute(
-                    _COMPLETE_FORWARDED, [now, now, *columns, states.expected("complete")]
+                    _COMPLETE_FORWARDED, [now, now, *columns, states.TRANSITIONS["complete"]]
                 )
 
     # --- Sessions and wake-up calls ---------------------------------------------------------------

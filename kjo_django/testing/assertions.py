@@ -10,7 +10,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import serializer_for
 from kjo_django.models import Job
 from kjo_django.patterns.queue import Queue
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 Target = JobDefinition | Queue | str
 ANY: Any = type("ANY", (), {"__repr__": lambda self: "ANY"})()

@@ -31,9 +31,8 @@ from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job
 from kjo_django.patterns.queue import Queue
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.store.rows import JobRow
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")

@@ -31,7 +31,7 @@ def enqueued_jobs(db: None) -> Callable[..., Any]:
 @pytest.fixture
 def memory_transport(settings: Any) -> Iterator[Any]:
     """An empty memory transport in place of every configured one."""
-    from kjo_django.backends import get_transport
+    from kjo_django.runtime import get_transport
 
     given = getattr(settings, "KJO", {})
     backend = {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}

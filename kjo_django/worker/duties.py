@@ -18,7 +18,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
 from django.db.models import QuerySet
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import Listener
 from kjo_django.engine.handler.connections import drop_broken_connections
@@ -28,7 +27,7 @@ from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.maintenance.rescue import rescue
-from kjo_django.runtime import Runtime
+from kjo_django.runtime import Runtime, get_transport
 from kjo_django.values import LONGEST
 
 logger = logging.getLogger("kjo_django")

@@ -37,7 +37,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
 
 from kjo_django import garbage_collection, registry, signals
-from kjo_django.backends import close_backends, get_transport
 from kjo_django.conf import QueueConf, default_worker_name
 from kjo_django.engine.attempt import Attempt
 from kjo_django.engine.group import (
@@ -59,7 +58,7 @@ from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.workers import Assignment, RunningJob
 from kjo_django.outbox.relay import Relay
 from kjo_django.running_job import worker_name
-from kjo_django.runtime import Runtime, current_runtime
+from kjo_django.runtime import Runtime, close_backends, current_runtime, get_transport
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker.duties import (
     Duty,

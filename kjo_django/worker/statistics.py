@@ -23,8 +23,8 @@ from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.dead_lettering import error_text
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
+from kjo_django.runtime import jobs_database
 from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 

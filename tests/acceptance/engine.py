@@ -23,12 +23,12 @@ from django.conf import settings
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.test import override_settings
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import KjoError
 from kjo_django.models import DeadLetter, Job, JobFailure, TransportMessage
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.maintenance import topics
+from kjo_django.runtime import get_transport
 from kjo_django.states import OPEN
 from tests.acceptance.program import Program
 from tests.ledger.models import Entry

@@ -8,8 +8,8 @@ from typing import Any
 
 from django.test import override_settings
 
-from kjo_django.backends import close_backends, get_transport
 from kjo_django.conf import get_settings
+from kjo_django.runtime import close_backends, get_transport
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.program import Program
 from tests.items.models import Item, Run

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kjo_django.backends import get_transport
 from kjo_django.models import DeadLetter
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.ledger import jobs

@@ -7,11 +7,11 @@ import time
 import pytest
 import redis
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.models import Worker
 from kjo_django.operations.maintenance import topics
 from kjo_django.patterns.items.hashing import partition_of
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from tests.acceptance.engine import ALIAS, Servers
 from tests.acceptance.items import ItemEngine

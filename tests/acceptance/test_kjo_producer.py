@@ -11,11 +11,11 @@ import pytest
 import redis
 from confluent_kafka import Consumer, Producer
 
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import CoordinationError
 from kjo_django.operations.maintenance import topics
 from kjo_django.patterns.items.hashing import partition_of
+from kjo_django.runtime import get_coordination, get_transport
 from tests.acceptance.items import ItemEngine
 from tests.items.models import Item
 from tests.items.producers import ItemProducer

@@ -12,10 +12,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from kjo_django.backends import get_coordination
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.rows import streamed
+from kjo_django.runtime import get_coordination
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.load import Load
 from tests.acceptance.test_shutdown import let_go, start_job, started

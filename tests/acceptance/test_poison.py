@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.messages.headers import from_json
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from tests.acceptance.engine import Engine
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import redis
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.redis_streams.subscription import trim
 from tests.acceptance.engine import Engine, Servers

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import connections, transaction
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.dispatch import record_of
+from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord
 from tests.acceptance.engine import ALIAS, Engine

@@ -16,7 +16,6 @@ from django.utils import timezone
 from rest_framework.test import APIClient
 
 from kjo_django import signals
-from kjo_django.backends import get_coordination
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.running import dump_progress, progress_name
 from kjo_django.engine.leases import alive_name, lease_name
@@ -27,6 +26,7 @@ from kjo_django.operations import jobs as operations
 from kjo_django.operations.bulk import start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.internal import UserActor
+from kjo_django.runtime import get_coordination
 from kjo_django.testing import run_job
 from tests.api.conftest import Login, errors_of, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, JobFailureFactory

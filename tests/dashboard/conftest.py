@@ -9,7 +9,7 @@ from django.test import Client
 from django.urls import reverse
 
 from kjo_django.admin.dashboard.page import address_name
-from kjo_django.backends import get_transport
+from kjo_django.runtime import get_transport
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from kjo_django.backends import get_transport
 from kjo_django.exceptions import PublishError
+from kjo_django.runtime import get_transport
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import GroupOffsets, OutgoingRecord, TopicPartition, TopicSpec
 from kjo_django.transports.memory import MemoryTransport

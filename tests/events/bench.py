@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record
 from tests.unit.deliveries import Bench, make_everything_due
 

@@ -8,10 +8,10 @@ import uuid
 import pytest
 
 from kjo_django import BaseEvent, EventIdempotencyService, event_handler
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.models import DeadLetter, ProcessedEvent
 from kjo_django.operations.maintenance import topics
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import Published, TopicSpec
 from kjo_django.transports.kafka import KafkaTransport
 from kjo_django.transports.memory import MemoryTransport

@@ -14,11 +14,11 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from kjo_django import BaseEvent, event_handler
-from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.models import DeadLetter
 from kjo_django.operations.maintenance.topics import ensure_topics
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, TopicSpec
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS

@@ -9,12 +9,12 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django import BaseEvent, PermanentError, event_handler, publish_event, signals
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, EventKey, Job, MetricBucket, ProcessedEvent
 from kjo_django.operations import dead_letters, jobs
 from kjo_django.patterns.events.handlers import event_route, retry_topic
+from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, read_all, send

@@ -15,13 +15,13 @@ from django.db import IntegrityError, connection, transaction
 from django.utils import timezone
 
 from kjo_django import BaseEvent, event_handler, publish_event
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.maintenance.prune import prune
 from kjo_django.outbox.relay import LONGEST_BACKOFF, Relay
 from kjo_django.outbox.relay_leases import LEASE_TTL
+from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Published, TopicSpec
 from kjo_django.transports.kafka import KafkaTransport

@@ -9,7 +9,6 @@ from asgiref.sync import async_to_sync
 from django.db import transaction
 
 from kjo_django import BaseEvent, publish_event, registry
-from kjo_django.backends import get_transport
 from kjo_django.enqueue.storing import carrier_of, store_record
 from kjo_django.exceptions import PayloadError, PublishError
 from kjo_django.models import Job
@@ -17,6 +16,7 @@ from kjo_django.operations import jobs as job_operations
 from kjo_django.operations.maintenance import topics
 from kjo_django.outbox.relay import Relay
 from kjo_django.patterns.events.event import apublish_event
+from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from tests.events.bench import EVENTS, MEMORY, TOPIC, read_all
 from tests.unit.deliveries import make_everything_due

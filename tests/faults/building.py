@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kjo_django import conf, registry
-from kjo_django.backends import close_backends
 from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.engine import poller
 from kjo_django.patterns.events import handlers
+from kjo_django.runtime import close_backends
 from kjo_django.transports.base import Published
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.database.subscription import DatabaseSubscription

@@ -39,7 +39,9 @@ class Clock:
         if self.stands:
             began, began_at = now(), monotonic()
             now, monotonic = lambda: began, lambda: began_at
-        monkeypatch.setattr(timezone, "now", lambda: now() + timedelta(seconds=self.offset))
+        shifted_now = lambda: now() + timedelta(seconds=self.offset)  # noqa: E731
+        monkeypatch.setattr(timezone, "now", shifted_now)
+        monkeypatch.setattr(kjo_django.clock.Clock, "now", staticmethod(shifted_now))
         shifted = lambda: monotonic() + self.offset  # noqa: E731
         monkeypatch.setattr(time, "monotonic", shifted)
         monkeypatch.setattr(kjo_django.clock.Clock, "monotonic", staticmethod(shifted))

@@ -17,7 +17,7 @@ from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY
 from kjo_django.engine.poller import Poller
 from kjo_django.outbox import relay
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 from kjo_django.worker import Worker
 from tests.faults.boundary import Boundary, Died, within
 

@@ -11,12 +11,12 @@ from importlib import import_module
 from typing import Any
 
 from kjo_django import PermanentError, Queue, job
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
+from kjo_django.runtime import get_transport
 from tests.faults.process import Process
 from tests.faults.world import World
 from tests.ledger.models import Entry

@@ -14,8 +14,8 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Subscription, Transport
 from tests.faults.boundary import Died, Fault
 from tests.faults.killed import left_behind

@@ -15,7 +15,6 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django import signals, states
-from kjo_django.backends import close_backends, get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.models import (
     DeadLetter,
@@ -26,6 +25,7 @@ from kjo_django.models import (
     TransportMessage,
     source_of_job,
 )
+from kjo_django.runtime import close_backends, get_coordination, get_transport
 from kjo_django.states import ItemState, JobState
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport

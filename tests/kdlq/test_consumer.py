@@ -14,7 +14,6 @@ from django.db import connections
 from django.utils import timezone
 
 from kjo_django import signals
-from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import dead_letters
@@ -31,6 +30,7 @@ from kjo_django.patterns.kdlq import (
     Status,
 )
 from kjo_django.patterns.kdlq.consumer import as_record
+from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import Published, Record
 from tests.events.bench import MEMORY, read_all

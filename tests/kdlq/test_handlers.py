@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 from django.db import DatabaseError
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
@@ -17,6 +16,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.patterns.kdlq import DlqConfig, ProcessingStatus, kdlq_handler, parking
 from kjo_django.patterns.kdlq.handlers import _original_of
+from kjo_django.runtime import get_transport
 from kjo_django.states import OPEN
 from kjo_django.transports.base import OutgoingRecord, Record
 from tests.events.bench import EVENTS, MEMORY, read_all

@@ -200,8 +200,8 @@ class Application:
         self._publish([record_of(job, get_settings().queue(job.queue))] * copies)
 
     def _publish(self, records: list[Any]) -> None:
-        from kjo_django.backends import get_transport
         from kjo_django.exceptions import PublishError
+        from kjo_django.runtime import get_transport
 
         for answer in get_transport().publish(records):
             if answer.error is not None:

@@ -19,12 +19,12 @@ import psycopg
 import redis
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 
-from kjo_django.backends import get_transport
 from kjo_django.exceptions import KjoError
 from kjo_django.models import Lease as LeaseRow
 from kjo_django.models import TransportMessage
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.retries.classification import import_path
+from kjo_django.runtime import get_transport
 from kjo_django.states import OPEN
 from tests.acceptance.engine import ALIAS, Engine, Servers
 from tests.acceptance.program import Program

@@ -39,7 +39,7 @@ class Together:
         """Return how many workers did not end in order."""
         from django.db.backends.signals import connection_created
 
-        from kjo_django.backends import get_transport
+        from kjo_django.runtime import get_transport
 
         connection_created.connect(self._wrap)
         self._transport: Any = get_transport()

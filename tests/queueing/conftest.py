@@ -20,8 +20,8 @@ from django.core.management import call_command
 from django.db import connections
 
 from kjo_django import Queue, conf, registry
-from kjo_django.backends import get_transport
 from kjo_django.operations import waiting
+from kjo_django.runtime import get_transport
 from tests.settings import database as settings_of
 from tests.unit.conftest import DEFAULT, led_to, sqlite_settings
 

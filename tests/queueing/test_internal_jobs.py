@@ -10,13 +10,13 @@ import pytest
 from django.utils import timezone
 
 from kjo_django import Queue
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk
 from kjo_django.operations.bulk import start_bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from tests.factories import DeadLetterFactory, JobFactory
 from tests.queueing.conftest import wait_until

@@ -11,13 +11,13 @@ import pytest
 from django.utils import timezone
 
 from kjo_django import Queue, conf, registry
-from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import dead_letters, jobs, topic_replay
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
 from kjo_django.operations.maintenance.prune import Retention, prune
 from kjo_django.operations.topic_replay import TopicReplay
+from kjo_django.runtime import get_transport
 from tests.queueing.conftest import Recorder, wait_until
 from tests.unit.deliveries import KJO, MEMORY, Bench
 

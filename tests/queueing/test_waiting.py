@@ -16,7 +16,6 @@ from asgiref.sync import async_to_sync
 from django.db import connections, transaction
 
 from kjo_django import Queue
-from kjo_django.backends import get_coordination
 from kjo_django.exceptions import (
     JobCancelledError,
     JobFailedError,
@@ -28,6 +27,7 @@ from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
 from kjo_django.operations import waiting
 from kjo_django.patterns.queue import NO_RESULT, CancelResult
+from kjo_django.runtime import get_coordination
 from tests.queueing.conftest import ENGINES, Recorder, wait_until
 
 ONE_HOUR = timedelta(hours=1)

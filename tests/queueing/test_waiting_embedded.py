@@ -8,9 +8,9 @@ import pytest
 from django.db import OperationalError
 
 from kjo_django import Queue
-from kjo_django.backends import get_coordination
 from kjo_django.exceptions import CoordinationError
 from kjo_django.operations import waiting
+from kjo_django.runtime import get_coordination
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "30", None, True])

@@ -16,12 +16,11 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 
 from kjo_django import states
-from kjo_django.backends import get_transport
 from kjo_django.enqueue.storing import store_record
 from kjo_django.models import Job, TransportMessage
 from kjo_django.operations import dead_letters
 from kjo_django.operations import jobs as operations
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.transports.memory import MemoryTransport
 from tests.faults.boundary import Boundary, Died, Endless, Fault, within
 from tests.faults.patterns import STREAM

@@ -19,7 +19,7 @@ from django.core.management import call_command
 from django.db import connections
 
 from kjo_django import conf, registry
-from kjo_django.backends import close_backends
+from kjo_django.runtime import close_backends
 from kjo_django.transports.database.transport import forget_groups
 from tests.declarations import forgetting
 from tests.settings import database as settings_of

@@ -14,7 +14,6 @@ from typing import Any
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
 from kjo_django.engine.group import Pipeline
@@ -26,7 +25,7 @@ from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job, TransportMessage
 from kjo_django.outbox.relay import Relay
 from kjo_django.registry import HandlerOptions
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Record, Subscription
 from tests.ledger.models import Entry

@@ -19,11 +19,11 @@ from django.utils import timezone
 from kjo_django import registry, signals
 from kjo_django.admin import display, filters
 from kjo_django.admin import jobs as jobs_admin
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.engine.handler.running import dump_progress, progress_name
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, QueueControl
+from kjo_django.runtime import get_coordination, get_transport
 from tests.factories import (
     DeadLetterFactory,
     JobFactory,

@@ -11,10 +11,10 @@ from django.core.checks import Warning as CheckWarning
 from django.db import connections
 
 from kjo_django import registry
-from kjo_django.backends import get_transport
 from kjo_django.checks import check_servers, check_settings
 from kjo_django.operations.monitoring.health import health
 from kjo_django.patterns.streams import AbstractStreamProducer
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import Transport
 from kjo_django.transports.database import DatabaseTransport
 

@@ -10,11 +10,11 @@ import threading
 import pytest
 from django.core.management import CommandError, call_command
 
-from kjo_django.backends import close_backends, get_transport
 from kjo_django.exceptions import CoordinationError
 from kjo_django.management.commands.kjo_produce import read_criteria
 from kjo_django.models import Job
 from kjo_django.patterns.items.producer import ProduceResult, produce_every
+from kjo_django.runtime import close_backends, get_transport
 from tests.items.models import Item
 from tests.items.producers import ItemProducer
 from tests.ledger.jobs import write

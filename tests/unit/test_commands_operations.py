@@ -11,10 +11,10 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.utils import timezone
 
-from kjo_django.backends import get_transport
 from kjo_django.management.commands import _shared
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
 

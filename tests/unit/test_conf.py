@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django import conf
-from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.conf import QueueOptions, Settings, get_settings
 from kjo_django.coordination.database import DatabaseCoordination
+from kjo_django.runtime import get_coordination, get_transport, transport_class
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.memory import MemoryTransport
 

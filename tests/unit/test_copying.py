@@ -17,11 +17,11 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from kjo_django import signals, tracing
-from kjo_django.backends import get_coordination
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.enqueue.storing import store
 from kjo_django.exceptions import PayloadError
 from kjo_django.models import Job
+from kjo_django.runtime import get_coordination
 from kjo_django.store.postgres import COPY_FROM, PostgresStore
 from tests.ledger.jobs import write, write_keyed
 

@@ -9,9 +9,8 @@ from datetime import timedelta
 import pytest
 from django.db import OperationalError
 
-from kjo_django.backends import get_coordination
 from kjo_django.clock import Clock
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_coordination
 from kjo_django.values import LONGEST
 from kjo_django.worker.duties import DutyThread, LeasedDuty
 from tests.unit.deliveries import KJO

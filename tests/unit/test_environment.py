@@ -6,8 +6,8 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
-from kjo_django.backends import close_backends, get_coordination, transport_class
 from kjo_django.conf import get_settings
+from kjo_django.runtime import close_backends, get_coordination, transport_class
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from asgiref.sync import sync_to_async
 from django.db import IntegrityError, OperationalError, connection, transaction
 
 from kjo_django import PermanentError, registry
-from kjo_django.backends import get_coordination
 from kjo_django.engine.attempt import Mode
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.runners.leased import LeasedRunner
@@ -23,7 +22,7 @@ from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.engine.scheduler import GroupScheduler, QueueLimit
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_coordination
 from kjo_django.worker import Worker
 from tests.factories import JobFactory
 from tests.ledger.models import Entry

@@ -13,11 +13,11 @@ import pytest
 from django.db import connection
 
 from kjo_django import registry
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.engine.poller import FetchPlan, FlowControl
 from kjo_django.messages import headers as names
 from kjo_django.operations.maintenance import topics
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
 from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, as_job

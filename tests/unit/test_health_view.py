@@ -14,11 +14,11 @@ from django.contrib.auth.models import AnonymousUser, Permission
 from django.test import RequestFactory
 
 from kjo_django import registry
-from kjo_django.backends import get_transport
 from kjo_django.contrib.health import HealthView
 from kjo_django.exceptions import PublishError
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring.health import Thresholds
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import TopicPartition
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import WorkerFactory

@@ -7,12 +7,11 @@ from datetime import timedelta
 
 import pytest
 
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.operations.monitoring import metrics
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.worker.duties import LagRecorder, record_lag
 from tests.ledger.jobs import write
 from tests.unit.deliveries import KJO, Bench

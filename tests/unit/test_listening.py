@@ -7,10 +7,9 @@ import time
 
 import pytest
 
-from kjo_django.backends import get_coordination
 from kjo_django.enqueue.wakeups import topic_channel, wake
 from kjo_django.exceptions import CoordinationError
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_coordination
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.worker import duties

@@ -19,7 +19,6 @@ from django.utils import timezone
 from prometheus_client.parser import text_string_to_metric_families
 
 from kjo_django import conf, registry
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.contrib.prometheus import MetricsView, exposition
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
@@ -27,6 +26,7 @@ from kjo_django.ids import uuid7_floor
 from kjo_django.models import DeadLetter
 from kjo_django.models.metric_bucket import BOUNDS, bound_of
 from kjo_django.operations.maintenance import topics
+from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
 from kjo_django.transports.memory import MemoryTransport
 from tests.conformance.test_coordination_redis import cache_at

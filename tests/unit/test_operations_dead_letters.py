@@ -11,12 +11,12 @@ from django.db import connection, transaction
 from django.utils import timezone
 
 from kjo_django import signals
-from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, TransportMessage
 from kjo_django.operations import dead_letters, jobs, rows
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.topic_replay import TopicReplay
+from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
 from tests.unit.deliveries import KJO, MEMORY, Bench

@@ -13,11 +13,11 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.utils import timezone
 
-from kjo_django.backends import get_transport
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import health as module
 from kjo_django.operations.monitoring.health import PROBES, Thresholds, health, is_healthy
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import JobFactory, MetricBucketFactory, QueueControlFactory, WorkerFactory

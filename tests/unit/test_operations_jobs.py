@@ -10,7 +10,6 @@ from django.db import connection, transaction
 from django.utils import timezone
 
 from kjo_django import signals
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.engine.leases import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
@@ -19,6 +18,7 @@ from kjo_django.models import DeadLetterState, Job, TransportMessage
 from kjo_django.operations import jobs
 from kjo_django.operations.jobs import CancelResult
 from kjo_django.operations.rows import CHUNK
+from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory
 

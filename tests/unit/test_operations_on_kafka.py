@@ -14,7 +14,6 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
-from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations.dead_letters import replay
@@ -22,6 +21,7 @@ from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.outbox.relay import Relay
+from kjo_django.runtime import get_transport
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicSpec
 from tests.ledger.jobs import write

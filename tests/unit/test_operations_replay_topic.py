@@ -6,7 +6,6 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from kjo_django.backends import get_transport
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import TransportMessage
@@ -14,6 +13,7 @@ from kjo_django.operations import jobs
 from kjo_django.operations import topic_replay as module
 from kjo_django.operations.dead_letters import REFUSED_LOOP, REFUSED_PROCESSED, DeadLetterFilter
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicSpec
 from tests.factories import JobFactory, ProcessedEventFactory
 

@@ -9,13 +9,13 @@ import pytest
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.ids import uuid7_floor
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, TransportMessage
 from kjo_django.operations import queues
 from kjo_django.operations.maintenance.rescue import rescue
+from kjo_django.runtime import get_transport
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import GroupOffsets, OutgoingRecord, TopicPartition, TopicSpec
 from kjo_django.transports.memory import MemoryTransport

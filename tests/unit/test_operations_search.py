@@ -9,13 +9,13 @@ import pytest
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.backends import get_coordination
 from kjo_django.conf import get_settings
 from kjo_django.engine.leases import alive_name, lease_name
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import Job
 from kjo_django.operations import search
 from kjo_django.operations.search import JobFilter, counts, find, page, parse
+from kjo_django.runtime import get_coordination
 from tests.factories import JobFactory
 from tests.unit.deliveries import as_job
 

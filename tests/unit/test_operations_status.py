@@ -10,12 +10,12 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from kjo_django.backends import get_transport
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job
 from kjo_django.operations import search
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.monitoring.status import overview, state_counts
+from kjo_django.runtime import get_transport
 from kjo_django.store import counting
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.backends import get_transport
 from kjo_django.operations.maintenance import topics
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import TopicSpec
 
 MEMORY = {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}

@@ -7,9 +7,9 @@ import threading
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from kjo_django.backends import get_transport
 from kjo_django.models import Job
 from kjo_django.outbox.relay import Relay
+from kjo_django.runtime import get_transport
 from kjo_django.store.postgres import PostgresStore
 from kjo_django.testing.conformance import eventually
 from tests.ledger.jobs import write

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.clock import Clock
 from kjo_django.enqueue.storing import store_record
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
 from kjo_django.outbox.relay import LONGEST_BACKOFF, PublishBackoff, Relay
+from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.store import store_for
 from kjo_django.transports.base import OutgoingRecord, Published
 from tests.ledger.jobs import write

@@ -18,7 +18,6 @@ from django.db import OperationalError, connection, connections, transaction
 from django.utils import timezone
 
 from kjo_django import signals
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.coordination.listeners import LocalListener
@@ -36,7 +35,7 @@ from kjo_django.outbox import relay_leases, unpublishable
 from kjo_django.outbox.publications import Publications
 from kjo_django.outbox.relay import Relay
 from kjo_django.outbox.relay_leases import lease_of
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.store import store_for
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Published

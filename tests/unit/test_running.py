@@ -8,7 +8,6 @@ from fractions import Fraction
 import pytest
 from django.utils.translation import gettext_lazy
 
-from kjo_django.backends import get_coordination
 from kjo_django.engine.handler import running
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.running import (
@@ -19,6 +18,7 @@ from kjo_django.engine.handler.running import (
     progress_name,
 )
 from kjo_django.operations.progress import progress_of
+from kjo_django.runtime import get_coordination
 from tests.unit.deliveries import Silent
 
 pytestmark = pytest.mark.django_db

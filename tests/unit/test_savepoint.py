@@ -165,7 +165,7 @@ def test_callbacks_of_a_failed_handler_are_not_called_and_those_of_others_are():
 
 def test_jobs_enqueued_by_a_failed_handler_wake_nobody(monkeypatch):
     # Given
-    from kjo_django.backends import get_coordination
+    from kjo_django.runtime import get_coordination
 
     calls: list[str] = []
     monkeypatch.setattr(get_coordination(), "notify", calls.append)

@@ -15,7 +15,6 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 
-from kjo_django.backends import get_transport
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job
 from kjo_django.patterns.streams import (
@@ -25,6 +24,7 @@ from kjo_django.patterns.streams import (
     truncate_error,
 )
 from kjo_django.retries import Backoff
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.worker import Worker
 

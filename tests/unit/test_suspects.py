@@ -17,9 +17,9 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
-from kjo_django.backends import get_coordination
 from kjo_django.engine.attempt import Ending
 from kjo_django.models import DeadLetter, Job, Lease
+from kjo_django.runtime import get_coordination
 from tests.unit.deliveries import Bench, as_job, benched
 
 WAIT = 60

@@ -13,9 +13,9 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django import AbstractProducer, ModelProducer, signals
-from kjo_django.backends import close_backends, get_coordination, get_transport
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.patterns.items import producer
+from kjo_django.runtime import close_backends, get_coordination, get_transport
 from kjo_django.transports.base import Published
 from tests.items.models import Item
 

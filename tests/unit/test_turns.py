@@ -15,12 +15,12 @@ from django.db import IntegrityError, OperationalError, connection, transaction
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.backends import get_coordination
 from kjo_django.engine import failures
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.runners.leased import LeasedRunner
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
+from kjo_django.runtime import get_coordination
 from kjo_django.store import store_for
 from kjo_django.store.rows import JobRow
 from kjo_django.worker import Worker

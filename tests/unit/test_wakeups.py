@@ -8,7 +8,6 @@ import pytest
 from django.db import transaction
 
 from kjo_django import signals
-from kjo_django.backends import get_coordination
 from kjo_django.enqueue import wakeups
 from kjo_django.enqueue.wakeups import (
     REPLY_CHANNELS,
@@ -18,6 +17,7 @@ from kjo_django.enqueue.wakeups import (
     wake,
 )
 from kjo_django.exceptions import CoordinationError
+from kjo_django.runtime import get_coordination
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

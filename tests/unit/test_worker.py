@@ -17,13 +17,12 @@ from django.db import connection
 from django.utils import timezone
 
 from kjo_django import registry, signals
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.engine.leases import LeaseBook, alive_name
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.operations.workers import Assignment, assignments, rebalanced_at
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.worker import Worker
 from kjo_django.worker.heartbeat import Controls
 from tests.ledger.jobs import (

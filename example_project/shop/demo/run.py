@@ -17,9 +17,9 @@ from example_project.shop.demo.orders_file import OrdersFile
 from example_project.shop.demo.progress import Progress
 from example_project.shop.demo.text import FileError
 from example_project.shop.models import CELL, Batch
-from kjo_django.backends import get_coordination, get_transport
 from kjo_django.conf import get_settings
 from kjo_django.models import Job
+from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.worker import Worker
 
 PROBE_TIMEOUT = 5.0

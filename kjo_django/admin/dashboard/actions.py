@@ -36,8 +36,8 @@ from kjo_django.operations.actions import (
 )
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.search import JobFilter
+from kjo_django.runtime import jobs_database
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
-from kjo_django.store.transactions import jobs_database
 
 SAMPLE = 10
 MOST_CHOSEN = 1000

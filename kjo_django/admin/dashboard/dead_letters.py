@@ -28,7 +28,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter, processed
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.internal import is_internal
 from kjo_django.operations.redaction import LONGEST_SHOWN
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 SIZE = 50
 GROUPS = 50

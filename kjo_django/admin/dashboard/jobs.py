@@ -24,9 +24,9 @@ from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.monitoring.status import state_counts
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts
+from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.store.counting import COUNT_LIMIT
-from kjo_django.store.transactions import jobs_database
 
 SIZE = 50
 SHOWN_FAILURES = 50

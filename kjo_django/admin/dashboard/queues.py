@@ -20,7 +20,7 @@ from kjo_django.models import QueueControl
 from kjo_django.operations import queues
 from kjo_django.operations.actions import ACTIONS, Subject
 from kjo_django.operations.monitoring import metrics, status
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 MOST_COUNTED = 20_000
 """Jobs of a state that are told apart by queue, for which their rows must be read."""

@@ -26,8 +26,8 @@ from kjo_django.operations.monitoring.status import add_lags
 from kjo_django.operations.monitoring.status import workers as known_workers
 from kjo_django.operations.queues import overview
 from kjo_django.operations.workers import Assignment, RunningJob, assignments, rebalanced_at
+from kjo_django.runtime import jobs_database
 from kjo_django.store.counting import seconds_since
-from kjo_django.store.transactions import jobs_database
 
 SHOWN = 200
 PARTITIONS_SHOWN = 500

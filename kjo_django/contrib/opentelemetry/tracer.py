@@ -23,12 +23,12 @@ from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, Statu
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kjo_django import __version__
-from kjo_django.backends import transport_class
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.messages import headers as names
 from kjo_django.models import Job
+from kjo_django.runtime import transport_class
 from kjo_django.transports.base import OutgoingRecord, Record
 
 MAX_LINKS = 64

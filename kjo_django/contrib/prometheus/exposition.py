@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.backends import get_coordination
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState, Job, MetricBucket
 from kjo_django.models.metric_bucket import BOUNDS
@@ -21,9 +20,9 @@ from kjo_django.operations.monitoring import status
 from kjo_django.operations.monitoring.health import lag_by_partition
 from kjo_django.operations.queues import overview
 from kjo_django.operations.rows import streamed
+from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.store import store_for
 from kjo_django.store.counting import COUNT_LIMIT, grouped_counts, seconds_since
-from kjo_django.store.transactions import jobs_database
 from kjo_django.worker.sessions import PREFIX
 
 logger = logging.getLogger("kjo_django")

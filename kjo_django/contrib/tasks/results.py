@@ -42,8 +42,8 @@ from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations.jobs import live_leases
+from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
-from kjo_django.store.transactions import jobs_database
 from kjo_django.values import duration
 
 logger = logging.getLogger("kjo_django")

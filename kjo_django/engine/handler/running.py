@@ -14,13 +14,12 @@ from collections.abc import Collection
 from datetime import timedelta
 from typing import NamedTuple
 
-from kjo_django.backends import get_coordination
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.handler.context import Abort, BatchContext, JobContext, runs_of
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import storable_text
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_coordination
 from kjo_django.transports.base import Record
 
 logger = logging.getLogger("kjo_django")

@@ -31,8 +31,8 @@ from kjo_django.models import (
     Worker,
 )
 from kjo_django.operations.rows import CHUNK, chunks, lock
+from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState
-from kjo_django.store.transactions import jobs_database
 
 LEASES_KEPT = timedelta(days=1)
 """An expired lease still counts the deliveries of its message, which may yet come again."""

@@ -19,7 +19,6 @@ from django.db.models import Q
 from django.utils import timezone
 
 from kjo_django import registry, signals, states
-from kjo_django.backends import get_transport
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import dispatch
 from kjo_django.exceptions import PublishError
@@ -29,8 +28,8 @@ from kjo_django.operations.audit import send_job_signals
 from kjo_django.operations.jobs import lock_jobs, send
 from kjo_django.operations.queues import paused_queues
 from kjo_django.operations.rows import chunks
+from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.states import JobState
-from kjo_django.store.transactions import jobs_database
 
 logger = logging.getLogger("kjo_django")
 

@@ -11,9 +11,9 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django import registry
-from kjo_django.backends import get_transport, transport_class
 from kjo_django.conf import QueueConf, declared_queues, get_settings
 from kjo_django.probing import answer_within
+from kjo_django.runtime import get_transport, transport_class
 from kjo_django.transports.base import TopicDescription, TopicSpec, Transport
 from kjo_django.values import flag, mapping, text, whole
 

@@ -9,11 +9,10 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
-from kjo_django.backends import get_transport
 from kjo_django.exceptions import CoordinationError, KjoError
 from kjo_django.operations.maintenance import topics
 from kjo_django.probing import answer_within
-from kjo_django.runtime import Runtime, current_runtime
+from kjo_django.runtime import Runtime, current_runtime, get_transport
 
 PROBE_TIMEOUT = 5.0
 

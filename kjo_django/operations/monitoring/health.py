@@ -22,7 +22,6 @@ from django.utils import timezone
 
 from kjo_django import conf as configuration
 from kjo_django import registry
-from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.conf import QueueConf, Settings, get_settings
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import ago
@@ -31,7 +30,7 @@ from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.queues import overview, paused_queues
 from kjo_django.probing import answer_within
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import get_coordination, get_transport, jobs_database, transport_class
 
 logger = logging.getLogger("kjo_django")
 

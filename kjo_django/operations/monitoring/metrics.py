@@ -21,7 +21,7 @@ from django.utils import timezone
 from kjo_django.models import MetricBucket, MetricRollup, Worker
 from kjo_django.models.metric_bucket import BOUNDS
 from kjo_django.operations.rows import streamed
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 MINUTES = 5
 """Minutes, the last whole ones, a rate is that of."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from django.db.models import Case, F, QuerySet, Value, When
 from django.utils import timezone
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.dispatch import is_transactional
 from kjo_django.exceptions import PublishError
@@ -20,6 +19,7 @@ from kjo_django.operations import queues as queue_operations
 from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.metrics import add_rates
 from kjo_django.operations.workers import alive_within, assignments, rebalanced_at
+from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.states import AWAITING_PUBLISH, JobState, JobStatus
 from kjo_django.store.counting import (
     COUNT_LIMIT,
@@ -29,7 +29,6 @@ from kjo_django.store.counting import (
     many_grouped_counts,
     seconds_since,
 )
-from kjo_django.store.transactions import jobs_database
 
 WAITING = (JobState.PENDING, JobState.QUEUED)
 """Stored states of which some are shown as scheduled."""

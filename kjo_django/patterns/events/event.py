@@ -11,7 +11,6 @@ from uuid import UUID
 
 from asgiref.sync import sync_to_async
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.dispatch import publish
 from kjo_django.enqueue.storing import carrier_of, check_payload_size, store_record
@@ -20,6 +19,7 @@ from kjo_django.ids import uuid7
 from kjo_django.messages import carried
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, storable_text
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.values import MAX_NAME_LENGTH
 

@@ -43,8 +43,8 @@ from kjo_django.patterns.events.event import (
     validated,
 )
 from kjo_django.registry import Handler, HandlerOptions, Route
+from kjo_django.runtime import jobs_database
 from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record
 from kjo_django.values import MAX_NAME_LENGTH
 

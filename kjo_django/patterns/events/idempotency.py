@@ -19,7 +19,6 @@ from typing import Any, Generic, TypeVar
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import transaction
 
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.dispatch import publish
 from kjo_django.exceptions import KjoError, MessageError
@@ -33,8 +32,8 @@ from kjo_django.patterns.events.event import (
     read_event,
     validated,
 )
+from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.store import store_for
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record, TopicSpec
 from kjo_django.values import MAX_NAME_LENGTH
 

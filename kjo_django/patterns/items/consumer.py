@@ -48,8 +48,8 @@ from kjo_django.patterns.items.options import (
 )
 from kjo_django.patterns.items.producer import CONTENT_HASH
 from kjo_django.registry import Handler, HandlerOptions, Route
+from kjo_django.runtime import jobs_database
 from kjo_django.states import ItemState
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import Record
 from kjo_django.values import flag, mapping, option, optional_duration, optional_text, text, whole
 from kjo_django.worker.process import Worker

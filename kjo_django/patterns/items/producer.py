@@ -32,7 +32,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, close_old_connections, transaction
 
 from kjo_django import signals
-from kjo_django.backends import get_coordination, get_transport, transport_class
 from kjo_django.conf import declared_queues, get_settings, sent_ttl_for
 from kjo_django.coordination.base import Claim
 from kjo_django.enqueue.dispatch import publish
@@ -54,7 +53,7 @@ from kjo_django.patterns.items.options import (
     prefix_text,
     read_class_options,
 )
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import get_coordination, get_transport, jobs_database, transport_class
 from kjo_django.transports.base import OutgoingRecord, Published
 
 MESSAGE_TYPE = "message-type"

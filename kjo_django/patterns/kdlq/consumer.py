@@ -16,7 +16,6 @@ from django.db import DatabaseError, InterfaceError
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from kjo_django.backends import get_transport
 from kjo_django.enqueue.dispatch import publish
 from kjo_django.enqueue.storing import carrier_of, check_payload_size, store_record
 from kjo_django.exceptions import (
@@ -38,6 +37,7 @@ from kjo_django.patterns.kdlq.config import (
 )
 from kjo_django.patterns.kdlq.letters import DECIDED
 from kjo_django.patterns.kdlq.routing import Decision, Processor, Verdict, decide, judge
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, Transport, timestamp_of
 
 logger = logging.getLogger("kjo_django")

@@ -39,7 +39,7 @@ from kjo_django.patterns.kdlq.config import (
 )
 from kjo_django.patterns.kdlq.routing import Decision, Processor, Verdict, decide, judge
 from kjo_django.registry import Handler, HandlerOptions, Route
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record
 
 F = TypeVar("F", bound=Processor)

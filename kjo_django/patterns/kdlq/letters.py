@@ -16,7 +16,7 @@ from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations.dead_letters import DeadLetterFormat, register_format
 from kjo_django.patterns.kdlq import headers
 from kjo_django.retries.classification import import_path
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 from kjo_django.transports.base import Record
 
 DECIDED = "Not processed, its dead letter has been replayed or discarded: %s"

@@ -21,7 +21,7 @@ from kjo_django import states
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, transition
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 from kjo_django.transports.base import Record
 
 LIMIT_OF_KEY = 1_000

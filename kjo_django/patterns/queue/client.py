@@ -35,8 +35,8 @@ from kjo_django.operations.waiting import (
 )
 from kjo_django.patterns.queue.events import Events, Listener
 from kjo_django.patterns.queue.handlers import Hook, QueueHandler, adapt, attempts_in
+from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState
-from kjo_django.store.transactions import jobs_database
 from kjo_django.values import refuse_unknown, whole
 from kjo_django.worker import Worker
 

@@ -12,7 +12,7 @@ from kjo_django import signals
 from kjo_django.exceptions import KjoError, MaxRetriesError, text_of
 from kjo_django.messages.serializers import serializer_for
 from kjo_django.models import DeadLetterReason, Job
-from kjo_django.store.transactions import jobs_database
+from kjo_django.runtime import jobs_database
 
 logger = logging.getLogger("kjo_django")
 

@@ -18,7 +18,6 @@ from django.db import connections, transaction
 from kjo_django.clock import Clock
 from kjo_django.models import TransportSubscription
 from kjo_django.retries.backoff import Backoff
-from kjo_django.store.transactions import jobs_database
 from kjo_django.transports.base import (
     AssignedCallback,
     Record,
@@ -56,6 +55,8 @@ _MOST_LOCK_ERRORS = 2
 class DatabaseSubscription(Subscription):
     """See ``Subscription``. Each topic is one partition; there is no rebalancing.
 
+    :param joins_transactions: whether the jobs are in the same database. In another one an
+        acknowledgement would be durable before the outcome is.
     :param poll_interval: seconds; an idle table is looked at so often.
     :param on_registered: called when the group's interest in its topics is committed.
     """
@@ -66,6 +67,7 @@ class DatabaseSubscription(Subscription):
         topics: Sequence[str],
         group: str,
         *,
+        joins_transactions: bool,
         lease: timedelta,
         poll_interval: float,
         clock: Clock,
@@ -74,8 +76,7 @@ class DatabaseSubscription(Subscription):
         on_assigned: AssignedCallback | None = None,
     ) -> None:
         self._alias = alias
-        # On another database an acknowledgement would be durable before the outcome is.
-        self.joins_transactions = alias == jobs_database()
+        self.joins_transactions = joins_transactions
         self._topics = list(dict.fromkeys(topics))
         self._group = group
         self._lease = lease

@@ -95,7 +95,10 @@ class DatabaseTransport(Transport):
     def database(self) -> str:
         """The alias of the database with the tables."""
         option: str | None = self.options.get("DATABASE")
-        return option or get_settings().database or router.db_for_write(TransportMessage)
+        return option or self._jobs_database()
+
+    def _jobs_database(self) -> str:
+        return get_settings().database or router.db_for_write(TransportMessage)
 
     # --- Publishing -------------------------------------------------------------------------------
 
@@ -186,6 +189,7 @@ class DatabaseTransport(Transport):
             self.database,
             topics,
             group,
+            joins_transactions=self.database == self._jobs_database(),
             lease=self._lease or lease,
             poll_interval=self._poll_interval.total_seconds(),
             clock=self.clock,

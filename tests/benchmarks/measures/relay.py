@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from kjo_django.backends import close_backends
 from kjo_django.outbox.relay import Relay
+from kjo_django.runtime import close_backends
 from tests.benchmarks.completions import measured_jobs
 from tests.benchmarks.counters import Queries, Redis
 from tests.benchmarks.errors import BenchmarkError

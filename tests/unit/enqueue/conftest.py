@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kjo_django import signals
-from kjo_django.backends import get_coordination
+from kjo_django.runtime import get_coordination
 
 KJO = {"SERVICE_NAME": "tests", "QUEUES": {"ledger": {}, "other": {}}}
 MEMORY = {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}}

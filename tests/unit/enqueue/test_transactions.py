@@ -6,8 +6,8 @@ import pytest
 from django.db import transaction
 
 from kjo_django import signals
-from kjo_django.backends import get_coordination
 from kjo_django.models import Job
+from kjo_django.runtime import get_coordination
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import messages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kjo_django.backends import get_coordination
+from kjo_django.runtime import get_coordination
 from tests.unit.deliveries import Bench
 
 both = pytest.mark.usefixtures("real_database")

@@ -8,10 +8,10 @@ import pytest
 from django.db import OperationalError
 
 from kjo_django import signals
-from kjo_django.backends import get_coordination
 from kjo_django.engine import failures
 from kjo_django.engine.attempt import Ending
 from kjo_django.models import Job, JobFailure
+from kjo_django.runtime import get_coordination
 from kjo_django.store import store_for
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench, as_job, states

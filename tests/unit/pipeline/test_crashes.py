@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from kjo_django.backends import get_coordination
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.leases import alive_name
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease
+from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, entries, the_job

@@ -11,11 +11,11 @@ from django.db import connection
 from django.utils import timezone
 
 from kjo_django import PermanentError, Retry
-from kjo_django.backends import get_transport
 from kjo_django.engine.attempt import Ending
 from kjo_django.exceptions import MessageError, RateLimitExceededError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
+from kjo_django.runtime import get_transport
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, make_everything_due, the_job

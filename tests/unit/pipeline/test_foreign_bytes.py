@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kjo_django import registry
-from kjo_django.backends import get_transport
 from kjo_django.exceptions import PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import folded
@@ -19,6 +18,7 @@ from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
+from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record
 from tests.settings import cache
 from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, make_everything_due, the_job

@@ -11,13 +11,13 @@ from django.db import connections
 from django.utils import timezone
 
 from kjo_django import Queue, conf, job, publish_event, registry
-from kjo_django.backends import get_coordination
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.operations import jobs as operations
+from kjo_django.runtime import get_coordination
 from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from kjo_django.backends import get_coordination
 from kjo_django.models import Job
+from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.services import RedisServer
 from tests.services.fixtures import require

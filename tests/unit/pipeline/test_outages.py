@@ -7,9 +7,9 @@ from contextlib import nullcontext, suppress
 import pytest
 from django.db import IntegrityError, OperationalError, connection, connections, transaction
 
-from kjo_django.backends import get_coordination
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job, JobFailure, ProcessedEvent
+from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job

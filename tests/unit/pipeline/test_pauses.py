@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from kjo_django.backends import get_coordination
 from kjo_django.engine.attempt import Ending
 from kjo_django.exceptions import CoordinationError, PausableError, RateLimitExceededError
 from kjo_django.models import DeadLetter, Job, JobFailure, Mark
+from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import as_job, entries, states
 from tests.unit.pipeline.bench import GOOD, both, reconfigured, settled

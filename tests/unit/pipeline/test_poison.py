@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kjo_django import registry
-from kjo_django.backends import get_transport
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter
+from kjo_django.runtime import get_transport
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import as_job, entries, the_job
 from tests.unit.pipeline.bench import GOOD, both, reconfigured, settled

@@ -11,7 +11,6 @@ from django.db import OperationalError
 from django.utils import timezone
 
 from kjo_django import conf, registry
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.engine import failures
 from kjo_django.engine.attempt import Ending
@@ -20,9 +19,9 @@ from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import jobs as operations
 from kjo_django.patterns.streams import AbstractStreamConsumer, AbstractStreamProducer
+from kjo_django.runtime import get_transport, jobs_database
 from kjo_django.store import store_for
 from kjo_django.store.rows import Publication
-from kjo_django.store.transactions import jobs_database
 from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry

@@ -8,10 +8,10 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
-from kjo_django.backends import get_coordination
 from kjo_django.engine.attempt import Ending
 from kjo_django.enqueue.storing import result_of
 from kjo_django.models import Job, ProcessedEvent, TransportMessage
+from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.unit.deliveries import Bench, as_job, entries, states, the_job
 from tests.unit.pipeline.bench import both, reconfigured, settled

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from kjo_django import ModelConsumer, ModelProducer
-from kjo_django.backends import get_transport
 from kjo_django.conf import get_settings
 from kjo_django.models import Job
+from kjo_django.runtime import get_transport
 from kjo_django.worker import Worker
 from tests.items.models import Item, Run
 

@@ -6,10 +6,10 @@ import pytest
 from django.db import transaction
 
 from kjo_django import signals
-from kjo_django.backends import get_transport
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations import dead_letters
+from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord
 from tests.items.models import Item, Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kjo_django import AbstractConsumer
-from kjo_django.backends import get_coordination
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
+from kjo_django.runtime import get_coordination
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench
 from tests.unit.template_consumer.made import consumer, send, settled, work

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import pytest
 
-from kjo_django.backends import get_coordination
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job
+from kjo_django.runtime import get_coordination
 from tests.items.models import Item
 from tests.unit.template_consumer.made import Producer, consumer, send, settled, work
 
