@@ -182,7 +182,7 @@ def test_a_partition_rests_is_quiet_or_is_paused(everybody):
     )
     WorkerFactory(queues=["emails"], partitions=[held(2)], state="quiet")
     states = {number: row["State"] for number, row in partitions(everybody).items()}
-    assert states == {"0": "Resting", "1": "Running", "2": "Quiet"}
+    assert states == {"0": "Paused by an error", "1": "Running", "2": "Quiet"}
     QueueControlFactory(queue="emails", is_paused=True)
     assert {row["State"] for row in partitions(everybody).values()} == {"Paused"}
 

@@ -209,7 +209,7 @@ def _state(holders: Sequence[tuple[Assignment, Member]], is_paused: bool) -> tup
     if is_paused:
         return "paused", _("Paused")
     if any(held.resting_until is not None and held.resting_until > now for held, _m in holders):
-        return "paused", _("Resting")
+        return "paused", _("Paused by an error")
     states = {member.worker["state"] for _held, member in holders}
     if not states:
         return "", ""
