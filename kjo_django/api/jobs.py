@@ -34,14 +34,12 @@ from kjo_django.api.fields import (
 )
 from kjo_django.api.paging import page_limit
 from kjo_django.api.showing import shown_payload, shown_result
-from kjo_django.conf import get_settings
-from kjo_django.engine.leases import lease_name
 from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
 from kjo_django.enqueue.storing import EnqueueResult, store
 from kjo_django.exceptions import KjoError, PayloadError
 from kjo_django.models import DeadLetter, DeadLetterState, Job, JobFailure
 from kjo_django.operations import search
-from kjo_django.operations.jobs import live_leases
+from kjo_django.operations.jobs import shown_states
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts, shown_headers
 from kjo_django.operations.search import JobFilter
@@ -415,21 +413,9 @@ def _filter(view: KjoView, query: dict[str, Any]) -> JobFilter:
         raise PermissionDenied(str(error)) from None
 
 
-def statuses(rows: Sequence[Job]) -> dict[Any, JobStatus]:
-    """Return what people are shown as the state of each, with one question about leases."""
-    conf = get_settings()
-    leases = {
-        row.pk: lease_name(conf.queue(row.queue), row.message_id)
-        for row in rows
-        if row.state in states.OPEN
-    }
-    live = live_leases(list(leases.values()))
-    return {row.pk: row.status_with(leased=leases.get(row.pk) in live) for row in rows}
-
-
 def summaries(view: KjoView, rows: Sequence[Job]) -> list[dict[str, Any]]:
     """Return what is told this user of each job in a list."""
-    status_of = statuses(rows)
+    status_of = shown_states(rows)
     if not view.sees_payloads:
         hide_texts(rows)
     return [

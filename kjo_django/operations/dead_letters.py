@@ -55,6 +55,7 @@ from kjo_django.operations.rows import (
     Pace,
     Progress,
     chunks,
+    key_of,
     lock,
     no_progress,
     on_commit,
@@ -310,10 +311,10 @@ def processed(message_ids: Mapping[str, str]) -> set[str]:
 
 
 def _id(given: UUID | str) -> UUID:
-    try:
-        return given if isinstance(given, UUID) else UUID(given)
-    except ValueError:
-        raise ValueError(f"{given!r:.80} is no id of a dead letter") from None
+    key = key_of(given)
+    if key is None:
+        raise ValueError(f"{given!r:.80} is no id of a dead letter")
+    return key
 
 
 # --- What operators do ----------------------------------------------------------------------------

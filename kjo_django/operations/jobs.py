@@ -37,11 +37,13 @@ from kjo_django.operations.rows import (
     Progress,
     batched,
     chunks,
+    key_of,
     lock,
     no_progress,
     on_commit,
 )
 from kjo_django.runtime import get_coordination, jobs_database
+from kjo_django.states import JobStatus
 
 logger = logging.getLogger("kjo_django")
 
@@ -122,23 +124,27 @@ def cancel(
     """
     busy: set[Any] = set()
 
-    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
-        open_jobs = lock_open_jobs(keys, outcomes, busy)
-        if not open_jobs:
-            return
-        changed = transition(
-            "cancel",
-            Job.objects.using(jobs_database()).filter(pk__in=[job.pk for job in open_jobs]),
-            finished_at=timezone.now(),
-            lease_token="",
-            lease_expires_at=None,
-        )
-        outcomes.add_changed(CancelResult.CANCELLED, changed)
-        if on_changed is not None:
-            on_changed(open_jobs)
-        on_commit(jobs_database(), functools.partial(_announce_cancelled, open_jobs))
+    def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
+        rows = Job.objects.using(jobs_database()).filter(pk__in=[job.pk for job in open_jobs])
+        ended = {"finished_at": timezone.now(), "lease_token": "", "lease_expires_at": None}
+        transition("cancel", rows, **ended)
+        return open_jobs
 
-    outcomes = change_in_chunks(jobs, change, "Cancelled", actor, progress)
+    def announce(changed: Sequence[Job]) -> None:
+        notify_waiters({str((job.headers or {}).get(names.REPLY_TO, "")) for job in changed})
+        send_job_signals(signals.job_cancelled, changed)
+
+    outcomes = change_open_jobs(
+        jobs,
+        change,
+        CancelResult.CANCELLED,
+        announce,
+        verb="Cancelled",
+        actor=actor,
+        on_changed=on_changed,
+        progress=progress,
+        busy=busy,
+    )
     if abort and busy:
         rows = Job.objects.using(jobs_database()).filter(pk__in=busy)
         generations = rows.values_list("pk", "generation")
@@ -150,12 +156,6 @@ def cancel(
 def cancel_one(id: uuid.UUID | str, *, abort: bool = False, actor: str = "") -> CancelResult:
     """Cancel one job and return what came of it."""
     return CancelResult(next(iter(cancel([id], abort=abort, actor=actor).counts)))
-
-
-def _announce_cancelled(jobs: Sequence[Job]) -> None:
-    channels = {str((job.headers or {}).get(names.REPLY_TO, "")) for job in jobs}
-    notify_waiters(channels)
-    send_job_signals(signals.job_cancelled, jobs)
 
 
 # --- Requeue --------------------------------------------------------------------------------------
@@ -210,7 +210,12 @@ def requeue_chunk(
         wanted = still.using(using).filter(pk__in=[job.pk for job in kept]).order_by()
         pks = set(wanted.values_list("pk", flat=True))
         kept = [job for job in kept if job.pk in pks]
-    done = [job for job in kept if _may_requeue(job, payload, actor)]
+    done = [
+        job
+        for job in kept
+        if internal.may_run_again(job, actor)
+        and (payload is None or not internal.is_internal(job.handler))
+    ]
     missing_count = locked.missing_count + len(locked.free) - len(kept)
     outcomes.add(RequeueResult.NOT_FOUND, missing_count)
     outcomes.add(RequeueResult.PROCESSING, len(locked.busy))
@@ -232,13 +237,12 @@ def requeue_chunk(
     if on_changed is not None:
         on_changed(done)
     outcomes.add_changed(RequeueResult.REQUEUED, len(done))
-    on_commit(using, functools.partial(_announce_requeued, done, letters))
 
+    def announce() -> None:
+        send_job_signals(signals.job_requeued, done)
+        send_letter_signals(signals.message_replayed, letters)
 
-def _may_requeue(job: Job, payload: bytes | None, actor: str) -> bool:
-    if payload is not None and internal.is_internal(job.handler):
-        return False
-    return internal.may_run_again(job, actor)
+    on_commit(using, announce)
 
 
 def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[DeadLetter]:
@@ -274,11 +278,6 @@ def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
     )
 
 
-def _announce_requeued(jobs: Sequence[Job], letters: Sequence[DeadLetter]) -> None:
-    send_job_signals(signals.job_requeued, jobs)
-    send_letter_signals(signals.message_replayed, letters)
-
-
 # --- What every change does -----------------------------------------------------------------------
 
 
@@ -300,6 +299,46 @@ def change_in_chunks(
         progress(outcomes.total, None)
     log_change(verb, outcomes.changed_count, actor)
     return outcomes
+
+
+def change_open_jobs(
+    jobs: Selection,
+    change: Callable[[list[Job], Outcomes], list[Job]],
+    result: str,
+    announce: Callable[[Sequence[Job]], None],
+    *,
+    verb: str,
+    actor: str,
+    on_changed: Observer | None,
+    progress: Progress,
+    busy: set[Any] | None = None,
+) -> Outcomes:
+    """Change the open jobs that nobody is processing, and count the others.
+
+    :param change: gets jobs that are locked, counts those it leaves as they are, and returns those
+        it has changed.
+    :param result: what the changed ones are counted as.
+    :param announce: called with the changed ones of each chunk once that is committed.
+    :param busy: gets the keys of those somebody is processing.
+    """
+
+    def change_chunk(keys: Sequence[Any], outcomes: Outcomes) -> None:
+        locked = lock_jobs(keys)
+        outcomes.add("not_found", locked.missing_count)
+        outcomes.add("processing", len(locked.busy))
+        if busy is not None:
+            busy.update(locked.busy)
+        for job in locked.free:
+            if job.state in states.FINAL:
+                outcomes.add(job.state)
+        changed = change([job for job in locked.free if job.state in states.OPEN], outcomes)
+        if changed:
+            if on_changed is not None:
+                on_changed(changed)
+            outcomes.add_changed(result, len(changed))
+            on_commit(jobs_database(), functools.partial(announce, changed))
+
+    return change_in_chunks(jobs, change_chunk, verb, actor, progress)
 
 
 def send(keys: Sequence[Any], queue: QueueConf) -> None:
@@ -324,7 +363,7 @@ class LockedJobs:
 
 def lock_jobs(keys: Sequence[Any]) -> LockedJobs:
     """Lock the jobs nobody is processing, inside the caller's transaction."""
-    given = list(map(_as_uuid, keys))
+    given = list(map(key_of, keys))
     wanted = {key for key in given if key is not None}
     rows = Job.objects.using(jobs_database()).defer("payload", "result")
     held = lock(rows, sorted(wanted))
@@ -343,45 +382,34 @@ def lock_jobs(keys: Sequence[Any]) -> LockedJobs:
     )
 
 
-def lock_open_jobs(
-    keys: Sequence[Any], outcomes: Outcomes, busy: set[Any] | None = None
-) -> list[Job]:
-    """Lock the open jobs nobody is processing, and count the others.
-
-    :param busy: gets the keys of those somebody is processing.
-    """
-    locked = lock_jobs(keys)
-    outcomes.add(CancelResult.NOT_FOUND, locked.missing_count)
-    outcomes.add(CancelResult.PROCESSING, len(locked.busy))
-    if busy is not None:
-        busy |= locked.busy
-    for job in locked.free:
-        if job.state in states.FINAL:
-            outcomes.add(job.state)
-    return [job for job in locked.free if job.state in states.OPEN]
-
-
-def _as_uuid(value: Any) -> uuid.UUID | None:
-    if isinstance(value, uuid.UUID):
-        return value
-    try:
-        return uuid.UUID(str(value))
-    except ValueError:
-        return None
-
-
 def _being_processed(jobs: Sequence[Job]) -> set[Any]:
     """Return the keys of the open jobs with a live lease, their own or a living worker's."""
     now = timezone.now()
-    unfinished = [job for job in jobs if job.state in states.OPEN]
-    busy = {job.pk for job in unfinished if job.lease_expires_at and job.lease_expires_at > now}
+    by_row = {
+        job.pk
+        for job in jobs
+        if job.state in states.OPEN and job.lease_expires_at and job.lease_expires_at > now
+    }
+    return by_row | leased_jobs([job for job in jobs if job.pk not in by_row])
+
+
+def shown_states(jobs: Sequence[Job]) -> dict[Any, JobStatus]:
+    """Return what people are shown as the state of each job, by its key."""
+    leased = leased_jobs(jobs)
+    return {job.pk: job.status_with(leased=job.pk in leased) for job in jobs}
+
+
+def leased_jobs(jobs: Iterable[Job]) -> set[Any]:
+    """Return the keys of the open jobs on which a living worker holds a lease of coordination, in
+    one question: a running atomic handler shows by that only."""
     conf = get_settings()
     leases = {
-        lease_name(conf.queue(job.queue), job.message_id): job.pk
-        for job in unfinished
-        if job.pk not in busy
+        job.pk: lease_name(conf.queue(job.queue), job.message_id)
+        for job in jobs
+        if job.state in states.OPEN
     }
-    return busy | {leases[name] for name in live_leases(list(leases))}
+    live = live_leases(list(leases.values()))
+    return {key for key, name in leases.items() if name in live}
 
 
 def live_leases(leases: Sequence[str]) -> set[str]:

@@ -26,51 +26,30 @@ from kjo_django.operations.audit import send_job_signals
 from kjo_django.operations.jobs import (
     Outcomes,
     Selection,
-    change_in_chunks,
-    lock_open_jobs,
+    change_open_jobs,
     send,
 )
-from kjo_django.operations.rows import Observer, Progress, no_progress, on_commit
+from kjo_django.operations.rows import Observer, Progress, no_progress
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState
 
 
-class RunNowResult(enum.StrEnum):
-    """What asking one job to run now ended with; a final job answers with its state."""
+class ChangeResult(enum.StrEnum):
+    """What a change of one job ended with; a final job answers with its state."""
 
     DUE = "due"
     """The job was due later and is due now."""
-    UNCHANGED = "unchanged"
-    """The job was due already and waits for a worker."""
-    NOT_FOUND = "not_found"
-    PROCESSING = "processing"
-    FORBIDDEN = "forbidden"
-    """The job is an internal one, and who asked may not do what it does."""
-
-
-class MoveResult(enum.StrEnum):
-    """What moving one job ended with; a final job answers with its state."""
-
     MOVED = "moved"
-    UNCHANGED = "unchanged"
-    """The job is in that queue."""
-    TAKEN = "taken"
-    """Another job of that queue has its unique id."""
-    OTHER_KIND = "other_kind"
-    """The job has no handler: messages of other services and records for them stay where the
-    topics of their kind are."""
-    NOT_FOUND = "not_found"
-    PROCESSING = "processing"
-
-
-class ExpiryResult(enum.StrEnum):
-    """What changing the expiry of one job ended with; a final job answers with its state."""
-
     CHANGED = "changed"
     UNCHANGED = "unchanged"
-    """It expires never, as asked."""
+    """The job is as asked: due already, in that queue, or with that expiry."""
+    TAKEN = "taken"
+    """Another job of the queue asked for has its unique id."""
     OTHER_KIND = "other_kind"
-    """It is a record for others, which no worker here starts."""
+    """It is a record for others, which no worker here starts, or its route is not that of the
+    queue asked for: messages of other services stay where the topics of their kind are."""
+    FORBIDDEN = "forbidden"
+    """The job is an internal one, and who asked may not do what it does."""
     NOT_FOUND = "not_found"
     PROCESSING = "processing"
 
@@ -91,10 +70,32 @@ def run_now(
     :param on_changed: called with the jobs of each chunk inside its transaction.
     """
 
-    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
-        _run_chunk_now(keys, outcomes, actor, on_changed)
+    def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
+        now = timezone.now()
+        allowed = [job for job in open_jobs if internal.may_run_again(job, actor)]
+        later = [job for job in allowed if job.available_at > now]
+        outcomes.add(ChangeResult.FORBIDDEN, len(open_jobs) - len(allowed))
+        outcomes.add(ChangeResult.UNCHANGED, len(allowed) - len(later))
+        # They are locked, but a database that cannot lock rows leaves it to this condition.
+        rows = Job.objects.using(jobs_database()).filter(
+            available_at__gt=now, state__in=states.OPEN
+        )
+        for name in sorted({job.queue for job in later}):
+            ids = [job.pk for job in later if job.queue == name]
+            rows.filter(pk__in=ids).update(available_at=now)
+            send(ids, get_settings().queue(name))
+        return later
 
-    return change_in_chunks(jobs, change, "Made due", actor, progress)
+    return change_open_jobs(
+        jobs,
+        change,
+        ChangeResult.DUE,
+        functools.partial(send_job_signals, signals.job_run_now, actor=actor),
+        verb="Made due",
+        actor=actor,
+        on_changed=on_changed,
+        progress=progress,
+    )
 
 
 def change_queue(
@@ -112,18 +113,39 @@ def change_queue(
 
     :param queue: where to; the jobs keep their handler, so a worker of that queue must have it.
     :param actor: who asked, for the signal and the log.
-    :param on_changed: called with the jobs of each chunk inside its transaction, before they
-        change.
+    :param on_changed: called with the jobs of each chunk inside its transaction.
     :raises ValueError: no queue has this name, or nobody here consumes it.
     """
     target = get_settings().queue(known_queue(queue))
     if not target.consume:
         raise ValueError(f"No worker of this project consumes the queue {queue!r}")
 
-    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
-        _move_chunk(keys, target, outcomes, actor, on_changed)
+    def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
+        moved = []
+        for job in open_jobs:
+            if job.queue == queue:
+                outcomes.add(ChangeResult.UNCHANGED)
+            elif job.destination or registry.route_of(job.queue) is not registry.route_of(queue):
+                outcomes.add(ChangeResult.OTHER_KIND)
+            elif job.unique_id is not None and not _move_named(job, target):
+                outcomes.add(ChangeResult.TAKEN)
+            else:
+                moved.append(job)
+        if moved:
+            _move([job for job in moved if job.unique_id is None], target)
+            send([job.pk for job in moved], target)
+        return moved
 
-    return change_in_chunks(jobs, change, f"Moved to {queue}", actor, progress)
+    return change_open_jobs(
+        jobs,
+        change,
+        ChangeResult.MOVED,
+        functools.partial(send_job_signals, signals.job_moved, actor=actor, to_queue=queue),
+        verb=f"Moved to {queue}",
+        actor=actor,
+        on_changed=on_changed,
+        progress=progress,
+    )
 
 
 def change_expiry(
@@ -145,92 +167,32 @@ def change_expiry(
     """
     expires_at = None if expires_in is None else timezone.now() + timedelta(seconds=expires_in)
 
-    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
-        open_jobs = lock_open_jobs(keys, outcomes)
+    def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
         ours = [job for job in open_jobs if not job.destination]
-        outcomes.add(ExpiryResult.OTHER_KIND, len(open_jobs) - len(ours))
         changed = [job for job in ours if job.expires_at != expires_at]
-        outcomes.add(ExpiryResult.UNCHANGED, len(ours) - len(changed))
-        if not changed:
-            return
-        using = jobs_database()
-        rows = Job.objects.using(using).filter(pk__in=[job.pk for job in changed])
-        # They are locked, but a database that cannot lock rows leaves it to this condition.
-        rows.filter(state__in=states.OPEN).update(expires_at=expires_at)
-        if on_changed is not None:
-            on_changed(changed)
-        outcomes.add_changed(ExpiryResult.CHANGED, len(changed))
-        facts = {"actor": actor, "expires_at": expires_at}
-        announce = functools.partial(send_job_signals, signals.job_expiry_changed, changed, **facts)
-        on_commit(using, announce)
+        outcomes.add(ChangeResult.OTHER_KIND, len(open_jobs) - len(ours))
+        outcomes.add(ChangeResult.UNCHANGED, len(ours) - len(changed))
+        if changed:
+            rows = Job.objects.using(jobs_database()).filter(pk__in=[job.pk for job in changed])
+            # They are locked, but a database that cannot lock rows leaves it to this condition.
+            rows.filter(state__in=states.OPEN).update(expires_at=expires_at)
+        return changed
 
-    return change_in_chunks(jobs, change, "Changed the expiry of", actor, progress)
-
-
-# --- Run now --------------------------------------------------------------------------------------
-
-
-def _run_chunk_now(
-    keys: Sequence[Any], outcomes: Outcomes, actor: str, on_changed: Observer | None
-) -> None:
-    now = timezone.now()
-    open_jobs = lock_open_jobs(keys, outcomes)
-    forbidden = [job for job in open_jobs if not internal.may_run_again(job, actor)]
-    outcomes.add(RunNowResult.FORBIDDEN, len(forbidden))
-    open_jobs = [job for job in open_jobs if job not in forbidden]
-    later = [job for job in open_jobs if job.available_at > now]
-    outcomes.add(RunNowResult.UNCHANGED, len(open_jobs) - len(later))
-    if not later:
-        return
-    using = jobs_database()
-    # They are locked, but a database that cannot lock rows leaves it to this condition.
-    rows = Job.objects.using(using).filter(available_at__gt=now, state__in=states.OPEN)
-    for name in sorted({job.queue for job in later}):
-        ids = [job.pk for job in later if job.queue == name]
-        rows.filter(pk__in=ids).update(available_at=now)
-        send(ids, get_settings().queue(name))
-    if on_changed is not None:
-        on_changed(later)
-    outcomes.add_changed(RunNowResult.DUE, len(later))
-    announce = functools.partial(send_job_signals, signals.job_run_now, later, actor=actor)
-    on_commit(using, announce)
+    return change_open_jobs(
+        jobs,
+        change,
+        ChangeResult.CHANGED,
+        functools.partial(
+            send_job_signals, signals.job_expiry_changed, actor=actor, expires_at=expires_at
+        ),
+        verb="Changed the expiry of",
+        actor=actor,
+        on_changed=on_changed,
+        progress=progress,
+    )
 
 
 # --- Move -----------------------------------------------------------------------------------------
-
-
-def _move_chunk(
-    keys: Sequence[Any],
-    target: QueueConf,
-    outcomes: Outcomes,
-    actor: str,
-    on_changed: Observer | None,
-) -> None:
-    leaving = []
-    for job in lock_open_jobs(keys, outcomes):
-        if job.queue == target.name:
-            outcomes.add(MoveResult.UNCHANGED)
-        elif job.destination or registry.route_of(job.queue) is not registry.route_of(target.name):
-            outcomes.add(MoveResult.OTHER_KIND)
-        else:
-            leaving.append(job)
-    moved = [job for job in leaving if job.unique_id is None]
-    _move(moved, target)
-    for job in leaving:
-        if job.unique_id is not None:
-            if _move_named(job, target):
-                moved.append(job)
-            else:
-                outcomes.add(MoveResult.TAKEN)
-    if not moved:
-        return
-    if on_changed is not None:
-        on_changed(moved)
-    send([job.pk for job in moved], target)
-    outcomes.add_changed(MoveResult.MOVED, len(moved))
-    facts = {"actor": actor, "to_queue": target.name}
-    announce = functools.partial(send_job_signals, signals.job_moved, moved, **facts)
-    on_commit(jobs_database(), announce)
 
 
 def _move_named(job: Job, target: QueueConf) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
+from uuid import UUID
 
 from django.db import connections, transaction
 from django.db.models import F, Model, QuerySet
@@ -34,6 +35,15 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, size)):
         yield batch
+
+
+def key_of(row: Any) -> UUID | None:
+    """Return the key of a row, or that which its text is; None for what is no key."""
+    key = getattr(row, "pk", row)
+    try:
+        return key if isinstance(key, UUID) else UUID(str(key))
+    except ValueError:
+        return None
 
 
 def chunks(selection: QuerySet[Any] | Iterable[Any], size: int = CHUNK) -> Iterator[list[Any]]:

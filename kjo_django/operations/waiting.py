@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -29,7 +29,6 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Coordination, Listener
-from kjo_django.engine.leases import lease_name
 from kjo_django.enqueue.storing import milliseconds, result_of
 from kjo_django.enqueue.wakeups import REPLY_CHANNELS
 from kjo_django.exceptions import (
@@ -44,10 +43,10 @@ from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, JobFailure, JobQuerySet
-from kjo_django.operations.jobs import live_leases
+from kjo_django.operations.jobs import shown_states
 from kjo_django.operations.progress import Progress, progress_of
 from kjo_django.runtime import get_coordination, jobs_database
-from kjo_django.states import JobState
+from kjo_django.states import JobState, JobStatus
 
 logger = logging.getLogger("kjo_django")
 
@@ -167,7 +166,7 @@ def status_of(queue: str, unique_id: str) -> MessageStatus | None:
     error = (job.error or None) if is_open or is_kept else None
     return MessageStatus(
         id=unique_id,
-        state=_states([job])[0],
+        state=_state(job, shown_states([job])[job.pk]),
         created_at=job.created_at,
         attempts=job.attempts,
         max_attempts=job.max_attempts,
@@ -184,24 +183,13 @@ def status_of(queue: str, unique_id: str) -> MessageStatus | None:
 def states_of(queue: str, unique_ids: Collection[str]) -> dict[str, str | None]:
     """Return the state of each job, None for an unknown id, in two round trips."""
     rows = list(named(queue, *unique_ids).defer("payload", "result"))
-    found = dict(zip([row.unique_id for row in rows], _states(rows), strict=True))
+    shown = shown_states(rows)
+    found = {row.unique_id: _state(row, shown[row.pk]) for row in rows}
     return {id: found.get(id) for id in unique_ids}
 
 
-def _states(rows: Sequence[Job]) -> list[str]:
-    """Return the states of jobs of the same queue. A running atomic handler shows by the lease its
-    worker holds in coordination."""
-    is_open = [row for row in rows if row.state in states.OPEN]
-    leases = {
-        row.pk: lease_name(get_settings().queue(row.queue), row.message_id) for row in is_open
-    }
-    leased = live_leases(list(leases.values()))
-    return [
-        EXPIRED
-        if is_expired(row)
-        else states.to_queue(row.status_with(leased=leases.get(row.pk) in leased))
-        for row in rows
-    ]
+def _state(job: Job, shown: JobStatus) -> str:
+    return EXPIRED if is_expired(job) else states.to_queue(shown)
 
 
 def is_expired(job: Job) -> bool:

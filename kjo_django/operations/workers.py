@@ -25,7 +25,7 @@ from kjo_django import signals
 from kjo_django.conf import Settings, get_settings
 from kjo_django.models import Worker
 from kjo_django.operations.jobs import Outcomes
-from kjo_django.operations.rows import Observer, batched, on_commit
+from kjo_django.operations.rows import Observer, batched, key_of, on_commit
 from kjo_django.runtime import jobs_database
 
 MOST = 5_000
@@ -212,7 +212,7 @@ def stop(workers: Workers, *, actor: str = "", on_changed: Observer | None = Non
 def _ask(workers: Workers, wish: Worker.Wish, actor: str, on_changed: Observer | None) -> Outcomes:
     outcomes = Outcomes()
     using = jobs_database()
-    keys = [_key(worker) for worker in workers]
+    keys = list(map(key_of, workers))
     outcomes.add(AskResult.NOT_FOUND, keys.count(None))
     for chunk in batched(sorted({key for key in keys if key is not None}), CHUNK):
         with transaction.atomic(using=using):
@@ -245,15 +245,6 @@ def _refusal(worker: Worker | None, wish: Worker.Wish) -> AskResult:
     if worker.wish == Worker.Wish.STOP and wish != Worker.Wish.STOP:
         return AskResult.STOPPING
     return AskResult.UNCHANGED
-
-
-def _key(worker: Worker | uuid.UUID | str) -> uuid.UUID | None:
-    if isinstance(worker, Worker):
-        return worker.pk
-    try:
-        return worker if isinstance(worker, uuid.UUID) else uuid.UUID(worker)
-    except ValueError:
-        return None
 
 
 def _send_signals(workers: Sequence[Worker], wish: Worker.Wish, actor: str) -> None:

@@ -15,12 +15,10 @@ from django.utils.translation import gettext_lazy
 
 from kjo_django import registry, states
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
-from kjo_django.conf import get_settings
-from kjo_django.engine.leases import lease_name
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import redaction, search
 from kjo_django.operations.actions import Subject
-from kjo_django.operations.jobs import live_leases
+from kjo_django.operations.jobs import shown_states
 from kjo_django.operations.monitoring.status import state_counts
 from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts
@@ -135,7 +133,7 @@ class Step:
 def show_one(page: Page, job: UUID) -> HttpResponse:
     """Return one job."""
     found = _find(job)
-    status = _status(found)
+    status = shown_states([found])[found.pk]
     failures = list(_failures(page, found))
     letters = found.dead_letters.order_by("-pk").defer("value", "headers", "traceback")
     if not page.may("view_payload"):
@@ -167,11 +165,6 @@ def _find(job: UUID) -> Job:
     if found is None:
         raise Http404(_("There is no such job; it may have been pruned."))
     return found
-
-
-def _status(job: Job) -> JobStatus:
-    lease = lease_name(get_settings().queue(job.queue), job.message_id)
-    return job.status_with(leased=job.state in states.OPEN and bool(live_leases([lease])))
 
 
 def _failures(page: Page, job: Job) -> Any:

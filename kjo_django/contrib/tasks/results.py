@@ -35,13 +35,12 @@ from kjo_django.contrib.tasks.definition import (
 )
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext
-from kjo_django.engine.leases import lease_name
 from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
 from kjo_django.enqueue.storing import milliseconds, result_of, store
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import Job, JobFailure
-from kjo_django.operations.jobs import live_leases
+from kjo_django.operations.jobs import leased_jobs
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import duration
@@ -254,10 +253,8 @@ def _result(
 def _status(job: Job) -> JobStatus:
     """A running atomic task shows by the lease its worker holds in coordination."""
     now = timezone.now()
-    if job.state in states.FINAL or job.available_at > now:
-        return job.status_with(leased=False, now=now)
-    name = lease_name(conf.get_settings().queue(job.queue), job.message_id)
-    return job.status_with(leased=name in live_leases([name]), now=now)
+    is_leased = job.available_at <= now and bool(leased_jobs([job]))
+    return job.status_with(leased=is_leased, now=now)
 
 
 def _workers(job: Job, failures: Sequence[JobFailure], status: JobStatus, worker: str) -> list[str]:
