@@ -31,7 +31,7 @@ from kjo_django.engine.handler.call import ENDINGS, Ran, is_interrupt
 from kjo_django.engine.handler.connections import is_unusable
 from kjo_django.engine.handler.context import Abort, facts_of
 from kjo_django.engine.job_rows import load_rows, row_id
-from kjo_django.enqueue import dispatch
+from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import only_in_rows, row_key
 from kjo_django.exceptions import (
     CoordinationError,
@@ -190,7 +190,7 @@ def publish_dead_letters(attempts: Iterable[Attempt]) -> None:
     for alias, dead in by_transport.items():
         dead = [attempt for attempt in dead if not attempt.is_published]
         try:
-            answers = dispatch.publish(
+            answers = storing.publish(
                 get_transport(alias), [record_for_topic(attempt) for attempt in dead]
             )
         except PublishError as error:
@@ -377,8 +377,8 @@ def _send_retry(using: str, job: Job) -> None:
     """Hand a retry over: published for its time where the transport can, else left to the relay,
     which finds it by ``available_at``."""
     queue = get_settings().queue(job.queue)
-    if dispatch.is_transactional(queue):
-        dispatch.dispatch_jobs([job], queue)
+    if storing.is_transactional(queue):
+        storing.dispatch_jobs([job], queue)
 
 
 def _birth(using: str, attempt: Attempt, changes: dict[str, Any], now: datetime) -> Job | None:
@@ -433,7 +433,7 @@ def _birth(using: str, attempt: Attempt, changes: dict[str, Any], now: datetime)
         offset=delivery.record.offset,
         **changes,
     )
-    sent = dispatch.record_of(row, get_settings().queue(row.queue)).headers
+    sent = storing.record_of(row, get_settings().queue(row.queue)).headers
     if envelope := names.origin_envelope(theirs, sent):
         row.headers = {**(row.headers or {}), **names.for_row(envelope)}
     return row

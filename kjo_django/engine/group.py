@@ -49,7 +49,7 @@ from kjo_django.engine.recorder import Recorder
 from kjo_django.engine.runners.leased import LeasedRunner
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.engine.runners.transaction import TransactionRunner
-from kjo_django.enqueue import wakeups
+from kjo_django.enqueue import storing
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
@@ -644,7 +644,7 @@ def notify_waiters(attempts: Sequence[Attempt]) -> None:
         names.text(headers, names.REPLY_TO) for headers in ended if names.REPLY_TO in headers
     }
     if channels:
-        wakeups.notify_waiters(channels)
+        storing.notify_waiters(channels)
 
 
 def send_signals(attempts: Sequence[Attempt]) -> None:

@@ -18,8 +18,6 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.conf import QueueConf
 from kjo_django.enqueue.storing import (
-    Content,
-    Contents,
     EnqueueResult,
     check_payload_size,
     milliseconds,
@@ -149,7 +147,8 @@ class JobDefinition:
                 f"{self.handler.example_of('enqueue')}, not by place"
             )
         runtime = current_runtime()
-        return store([self.build(payload, runtime)], runtime=runtime)[0]
+        key, data = self._key_and_bytes(payload, self.options.id, runtime)
+        return store([self._row(key, data, runtime)], runtime=runtime)[0]
 
     async def aenqueue(self, /, *arguments: Never, **payload: Any) -> EnqueueResult:
         """``enqueue`` from asynchronous code."""
@@ -170,24 +169,34 @@ class JobDefinition:
             if ids is None
             else zip(payloads, ids, strict=True)
         )
-        runtime, contents = current_runtime(), Contents()
+        runtime = current_runtime()
+        unique_ids: list[str | None] = []
+        keys: list[str] = []
+        data: list[bytes] = []
         try:
             for payload, id in wanted:
-                contents.append(self._content(dict(payload), id, runtime))
+                key, one = self._key_and_bytes(dict(payload), id, runtime)
+                unique_ids.append(id)
+                keys.append(key)
+                data.append(one)
         except Exception as error:
-            error.add_note(f"Raised by payloads[{len(contents)}] of enqueue_many().")
+            error.add_note(f"Raised by payloads[{len(data)}] of enqueue_many().")
             raise
-        if not contents:
+        if not data:
             return []
-        return store_alike(self._row(next(iter(contents)), runtime), contents, runtime)
+        alike = self._row(keys[0], data[0], runtime)
+        return store_alike(alike, unique_ids, keys, data, runtime)
 
-    def build(self, payload: dict[str, Any], runtime: Runtime | None = None) -> Job:
+    def build(self, payload: dict[str, Any]) -> Job:
         """Return the unsaved row of a job; everything is validated here, before any write."""
-        runtime = runtime or current_runtime()
-        return self._row(self._content(payload, self.options.id, runtime), runtime)
+        runtime = current_runtime()
+        key, data = self._key_and_bytes(payload, self.options.id, runtime)
+        return self._row(key, data, runtime)
 
-    def _content(self, payload: dict[str, Any], id: str | None, runtime: Runtime) -> Content:
-        """Return what tells a job from others of one call, validated."""
+    def _key_and_bytes(
+        self, payload: dict[str, Any], id: str | None, runtime: Runtime
+    ) -> tuple[str, bytes]:
+        """Return the ordering key and the serialized payload of a job, validated."""
         problem = self.handler.check_arguments(payload)
         if problem is not None:
             raise TypeError(f"{self.name}: {problem}")
@@ -195,27 +204,28 @@ class JobDefinition:
             _check_id(id)
         key = self.options.key
         if key is None:
-            key = self.handler.key_of(payload)
+            key = "" if self.handler.options.key is None else self.handler.key_of(payload)
             if len(key) > 255:
                 raise ValueError(f"{self.name}: the key has {len(key)} characters, 255 are allowed")
             if key:
                 _check_storable(key, f"{self.name}: the key")
         data = self.handler.options.serializer.dumps(payload)
-        return Content(id, key, check_payload_size(data, runtime.settings.max_payload_bytes))
+        return key, check_payload_size(data, runtime.settings.max_payload_bytes)
 
-    def _row(self, content: Content, runtime: Runtime) -> Job:
+    def _row(self, key: str, payload: bytes, runtime: Runtime) -> Job:
         declared, given = self.handler.options, self.options
         name = known_queue(given.queue) if given.queue else declared.queue
         queue = runtime.settings.queue(name)
+        ttl = given.result_ttl or declared.result_ttl or queue.result_ttl
         return new_job(
             given,
             queue=queue,
             handler=declared.name,
-            payload=content.payload,
+            payload=payload,
             serializer=declared.serializer,
-            key=content.key,
+            key=key,
             max_attempts=given.max_attempts or declared.max_attempts or queue.max_attempts,
-            result_ttl=milliseconds(given.result_ttl or declared.result_ttl or queue.result_ttl),
+            result_ttl=ttl if isinstance(ttl, int) else ttl // timedelta(milliseconds=1),
         )
 
 

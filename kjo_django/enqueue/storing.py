@@ -1,4 +1,4 @@
-"""Storing jobs and records in the caller's transaction.
+"""Storing jobs and records in the caller's transaction, and sending them on their way.
 
 A job is stored once per queue and unique id. Of a known unique id an open job is a ``duplicate``; a
 completed one whose result still lives answers ``completed``; a failed one is a ``duplicate`` until
@@ -7,33 +7,58 @@ its error expires; a cancelled or expired one begins a new generation with the n
 A record for a topic that other services read (an event, a redelivery in another system's format) is
 stored as a row with a ``destination``: its bytes and headers as they are, not our envelope.
 Publishing it completes the row, since nothing here waits for it to be consumed.
+
+On a transactional transport the message is written with the row, in the caller's transaction. On
+any other the row waits as ``pending`` (or ``failing``) for the relay. Relays and consumers are
+woken once the transaction has committed: one call per transaction, not one per job. A lost call
+costs time only, since every waiter polls slowly too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from django.db import transaction
 from django.db.models.base import ModelState
 from django.utils import timezone
 
-from kjo_django import garbage_collection, registry, states, tracing
+from kjo_django import garbage_collection, registry, signals, states, tracing
+from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.enqueue import dispatch
-from kjo_django.enqueue.wakeups import RELAY_CHANNEL, after_commit
-from kjo_django.exceptions import PayloadError, StorageError
+from kjo_django.coordination.base import Coordination
+from kjo_django.coordination.circuit_breaker import CircuitBreaker
+from kjo_django.exceptions import CoordinationError, PayloadError, StorageError
 from kjo_django.ids import uuid7, uuid7s
 from kjo_django.messages import headers as names
+from kjo_django.messages.envelope import job_headers
 from kjo_django.messages.serializers import load_result, serializer_for, storable_text
 from kjo_django.models import Job, transition
-from kjo_django.runtime import Runtime, current_runtime
+from kjo_django.models.job import ORIGIN_ID, message_id
+from kjo_django.runtime import Runtime, current_runtime, get_transport, transport_class
 from kjo_django.states import JobState
 from kjo_django.store import Store
+from kjo_django.store.rows import DueJob, Publication
+from kjo_django.transports.base import OutgoingRecord, Published, Transport
+
+logger = logging.getLogger("kjo_django")
+
+OUTGOING = "outgoing"
+"""The queue of records for topics that no queue is declared for, on the default transport."""
+RELAY_CHANNEL = "kjo:relay"
+REPLY_CHANNELS = "kjo:reply:"
+"""Begins the names of the channels on which waiters are told that their job has ended."""
+MAX_REPLY_CHANNEL = 100
+"""Ours are shorter; PostgreSQL refuses to be told thousands of characters."""
+LISTEN_AGAIN = 10.0
+"""Seconds until coordination that was away when it was to be listened to is asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,118 +129,38 @@ def store(
     if not jobs:
         return []
     runtime = runtime or current_runtime()
-    if tracing.tracer is None:
-        return _store(jobs, revives_failed, runtime)
-    with tracing.tracer.enqueuing(jobs):
-        return _store(jobs, revives_failed, runtime)
-
-
-class Content(NamedTuple):
-    """What tells a job from the others of one call."""
-
-    unique_id: str | None
-    key: str
-    payload: bytes
-
-
-class Contents:
-    """What tells many jobs from one another, by column.
-
-    Of objects that stay, one for each job, Python would look through everything there is for
-    garbage now and then.
-    """
-
-    def __init__(self) -> None:
-        self.unique_ids: list[str | None] = []
-        self.keys: list[str] = []
-        self.payloads: list[bytes] = []
-
-    def append(self, content: Content) -> None:
-        unique_id, key, payload = content
-        self.unique_ids.append(unique_id)
-        self.keys.append(key)
-        self.payloads.append(payload)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __iter__(self) -> Iterator[Content]:
-        return map(Content, self.unique_ids, self.keys, self.payloads)
-
-
-def store_alike(job: Job, contents: Contents, runtime: Runtime) -> list[EnqueueResult]:
-    """Store a job for each of ``contents``, as ``store`` does, without making an instance of each
-    where its row can be written without.
-
-    :param job: unsaved; what all of them have in common. It is not stored itself.
-    """
-    if tracing.tracer is None:
-        return _store_alike(job, contents, runtime)
-    # What the tracer leaves with this one, all of them carry.
-    with tracing.tracer.enqueuing([job] * len(contents)):
-        return _store_alike(job, contents, runtime)
-
-
-def _store_alike(job: Job, contents: Contents, runtime: Runtime) -> list[EnqueueResult]:
-    using = runtime.database
-    queue = runtime.settings.queue(job.queue)
-    if (
-        dispatch.is_transactional(queue)
-        or any(id is not None for id in contents.unique_ids)
-        or not runtime.store.may_copy(len(contents))
-    ):
-        each = zip(uuid7s(len(contents)), contents, strict=True)
-        return _store([_like(job, id, content) for id, content in each], False, runtime)
-    job.state = JobState.PENDING
-    with garbage_collection.paused():
-        ids = uuid7s(len(contents))
-        runtime.store.copy_jobs(job, zip(ids, contents.keys, contents.payloads, strict=True))
-        answers = [EnqueueResult("queued", id) for id in ids]
-    facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
-    after_commit(using, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
-    return answers
-
-
-def _like(job: Job, id: uuid.UUID, content: Content) -> Job:
-    """Return a copy. The model's own ``__init__`` costs more than all the rest of an enqueue."""
-    copy = Job.__new__(Job)
-    copy.__dict__.update(job.__dict__, _state=ModelState(), id=id, **content._asdict())
-    return copy
-
-
-def _store(jobs: Sequence[Job], revives_failed: bool, runtime: Runtime) -> list[EnqueueResult]:
-    using = runtime.database
+    store, alias = runtime.store, runtime.database
     queues = {name: runtime.settings.queue(name) for name in {job.queue for job in jobs}}
-    transactional = {name for name, queue in queues.items() if dispatch.is_transactional(queue)}
+    transactional = {
+        name
+        for name, queue in queues.items()
+        if transport_class(queue.transport).capabilities.transactional
+    }
     for job in jobs:
         is_sent = job.queue in transactional
         job.state = JobState.QUEUED if is_sent else JobState.PENDING
         job.queued_at = job.created_at if is_sent else None
-    if not transactional and all(job.unique_id is None for job in jobs):
-        # The common case of a log transport: a single statement needs no transaction of its own.
-        _insert(jobs, runtime.store)
-        after_commit(using, RELAY_CHANNEL, map(_facts, jobs))
-        return [EnqueueResult("queued", job.pk) for job in jobs]
-    with runtime.store.transaction(savepoint=False):
-        answers = _store_unique(jobs, revives_failed, runtime.store)
-        for name, queue in queues.items():
-            fresh = [
-                job
-                for job, answer in zip(jobs, answers, strict=True)
-                if job.queue == name and answer.is_new
-            ]
-            if fresh:
-                dispatch.dispatch_jobs(fresh, queue)
-                after_commit(using, dispatch.channel_of(queue), map(_facts, fresh))
-    return answers
-
-
-def _insert(jobs: Sequence[Job], store: Store, *, ignore_conflicts: bool = False) -> int:
-    """Insert rows and return how many."""
-    count = store.insert_jobs(jobs, ignore_conflicts=ignore_conflicts)
+    with tracing.tracer.enqueuing(jobs) if tracing.tracer is not None else nullcontext():
+        if not transactional and all(job.unique_id is None for job in jobs):
+            # The common case of a log transport: one statement needs no transaction of its own.
+            store.insert_jobs(jobs)
+            answers = [EnqueueResult("queued", job.pk) for job in jobs]
+            after_commit(alias, RELAY_CHANNEL, map(_facts, jobs))
+        else:
+            with store.transaction(savepoint=False):
+                answers = _store_unique(jobs, revives_failed, store)
+                for name, queue in queues.items():
+                    fresh = [
+                        job
+                        for job, answer in zip(jobs, answers, strict=True)
+                        if job.queue == name and answer.is_new
+                    ]
+                    if fresh:
+                        dispatch_jobs(fresh, queue)
+                        after_commit(alias, channel_of(queue), map(_facts, fresh))
     for job in jobs:
-        job._state.adding, job._state.db = False, store.alias
-    return count
+        job._state.adding, job._state.db = False, alias
+    return answers
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -224,10 +169,53 @@ def _facts(job: Job) -> dict[str, Any]:
     return {**facts, "queue": job.queue, "handler": job.handler}
 
 
+def store_alike(
+    job: Job,
+    unique_ids: Sequence[str | None],
+    keys: Sequence[str],
+    payloads: Sequence[bytes],
+    runtime: Runtime,
+) -> list[EnqueueResult]:
+    """Store a job for each payload, as ``store`` does, without making an instance of each where its
+    row can be written without.
+
+    What tells the jobs from one another comes by column: of objects that stay, one for each job,
+    Python would look through everything there is for garbage now and then.
+
+    :param job: unsaved; what all of them have in common. It is not stored itself.
+    """
+    if (
+        is_transactional(runtime.settings.queue(job.queue))
+        or any(id is not None for id in unique_ids)
+        or not runtime.store.may_copy(len(payloads))
+    ):
+        copies, ids = [], uuid7s(len(payloads))
+        for id, unique_id, key, payload in zip(ids, unique_ids, keys, payloads, strict=True):
+            # The model's own ``__init__`` costs more than all the rest of an enqueue.
+            copy = Job.__new__(Job)
+            own = {"id": id, "unique_id": unique_id, "key": key, "payload": payload}
+            copy.__dict__.update(job.__dict__, _state=ModelState(), **own)
+            copies.append(copy)
+        return store(copies, runtime=runtime)
+    job.state = JobState.PENDING
+    # What the tracer leaves with this one, all of them carry.
+    alike = [job] * len(payloads)
+    with (
+        tracing.tracer.enqueuing(alike) if tracing.tracer is not None else nullcontext(),
+        garbage_collection.paused(),
+    ):
+        ids = uuid7s(len(payloads))
+        runtime.store.copy_jobs(job, zip(ids, keys, payloads, strict=True))
+        answers = [EnqueueResult("queued", id) for id in ids]
+        facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
+        after_commit(runtime.database, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
+    return answers
+
+
 def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> list[EnqueueResult]:
     """Insert, then resolve the unique ids that were taken."""
     named = [job for job in jobs if job.unique_id is not None]
-    if _insert(jobs, store, ignore_conflicts=bool(named)) == len(jobs):
+    if store.insert_jobs(jobs, ignore_conflicts=bool(named)) == len(jobs):
         return [EnqueueResult("queued", job.pk) for job in jobs]
     holders: dict[tuple[str, str | None], Job] = {}
     for queue in {job.queue for job in named}:
@@ -249,6 +237,13 @@ def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> li
     return answers
 
 
+_RENEWED = (
+    *("handler", "key", "max_attempts", "payload", "content_type", "headers"),
+    *("available_at", "expires_at", "created_at", "result_ttl"),
+)
+"""The columns that a new generation takes from the enqueue that begins it."""
+
+
 def _vanished(job: Job) -> StorageError:
     return StorageError(
         f"The job {job.unique_id!r} of queue {job.queue!r} could not be stored: its row "
@@ -266,7 +261,8 @@ def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> EnqueueRes
         revived = transition(
             "requeue",
             Job.objects.using(using).at(holder.pk, holder.generation).filter(state=holder.state),
-            **_revival(job),
+            **fresh_run(job.queue),
+            **{name: getattr(job, name) for name in _RENEWED},
         )
         if revived:
             job.pk, job.generation = holder.pk, holder.generation + 1
@@ -300,8 +296,7 @@ def result_of(job: Job) -> Any:
 
 def fresh_run(job_queue: str) -> dict[str, Any]:
     """Return the columns every new generation starts with."""
-    queue = get_settings().queue(job_queue)
-    state = dispatch.initial_state(queue)
+    state = initial_state(get_settings().queue(job_queue))
     return {
         "state": state,
         "attempts": 0,
@@ -319,22 +314,6 @@ def fresh_run(job_queue: str) -> dict[str, Any]:
     }
 
 
-def _revival(job: Job) -> dict[str, Any]:
-    taken = [
-        "handler",
-        "key",
-        "max_attempts",
-        "payload",
-        "content_type",
-        "headers",
-        "available_at",
-        "expires_at",
-        "created_at",
-        "result_ttl",
-    ]
-    return {**fresh_run(job.queue), **{name: getattr(job, name) for name in taken}}
-
-
 # --- Records for others ---------------------------------------------------------------------------
 
 
@@ -349,7 +328,7 @@ def carrier_of(topic: str, transport: str | None = None) -> QueueConf:
         queue = conf.queue(name)
         if queue.topic == topic and transport in (None, queue.transport):
             return queue
-    common = conf.queue(dispatch.OUTGOING)
+    common = conf.queue(OUTGOING)
     if transport not in (None, common.transport):
         raise ValueError(
             f"No queue of the transport {transport!r} has the topic {topic!r}; declare one in "
@@ -391,7 +370,7 @@ def store_record(
         queue=queue.name,
         handler=storable_text(kind, 100),
         key=row_key(key),
-        state=dispatch.initial_state(queue),
+        state=initial_state(queue),
         max_attempts=1,
         payload=check_payload_size(value or b""),
         headers=stored or None,
@@ -401,20 +380,14 @@ def store_record(
         destination=topic,
     )
     job.queued_at = now if job.state == JobState.QUEUED else None
-    if tracing.tracer is None:
-        _store_record(job, queue)
-    else:
-        with tracing.tracer.enqueuing([job]):
-            _store_record(job, queue)
-    return job
-
-
-def _store_record(job: Job, queue: QueueConf) -> None:
     runtime = current_runtime()
-    using = runtime.database
-    with runtime.store.transaction(savepoint=False):
-        job.save(using=using, force_insert=True)
-        dispatch.dispatch_jobs([job], queue)
+    with (
+        tracing.tracer.enqueuing([job]) if tracing.tracer is not None else nullcontext(),
+        runtime.store.transaction(savepoint=False),
+    ):
+        job.save(using=runtime.database, force_insert=True)
+        dispatch_jobs([job], queue)
+    return job
 
 
 def only_in_rows(key: bytes | None, value: bytes | None) -> dict[str, bytes]:
@@ -443,3 +416,207 @@ def _is_plain(key: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return 0 < len(text) <= 255 and storable_text(text) == text
+
+
+# --- The message of a job, and its way to the transport -------------------------------------------
+
+
+def is_transactional(queue: QueueConf) -> bool:
+    """Return whether the queue's transport publishes inside the caller's transaction."""
+    return transport_class(queue.transport).capabilities.transactional
+
+
+def channel_of(queue: QueueConf) -> str:
+    """Return whom to wake for a job of this queue: its consumers, or the relay before them."""
+    return topic_channel(queue.topic) if is_transactional(queue) else RELAY_CHANNEL
+
+
+def publish(transport: Transport, records: Sequence[OutgoingRecord]) -> list[Published]:
+    """Publish records and return the transport's answers; a tracer gets a span around it.
+
+    Whatever sends a record calls this. On a transactional transport the record is a row of the
+    caller's transaction, and there is no span but the one of what stored it.
+    """
+    if tracing.tracer is None or transport.capabilities.transactional:
+        return transport.publish(records)
+    with tracing.tracer.publishing(transport.alias, records) as traced:
+        return transport.publish(traced)
+
+
+def record_of(
+    job: Job | DueJob,
+    queue: QueueConf,
+    available_at: datetime | None = None,
+    *,
+    service: str | None = None,
+) -> OutgoingRecord:
+    """Return the message of a job's next attempt; of a record for others, that record.
+
+    :param service: the name of this service; by default that of the settings.
+    """
+    if job.destination:
+        headers = names.from_row(job.headers)
+        raw_key = headers.pop(names.RAW_KEY, None)
+        is_tombstone = headers.pop(names.NO_VALUE, None) is not None
+        if names.REDELIVERY in headers:
+            # A requeue is a wish to have it handled again.
+            headers[names.REDELIVERY] = message_id(str(job.id), job.generation).encode()
+        return OutgoingRecord(
+            topic=job.destination,
+            key=raw_key if raw_key is not None else job.key.encode() or None,
+            value=None if is_tombstone else bytes(job.payload),
+            headers=headers,
+            available_at=available_at,
+        )
+    id = str(job.id)
+    # Without a key of its own a job is its own key: partitions fill evenly, nothing waits.
+    key: bytes | None = (job.key or id).encode()
+    value: bytes | None = bytes(job.payload)
+    headers = job_headers(
+        id=message_id((job.headers or {}).get(ORIGIN_ID) or id, job.generation),
+        type=job.handler,
+        job_id=id,
+        service=current_runtime().service if service is None else service,
+        generation=job.generation,
+        attempt=job.attempts + 1,
+        content_type=job.content_type,
+        extra=job.headers,
+    )
+    if job.headers:
+        # A message nobody enqueued here keeps the key it came with.
+        key = headers.pop(names.RAW_KEY, key)
+        key = key if headers.pop(names.NO_KEY, None) is None else None
+        value = value if headers.pop(names.NO_VALUE, None) is None else None
+    return OutgoingRecord(queue.topic, value, key, headers, available_at)
+
+
+def initial_state(queue: QueueConf) -> JobState:
+    """Return the state a job is stored in: on a transactional transport it is queued at once."""
+    return JobState.QUEUED if is_transactional(queue) else JobState.PENDING
+
+
+def dispatch_jobs(jobs: Sequence[Job], queue: QueueConf) -> None:
+    """Send stored jobs of one queue on their way, inside the caller's transaction.
+
+    Transactional transport: publish their messages now. Otherwise: wake the relay on commit.
+    """
+    runtime = current_runtime()
+    if not is_transactional(queue):
+        after_commit(runtime.database, RELAY_CHANNEL)
+        return
+    publish(
+        get_transport(queue.transport), [record_of(job, queue, job.available_at) for job in jobs]
+    )
+    forwarded = [Publication(job, job.destination, None, None) for job in jobs if job.destination]
+    if forwarded:
+        record_forwarded(runtime.store, forwarded, timezone.now())
+    for topic in {job.destination or queue.topic for job in jobs} or {queue.topic}:
+        after_commit(runtime.database, topic_channel(topic))
+
+
+def is_waited_for(job: Job | DueJob) -> bool:
+    """Whether others of its key wait until a record has been handled; that completes its row."""
+    return names.PARKED_ROW in (job.headers or {})
+
+
+def record_forwarded(store: Store, published: Sequence[Publication], now: datetime) -> None:
+    """Record that records for others have been published.
+
+    That completes the row of a record; of a record that others of its key wait for, the row becomes
+    queued instead.
+    """
+    store.complete_forwarded([one for one in published if not is_waited_for(one.job)], now)
+    for job in [one.job for one in published if is_waited_for(one.job)]:
+        rows = Job.objects.using(store.alias).at(job.id, job.generation).exclude(destination="")
+        transition("publish", rows, topic=job.destination, queued_at=now)
+
+
+# --- Waking relays, consumers and waiters ---------------------------------------------------------
+
+
+def topic_channel(topic: str) -> str:
+    """Return the channel that tells of records a transactional transport got."""
+    return f"kjo:topic:{topic}"
+
+
+class _AfterCommit:
+    """The wake-ups and signals of one transaction, made once it is committed."""
+
+    def __init__(self) -> None:
+        self.channels: set[str] = set()
+        self.enqueued: list[dict[str, Any]] = []
+        # Django logs a robust callback that failed by this name, and fails itself without it.
+        self.__qualname__ = type(self).__qualname__
+
+    def __call__(self) -> None:
+        wake(*self.channels)
+        for facts in self.enqueued:
+            signals.send(signals.job_enqueued, sender=facts["handler"], **facts)
+
+
+def after_commit(using: str, channel: str, enqueued: Iterable[dict[str, Any]] = ()) -> None:
+    """Wake ``channel`` and send ``job_enqueued`` when the current transaction commits.
+
+    Outside a transaction it happens at once; rolled back, it never happens.
+    """
+    connection = transaction.get_connection(using)
+    after: Any = None
+    if connection.in_atomic_block and connection.run_on_commit:
+        savepoints, function, _robust = connection.run_on_commit[-1]
+        # Only an entry of the same savepoints shares this job's fate.
+        if isinstance(function, _AfterCommit) and savepoints == set(connection.savepoint_ids):
+            after = function
+    is_new = after is None
+    if is_new:
+        after = _AfterCommit()
+    after.channels.add(channel)
+    if signals.job_enqueued.receivers:
+        after.enqueued.extend(enqueued)
+    if is_new:
+        transaction.on_commit(after, using=using, robust=True)
+
+
+_breaker: tuple[Coordination | None, CircuitBreaker] = (None, CircuitBreaker())
+"""The coordination that was called last, and whether it lets callers wait in vain."""
+
+
+def wake(*channels: str) -> None:
+    """Wake whoever listens on one of the channels, now; coordination that is out of reach is
+    logged, no more.
+
+    A call is worth little time, and a web request or a lane waits for it: a circuit breaker keeps
+    callers from waiting for a server that does not answer.
+    """
+    global _breaker
+    coordination = current_runtime().coordination
+    if _breaker[0] is not coordination:
+        _breaker = coordination, CircuitBreaker()
+    breaker = _breaker[1]
+    if breaker.is_open():
+        return
+    began = CLOCK.monotonic()
+    try:
+        if len(channels) == 1:
+            coordination.notify(channels[0])
+        else:
+            coordination.notify_all(channels)
+    except CoordinationError as error:
+        breaker.record_failure(began)
+        called = ", ".join(channels)
+        logger.warning("Could not wake %s, it will find out by polling: %s", called, error)
+    else:
+        breaker.record_success()
+
+
+def notify_waiters(channels: Collection[str]) -> None:
+    """Wake those who wait for jobs that have ended; a lost call costs them time only.
+
+    A channel came in a message's header, where anybody may have written anything.
+    """
+    known = sorted(
+        name
+        for name in channels
+        if len(name) <= MAX_REPLY_CHANNEL and name.startswith(REPLY_CHANNELS) and "\0" not in name
+    )
+    if known:
+        wake(*known)

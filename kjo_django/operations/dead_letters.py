@@ -31,9 +31,14 @@ from kjo_django.engine.attempt import Attempt, Ending, delivery_of
 from kjo_django.engine.group import Pipeline, notify_waiters, send_signals
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.enqueue import dispatch
-from kjo_django.enqueue.storing import check_payload_size, only_in_rows, row_key, store
-from kjo_django.enqueue.wakeups import after_commit
+from kjo_django.enqueue import storing
+from kjo_django.enqueue.storing import (
+    after_commit,
+    check_payload_size,
+    only_in_rows,
+    row_key,
+    store,
+)
 from kjo_django.exceptions import MessageError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
@@ -638,7 +643,7 @@ class Replayer:
         there two replayers at once may publish a message twice, which its consumer absorbs.
         """
         using = jobs_database()
-        is_transactional = dispatch.is_transactional(queue)
+        is_transactional = storing.is_transactional(queue)
         features = connections[using].features
         is_locked_first = is_transactional or features.has_select_for_update_skip_locked
         if not is_locked_first:
@@ -649,7 +654,7 @@ class Replayer:
             if is_locked_first:
                 publish_one(record, queue.transport)
             if is_transactional:
-                after_commit(using, dispatch.channel_of(queue))
+                after_commit(using, storing.channel_of(queue))
             self._close(letter)
 
     def _close(self, letter: DeadLetter) -> None:
@@ -712,7 +717,7 @@ class Reprocessor:
     def run_job(self, job: Job) -> str:
         """Run the next attempt of a stored job, before its message reaches a worker."""
         queue = get_settings().queue(job.queue)
-        sent = dispatch.record_of(job, queue)
+        sent = storing.record_of(job, queue)
         return self.run(
             Record(sent.topic, NOWHERE, NOWHERE, sent.key, sent.value, dict(sent.headers)), queue
         )
@@ -747,7 +752,7 @@ def publish_one(record: OutgoingRecord, transport: str) -> None:
 
     :raises PublishError: when it was not accepted.
     """
-    outcome = dispatch.publish(get_transport(transport), [record])[0]
+    outcome = storing.publish(get_transport(transport), [record])[0]
     if outcome.error is not None:
         raise PublishError(outcome.error)
 

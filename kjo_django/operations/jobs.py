@@ -24,9 +24,8 @@ from kjo_django import signals, states
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.handler.running import ABORT_TTL, abort_name
 from kjo_django.engine.leases import alive_name, lease_name
-from kjo_django.enqueue import dispatch
-from kjo_django.enqueue.storing import fresh_run
-from kjo_django.enqueue.wakeups import notify_waiters
+from kjo_django.enqueue import storing
+from kjo_django.enqueue.storing import fresh_run, notify_waiters
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
@@ -343,12 +342,12 @@ def change_open_jobs(
 
 def send(keys: Sequence[Any], queue: QueueConf) -> None:
     """Hand stored jobs over inside the caller's transaction, holding few payloads at once."""
-    if not dispatch.is_transactional(queue):
-        dispatch.dispatch_jobs([], queue)
+    if not storing.is_transactional(queue):
+        storing.dispatch_jobs([], queue)
         return
     for batch in batched(keys, PUBLISH_BATCH):
         rows = Job.objects.using(jobs_database()).filter(pk__in=batch).order_by("pk")
-        dispatch.dispatch_jobs(list(rows.defer("result")), queue)
+        storing.dispatch_jobs(list(rows.defer("result")), queue)
 
 
 @dataclass(frozen=True, slots=True)

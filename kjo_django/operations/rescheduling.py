@@ -18,7 +18,7 @@ from django.utils import timezone
 
 from kjo_django import registry, signals, states
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.enqueue import dispatch
+from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.models import Job, transition
 from kjo_django.operations import internal
@@ -210,7 +210,7 @@ def _move_named(job: Job, target: QueueConf) -> bool:
 
 def _move(jobs: Sequence[Job], target: QueueConf) -> None:
     using = jobs_database()
-    state = dispatch.initial_state(target)
+    state = storing.initial_state(target)
     rows = Job.objects.using(using).filter(pk__in=[job.pk for job in jobs])
     changes: dict[str, Any] = {
         "queue": target.name,

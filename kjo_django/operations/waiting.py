@@ -29,8 +29,7 @@ from django.utils import timezone
 from kjo_django import states
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Coordination, Listener
-from kjo_django.enqueue.storing import milliseconds, result_of
-from kjo_django.enqueue.wakeups import REPLY_CHANNELS
+from kjo_django.enqueue.storing import REPLY_CHANNELS, milliseconds, result_of
 from kjo_django.exceptions import (
     CoordinationError,
     JobCancelledError,

@@ -16,7 +16,7 @@ from uuid import UUID
 from django.db import DatabaseError, InterfaceError, connections
 
 from kjo_django import states
-from kjo_django.enqueue import dispatch
+from kjo_django.enqueue import storing
 from kjo_django.models import Job
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import Publication
@@ -170,5 +170,5 @@ def _write(runtime: Runtime, published: Sequence[Publication]) -> set[UUID]:
     for topic, jobs in by_topic.items():
         locked |= runtime.store.record_published(topic, jobs, now)
     if records := [one for one in published if one.job.destination]:
-        dispatch.record_forwarded(runtime.store, records, now)
+        storing.record_forwarded(runtime.store, records, now)
     return locked

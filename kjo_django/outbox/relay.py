@@ -21,8 +21,8 @@ from kjo_django import registry
 from kjo_django.clock import Clock
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import Listener
-from kjo_django.enqueue import dispatch
-from kjo_django.enqueue.wakeups import LISTEN_AGAIN, RELAY_CHANNEL
+from kjo_django.enqueue import storing
+from kjo_django.enqueue.storing import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.outbox import unpublishable
 from kjo_django.outbox.publications import Publications
@@ -106,9 +106,9 @@ class Relay:
         self._settings, self._clock = self._runtime.settings, self._runtime.clock
         names = queues if queues is not None else registry.queue_names()
         # Records for topics of no declared queue are in nobody else's care.
-        names = [*names, dispatch.OUTGOING]
+        names = [*names, storing.OUTGOING]
         # On a transactional transport the message was written with the row.
-        self.queues = [n for n in names if not dispatch.is_transactional(self._settings.queue(n))]
+        self.queues = [n for n in names if not storing.is_transactional(self._settings.queue(n))]
         self._on_error = on_error
         self._leases = RelayLeases(self._runtime)
         self._publications = Publications(self._runtime)
@@ -200,9 +200,7 @@ class Relay:
         """Publish rows of one queue, record where they went, and what was refused for good."""
         made = [self._record_or_error(job, queue) for job in jobs]
         records = [one for one in made if isinstance(one, OutgoingRecord)]
-        answered = iter(
-            dispatch.publish(get_transport(queue.transport), records) if records else ()
-        )
+        answered = iter(storing.publish(get_transport(queue.transport), records) if records else ())
         answers = [
             next(answered) if isinstance(one, OutgoingRecord) else unpublishable.refusal_of(one)
             for one in made
@@ -222,7 +220,7 @@ class Relay:
     def _record_or_error(self, job: DueJob, queue: QueueConf) -> OutgoingRecord | Exception:
         """One row nobody can send must not hold up the others of its batch for ever."""
         try:
-            return dispatch.record_of(job, queue, service=self._runtime.service)
+            return storing.record_of(job, queue, service=self._runtime.service)
         except Exception as error:
             logger.exception("The message of job %s cannot be made", job.id, extra=job.log_facts)
             return error
@@ -234,7 +232,7 @@ class Relay:
         The rows stay as they are: delayed one by one, they would be overtaken by later ones of
         their keys.
         """
-        of_topics = queue == dispatch.OUTGOING and (
+        of_topics = queue == storing.OUTGOING and (
             any(answer.error is None for answer in answers)
             or all(answer.is_topics or answer.is_final for answer in answers)
         )

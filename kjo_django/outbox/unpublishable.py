@@ -17,7 +17,7 @@ from django.db import DatabaseError, connections, transaction
 
 from kjo_django import signals, states
 from kjo_django.conf import QueueConf
-from kjo_django.enqueue.wakeups import notify_waiters
+from kjo_django.enqueue.storing import notify_waiters
 from kjo_django.exceptions import PublishError, text_of
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, storable_text

@@ -24,7 +24,7 @@ from kjo_django.engine.handler.call import call, make_context
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.runners.batch import Batch
-from kjo_django.enqueue import dispatch
+from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.enqueue.storing import EnqueueResult
 from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
@@ -278,7 +278,7 @@ def _runner() -> Iterator[_Runner]:
 def _delivery_of(job: Job) -> Delivery:
     """Return what a transport would deliver of a job."""
     queue = get_settings().queue(job.queue)
-    sent = dispatch.record_of(job, queue)
+    sent = storing.record_of(job, queue)
     record = Record(
         topic=queue.topic,
         partition=0,

@@ -22,7 +22,7 @@ from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import Listener
 from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.poller import Poller
-from kjo_django.enqueue.wakeups import LISTEN_AGAIN, topic_channel
+from kjo_django.enqueue.storing import LISTEN_AGAIN, topic_channel
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.operations.maintenance import topics

@@ -12,7 +12,7 @@ import pytest
 from django.db import connections, transaction
 
 from kjo_django.conf import get_settings
-from kjo_django.enqueue.dispatch import record_of
+from kjo_django.enqueue.storing import record_of
 from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord

@@ -181,7 +181,7 @@ def test_a_record_the_broker_refuses_says_whose_it_is(bench, lines, monkeypatch)
     def refuse(job, queue, **options):
         raise ValueError("no such header")
 
-    monkeypatch.setattr("kjo_django.outbox.relay.dispatch.record_of", refuse)
+    monkeypatch.setattr("kjo_django.outbox.relay.storing.record_of", refuse)
     answer = ledger.write.enqueue(job="a")
     bench.poll()
     for text in ("cannot be made", "can never be published"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from kjo_django import PermanentError, Queue, job
 from kjo_django.conf import get_settings
-from kjo_django.enqueue import dispatch
+from kjo_django.enqueue import storing
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
@@ -180,7 +180,7 @@ def _publish_again(process: Process, queue: str) -> None:
     with process.unwatched():
         row = Job.objects.filter(queue=queue).order_by("id").first()
         if row is not None:
-            get_transport(conf.transport).publish([dispatch.record_of(row, conf)])
+            get_transport(conf.transport).publish([storing.record_of(row, conf)])
 
 
 for _kind in KINDS:

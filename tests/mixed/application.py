@@ -193,7 +193,7 @@ class Application:
     def _copy_message(self, job_id: Any, copies: int) -> None:
         """Publish the job's message again, as a relay does that died before it noted it."""
         from kjo_django.conf import get_settings
-        from kjo_django.enqueue.dispatch import record_of
+        from kjo_django.enqueue.storing import record_of
         from kjo_django.models import Job
 
         job = Job.objects.get(pk=job_id)

@@ -58,7 +58,7 @@ def test_a_lost_notification_costs_time_only(
     running.enqueue_and_wait("first", 1)
     # Given: nobody is ever told that a job has ended
     lost: list[Any] = []
-    monkeypatch.setattr(get_coordination(), "notify_all", lost.append)
+    monkeypatch.setattr(get_coordination(), "notify", lost.append)
     # When, then
     assert running.enqueue_and_wait("second", 2, timeout=20) == 2
     assert lost

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kjo_django.enqueue.wakeups import topic_channel, wake
+from kjo_django.enqueue.storing import topic_channel, wake
 from kjo_django.exceptions import CoordinationError
 from kjo_django.runtime import current_runtime, get_coordination
 from kjo_django.transports.database import DatabaseTransport

@@ -21,9 +21,7 @@ from kjo_django import signals
 from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.coordination.listeners import LocalListener
-from kjo_django.enqueue.dispatch import record_of
-from kjo_django.enqueue.storing import store_record
-from kjo_django.enqueue.wakeups import RELAY_CHANNEL, wake
+from kjo_django.enqueue.storing import RELAY_CHANNEL, record_of, store_record, wake
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, transition

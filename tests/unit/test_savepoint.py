@@ -11,7 +11,7 @@ from django.db.utils import DatabaseError
 from django.test.utils import CaptureQueriesContext
 
 from kjo_django.engine.handler.savepoint import LazySavepoint
-from kjo_django.enqueue.wakeups import after_commit
+from kjo_django.enqueue.storing import after_commit
 from kjo_django.models import QueueControl
 from tests.ledger.models import Entry
 

@@ -12,7 +12,7 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.engine import completion, failures
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
-from kjo_django.enqueue import dispatch
+from kjo_django.enqueue import storing
 from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.registry import find
@@ -32,7 +32,7 @@ def _configured(settings, real_database):
 
 def outcome_of(job: Job, ending: Ending = Ending.COMPLETED, **facts) -> Attempt:
     """What a run of this job ended with, its row as it was read before."""
-    sent = dispatch.record_of(job, get_settings().queue(job.queue))
+    sent = storing.record_of(job, get_settings().queue(job.queue))
     record = Record(sent.topic, 0, 5, sent.key, sent.value, dict(sent.headers))
     delivery = Bench().read(record)
     defaults = {"number": job.attempts + 1, "started_at": timezone.now()}

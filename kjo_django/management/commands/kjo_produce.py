@@ -14,7 +14,7 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.module_loading import import_string
 
 from kjo_django import registry
-from kjo_django.enqueue.dispatch import OUTGOING
+from kjo_django.enqueue.storing import OUTGOING
 from kjo_django.management.commands._shared import (
     ParsedCommand,
     check_queues,

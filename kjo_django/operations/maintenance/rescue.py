@@ -20,7 +20,7 @@ from django.utils import timezone
 
 from kjo_django import registry, signals, states
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.enqueue import dispatch
+from kjo_django.enqueue import storing
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import ago, uuid7_floor
 from kjo_django.models import Job, transition
@@ -72,7 +72,7 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
     cutoff = ago(now, conf.rescue_after)
     # On a transactional transport the message of a retry was written with it, and so were those of
     # pending jobs, had the queue not been another transport's then: no relay looks for them.
-    unsent = states.AWAITING_PUBLISH if dispatch.is_transactional(queue) else ()
+    unsent = states.AWAITING_PUBLISH if storing.is_transactional(queue) else ()
     stale = Job.objects.using(using).filter(
         Q(queued_at__lt=cutoff) | Q(queued_at=None),
         queue=queue.name,
@@ -95,8 +95,8 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
             count = transition(
                 "republish",
                 rows,
-                state=dispatch.initial_state(queue),
-                queued_at=now if dispatch.is_transactional(queue) else None,
+                state=storing.initial_state(queue),
+                queued_at=now if storing.is_transactional(queue) else None,
                 topic="",
                 partition=None,
                 offset=None,

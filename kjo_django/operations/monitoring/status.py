@@ -11,7 +11,7 @@ from django.db.models import Case, F, QuerySet, Value, When
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.enqueue.dispatch import is_transactional
+from kjo_django.enqueue.storing import is_transactional
 from kjo_django.exceptions import PublishError
 from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
 from kjo_django.models.job import is_scheduled

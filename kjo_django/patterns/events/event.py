@@ -12,8 +12,7 @@ from uuid import UUID
 from asgiref.sync import sync_to_async
 
 from kjo_django.conf import get_settings
-from kjo_django.enqueue.dispatch import publish
-from kjo_django.enqueue.storing import carrier_of, check_payload_size, store_record
+from kjo_django.enqueue.storing import carrier_of, check_payload_size, publish, store_record
 from kjo_django.exceptions import MessageError, PayloadError, PublishError
 from kjo_django.ids import uuid7
 from kjo_django.messages import carried

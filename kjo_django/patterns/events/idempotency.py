@@ -20,7 +20,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import transaction
 
 from kjo_django.conf import get_settings
-from kjo_django.enqueue.dispatch import publish
+from kjo_django.enqueue.storing import publish
 from kjo_django.exceptions import KjoError, MessageError
 from kjo_django.ids import uuid7
 from kjo_django.messages.serializers import storable_json, storable_text

@@ -34,8 +34,7 @@ from django.db import DatabaseError, InterfaceError, close_old_connections, tran
 from kjo_django import signals
 from kjo_django.conf import declared_queues, get_settings, sent_ttl_for
 from kjo_django.coordination.base import Claim
-from kjo_django.enqueue.dispatch import publish
-from kjo_django.enqueue.wakeups import topic_channel, wake
+from kjo_django.enqueue.storing import publish, topic_channel, wake
 from kjo_django.exceptions import (
     CoordinationError,
     KjoError,

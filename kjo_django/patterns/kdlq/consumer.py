@@ -16,8 +16,7 @@ from django.db import DatabaseError, InterfaceError
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from kjo_django.enqueue.dispatch import publish
-from kjo_django.enqueue.storing import carrier_of, check_payload_size, store_record
+from kjo_django.enqueue.storing import carrier_of, check_payload_size, publish, store_record
 from kjo_django.exceptions import (
     KDLQConfigurationException,
     KDLQException,

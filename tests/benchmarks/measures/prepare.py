@@ -13,7 +13,7 @@ from django.db import connection
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.definition import JobDefinition
-from kjo_django.enqueue.dispatch import record_of
+from kjo_django.enqueue.storing import record_of
 from kjo_django.models import Job
 from kjo_django.states import JobState
 from tests.benchmarks.errors import BenchmarkError

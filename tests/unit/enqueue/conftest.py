@@ -22,6 +22,7 @@ def calls(monkeypatch):
     """The channels woken, call by call."""
     woken: list[str] = []
     monkeypatch.setattr(get_coordination(), "notify", woken.append)
+    monkeypatch.setattr(get_coordination(), "notify_all", woken.extend)
     return woken
 
 

@@ -14,7 +14,7 @@ from kjo_django import conf, registry
 from kjo_django.conf import get_settings
 from kjo_django.engine import failures
 from kjo_django.engine.attempt import Ending
-from kjo_django.enqueue import dispatch
+from kjo_django.enqueue import storing
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.operations import jobs as operations
@@ -88,7 +88,7 @@ def tasks(_configured, monkeypatch):
 
 def taken_unnoted(tasks: Bench, row: Job) -> list[Any]:
     """What a consumer reads of a relay that has sent the row and not noted that yet."""
-    record = dispatch.record_of(row, get_settings().queue(STREAM))
+    record = storing.record_of(row, get_settings().queue(STREAM))
     assert get_transport().publish([record])[0].error is None
     return [tasks.read(one) for one in tasks.subscription.poll(10, 0.0)]
 
@@ -212,7 +212,7 @@ def test_a_relay_that_notes_late_does_not_complete_a_task_that_has_failed(tasks)
     assert the_job().state == "failing"
     # When
     sent = [Publication(due, "", None, None)]
-    dispatch.record_forwarded(store_for(jobs_database()), sent, timezone.now())
+    storing.record_forwarded(store_for(jobs_database()), sent, timezone.now())
     # Then
     assert the_job().state == "failing"
     tasks.run_until_done()
