@@ -118,8 +118,8 @@ def _check_coordination(settings: Settings) -> Messages:
 
 def _check_topics(settings: Settings) -> Messages:
     for findings in _topic_findings(settings):
-        for message, hint in findings.errors:
-            yield checks.Error(message, hint=hint or None, id="kjo.E006")
+        for problem in findings.errors:
+            yield checks.Error(problem.message, hint=problem.hint or None, id="kjo.E006")
 
 
 def _check_database(settings: Settings) -> Messages:
@@ -227,8 +227,8 @@ def _warn_ttls(settings: Settings) -> Messages:
 
 def _warn_topics(settings: Settings) -> Messages:
     for findings in _topic_findings(settings):
-        for message, hint in findings.warnings:
-            yield checks.Warning(message, hint=hint or None, id="kjo.W002")
+        for problem in findings.warnings:
+            yield checks.Warning(problem.message, hint=problem.hint or None, id="kjo.W002")
 
 
 def _warn_memory_database(settings: Settings) -> Messages:
@@ -389,7 +389,7 @@ def _error_of(problem: conf.Problem) -> checks.Error:
 def _topic_findings(settings: Settings) -> list[Any]:
     from kjo_django.operations.maintenance import topics
 
-    return list(topics.findings().values())
+    return topics.findings()
 
 
 def _topic_retention(settings: Settings, queue: str) -> timedelta | None:

@@ -67,7 +67,7 @@ from kjo_django.operations.rows import (
 )
 from kjo_django.runtime import current_runtime, get_transport, jobs_database
 from kjo_django.states import JobState
-from kjo_django.store.counting import COUNT_LIMIT, bounded_count
+from kjo_django.store.counting import COUNT_LIMIT, bounded_count, window_floor
 from kjo_django.transports.base import OutgoingRecord, Record
 
 
@@ -285,8 +285,7 @@ def restricted(rows: QuerySet[DeadLetter], selection: DeadLetterFilter) -> Query
 def count(selection: Selection) -> tuple[int, bool]:
     """Return how many there are among the newest 100,000 open dead letters, and whether there may
     be more beyond them."""
-    every = select(DeadLetterFilter()).order_by("-pk").values_list("pk", flat=True)
-    floor = next(iter(every[COUNT_LIMIT:][:1]), None)
+    floor = window_floor(select(DeadLetterFilter()), COUNT_LIMIT)
     rows = select(selection)
     return (rows if floor is None else rows.filter(pk__gt=floor)).count(), floor is not None
 

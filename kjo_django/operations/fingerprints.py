@@ -12,7 +12,7 @@ from django.db.models import Count, QuerySet
 
 from kjo_django.models import DeadLetter
 from kjo_django.operations.dead_letters import DeadLetterFilter, Selection, select
-from kjo_django.store.counting import COUNT_LIMIT, keys_of_each
+from kjo_django.store.counting import COUNT_LIMIT, keys_of_each, window_floor
 
 SAMPLED = 50
 """Letters of a group whose releases and replays are counted."""
@@ -54,8 +54,7 @@ def error_groups(selection: Selection | None = None, *, limit: int = 50) -> list
     ``DeadLetterFilter(fingerprint=…)`` takes a group to ``replay`` or ``discard``.
     """
     rows = select(selection if selection is not None else DeadLetterFilter())
-    # The place where the window ends, as a condition on the key: no list of 100,000 ids is made.
-    floor = next(iter(rows.order_by("-pk").values_list("pk", flat=True)[COUNT_LIMIT:][:1]), None)
+    floor = window_floor(rows, COUNT_LIMIT)
     looked_at = rows if floor is None else rows.filter(pk__gt=floor)
     # Only what the index of open fingerprints holds is counted: the rows, long with their
     # tracebacks, are not read for it.

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, time, timedelta
 from typing import Any
 from uuid import UUID
@@ -36,7 +36,7 @@ from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, r
 from kjo_django.retries.policy import LONGEST_DELAY
 from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.states import OPEN, JobState, JobStatus
-from kjo_django.store.counting import COUNT_LIMIT, bounded_count
+from kjo_django.store.counting import COUNT_LIMIT, window_floor
 
 MAX_LENGTH = 40_000
 """Characters of a search."""
@@ -173,15 +173,12 @@ def _tokens(text: str) -> list[tuple[str | None, str]]:
         name, value, word = match["name"], match["value"], match["word"]
         if name is not None and value is None:
             raise ValueError(f"{name}: needs a value, without a space before it")
-        tokens.append((name, _unquoted(value if name is not None else word)))
+        text_of = value if name is not None else word
+        if text_of.startswith('"'):
+            text_of = re.sub(r"\\(.)", r"\1", text_of[1:-1], flags=re.DOTALL)
+        tokens.append((name, text_of))
         place = match.end()
     return tokens
-
-
-def _unquoted(text: str) -> str:
-    if text.startswith('"'):
-        return re.sub(r"\\(.)", r"\1", text[1:-1], flags=re.DOTALL)
-    return text
 
 
 def _unknown(qualifier: str) -> str:
@@ -271,13 +268,6 @@ def _quoted(text: str, *, is_word: bool = False) -> str:
     return text if is_plain else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
-assert {each.name for each in fields(JobFilter)} == {
-    *_QUALIFIERS.values(),
-    *("arguments", "words", "is_limited"),
-}
-
-__all__ = ["WINDOW", "JobFilter", "KeysetPage", "counts", "find", "page", "parse"]
-
 WINDOW = COUNT_LIMIT
 """Rows looked at for what no index serves."""
 PAYLOADS = 2000
@@ -353,102 +343,59 @@ def find(filter: JobFilter) -> QuerySet[Job]:
     return found
 
 
-def counts(filter: JobFilter | None = None) -> dict[str, tuple[int, bool]]:
-    """Return for each state people are shown how many jobs fit, up to 100,000, and whether there
-    are, or may be, more; a state in the filter is left aside.
-
-    ``queued`` counts the running ones too, as its page shows them. One bounded query each, and two
-    more for the bounds; cache it where it is shown.
-    """
-    filter = replace(filter or JobFilter(), state=None).at(timezone.now())
-    found: dict[str, tuple[int, bool]] = {}
-    floors: dict[Any, UUID | None] = {}
-    for state in JobStatus.values:
-        looked = _Search(replace(filter, state=str(state)), floors)
-        count = sum(bounded_count(rows, COUNT_LIMIT) for rows in looked.branches())
-        found[str(state)] = min(count, COUNT_LIMIT), count >= COUNT_LIMIT or looked.is_windowed
-    return found
-
-
 # --- What is looked at ----------------------------------------------------------------------------
 
 
 class _Search:
     """What the indexes serve of a filter, and the bound on the rest."""
 
-    def __init__(self, filter: JobFilter, floors: dict[Any, UUID | None] | None = None) -> None:
+    def __init__(self, filter: JobFilter) -> None:
         self._now = timezone.now()
-        self._filter = filter.at(self._now)
+        self._filter = filter
         self._using = jobs_database()
-        self._floors: dict[Any, UUID | None] = {} if floors is None else floors
         self.is_windowed = False
 
     def branches(self) -> list[QuerySet[Job]]:
         """Return querysets that hold what fits, disjoint, each with an index of its own."""
-        rest = self._not_indexed()
-        found = [
-            self._bounded(state, base, rest & more) for state, base, more in self._served_by_index()
-        ]
-        if self._filter.arguments:
-            found = [self._with_arguments(rows) for rows in found]
+        given, rest = self._filter, self._not_indexed()
+        has_unique_id = given.unique_id is not None and not given.unique_id.endswith("*")
+        is_few = given.ids or has_unique_id or given.state == JobStatus.PROCESSING
+        found = []
+        for rows, more in self._served_by_index():
+            if (rest & more) and not is_few:
+                floor = window_floor(rows, WINDOW)
+                if floor is not None:
+                    self.is_windowed = True
+                    rows = rows.filter(pk__gt=floor)
+            rows = rows.filter(rest & more)
+            found.append(self._with_arguments(rows) if given.arguments else rows)
         return found
 
-    def _served_by_index(self) -> list[tuple[str | None, QuerySet[Job], Q]]:
-        """Return the stored state, the rows an index gives, and what is to hold beside it."""
+    def _served_by_index(self) -> list[tuple[QuerySet[Job], Q]]:
+        """Return the rows that each index gives, and what is to hold beside it."""
         rows = Job.objects.using(self._using).all()
         given = self._filter
         if given.ids:
             rows = rows.filter(pk__in=given.ids)
-        if given.since is not None:
-            rows = rows.filter(pk__gte=uuid7_floor(self._moment(given.since)))
-        if given.until is not None:
-            rows = rows.filter(pk__lt=uuid7_floor(self._moment(given.until)))
+        for bound, lookup in ((given.since, "pk__gte"), (given.until, "pk__lt")):
+            if bound is not None:
+                moment = self._now - bound if isinstance(bound, timedelta) else bound
+                rows = rows.filter(**{lookup: uuid7_floor(moment)})
         if given.unique_id is not None and not given.unique_id.endswith("*"):
             # The index begins with the queue; there are few, so all of them are named.
             queues = [given.queue] if given.queue else [*registry.queue_names()]
             rows = rows.filter(queue__in=queues, unique_id=given.unique_id)
-        later = is_scheduled(self._now)
-        state = given.state
+        state, later = given.state, is_scheduled(self._now)
         if state is None:
-            return [(None, rows, Q())]
+            return [(rows, Q())]
         if state == JobStatus.PROCESSING:
-            return [(None, rows.filter(pk__in=running(), state__in=OPEN), Q())]
+            return [(rows.filter(pk__in=running(), state__in=OPEN), Q())]
+        if state == JobStatus.COMPLETED:
+            return [(rows, Q(state=state))]
+        waiting = (JobState.PENDING, JobState.QUEUED)
         if state == JobStatus.SCHEDULED:
-            return [
-                (JobState.PENDING, rows.filter(state=JobState.PENDING), later),
-                (JobState.QUEUED, rows.filter(state=JobState.QUEUED), later),
-            ]
-        more = Q()
-        if state in (JobStatus.PENDING, JobStatus.QUEUED):
-            more = ~later
-        elif state == JobStatus.COMPLETED:
-            return [(None, rows, Q(state=state))]
-        return [(state, rows.filter(state=state), more)]
-
-    def _moment(self, given: datetime | timedelta) -> datetime:
-        assert isinstance(given, datetime)  # at() made it one
-        return given
-
-    def _bounded(self, state: str | None, base: QuerySet[Job], rest: Q) -> QuerySet[Job]:
-        """Return the rows of ``base`` for which the rest holds, among the newest of them."""
-        if not rest or self._is_few():
-            return base.filter(rest)
-        key = (state, self._filter.since, self._filter.until)
-        if key not in self._floors:
-            # The place where the window ends is found by the index alone, and is a condition on
-            # the key: the database cannot be tempted to look further, in whatever order it reads.
-            last = base.order_by("-pk").values_list("pk", flat=True)[WINDOW : WINDOW + 1]
-            self._floors[key] = next(iter(last), None)
-        floor = self._floors[key]
-        if floor is None:
-            return base.filter(rest)
-        self.is_windowed = True
-        return base.filter(rest, pk__gt=floor)
-
-    def _is_few(self) -> bool:
-        given = self._filter
-        is_named = given.unique_id is not None and not given.unique_id.endswith("*")
-        return bool(given.ids) or is_named or given.state == JobStatus.PROCESSING
+            return [(rows.filter(state=stored), later) for stored in waiting]
+        return [(rows.filter(state=state), ~later if state in waiting else Q())]
 
     def _not_indexed(self) -> Q:
         """Return what no index serves."""

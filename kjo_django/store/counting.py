@@ -20,6 +20,16 @@ def bounded_count(rows: QuerySet[Any], limit: int = COUNT_LIMIT) -> int:
     return rows.order_by()[:limit].count()
 
 
+def window_floor(rows: QuerySet[Any], limit: int = COUNT_LIMIT) -> Any:
+    """Return the key above which the newest ``limit`` rows lie; None where there are no others.
+
+    An index alone finds it. As a condition on the key it bounds what is looked at: the database
+    cannot be tempted to look further, in whatever order it reads.
+    """
+    keys = rows.order_by("-pk").values_list("pk", flat=True)
+    return next(iter(keys[limit : limit + 1]), None)
+
+
 def bounded_counts(rows: Mapping[str, QuerySet[Any]], limit: int = COUNT_LIMIT) -> dict[str, int]:
     """Return what ``bounded_count`` would for each of them, in one query.
 

@@ -14,7 +14,7 @@ from kjo_django.engine.leases import alive_name, lease_name
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import Job
 from kjo_django.operations import search
-from kjo_django.operations.search import JobFilter, counts, find, page, parse
+from kjo_django.operations.search import JobFilter, find, page, parse
 from kjo_django.runtime import get_coordination
 from tests.factories import JobFactory
 from tests.unit.deliveries import as_job
@@ -89,18 +89,6 @@ def test_the_states_people_are_shown_exclude_one_another():
     assert found("state:queued") == {"queued"}
     assert found("state:failing") == {"failing"}
     assert found("state:completed") == {"completed"}
-    assert counts() == {
-        "pending": (1, False),
-        "scheduled": (2, False),
-        "queued": (1, False),
-        "processing": (0, False),
-        "failing": (1, False),
-        "completed": (1, False),
-        "failed": (0, False),
-        "cancelled": (0, False),
-    }
-    assert counts(parse("scheduled state:failed"))["scheduled"] == (1, False)
-    assert counts(parse("unique:scheduled*"))["scheduled"] == (2, False)
 
 
 def test_what_living_workers_hold_is_processing():
@@ -115,7 +103,6 @@ def test_what_living_workers_hold_is_processing():
     coordination.claim([alive_name("living")], "living", minute)
     # Then
     assert found("state:processing") == {"running"}
-    assert counts()["processing"] == (1, False)
 
 
 # --- Payloads -------------------------------------------------------------------------------------
@@ -195,20 +182,9 @@ def test_what_no_index_serves_is_looked_for_among_the_newest(monkeypatch):
     assert not page(parse("key:0 unique:n0")).is_windowed
 
 
-def test_counts_say_when_there_may_be_more(monkeypatch):
-    for number in range(5):
-        named(f"n{number}", key=str(number % 2), failed=True)
-    monkeypatch.setattr(search, "WINDOW", 3)
-    monkeypatch.setattr(search, "COUNT_LIMIT", 3)
-    assert counts()["failed"] == (3, True)
-    assert counts(parse("key:1"))["failed"] == (1, True)
-
-
 def test_the_number_of_queries_does_not_grow_with_the_jobs(django_assert_max_num_queries):
     for number in range(20):
         named(f"n{number}", state="queued" if number % 2 else "failed")
-    with django_assert_max_num_queries(25):
-        counts()
     with django_assert_max_num_queries(2):
         page(parse("state:failed handler:tests.add"))
 

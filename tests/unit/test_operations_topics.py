@@ -52,7 +52,7 @@ def test_an_explicit_config_entry_wins_and_the_conflict_is_a_warning():
     options, findings = read(retention_ms=1000, config_entries={"retention.ms": "2000"})
     assert options.config["retention.ms"] == "2000"
     assert len(findings.warnings) == 1
-    assert "the latter wins" in findings.warnings[0][0]
+    assert "the latter wins" in findings.warnings[0].message
     assert findings.errors == []
 
 
@@ -67,9 +67,9 @@ def test_equal_values_in_both_places_are_no_conflict():
 )
 def test_an_unknown_option_is_an_error_with_a_suggestion(name, hint):
     _, findings = read(**{name: 1})
-    message, suggestion = findings.errors[0]
-    assert name in message
-    assert hint in suggestion
+    (problem,) = findings.errors
+    assert name in problem.message
+    assert hint in problem.hint
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_a_wrong_value_is_an_error(options):
 def test_more_insync_replicas_than_replicas_are_an_error():
     """KJO-98."""
     _, findings = read(replication_factor=1, config_entries={"min.insync.replicas": 2})
-    assert "nothing could be published" in findings.errors[0][0]
+    assert "nothing could be published" in findings.errors[0].message
 
 
 def test_as_many_insync_replicas_as_replicas_are_a_warning():
     """KJO-F16."""
     _, findings = read(replication_factor=2, config_entries={"min.insync.replicas": 2})
     assert findings.errors == []
-    assert "one broker" in findings.warnings[0][0]
+    assert "one broker" in findings.warnings[0].message
 
 
 def test_every_queue_has_its_topic_and_an_uncompacted_dead_letter_topic(settings):

@@ -10,17 +10,30 @@ from django.utils import timezone
 
 from kjo_django.models import MetricBucket
 from kjo_django.operations.monitoring import metrics
-from kjo_django.operations.monitoring.metrics import Trend, change_per_minute, trend_of
+from kjo_django.operations.monitoring.metrics import Trend
 
 NOW = datetime(2026, 5, 4, 10, 37, 20, tzinfo=UTC)
 WHOLE = NOW.replace(second=0)
 
 
-def lags(*values: int | None) -> list[tuple[datetime, int]]:
-    """A lag a minute; None where nobody asked."""
-    return [(WHOLE + timedelta(minutes=n), lag) for n, lag in enumerate(values) if lag is not None]
+def lag_of(queue: str = "mails") -> tuple[float | None, Trend | None]:
+    rows = [{"queue": queue}]
+    metrics.add_rates(rows)
+    return rows[0]["lag_per_minute"], rows[0]["lag_trend"]
 
 
+def bucket(minutes_ago, queue="mails", **figures):
+    figures.setdefault("worker_id", uuid.uuid4())
+    minute = WHOLE - timedelta(minutes=minutes_ago)
+    return MetricBucket.objects.create(minute=minute, queue=queue, **figures)
+
+
+@pytest.fixture
+def now(db, monkeypatch):
+    monkeypatch.setattr(timezone, "now", lambda: NOW)
+
+
+@pytest.mark.usefixtures("now")
 @pytest.mark.parametrize(
     ("seen", "change", "trend"),
     [
@@ -36,19 +49,11 @@ def lags(*values: int | None) -> list[tuple[datetime, int]]:
     ],
 )
 def test_a_trend_is_what_lies_between_the_first_and_the_last(seen, change, trend):
-    assert change_per_minute(lags(*seen)) == change
-    assert trend_of(change) == trend
-
-
-def bucket(minutes_ago, queue="mails", **figures):
-    figures.setdefault("worker_id", uuid.uuid4())
-    minute = WHOLE - timedelta(minutes=minutes_ago)
-    return MetricBucket.objects.create(minute=minute, queue=queue, **figures)
-
-
-@pytest.fixture
-def now(db, monkeypatch):
-    monkeypatch.setattr(timezone, "now", lambda: NOW)
+    """A lag a minute; None where nobody asked."""
+    for number, lag in enumerate(seen):
+        if lag is not None:
+            bucket(len(seen) - 1 - number, handler="", lag=lag)
+    assert lag_of() == (change, trend)
 
 
 @pytest.mark.usefixtures("now")
@@ -61,12 +66,10 @@ def test_whatever_is_settled_in_the_last_whole_minutes_counts():
     bucket(0, handler="a", completed_count=1000)
     bucket(2, queue="other", handler="c", completed_count=50)
     # When
-    found = metrics.rates_by_queue()
+    rows = [{"queue": "mails"}, {"queue": "other"}]
+    metrics.add_rates(rows)
     # Then
-    assert {queue: rate.per_minute for queue, rate in found.items()} == {
-        "mails": 5.0,
-        "other": 10.0,
-    }
+    assert [row["per_minute"] for row in rows] == [5.0, 10.0]
 
 
 @pytest.mark.usefixtures("now")
@@ -74,8 +77,7 @@ def test_a_lag_is_followed_to_the_present_minute():
     for ago, lag in ((7, 10_000), (4, 100), (2, 60), (0, 20)):
         bucket(ago, handler="", lag=lag)
         bucket(ago, handler="a", completed_count=1)
-    rate = metrics.rates_by_queue()["mails"]
-    assert (rate.lag_per_minute, rate.trend) == (-20.0, Trend.SHRINKING)
+    assert lag_of() == (-20.0, Trend.SHRINKING)
 
 
 @pytest.mark.usefixtures("now")

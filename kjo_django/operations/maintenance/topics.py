@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django import registry
+from kjo_django import registry, values
 from kjo_django.conf import QueueConf, declared_queues, get_settings
 from kjo_django.probing import answer_within
 from kjo_django.runtime import get_transport, transport_class
 from kjo_django.transports.base import TopicDescription, TopicSpec, Transport
-from kjo_django.values import flag, mapping, text, whole
+from kjo_django.values import Problem, flag, mapping, option, text, whole
 
 MIN_INSYNC_REPLICAS = "min.insync.replicas"
 _CLEANUP = "cleanup.policy"
@@ -28,94 +27,64 @@ _CONFIG_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TopicOptions:
-    """The options of one topic, read and checked."""
-
-    partitions: int = 1
-    replication_factor: int = 1
-    auto_create: bool = True
-    """Workers create the topic when it is missing; otherwise they refuse to start."""
-    config: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Findings:
-    """What is wrong with options; an error makes its option keep the default."""
-
-    errors: list[tuple[str, str]] = field(default_factory=list)
-    """Message and hint."""
-    warnings: list[tuple[str, str]] = field(default_factory=list)
-
-
 def _retention(value: Any) -> int:
     if value == -1 or value == "-1":
         return -1  # Kafka's "for ever"
     return whole(1)(int(value) if isinstance(value, str) and value.isdigit() else value)
 
 
-_CONVERT: dict[str, Callable[[Any], Any]] = {
-    "partitions": whole(1),
-    "replication_factor": whole(1),
-    "auto_create": flag,
-    "config_entries": mapping,
-    "retention_ms": _retention,
-    "segment_ms": _retention,
-    "compression_type": text,
-    "cleanup_policy": text,
-}
+@dataclass(frozen=True)
+class TopicOptions:
+    """The options of one topic."""
+
+    partitions: int = option(whole(1), 1, "Partitions it is created with, or grows to.")
+    replication_factor: int = option(whole(1), 1, "Replicas of each partition.")
+    auto_create: bool = option(
+        flag, True, "Workers create it when it is missing; else they refuse to start."
+    )
+    config_entries: dict[str, Any] = option(mapping, {}, "Entries of the broker's configuration.")
+    retention_ms: int | None = option(_retention, None, "Milliseconds records are kept; -1: ever.")
+    segment_ms: int | None = option(_retention, None, "Milliseconds until a segment is closed.")
+    compression_type: str | None = option(text, None, "Such as gzip, lz4, zstd.")
+    cleanup_policy: str | None = option(text, None, "delete or compact.")
+
+    @property
+    def config(self) -> dict[str, str]:
+        """Its configuration at the broker. An explicit entry wins over the option of the same
+        meaning."""
+        explicit = {name: _entry(value) for name, value in self.config_entries.items()}
+        return self.named_config | explicit
+
+    @property
+    def named_config(self) -> dict[str, str]:
+        """The entries that have an option of their own."""
+        values = {entry: getattr(self, name) for name, entry in _CONFIG_NAMES.items()}
+        return {entry: _entry(value) for entry, value in values.items() if value is not None}
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is wrong with options; an error makes its option keep the default."""
+
+    errors: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
 
 
 def read_options(given: Mapping[str, Any], where: str) -> tuple[TopicOptions, Findings]:
-    """Read ``topic_options``; ``where`` names them in messages.
-
-    An explicit entry of ``config_entries`` wins over the option of the same meaning.
-    """
-    findings = Findings()
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        convert = _CONVERT.get(name)
-        if convert is None:
-            findings.errors.append(_unknown(name, where))
-            continue
-        try:
-            values[name] = convert(value)
-        except ValueError as error:
-            findings.errors.append((f"{where}[{name!r}] must be {error}, not {value!r:.80}.", ""))
-    config = _merge_config(values, where, findings)
-    options = TopicOptions(
-        partitions=values.get("partitions", 1),
-        replication_factor=values.get("replication_factor", 1),
-        auto_create=values.get("auto_create", True),
-        config=config,
-    )
+    """Read ``topic_options``; ``where`` names them in messages."""
+    options, problems = values.read_options(TopicOptions, given, where)
+    findings = Findings(problems)
+    config = options.config
+    for entry, value in options.named_config.items():
+        if config[entry] != value:
+            name = next(name for name, each in _CONFIG_NAMES.items() if each == entry)
+            message = (
+                f"{where} says {name}={value} and config_entries[{entry!r}]={config[entry]}; "
+                "the latter wins."
+            )
+            findings.warnings.append(Problem(message, f"Remove {name!r}."))
     _check_replicas(options, where, findings)
     return options, findings
-
-
-def _unknown(name: str, where: str) -> tuple[str, str]:
-    # Older configurations spell them in camel case: retentionMs.
-    snake = "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
-    close = difflib.get_close_matches(snake, _CONVERT, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(_CONVERT))}."
-    return f"{where} has an unknown option {name!r}.", hint
-
-
-def _merge_config(values: Mapping[str, Any], where: str, findings: Findings) -> dict[str, str]:
-    explicit = {name: _entry(value) for name, value in values.get("config_entries", {}).items()}
-    config = {
-        entry: _entry(values[option]) for option, entry in _CONFIG_NAMES.items() if option in values
-    }
-    for option, entry in _CONFIG_NAMES.items():
-        if entry in config and explicit.get(entry, config[entry]) != config[entry]:
-            findings.warnings.append(
-                (
-                    f"{where} says {option}={config[entry]} and "
-                    f"config_entries[{entry!r}]={explicit[entry]}; the latter wins.",
-                    f"Remove {option!r}.",
-                )
-            )
-    return {**config, **explicit}
 
 
 def _entry(value: Any) -> str:
@@ -129,32 +98,28 @@ def _check_replicas(options: TopicOptions, where: str, findings: Findings) -> No
     if wanted is None:
         return
     if not wanted.isdigit() or int(wanted) < 1:
-        findings.errors.append(
-            (f"{where}: {MIN_INSYNC_REPLICAS} must be a whole number, not {wanted!r:.40}.", "")
-        )
+        message = f"{where}: {MIN_INSYNC_REPLICAS} must be a whole number, not {wanted!r:.40}."
+        findings.errors.append(Problem(message, ""))
     elif int(wanted) > options.replication_factor:
-        findings.errors.append(
-            (
-                f"{where}: {MIN_INSYNC_REPLICAS}={wanted} is more than "
-                f"replication_factor={options.replication_factor}; nothing could be published.",
-                "Lower the one or raise the other.",
-            )
+        message = (
+            f"{where}: {MIN_INSYNC_REPLICAS}={wanted} is more than "
+            f"replication_factor={options.replication_factor}; nothing could be published."
         )
+        findings.errors.append(Problem(message, "Lower the one or raise the other."))
     elif int(wanted) == options.replication_factor > 1:
-        findings.warnings.append(
-            (
-                f"{where}: with {MIN_INSYNC_REPLICAS} = replication_factor = {wanted}, one broker "
-                "away stops every producer.",
-                f"Use replication_factor={int(wanted) + 1}.",
-            )
+        message = (
+            f"{where}: with {MIN_INSYNC_REPLICAS} = replication_factor = {wanted}, one broker "
+            "away stops every producer."
         )
+        hint = f"Use replication_factor={int(wanted) + 1}."
+        findings.warnings.append(Problem(message, hint))
 
 
-def findings() -> Mapping[str, Findings]:
-    """Return what is wrong with the topic options, by queue, for the system checks."""
+def findings() -> list[Findings]:
+    """Return what is wrong with the topic options of each queue, for the system checks."""
     conf = get_settings()
     names = sorted({"default", *conf.queues, *declared_queues()})
-    return {name: _read_of(conf.queue(name))[1] for name in names}
+    return [_read_of(conf.queue(name))[1] for name in names]
 
 
 def _read_of(queue: QueueConf) -> tuple[TopicOptions, Findings]:
@@ -202,13 +167,14 @@ def wanted(queues: Queues = None) -> list[WantedTopic]:
     :raises ImproperlyConfigured: when options are wrong.
     """
     found: dict[tuple[str, str], WantedTopic] = {}
-    names = registry.queue_names() if queues is None else map(_name, queues)
-    for name in sorted(set(names)):
+    given = registry.queue_names() if queues is None else queues
+    names = {queue if isinstance(queue, str) else queue.name for queue in given}
+    for name in sorted(names):
         queue = get_settings().queue(name)
         options, findings = _read_of(queue)
         if findings.errors:
-            raise ImproperlyConfigured(" ".join(findings.errors[0]).strip())
-        numbers, config = (options.partitions, options.replication_factor), dict(options.config)
+            raise ImproperlyConfigured(str(findings.errors[0]))
+        numbers, config = (options.partitions, options.replication_factor), options.config
         specs = [TopicSpec(queue.topic, *numbers, config)]
         if transport_class(queue.transport).capabilities.replay:
             # With as many partitions as the source, a dead letter keeps its partition. Compacted,
@@ -220,10 +186,6 @@ def wanted(queues: Queues = None) -> list[WantedTopic]:
             place = (queue.transport, spec.name)
             found[place] = found[place].merged(topic) if place in found else topic
     return list(found.values())
-
-
-def _name(queue: str | QueueConf) -> str:
-    return queue if isinstance(queue, str) else queue.name
 
 
 def _by_transport(queues: Queues) -> Iterator[tuple[str, list[WantedTopic]]]:

@@ -9,44 +9,28 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
-from kjo_django.exceptions import CoordinationError, KjoError
-from kjo_django.operations.maintenance import topics
+from kjo_django.exceptions import CoordinationError
+from kjo_django.operations.monitoring import health
 from kjo_django.probing import answer_within
-from kjo_django.runtime import Runtime, current_runtime, get_transport
+from kjo_django.runtime import Runtime, current_runtime
 
 PROBE_TIMEOUT = 5.0
+"""Seconds for each server."""
+IDS = {
+    health.TRANSPORTS: "kjo.W008",
+    health.COORDINATION: "kjo.W009",
+    health.TOPICS: "kjo.W010",
+}
 
 
 def deploy_checks() -> Iterator[checks.CheckMessage]:
     """Yield what is wrong with the transports, their topics, coordination and the database."""
-    runtime = current_runtime()
-    yield from _transports(runtime)
-    try:
-        runtime.coordination.probe(PROBE_TIMEOUT)
-    except (KjoError, ImproperlyConfigured) as error:
-        yield checks.Warning(f"Coordination: {error}", id="kjo.W009")
-    yield from _pooler(runtime)
-
-
-def _transports(runtime: Runtime) -> Iterator[checks.CheckMessage]:
-    for alias in runtime.settings.transports:
-        try:
-            get_transport(alias).probe(PROBE_TIMEOUT)
-        except (KjoError, ImproperlyConfigured) as error:
-            yield checks.Warning(f"Transport {alias!r}: {error}", id="kjo.W008")
-            return
-    try:
-        reports = topics.plan()
-    except KjoError as error:
-        yield checks.Warning(f"Topics cannot be asked for: {error}", id="kjo.W010")
-        return
-    for report in reports:
-        if not report.is_ok:
-            yield checks.Warning(
-                f"Topic {report.name!r} {', '.join(report.differences)}.",
-                hint="Run manage.py kjo_topics plan.",
-                id="kjo.W010",
-            )
+    found = health.health(PROBE_TIMEOUT * len(IDS), only={health.SETTINGS, *IDS})
+    for check in found:
+        if check.ok is False and check.name in IDS:
+            text = f"{check.name.capitalize()}: {check.detail}"
+            yield checks.Warning(text, hint=check.fix, id=IDS[check.name])
+    yield from _pooler(current_runtime())
 
 
 def _pooler(runtime: Runtime) -> Iterator[checks.CheckMessage]:

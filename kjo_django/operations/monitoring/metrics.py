@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -41,81 +41,39 @@ class Trend(enum.StrEnum):
     STEADY = "steady"
 
 
-@dataclass(slots=True)
-class Rate:
-    """What a queue did in the last minutes."""
-
-    settled: int = 0
-    lags: list[tuple[datetime, int]] = field(default_factory=list)
-    """As workers saw it last in each minute, the oldest first."""
-
-    @property
-    def per_minute(self) -> float:
-        """Records settled a minute: completed, to be retried, failed, dropped or skipped."""
-        return self.settled / MINUTES
-
-    @property
-    def lag_per_minute(self) -> float | None:
-        """What the lag grows by a minute, below zero where it shrinks; None where fewer than two
-        minutes are known."""
-        return change_per_minute(self.lags)
-
-    @property
-    def trend(self) -> Trend | None:
-        """The trend of that."""
-        return trend_of(self.lag_per_minute)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
-        return {
-            "per_minute": self.per_minute,
-            "lag_per_minute": self.lag_per_minute,
-            "lag_trend": self.trend,
-        }
-
-
-def change_per_minute(lags: Sequence[tuple[datetime, int]]) -> float | None:
-    """Return what lies between the first and the last, by the minutes between them."""
-    if not lags or lags[-1][0] - lags[0][0] < _MINUTE:
-        return None
-    (since, first), (until, last) = lags[0], lags[-1]
-    return (last - first) / ((until - since) / _MINUTE)
-
-
-def trend_of(change: float | None) -> Trend | None:
-    """Return the trend that a change a minute is."""
-    if change is None:
-        return None
-    if abs(change) < STEADY:
-        return Trend.STEADY
-    return Trend.GROWING if change > 0 else Trend.SHRINKING
-
-
 def add_rates(rows: Iterable[dict[str, Any]]) -> None:
-    """Add to each queue its rate."""
-    found = rates_by_queue()
-    for row in rows:
-        row |= found.get(row["queue"], Rate()).as_dict()
+    """Add to each queue, in one query: the records settled a minute (completed, to be retried,
+    failed, dropped or skipped), what its lag grows by a minute, and where the lag goes.
 
-
-def rates_by_queue() -> dict[str, Rate]:
-    """Return the rates of each queue that did something or was asked for its lag, in one query."""
+    The change is None where the lag of fewer than two minutes is known.
+    """
     whole = timezone.now().replace(second=0, microsecond=0)
-    rows = (
+    minutes = (
         MetricBucket.objects.using(jobs_database())
         .filter(minute__gte=whole - MINUTES * _MINUTE)
         .order_by("minute", "queue")
         .values_list("queue", "minute")
         .annotate(seen=Sum("lag"), done=Sum(_SETTLED))
     )
-    found: dict[str, Rate] = {}
-    for queue, minute, lag, settled in rows[:MOST]:
-        rate = found.setdefault(queue, Rate())
+    settled: Counter[str] = Counter()
+    lags: dict[str, list[tuple[datetime, int]]] = {}
+    for queue, minute, lag, done in minutes[:MOST]:
         if minute < whole:
-            rate.settled += settled or 0
+            settled[queue] += done or 0
         if lag is not None:
-            rate.lags.append((minute, lag))
-    return found
+            lags.setdefault(queue, []).append((minute, lag))
+    for row in rows:
+        change, trend = None, None
+        seen = lags.get(row["queue"], [])
+        if len(seen) > 1:
+            (since, first), (until, last) = seen[0], seen[-1]
+            change = (last - first) / ((until - since) / _MINUTE)
+            trend = Trend.GROWING if change > 0 else Trend.SHRINKING
+            if abs(change) < STEADY:
+                trend = Trend.STEADY
+        row["per_minute"] = settled[row["queue"]] / MINUTES
+        row["lag_per_minute"] = change
+        row["lag_trend"] = trend
 
 
 RATE_MINUTES = 2
@@ -243,7 +201,11 @@ def series(length: timedelta, *, queue: str | None = None, handler: str | None =
         Point(time=begin, minutes=min(width, max(_MINUTE, now - begin)) / _MINUTE)
         for begin in begins
     ]
-    for row in _rows(_of(rows, queue, handler), start):
+    if queue is not None:
+        rows = rows.filter(queue=queue)
+    if handler is not None:
+        rows = rows.filter(handler=handler)
+    for row in _rows(rows, start):
         index = (row.minute - start) // width
         if 0 <= index < count:
             point = points[index]
@@ -268,8 +230,13 @@ def totals(length: timedelta) -> Totals:
     if not is_by_minute:
         minutes = MetricBucket.objects.using(jobs_database()).filter(present)
         sums |= minutes.aggregate(present=Sum("completed_count"))
+    seen = MetricBucket.objects.using(jobs_database()).filter(
+        lag__isnull=False, minute__gte=now - LAG_AGE
+    )
+    lags = seen.order_by("minute").values_list("queue", "worker_id", "lag")[:MOST]
+    latest = {(queue, worker): lag or 0 for queue, worker, lag in lags}
     rate = (sums["present"] or 0) / RATE_MINUTES
-    found = Totals(per_minute=rate, lag=_present_lag(now))
+    found = Totals(per_minute=rate, lag=sum(latest.values()))
     for name in COUNTERS:
         setattr(found, name, sums[name] or 0)
     return found
@@ -333,14 +300,6 @@ def _table(length: timedelta) -> tuple[QuerySet[Any], timedelta]:
     return rows, timedelta(minutes=minutes)
 
 
-def _of(rows: QuerySet[Any], queue: str | None, handler: str | None) -> QuerySet[Any]:
-    if queue is not None:
-        rows = rows.filter(queue=queue)
-    if handler is not None:
-        rows = rows.filter(handler=handler)
-    return rows
-
-
 def _rows(rows: QuerySet[Any], start: datetime) -> Iterable[_Row]:
     found = rows.filter(minute__gte=start).values_list(*_COLUMNS)
     return map(_Row._make, streamed(found, chunk_size=5000))
@@ -361,15 +320,6 @@ def _summaries(length: timedelta, by: str) -> dict[str, Summary]:
         if 0 <= index < count:
             summary.sparkline[index] += row.completed
     return found
-
-
-def _present_lag(now: datetime) -> int:
-    rows = MetricBucket.objects.using(jobs_database()).filter(
-        Q(lag__isnull=False), minute__gte=now - LAG_AGE
-    )
-    seen = rows.order_by("minute").values_list("queue", "worker_id", "lag")[:10_000]
-    latest = {(queue, worker): lag or 0 for queue, worker, lag in seen}
-    return sum(latest.values())
 
 
 def _floor(moment: datetime, width: timedelta) -> datetime:
