@@ -1,1 +1,1 @@
-"""The interfaces of the systems this one unites, each on the same engine."""
+"""Five interfaces on one engine: items, streams, events, KDLQ and queues."""

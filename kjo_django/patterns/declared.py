@@ -11,8 +11,8 @@ from django.apps import apps
 def declared_producers(base: Any) -> list[Any]:
     """Return the classes derived from ``base`` in the modules of installed apps, sorted by path.
 
-    Abstract ones are left out. Modules named ``producers`` are imported by themselves, others are
-    found once somebody has imported them.
+    Abstract classes are left out. Modules named ``producers`` are imported here; classes elsewhere
+    are found once their module has been imported.
     """
     found: dict[str, type] = {}
     ahead = base.__subclasses__()

@@ -65,7 +65,7 @@ class AbstractStreamProducer(abc.ABC, Generic[T]):
     """Sends tasks to one stream."""
 
     task_display_name: ClassVar[str]
-    """What people call the task; it appears in logs and errors."""
+    """The task's name in logs and errors."""
     stream_key: ClassVar[str]
     """The topic; by convention ``{domain}:{action}:stream``."""
 
@@ -76,11 +76,11 @@ class AbstractStreamProducer(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def build_message(self, payload: T) -> Mapping[str, Any]:
-        """Return the entry's fields. Pass ids, not contents: what is sent is kept and seen."""
+        """Return the entry's fields. Pass ids, not contents: fields are stored and shown."""
 
     @abc.abstractmethod
     def payload_identifier(self, payload: T) -> str:
-        """Return what the task is about; its tasks keep their order."""
+        """Return the id of the task's subject. Tasks of one subject keep their order."""
 
     @abc.abstractmethod
     def on_send_failed(self, payload: T, error: str) -> None:
@@ -159,11 +159,11 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def parse_payload(self, fields: dict[str, Any]) -> T | None:
-        """Make the payload of an entry's fields; None, or raising, makes it a dead letter."""
+        """Return the payload for an entry's fields. None, or an exception, makes it a dead letter."""
 
     @abc.abstractmethod
     def payload_identifier(self, payload: T) -> str:
-        """Return what the task is about, for logs."""
+        """Return the id of the task's subject, for logs."""
 
     @abc.abstractmethod
     def mark_processing(self, payload: T) -> None:
@@ -171,7 +171,7 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def process_business(self, payload: T) -> None:
-        """Do the work. Raise ``PermanentError`` when trying again cannot help."""
+        """Process the task. Raise ``PermanentError`` when another attempt cannot help."""
 
     @abc.abstractmethod
     def mark_completed(self, payload: T) -> None:
@@ -183,7 +183,7 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
         transaction of its dead letter."""
 
     def should_skip(self, payload: T) -> bool:
-        """Return whether there is nothing to do: completed, or what it is about is gone."""
+        """Return whether there is nothing to do: the task is completed, or its subject is gone."""
         return False
 
     def retry_message(self, payload: T, retry_count: int) -> None:
@@ -191,7 +191,7 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
 
 class _StreamHandler(registry.Handler):
-    """Calls the methods of one consumer, in the order its users know."""
+    """Calls the methods of one consumer in their documented order."""
 
     observes = True
 
@@ -250,7 +250,9 @@ class _StreamHandler(registry.Handler):
 
 
 class StreamRoute(registry.Route):
-    """Entries of a stream: fields as a JSON object, named by our row or by their place."""
+    """Reads entries of a stream: fields as a JSON object, identified by our row or by their
+    position.
+    """
 
     def __init__(self, handler: _StreamHandler) -> None:
         self.handler = handler
@@ -258,7 +260,7 @@ class StreamRoute(registry.Route):
     def read(
         self, record: Record, *, max_bytes: int
     ) -> tuple[Message, registry.Handler | None] | None:
-        """Read an entry; a retry of one carries our envelope around the same fields."""
+        """Read an entry. A retry has our envelope around the same fields."""
         if names.JOB_ID in record.headers:
             return super().read(record, max_bytes=max_bytes)
         if not record.value:

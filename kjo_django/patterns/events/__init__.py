@@ -1,1 +1,1 @@
-"""Events between services: one service publishes what happened, others act on it, each once."""
+"""Events between services: one service publishes an event, other services handle it once."""

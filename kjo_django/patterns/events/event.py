@@ -1,4 +1,6 @@
-"""``BaseEvent``: what services tell each other. camelCase on the wire, both on input."""
+"""``BaseEvent``: an event between services. Its JSON has camelCase names; input may have either
+spelling.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,10 @@ def _text(where: str, value: Any, limit: int) -> str:
 
 
 def normalised_version(value: Any) -> str:
-    """Return a version as it is compared: ``1``, ``"1"``, ``"v1"`` and ``"1.0"`` are one.
+    """Return a version in the form in which versions are compared: ``1``, ``"1"``, ``"v1"`` and
+    ``"1.0"`` are equal.
 
-    :raises PayloadError: it is none.
+    :raises PayloadError: it is not a version.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
@@ -64,16 +67,16 @@ def normalised_version(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EventMetadata:
-    """What an event belongs to."""
+    """The user, correlation, cause and order key of an event."""
 
     correlation_id: str | None = None
-    """Ties requests, answers and traces together."""
+    """Identifies the request that this event and its follow-ups belong to."""
     causation_id: str | None = None
     """The event that caused this one."""
     user_id: str | None = None
-    """Whose events keep their order: the key."""
+    """The user whose events keep their order; the record's key."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What others put beside these; kept as it was."""
+    """Further fields of the received metadata, unchanged."""
 
     def __post_init__(self) -> None:
         for name in _CAMEL:
@@ -83,7 +86,7 @@ class EventMetadata:
 
     @classmethod
     def read(cls, given: Any) -> EventMetadata:
-        """Make it of a mapping in camelCase or snake_case."""
+        """Return the metadata in a mapping in camelCase or snake_case."""
         if isinstance(given, EventMetadata):
             return given
         if not isinstance(given, Mapping):
@@ -94,7 +97,7 @@ class EventMetadata:
         return cls(**known, extra=extra)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return it as it travels; what is not known is left out."""
+        """Return the mapping that is sent; unset fields are left out."""
         known = {camel: getattr(self, name) for name, camel in _CAMEL.items()}
         return {**self.extra, **{name: value for name, value in known.items() if value is not None}}
 
@@ -119,22 +122,22 @@ def _now() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseEvent:
-    """Something that happened. Validated when it is made, so none that is invalid is ever sent.
+    """An event. It is validated when it is constructed, so an invalid one cannot be published.
 
-    :raises PayloadError: a field is of a wrong type, missing or too long.
+    :raises PayloadError: a field is missing, too long or of a wrong type.
     """
 
     type: str
-    """What happened, such as ``USER_PROFILE_UPDATED``."""
+    """The type, such as ``USER_PROFILE_UPDATED``."""
     data: Mapping[str, Any] = field(default_factory=dict)
     id: str = field(default_factory=_new_id)
-    """Identity of the event: consumers act on it once."""
+    """The event's id. Consumers handle each id once."""
     source: str = field(default_factory=_own_name)
-    """The service it comes from; ``SERVICE_NAME`` if not given."""
+    """The publishing service; ``SERVICE_NAME`` if not given."""
     timestamp: int = field(default_factory=_now)
-    """When it happened, in milliseconds of Unix time."""
+    """The event's time in milliseconds of Unix time."""
     version: str = "1"
-    """Of the contract of ``data``."""
+    """The version of the contract of ``data``."""
     metadata: EventMetadata | None = None
 
     def __post_init__(self) -> None:
@@ -155,7 +158,7 @@ class BaseEvent:
 
     @property
     def user_id(self) -> str | None:
-        """Whom it concerns: of the metadata, else of the data."""
+        """The user's id: from the metadata, else from the data."""
         if self.metadata is not None and self.metadata.user_id:
             return self.metadata.user_id
         value = self.data.get("userId", self.data.get("user_id"))
@@ -165,11 +168,11 @@ class BaseEvent:
 
     @property
     def key(self) -> str:
-        """What its order is kept by: the user, else the event itself."""
+        """The record's key: the user's id, else the event's."""
         return storable_text(self.user_id or self.id, MAX_ID_LENGTH)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return it as others read it."""
+        """Return the event as a mapping with camelCase names."""
         wire: dict[str, Any] = {
             "id": self.id,
             "type": self.type,
@@ -188,9 +191,9 @@ class BaseEvent:
 
     @classmethod
     def from_wire(cls, given: Any) -> BaseEvent:
-        """Make one of a mapping, camelCase or snake_case; what it has besides is left out.
+        """Return the event in a mapping in camelCase or snake_case; unknown fields are left out.
 
-        :raises PayloadError: it is no event.
+        :raises PayloadError: it is not a valid event.
         """
         if not isinstance(given, Mapping):
             raise PayloadError(f"An event must be an object, not {type(given).__name__}")
@@ -208,7 +211,7 @@ _REQUIRED = ("id", "type", "source", "timestamp", "data")
 def read_event(value: bytes) -> Any:
     """Decode a record's value.
 
-    :raises MessageError: it is no JSON object.
+    :raises MessageError: it is not a JSON object.
     """
     found = JSON.loads(value)
     if not isinstance(found, dict):
@@ -217,9 +220,9 @@ def read_event(value: bytes) -> Any:
 
 
 def validated(given: Any) -> BaseEvent:
-    """Make an event of what another service sent.
+    """Return the event in a mapping that another service sent.
 
-    :raises MessageError: it is none, so no retry can help.
+    :raises MessageError: it is not a valid event, so no retry can help.
     """
     try:
         return BaseEvent.from_wire(given)
@@ -236,12 +239,12 @@ EVENT_SOURCE, EVENT_VERSION = "event-source", "event-version"
 
 @dataclass(frozen=True, slots=True)
 class PublishedEvent:
-    """What became of a publication."""
+    """The result of a publication."""
 
     event: BaseEvent
-    """As it was sent: with the correlation and the cause it inherited."""
+    """The event as it was sent, with its inherited correlation and cause."""
     job_id: UUID | None = None
-    """The row that carries it to the relay; None when it was published directly."""
+    """The outbox row that the relay publishes; None when the event was published directly."""
     partition: int | None = None
     offset: int | None = None
 
@@ -255,15 +258,15 @@ def publish_event(
 ) -> PublishedEvent:
     """Publish an event to a topic, keyed by its user so that a user's events keep their order.
 
-    It is stored in the caller's transaction and published once that commits: rolled back with it,
-    never told before it is true, never lost after. Within a handler it inherits the trace, the
-    correlation and, as its cause, the event being handled.
+    The event is stored in the caller's transaction and published after the commit: a rollback
+    removes it, and after the commit it is not lost. Within a handler it inherits the trace and the
+    correlation, and its cause is the event being handled.
 
     :param event: a ``BaseEvent``, or a mapping in camelCase or snake_case.
-    :param direct: publish now and wait until the transport has it, outside any transaction. The
-        event is told even if the caller's transaction rolls back.
+    :param direct: publish now, outside any transaction, and wait for the transport's
+        acknowledgement. The event is then published even if the caller's transaction rolls back.
     :param headers: further headers of the record.
-    :raises PayloadError: it is no valid event, or too large. Nothing is written.
+    :raises PayloadError: it is not a valid event, or too large. Nothing is written.
     :raises PublishError: with ``direct``, the transport did not accept it.
     """
     told = _with_context(event if isinstance(event, BaseEvent) else _made(event))
@@ -290,7 +293,7 @@ async def apublish_event(topic: str, event: BaseEvent | Mapping[str, Any], **opt
 
 
 def _made(given: Mapping[str, Any]) -> BaseEvent:
-    """Make an event of a mapping; what a publisher need not say has its default."""
+    """Return the event in a mapping. Fields that a publisher may omit get their defaults."""
     fresh = BaseEvent(type="any")
     defaults = ("id", "source", "timestamp", "data")
     filled = {name: getattr(fresh, name) for name in defaults if given.get(name) is None}

@@ -1,10 +1,9 @@
-"""``event_handler``: act on events of other services, each once.
+"""``event_handler``: handle events of other services, each once.
 
-The records of an event topic are events, not jobs: they are read by an `EventRoute`. Types nobody
-here handles are passed over, since they are meant for others; what has one of ours but is no valid
-event becomes a dead letter. Other groups read the same topic, so a failed event is not published
-there again: its retries, and its replays, go through a topic of this group's own,
-``<topic>-retry-<group>``.
+The records of an event topic are events, not jobs: an `EventRoute` reads them. It passes over types
+without a handler here, since they are for other services. An invalid event of a handled type
+becomes a dead letter. Other groups read the same topic, so a failed event is not published there
+again: its retries and its replays go through a topic of this group, ``<topic>-retry-<group>``.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class EventHandler(Handler):
-    """A function that takes an event, and the versions it understands."""
+    """An event's handler function, and the versions it understands."""
 
     def __init__(
         self,
@@ -72,15 +71,15 @@ class EventHandler(Handler):
         self.versions = frozenset(versions)
 
     def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the event alone."""
+        """Call the function with the event only."""
         return (validated(value),), {}
 
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
-        """Anything that is an event will do."""
+        """Accept any event."""
         return None
 
     def _carrying(self, function: Callable[..., Any], *, takes_context: bool) -> Callable[..., Any]:
-        """Let what the function publishes inherit from the event it is given."""
+        """Let the function's publications inherit from the event."""
 
         def given(context: JobContext, event: BaseEvent) -> tuple[Any, ...]:
             return (context, event) if takes_context else (event,)
@@ -108,10 +107,10 @@ class EventHandler(Handler):
         return run
 
     def _mark_bare(self, event: BaseEvent) -> None:
-        """Of an event an operator replayed, mark the event itself too.
+        """Insert the marker of a replayed event's original message, too.
 
-        A replay runs as a new generation, whose marker names it; without this a late copy from the
-        topic would run the handler once more after the replay.
+        A replay runs as a new generation with a marker of its own. Without this second marker a
+        late copy from the topic would run the handler again after the replay.
         """
         service = self.service or get_settings().service_name
         key = EventKey(event.id, service, event.type)
@@ -141,9 +140,9 @@ class EventRoute(Route):
         self._lock = threading.Lock()
 
     def read(self, record: Record, *, max_bytes: int) -> tuple[Message, Handler | None] | None:
-        """Read an event; None for a type that is not handled here.
+        """Read an event; return None for a type that is not handled here.
 
-        :raises MessageError: it has a type that is handled here, or none at all, and is no event.
+        :raises MessageError: the event is invalid and its type is handled here, or it has no type.
         """
         value = record.value
         if value is None:
@@ -197,13 +196,15 @@ def _message_of(event: BaseEvent, record: Record) -> Message:
 
 
 def _generation_id(id: str, generation: int) -> str:
-    """Name a generation of an event so that it fits, and is none of the others."""
+    """Return an id for a generation of an event, which is short enough and differs from those of
+    other generations.
+    """
     name = message_id(id, generation)
     return name if len(name) <= MAX_ID_LENGTH else message_id(_digest(id), generation)
 
 
 def row_name(event: BaseEvent) -> str:
-    """Return what the row of an event's retries is known by, within its queue."""
+    """Return the unique id, within its queue, of the row of an event's retries."""
     name = f"{event.type} {event.id}"
     if len(name) <= MAX_ROW_NAME:
         return name
@@ -219,7 +220,7 @@ def _digest(id: str) -> str:
 
 _routes: dict[tuple[str, str], EventRoute] = {}
 _UNFIT = re.compile(r"[^a-zA-Z0-9._-]")
-"""What the name of a Kafka topic does not hold."""
+"""Characters that the name of a Kafka topic cannot contain."""
 MAX_TOPIC = 249
 
 

@@ -1,11 +1,10 @@
-"""``EventIdempotencyService``: run something once for an event, wherever the event comes from.
+"""``EventIdempotencyService``: run a function once for an event, whatever its source.
 
-The marker is inserted first and commits together with what the processor writes: a crash
-in between leaves neither, and of several who process one event at once, one does and the others
-wait for its end, then see a duplicate. What the processor does outside the database may happen
-again; give other systems the event's id as their idempotency key.
-
-``check_idempotency`` proves it on the real database and broker.
+The marker is inserted first and commits together with the function's writes, so a crash leaves
+neither. When several processes handle one event at once, one of them runs the function; the others
+wait for its end and see a duplicate. Effects outside the database may happen again: pass the
+event's id to other systems as their idempotency key. ``check_idempotency`` proves this on the real
+database and broker.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ProcessOutcome(Generic[T]):
-    """What ``process_event_safely`` did."""
+    """The outcome of ``process_event_safely``."""
 
     processed: bool
-    """False: the event had been processed before, nothing was done."""
+    """False: the event had been processed before, and nothing was done."""
     result: T | None = None
 
 
 class EventIdempotencyService:
-    """Which events have taken effect for a service.
+    """Knows the events that have taken effect for a service.
 
-    :param service_name: whose; ``SERVICE_NAME`` if not given. The same event counts for each
-        service apart, and so does each type of one id.
+    :param service_name: ``SERVICE_NAME`` if not given. The same event counts separately for each
+        service and for each type.
     """
 
     def __init__(self, service_name: str | None = None) -> None:
@@ -62,8 +61,11 @@ class EventIdempotencyService:
             raise ValueError(f"service_name must have at most {MAX_NAME_LENGTH} characters")
 
     def is_event_processed(self, event_id: str, event_type: str) -> bool:
-        """Return whether the event has taken effect. To act on the answer, let
-        ``process_event_safely`` ask: between this answer and the act others may act too."""
+        """Return whether the event has taken effect.
+
+        Do not decide by this answer whether to act, since another process may act in between: call
+        ``process_event_safely``.
+        """
         key = self._key(event_id, event_type)
         rows = ProcessedEvent.objects.using(jobs_database())
         return rows.filter(**key._asdict()).exists()
@@ -91,7 +93,9 @@ class EventIdempotencyService:
         event_data: Mapping[str, Any] | None = None,
     ) -> ProcessOutcome[T]:
         """Call ``processor`` unless the event has taken effect; marker and effects are one
-        transaction. What it raises is raised, with everything undone, the marker too.
+        transaction.
+
+        An exception of the processor is raised, and its writes and the marker are undone.
 
         :param processor: a function, or a coroutine function, without arguments.
         """
@@ -145,7 +149,7 @@ TYPE = "KJO_IDEMPOTENCY_CHECK"
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One line of the answer."""
+    """The result of one check."""
 
     name: str
     error: str = ""
@@ -157,7 +161,7 @@ class CheckResult:
 
 
 class CheckFailed(Exception):
-    """What was observed is not what is promised."""
+    """A check failed."""
 
 
 def check_idempotency(
@@ -193,7 +197,7 @@ class _Check:
 
     @property
     def all(self) -> list[tuple[str, Callable[[], None]]]:
-        """Keep these names: programs read them."""
+        """The result as a mapping. Programs read these names."""
         return [
             ("First event processing", self._first),
             ("Duplicate event skipping", self._duplicate),
@@ -248,7 +252,9 @@ class _Check:
             raise CheckFailed("event_data was not stored")
 
     def _broker(self) -> None:
-        """Publish one event twice, keyed by its user; act once; a second consumer finds nothing."""
+        """Publish one event twice, process it once, and check that a second consumer finds nothing
+        to do.
+        """
         transport = get_transport(self._transport)
         transport.ensure_topics([TopicSpec(TOPIC, 1)])
         event = BaseEvent(type=TYPE, data={"userId": self._event.user_id})
@@ -270,8 +276,9 @@ class _Check:
     def _consume(
         self, group: str, event: BaseEvent, count: int, patience: float | None = None
     ) -> Iterator[Record]:
-        """Yield the event's records; each is acknowledged once it was dealt with, and what another
-        run left behind as well."""
+        """Yield the event's records and acknowledge each afterwards, with those that another run
+        left.
+        """
         deadline = time.monotonic() + (patience or self._timeout)
         subscription = get_transport(self._transport).subscribe([TOPIC], group)
         found = 0

@@ -68,7 +68,7 @@ def _optional_whole(value: Any) -> int | None:
 
 @dataclass(frozen=True)
 class ConsumerOptions:
-    """What a template consumer may be told; attributes of its class have these names."""
+    """The options of a template consumer. Class attributes have these names."""
 
     topic: str = option(text, "", "Topic it reads.")
     consumer_group: str = option(text, "", "Its consumer group.")
@@ -106,7 +106,8 @@ class AbstractConsumer(abc.ABC):
     """
 
     STATES: ClassVar[Any] = ItemState
-    """The states of its items; processing is virtual: a lease, nothing stored."""
+    """The states of its items. Processing is not among them: it is a lease, and nothing is stored.
+    """
     config: ClassVar[Mapping[str, Any]] = {}
     topic: str
     consumer_group: str
@@ -140,15 +141,15 @@ class AbstractConsumer(abc.ABC):
 
     @abc.abstractmethod
     def get_message_id(self, message: dict[str, Any]) -> Any:
-        """Return the id of the item; called by the thread that polls, so without I/O."""
+        """Return the id of the item. The polling thread calls this, so do no I/O."""
 
     @abc.abstractmethod
     def get_message_key(self, message: dict[str, Any]) -> Any:
-        """Return what people know the item by; it appears in logs."""
+        """Return the item's name for logs."""
 
     @abc.abstractmethod
     def process(self, message: dict[str, Any]) -> Any:
-        """Do the work. What it returns, unless None, is given to ``handle_processing_result``."""
+        """Process the item. A result other than None is passed to ``handle_processing_result``."""
 
     @abc.abstractmethod
     def mark_item_as_completed(self, item_id: str) -> Any:
@@ -156,26 +157,30 @@ class AbstractConsumer(abc.ABC):
 
     @abc.abstractmethod
     def mark_item_as_failed(self, item_id: str) -> Any:
-        """Set the item's state to FAILED: no attempt is left."""
+        """Set the item's state to FAILED. It is called when no attempt is left."""
 
     @abc.abstractmethod
     def is_item_completed(self, item_id: str) -> Any:
-        """Return whether the item's state is COMPLETED. Asked under the lease: it alone decides
-        whether a message is a duplicate."""
+        """Return whether the item's state is COMPLETED.
+
+        It is called under the item's lease and alone decides whether a message is a duplicate.
+        """
 
     # --- Hooks ------------------------------------------------------------------------------------
 
     def handle_processing_result(self, item_id: str, result: Any) -> Any:
-        """Store what ``process`` returned; in the transaction that completes the item, so what this
-        raises rolls the state back and the item is tried again."""
+        """Store the result of ``process``, in the transaction that completes the item.
+
+        An exception rolls the state back, and the item is tried again.
+        """
         return None
 
     def on_success(self, item_id: str) -> Any:
-        """Called once the item is completed and committed; what it raises is logged."""
+        """Called after the commit of a completed item. Exceptions are logged."""
         return None
 
     def on_failed(self, item_id: str, error: BaseException | None) -> Any:
-        """Called once the item has failed for good; what it raises is logged."""
+        """Called after the commit of an item that has failed for good. Exceptions are logged."""
         return None
 
     def get_database(self) -> str:
@@ -221,8 +226,11 @@ class AbstractConsumer(abc.ABC):
                 self._ended.set()
 
     def disconnect(self, timeout: float | None = None) -> bool:
-        """Let what runs end, hand the rest back, leave the group; False if ``timeout`` seconds were
-        not enough. Call it from another thread than the one that works."""
+        """Let running items end, return the others and leave the group.
+
+        Call it from another thread than the one that works. Returns False if ``timeout`` seconds
+        were not enough.
+        """
         with self._changing:
             if not self._is_consuming:
                 self._worker = None  # nothing has begun that would have to end
@@ -231,7 +239,8 @@ class AbstractConsumer(abc.ABC):
         return self._ended.wait(timeout)
 
     def set_max_concurrency(self, count: int) -> None:
-        """Change how many messages are processed at once; what waits for a slot starts at once.
+        """Change how many messages are processed at once. Waiting messages start at once if there
+        is room.
 
         :raises ValueError: not a whole number above 0.
         """
@@ -243,7 +252,7 @@ class AbstractConsumer(abc.ABC):
             self._worker.set_concurrency(handler.options.queue, count)
 
     def get_status(self) -> dict[str, Any]:
-        """Return what the status report shows, and whether it is connected."""
+        """Return the figures of the status report, and whether the consumer is connected."""
         if self._worker is None:
             return {"is_connected": False}
         status: dict[str, Any] = status_of(self._worker)
@@ -281,16 +290,16 @@ def _is_abstract(cls: type[Any]) -> bool:
 
 
 def _given(cls: type[AbstractConsumer]) -> dict[str, Any]:
-    """Return what the class says, ``config`` before attributes."""
+    """Return the options given by the class; ``config`` takes precedence over attributes."""
     where = cls.__name__
     declared = class_attributes(cls, ConsumerOptions)
     return {**declared, **flatten(cls.config, where)}
 
 
 def options_of(cls: type[AbstractConsumer]) -> ConsumerOptions | None:
-    """Return the options of a class, or None where it says nothing of what is required: a base.
+    """Return the options of a class; None for a base class, which has none of the required options.
 
-    :raises ImproperlyConfigured: something is wrong, unknown, or missing beside the rest.
+    :raises ImproperlyConfigured: an option is wrong or unknown, or a required one is missing.
     """
     given = _given(cls)
     missing = [name for name in REQUIRED if given.get(name) is None]
@@ -322,7 +331,7 @@ def _concurrency_of_environment() -> int:
 
 
 def _register(cls: type[AbstractConsumer], options: ConsumerOptions) -> ItemHandler:
-    """Make the class known as a queue, the handler of its items and the way to read them."""
+    """Register the class's queue, the handler of its items and its route."""
     queue = options.queue or options.topic
     present = registry.route_of(queue)
     handler = ItemHandler(
@@ -368,7 +377,7 @@ SKIPPED_COMPLETED = "completed"
 
 
 class ItemHandler(Handler):
-    """One per consumer class; its consumer is made with the first message."""
+    """Calls the methods of one consumer class, whose instance is made with the first message."""
 
     judges_itself = True
     observes = True
@@ -389,14 +398,14 @@ class ItemHandler(Handler):
 
     @property
     def consumer(self) -> AbstractConsumer:
-        """The consumer whose methods are called, from every lane's thread."""
+        """The consumer. Every lane's thread calls its methods."""
         with self._lock:
             if self._consumer is None:
                 self._consumer = self._make()
             return self._consumer
 
     def use(self, consumer: AbstractConsumer) -> None:
-        """Call the methods of this one."""
+        """Use this consumer."""
         with self._lock:
             self._consumer = consumer
 
@@ -408,7 +417,7 @@ class ItemHandler(Handler):
         return str(found)
 
     def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hand the message over as it is."""
+        """Return the message unchanged."""
         if not isinstance(value, dict):
             raise MessageError(
                 "invalid", f"The message must be an object, not {type(value).__name__}"
@@ -422,7 +431,7 @@ class ItemHandler(Handler):
     # --- One run ----------------------------------------------------------------------------------
 
     def run(self, context: JobContext, message: dict[str, Any]) -> None:
-        """Process the item unless it is completed; called under its lease."""
+        """Process the item unless it is completed. Its lease is held."""
         consumer, item_id = self.consumer, self.item_id_of(message)
         self._completed_before.discard(context.idempotency_key)
         key = _call(consumer.get_message_key, message)
@@ -449,8 +458,9 @@ class ItemHandler(Handler):
             _call(self.consumer.handle_processing_result, item_id, result)
 
     def _transaction(self, *, is_open: bool) -> AbstractContextManager[Any]:
-        """Return the transaction the item is completed in: the pipeline's, where it is open and on
-        the item's database, else one of its own."""
+        """Return the transaction that completes the item: the engine's, if it is open and on the
+        item's database, else a new one.
+        """
         alias = self.consumer.get_database()
         if is_open and alias == jobs_database():
             return nullcontext()
@@ -474,7 +484,7 @@ class ItemHandler(Handler):
             logger.exception("Item %s could not be marked as failed", message.lease_id, extra=facts)
 
     def on_settled(self, attempt: Attempt) -> None:
-        """Call the hooks; everything is committed."""
+        """Call the hooks, after the commit."""
         message = attempt.delivery.message
         if message is None:
             return
@@ -502,8 +512,11 @@ async def _await(awaitable: Any) -> Any:
 
 
 def _free_identity(job_id: Any) -> None:
-    """Let the job of an item's retries go: the same content, sent again once the item was set back
-    or has failed, is a new piece of work and not a copy of this one."""
+    """Release the unique id of the job of an item's retries.
+
+    The same content that is sent again after the item was set back or has failed is new work, not a
+    copy of that job.
+    """
     Job.objects.using(jobs_database()).filter(pk=job_id).update(unique_id=None)
 
 
@@ -511,15 +524,15 @@ def _free_identity(job_id: Any) -> None:
 
 
 class ItemRoute(Route):
-    """Records about items. A retry of one carries our envelope around the same value."""
+    """Reads records about items. A retry has our envelope around the same value."""
 
     def __init__(self, handler: ItemHandler) -> None:
         self.handler = handler
 
     def read(self, record: Record, *, max_bytes: int) -> tuple[Message, Handler | None]:
-        """Read a record; its lease is the item's, whichever message speaks of it.
+        """Read a record. Its lease is that of its item, whichever message names the item.
 
-        :raises MessageError: it is no JSON object with an id, or is too large.
+        :raises MessageError: it is not a JSON object with an id, or is too large.
         """
         item_id = self._item_id(_object_of(record.value, max_bytes))
         if names.JOB_ID in record.headers:
@@ -554,7 +567,7 @@ class ItemRoute(Route):
 
 
 def marker_of(item_id: str, content: str) -> str:
-    """Return the identity of an item's content: what two deliveries of it have in common."""
+    """Return a digest of an item's content. Two deliveries of one content have the same digest."""
     marker = f"{item_id}#{content}"
     # The content's hash may be whatever others wrote into a header.
     fits = len(marker) <= MAX_ID_LENGTH and "\x00" not in marker

@@ -1,4 +1,4 @@
-"""What content is told apart by, and the partition of an item. Pure."""
+"""Hashes of content, and the partition of an item. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ ALGORITHMS = ("sha256", "md5")
 
 
 def content_hash(fields: Any, algorithm: str = "sha256") -> str:
-    """Return the hex digest of the fields' canonical JSON: names and separators are part of it, so
-    ``("1", "23")`` and ``("12", "3")`` differ, and the order of keys does not matter.
+    """Return the hex digest of the fields' canonical JSON.
 
-    :param algorithm: ``md5`` only to agree with producers that have always used it; it tells
-        content apart, it proves nothing.
+    Names and separators are part of it, so ``("1", "23")`` and ``("12", "3")`` differ. The order of
+    keys does not matter.
+
+    :param algorithm: use ``md5`` only for compatibility with producers that use it; it is not
+        secure.
     :raises PayloadError: the fields cannot be written as JSON.
     """
     data = canonical_json(fields)

@@ -20,11 +20,11 @@ _PLAIN = (str, int, float, bool, list, dict, date, datetime, time, timedelta, De
 
 
 class ModelProducer(AbstractProducer):
-    """Declares a model, the fields that matter and where to send; everything else is done.
+    """A producer of a model's rows: declare the model, its fields and where to send.
 
-    ``model`` or ``queryset``; ``fields``: what is sent, all concrete fields if not given;
-    ``hash_fields``: those whose change sends an item again, all that is sent if not given;
-    ``key_field``: what logs name an item by.
+    ``model`` or ``queryset``; ``fields``: the fields that are sent, all concrete fields if not
+    given; ``hash_fields``: the fields whose change sends an item again, all that are sent if not
+    given; ``key_field``: the field that names an item in logs.
     """
 
     model: ClassVar[type[models.Model] | None] = None
@@ -106,15 +106,15 @@ def _value_of(field: models.Field[Any, Any], item: Any) -> Any:
 
 
 class ModelConsumer(AbstractConsumer, register=False):
-    """Declares a model and its state field, writes ``process``; everything else is done.
+    """A consumer of a model's rows: declare the model and its state field, and write ``process``.
 
-    ``completed_at_field`` and ``failed_at_field``, where given, get the time of that.
+    ``completed_at_field`` and ``failed_at_field``, if given, get the time of that state.
     """
 
     model: ClassVar[type[models.Model]]
     state_field: ClassVar[str] = "state"
     key_field: ClassVar[str | None] = None
-    """Entry of the message's ``data`` that logs name an item by; its id if not given."""
+    """The entry of the message's ``data`` that names an item in logs; its id if not given."""
     completed_at_field: ClassVar[str | None] = None
     failed_at_field: ClassVar[str | None] = None
 
@@ -128,7 +128,7 @@ class ModelConsumer(AbstractConsumer, register=False):
         return self.model._default_manager.using(self.get_database())
 
     def get_database(self) -> str:
-        """Return where the router has the model written."""
+        """Return the database that the router chooses for writes of the model."""
         return router.db_for_write(self.model)
 
     def get_message_id(self, message: dict[str, Any]) -> Any:
@@ -142,10 +142,10 @@ class ModelConsumer(AbstractConsumer, register=False):
         return found or message["id"]
 
     def is_item_completed(self, item_id: str) -> bool:
-        """Return whether the row is completed, or gone: then nothing is left to do.
+        """Return whether the row is completed or deleted.
 
-        Inside a transaction the row stays locked until its end: of two that got here without
-        coordination, the second waits and then sees what the first has done.
+        Inside a transaction the row stays locked until its end: of two consumers without
+        coordination, the second waits and then sees the first one's state.
         """
         rows = self.get_queryset().filter(pk=item_id)
         connection = connections[self.get_database()]
@@ -159,7 +159,7 @@ class ModelConsumer(AbstractConsumer, register=False):
         self._set(self.get_queryset().filter(pk=item_id), "COMPLETED", self.completed_at_field)
 
     def mark_item_as_failed(self, item_id: str) -> None:
-        """Set the state, and the time, unless the item was completed after all."""
+        """Set the state and the time, unless the item is completed."""
         rows = self.get_queryset().filter(pk=item_id)
         done = {self.state_field: self._state("COMPLETED")}
         self._set(rows.exclude(**done), "FAILED", self.failed_at_field)
@@ -182,8 +182,11 @@ LARGEST_PAGE = 5000
 
 
 def pages(queryset: models.QuerySet[Any], size: int) -> Iterator[list[Any]]:
-    """Yield the rows in the order of their primary key, each page after the last row of the one
-    before: rows may change or vanish meanwhile without any being passed over."""
+    """Yield the rows in pages, in the order of their primary key.
+
+    Each page starts after the last row of the one before, so rows that change or vanish meanwhile
+    do not hide others.
+    """
     ordered = queryset.order_by("pk")
     last: Any = None
     size = max(size, SMALLEST_PAGE)
@@ -205,8 +208,7 @@ def take(
 ) -> list[Any]:
     """Return the first ``limit`` rows whose id is not excluded.
 
-    No ``NOT IN``: the database is never handed the ids, so neither its limit on parameters nor its
-    planner minds how many there are.
+    The excluded ids are not part of the query, so their number meets no limit of the database.
     """
     excluded = excluded_ids if isinstance(excluded_ids, (set, frozenset)) else set(excluded_ids)
     found: list[Any] = []

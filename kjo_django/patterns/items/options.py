@@ -1,4 +1,4 @@
-"""Configuration of template classes: class attributes, or the same as a dict."""
+"""Options of template classes: class attributes, or a dict with the same names."""
 
 # ruff: noqa: RUF009 - option() declares a field, as dataclasses.field does.
 
@@ -64,7 +64,7 @@ class RedisOptions:
 
 @dataclass(frozen=True)
 class ProducerOptions:
-    """What a template producer may be told; attributes of its class have these names."""
+    """The options of a template producer. Class attributes have these names."""
 
     queue: str | None = option(
         optional_text, None, "Queue whose topic, transport, prefix and TTLs it uses."
@@ -101,7 +101,7 @@ class ProducerOptions:
 
 
 def snake(name: str) -> str:
-    """Return ``keyPrefix`` as ``key_prefix``: both spellings are understood."""
+    """Return ``keyPrefix`` as ``key_prefix``. Both spellings are accepted."""
     return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda m: f"_{m[1].lower()}", name)
 
 
@@ -135,6 +135,6 @@ def read_class_options(kind: type[T], given: Mapping[str, Any], where: str) -> T
 
 
 def class_attributes(cls: type[Any], kind: type[Any]) -> dict[str, Any]:
-    """Return what the class says about the options of ``kind``."""
+    """Return the options of ``kind`` that the class gives."""
     names = (f.name for f in fields(kind))
     return {name: getattr(cls, name) for name in names if hasattr(cls, name)}

@@ -70,7 +70,7 @@ PARTITIONS_KEPT = 30.0
 
 @dataclass(frozen=True)
 class ProduceResult:
-    """What one call of ``produce_messages`` did."""
+    """The result of one call of ``produce_messages``."""
 
     batch_id: str
     """8 random bytes in hex."""
@@ -78,13 +78,15 @@ class ProduceResult:
     """Items looked at."""
     sent: int
     skipped: int
-    """Sent recently with the same content, or being sent by another producer just now."""
+    """Items left out because the same content was sent recently, or another producer is sending it.
+    """
     failed: int
     item_ids: list[str] = field(default_factory=list)
-    """Those sent."""
+    """Items sent."""
     reason: str | None = None
-    """Why less than everything was sent: the first error, or why items were skipped, or that there
-    was nothing to do."""
+    """Why not all items were sent: the first error, why items were skipped, or that there was
+    nothing to do.
+    """
 
     def as_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
@@ -93,7 +95,7 @@ class ProduceResult:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a producer sends, and the names it coordinates under."""
+    """The topic of a producer, and its names in coordination."""
 
     queue: str
     topic: str
@@ -103,11 +105,11 @@ class Target:
 
 
 class AbstractProducer(abc.ABC):
-    """Three methods to write, two hooks, and the rest to override where needed.
+    """A producer: write three methods, and override the rest where needed.
 
-    Options are class attributes, or entries of ``config``, or of the dict given to the constructor;
-    see ``ProducerOptions``. ``topic`` and ``key_prefix`` are required, or the ``queue`` that has
-    them. Instances are safe to use from one thread at a time.
+    Options are class attributes, entries of ``config``, or entries of the dict given to the
+    constructor; see ``ProducerOptions``. ``topic`` and ``key_prefix`` are required, or the
+    ``queue`` that has them. Use an instance from one thread at a time.
 
     :raises ImproperlyConfigured: an option is wrong, unknown or missing.
     """
@@ -145,9 +147,9 @@ class AbstractProducer(abc.ABC):
     ) -> Iterable[Any]:
         """Return at most ``limit`` items that match ``criteria`` and whose id is not excluded.
 
-        Called again, with what it returned excluded, until enough is found that may be sent.
-        ``excluded_ids`` may hold tens of thousands: more than an SQL statement takes. For querysets
-        use ``windows.take``; what is returned in spite of being excluded is dropped.
+        It is called again, with the returned ids excluded, until enough items are found.
+        ``excluded_ids`` may hold tens of thousands, more than an SQL statement takes: for querysets
+        use ``windows.take``. Excluded items that are returned are dropped.
         """
 
     @abc.abstractmethod
@@ -156,29 +158,30 @@ class AbstractProducer(abc.ABC):
 
     @abc.abstractmethod
     def get_item_key(self, item: Any) -> str:
-        """Return what people know the item by; it appears in logs."""
+        """Return the item's name for logs."""
 
     # --- Hooks: what they raise is logged and changes nothing -------------------------------------
 
     def on_success(self, item_id: str) -> None:
-        """Called for each item once the transport has it and its mark is set."""
+        """Called for each item after the transport has accepted it and its mark is set."""
         return
 
     def on_failed(self, item_id: str, error: Exception) -> None:
-        """Called for each item that could not be sent; it is free to be sent again."""
+        """Called for each item that could not be sent. It may be sent again."""
         return
 
     # --- To override ------------------------------------------------------------------------------
 
     def serialize_item(self, item: Any) -> Any:
-        """Return what is sent as ``data``: anything JSON can write."""
+        """Return the value of ``data`` in the message; JSON must be able to hold it."""
         return item
 
     def get_hash_fields(self, item: Any) -> Any:
-        """Return what the content hash is made of: ``hash_fields`` of what is sent, or all of it.
+        """Return the values that the content hash is made of: ``hash_fields`` of the data, or all
+        of it.
 
-        Leave out what changes without the content changing, a counter or a time stamp, or every
-        change of it sends the item again.
+        Leave out values that change although the content does not, such as a counter or a time
+        stamp: each change sends the item again.
         """
         data = self.serialize_item(item)
         if self.options.hash_fields is None:
@@ -216,9 +219,9 @@ class AbstractProducer(abc.ABC):
     def windows(
         self, criteria: dict[str, Any], limit: int, excluded_ids: Collection[str]
     ) -> Iterator[list[Any]]:
-        """Yield items in portions until there are no more: the caller stops when it has enough.
+        """Yield items in portions until there are no more; the caller stops when it has enough.
 
-        A window full of items that were sent a moment ago must not hide those behind it.
+        So a window full of items that were sent recently does not hide those behind it.
         """
         seen = set(excluded_ids)
         size = limit
@@ -240,12 +243,12 @@ class AbstractProducer(abc.ABC):
         """Send at most ``limit`` items that match ``criteria``, are not being processed and were
         not sent recently with the same content.
 
-        What the transport refuses is counted, told to ``on_failed`` and free to be sent again. An
-        item that can never be sent, being too large or one that cannot be written down, does not
-        count against ``limit``: those behind it are sent.
+        Items that the transport refuses are counted, passed to ``on_failed``, and may be sent
+        again. An item that can never be sent, because it is too large or cannot be serialized, does
+        not count against ``limit``.
 
         :raises CoordinationError: Redis is down, and ``without_coordination`` is "stop".
-        :raises PublishError: the topic cannot be looked at or created.
+        :raises PublishError: the topic cannot be looked up or created.
         """
         if not isinstance(criteria, Mapping):
             raise TypeError(f"criteria must be a dict, not {type(criteria).__name__}")
@@ -266,19 +269,19 @@ class AbstractProducer(abc.ABC):
             self._is_connected = True
 
     def disconnect(self) -> None:
-        """Forget what is known of the topic. Connections belong to the process."""
+        """Forget the topic's metadata. Connections belong to the process."""
         self._is_connected = False
         self._partitions = (0.0, 0)
 
     # --- What was sent ----------------------------------------------------------------------------
 
     def get_processing_ids(self) -> set[str]:
-        """Return the ids of the items somebody processes now."""
+        """Return those of the items that are being processed."""
         name = processing_name(self.target, "")
         return {found[len(name) :] for found in get_coordination().names(name)}
 
     def get_sent_hashes(self, item_ids: Iterable[str]) -> dict[str, str]:
-        """Return the content hash of each of these items that was sent recently, in one call."""
+        """Return the content hashes of those of the items that were sent recently, in one call."""
         names = {sent_name(self.target, item_id): item_id for item_id in item_ids}
         marks = get_coordination().get_marks(list(names))
         return {names[name]: hash for name, hash in marks.items()}
@@ -295,7 +298,7 @@ class AbstractProducer(abc.ABC):
 
     @property
     def target(self) -> Target:
-        """Where it sends; ``KJO["QUEUES"]`` may say otherwise than the class of its consumer."""
+        """The target. ``KJO["QUEUES"]`` may override the class of its consumer."""
         options, name = self.options, type(self).__name__
         if options.queue is None and options.topic is None:
             raise ImproperlyConfigured(f"{name} needs a topic, or the queue that has one.")
@@ -315,7 +318,7 @@ class AbstractProducer(abc.ABC):
         )
 
     def _queue_of_topic(self) -> str:
-        """Return the queue that consumes the topic, where it is of this project."""
+        """Return the queue of this project that consumes the topic, or None."""
         conf, topic = get_settings(), self.options.topic or ""
         names = [*conf.queues, *declared_queues()]
         return next((name for name in names if conf.queue(name).topic == topic), topic)
@@ -344,7 +347,7 @@ def sent_name(target: Target, item_id: str) -> str:
 
 
 def hash_name(target: Target, hash: str) -> str:
-    """Return the name content is claimed under across ids."""
+    """Return the name of the claim on content, whatever its item's id."""
     return f"{target.key_prefix}_HASH:{hash}"
 
 
@@ -390,7 +393,7 @@ class _Candidate:
 
 
 class Sending:
-    """See the module. Its batch id is also the token of its claims."""
+    """One run of a producer. Its batch id is also the token of its claims."""
 
     def __init__(self, producer: AbstractProducer, limit: int, message_type: str) -> None:
         self._producer = producer
@@ -406,7 +409,7 @@ class Sending:
         self._reason: str | None = None
 
     def run(self, criteria: dict[str, Any]) -> ProduceResult:
-        """Look at window after window until the limit is reached or nothing is left."""
+        """Read windows of items until the limit is reached or none are left."""
         excluded: set[str] = self._ask(self._producer.get_processing_ids, set())
         for window in self._producer.windows(criteria, self._limit, excluded):
             candidates = self._unsent(self._read(window))
@@ -458,7 +461,7 @@ class Sending:
                 self._fail(item_id, error, is_final=True)
 
     def _unsent(self, read: Iterator[_Candidate]) -> list[_Candidate]:
-        """Drop what was sent recently with the same content, seen by one bulk look."""
+        """Drop items that were sent recently with the same content, by one bulk look-up."""
         window = list(read)
         nothing: dict[str, str] = {}
         hashes = self._ask(lambda: self._producer.get_sent_hashes([c.id for c in window]), nothing)
@@ -483,7 +486,7 @@ class Sending:
     # --- Sending ----------------------------------------------------------------------------------
 
     def _send(self, candidates: Sequence[_Candidate]) -> None:
-        """Claim, look again, send, mark, let go."""
+        """Claim the items, look up their marks again, send, mark, and release the claims."""
         claimed = self._claim(candidates)
         try:
             # Another producer may have sent some between our first look and our claim.
@@ -504,13 +507,13 @@ class Sending:
         return claimed
 
     def _taken(self, names: list[str]) -> set[str]:
-        """Claim all names; return those another run holds."""
+        """Claim all names; return those that another run holds."""
         ttl, unproven = self._options.claim_ttl, [Claim(True, 1)] * len(names)
         claims = self._ask(lambda: get_coordination().claim(names, self._batch_id, ttl), unproven)
         return {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
 
     def _new_content(self, candidates: list[_Candidate]) -> list[_Candidate]:
-        """Drop content that was sent under another id, where that is asked for."""
+        """Drop content that was sent under another id, if the options ask for it."""
         if not self._options.dedup_across_ids:
             return candidates
         first: dict[str, _Candidate] = {}
@@ -552,7 +555,7 @@ class Sending:
             self._fail(candidate.id, PublishError(answer.error), is_final=answer.is_final)
 
     def _publish_all(self, records: Sequence[OutgoingRecord]) -> list[Published]:
-        """Publish; that nothing could be tried is an answer for each record too."""
+        """Publish the records. If none could be tried, each gets that error."""
         transport = get_transport(self._target.transport)
         try:
             if not transport_class(self._target.transport).capabilities.transactional:
@@ -567,7 +570,7 @@ class Sending:
         return answers
 
     def _note_sent(self, sent: Sequence[_Candidate]) -> None:
-        """Mark what the transport has, then tell."""
+        """Mark the items that the transport accepted, then call the hooks."""
         marks = {sent_name(self._target, c.id): c.hash for c in sent}
         try:
             get_coordination().set_marks(marks, self._target.sent_ttl)
@@ -593,9 +596,9 @@ class Sending:
             )
 
     def _fail(self, item_id: str, error: Exception, *, is_final: bool) -> None:
-        """Count and tell of an item that was not sent.
+        """Count an item that was not sent, and call the hook.
 
-        :param is_final: the same would come of trying again, however often.
+        :param is_final: another attempt would fail as well.
         """
         self._failed += 1
         self._unsendable += is_final
@@ -622,7 +625,7 @@ class Sending:
     # --- Coordination -----------------------------------------------------------------------------
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
-        """Ask coordination; when it is away, obey ``without_coordination``."""
+        """Call coordination. When it is away, ``without_coordination`` decides."""
         try:
             return question()
         except CoordinationError as error:
@@ -657,10 +660,10 @@ def produce_every(
     on_result: Callable[[ProduceResult], None],
     on_error: Callable[[Exception], None],
 ) -> None:
-    """Produce every ``interval`` seconds, counted from start to start, until told to stop.
+    """Produce every ``interval`` seconds, counted from start to start, until stopped.
 
-    An outage stops nothing but the run it met: the next one tries again. A run that takes longer
-    than the interval is followed by the next at once, never joined by it.
+    An outage ends only the run that meets it; the next run tries again. After a run that takes
+    longer than the interval the next one starts at once.
     """
     due = time.monotonic()
     while not stopping.is_set():

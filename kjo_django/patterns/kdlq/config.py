@@ -1,4 +1,4 @@
-"""How a KDLQ consumer routes what fails, and who watches it."""
+"""How a KDLQ consumer routes failed messages, and its listeners."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ logger = logging.getLogger("kjo_django")
 
 
 class KDLQMessageLifecycleListener:
-    """Override what you want to know of. ``consumer`` is the consumer's id."""
+    """Override the hooks you need. ``consumer`` is the consumer's id."""
 
     def on_message_processing(
         self, consumer: str, record: Record, status: Any, error: BaseException | None
     ) -> None:
-        """The processor has answered, or raised ``error``."""
+        """The processor has returned, or raised ``error``."""
 
     def on_message_redelivery_success(self, consumer: str, record: Record) -> None:
-        """It is on its way again, or durably waiting for it."""
+        """The message is published again, or durably stored for that."""
 
     def on_message_redelivery_error(
         self, consumer: str, record: Record, error: BaseException
     ) -> None:
-        """It could not be redelivered; the offset must not be committed."""
+        """The message could not be redelivered; the offset must not be committed."""
 
     def on_message_kill_success(self, consumer: str, record: Record) -> None:
-        """It is in the dead-letter topic."""
+        """The message is in the dead-letter topic."""
 
     def on_message_kill_error(self, consumer: str, record: Record, error: BaseException) -> None:
-        """It could not be sent there; the offset must not be committed."""
+        """The message could not be sent to the dead-letter topic; the offset must not be committed."""
 
     def on_message_skip(self, consumer: str, record: Record) -> None:
-        """It was killed too often and is recorded as discarded."""
+        """The message was killed too often and is recorded as discarded."""
 
 
 _SIGNALS = {
@@ -140,13 +140,15 @@ class DlqConfig:
     informational_headers: bool = False
     """Add offset, partition and time of the original."""
     redelivery_delay: timedelta | None = None
-    """Until the first redelivery. One second if not given; none with ``servers``, where nobody
-    could wait: a delayed message waits in our database, for the relay of our transport."""
+    """The delay of the first redelivery.
+
+    One second if not given. None with ``servers``: a delayed message waits in our database for the
+    relay of our transport.
+    """
     redelivery_multiplier: float = 1.5
     max_redelivery_delay: timedelta = timedelta(minutes=10)
     default_on_exception: Literal["dlq", "redeliver"] = "dlq"
-    """What an exception means that does not say: ``dlq`` as KDLQ 1 did, ``redeliver`` as KDLQ 2
-    does."""
+    """The meaning of other exceptions: ``dlq`` as in KDLQ 1, ``redeliver`` as in KDLQ 2."""
     ordering: Ordering | str = Ordering.NONE
 
     def __post_init__(self) -> None:
@@ -211,7 +213,7 @@ class DlqConfig:
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
     def delay_of(self, redelivered: int) -> timedelta:
-        """Return how long the next redelivery waits, given how many there were."""
+        """Return the delay of the next redelivery after so many redeliveries."""
         first = self.redelivery_delay
         if first is None:
             first = timedelta(0) if self.servers is not None else DEFAULT_DELAY

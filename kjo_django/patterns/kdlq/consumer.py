@@ -1,6 +1,7 @@
-"""The consumer as the Java library has it: hand it a record, it tells what became of it.
+"""``KDLQMessageConsumer``: takes a record and returns how it was routed, as the Java library's
+consumer does.
 
-For a poll loop of your own; ``kdlq_handler`` does the same within the worker's pipeline.
+Use it in a poll loop of your own; ``kdlq_handler`` applies the same rules in a worker.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 
 
 class KDLQMessageConsumer:
-    """Processes records and routes what fails; thread-safe. Close it, or use ``with``.
+    """Processes records and routes failed ones. Thread-safe. Close it, or use ``with``.
 
-    :param id: marks the messages it has touched, in the header ``KDLQ_PrcMarker``.
+    :param id: marks the messages it has processed, in the header ``KDLQ_PrcMarker``.
     """
 
     def __init__(self, id: str, config: DlqConfig, processor: Processor) -> None:
@@ -66,7 +67,7 @@ class KDLQMessageConsumer:
         self._transport = _producers.take(config)
 
     def accept(self, message: Any) -> Status:
-        """Process a message; return what became of it, which is durable then.
+        """Process a message and return how it was routed; the result is durable then.
 
         A message from the dead-letter topic whose dead letter has been replayed or discarded is
         ``OK`` without being processed.
@@ -120,12 +121,12 @@ class KDLQMessageConsumer:
         return found[0]
 
     def close(self, timeout: float | None = None) -> None:
-        """Accept nothing more, wait until what is in progress has been routed, and release the
-        producer; idempotent.
+        """Accept no more messages, wait until those in progress have been routed, and release the
+        producer. Idempotent.
 
-        Called by a processor, it does not wait; the producer is released once all are routed.
+        A call by a processor does not wait; the producer is released once all messages are routed.
 
-        :param timeout: seconds to wait at most; None: as long as it takes.
+        :param timeout: seconds to wait at most; None: without limit.
         """
         with self._lock:
             self._is_closed = True
@@ -230,7 +231,7 @@ def as_record(message: Any) -> Record:
 
 
 class _Producers:
-    """One producer for each configuration that can share it, while somebody uses it."""
+    """The producers in use, one for each configuration that can share one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,8 +1,8 @@
-"""``kdlq_handler``: KDLQ's rules within the worker's pipeline.
+"""``kdlq_handler``: KDLQ's rules in a worker.
 
-The processor's effects, the marker and what becomes of the message are one transaction: a
-redelivery or a kill is a record in the outbox, so it is sent if and only if the offset may be
-committed, once however often the worker dies, and after its delay without anybody waiting for it.
+The processor's effects, the marker and the redelivery or kill are one transaction: a redelivery or
+a kill is a record in the outbox. It is published if and only if the offset may be committed, once
+however often the worker dies, and after its delay without blocking a lane.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ MAX_MESSAGE_ID = 255
 
 
 class Raw:
-    """The bytes are the message's business; nothing is decoded for a processor."""
+    """A serializer that passes bytes unchanged; nothing is decoded for a processor."""
 
     content_type = "application/octet-stream"
 
     def dumps(self, value: Any) -> bytes:
-        """Take bytes as they are; raises ``PayloadError`` for anything else."""
+        """Return the bytes unchanged; raises ``PayloadError`` for other types."""
         if not isinstance(value, bytes | bytearray | memoryview):
             raise PayloadError(f"The payload must be bytes, not {type(value).__name__}")
         return bytes(value)
 
     def loads(self, data: bytes) -> bytes:
-        """Give them as they are."""
+        """Return the bytes unchanged."""
         return data
 
 
@@ -70,7 +70,7 @@ register_serializer(Raw())
 
 
 class KdlqHandler(Handler):
-    """A processor, its configuration, and the record at hand."""
+    """A processor with its configuration and the current record."""
 
     def __init__(self, processor: Processor, options: HandlerOptions, config: DlqConfig) -> None:
         super().__init__(processor, replace(options, takes_context=True))
@@ -80,14 +80,14 @@ class KdlqHandler(Handler):
         self.record: Record | None = None
 
     def of(self, record: Record) -> KdlqHandler:
-        """Return a copy for one record: the processor gets its bytes, not a decoded payload."""
+        """Return a copy for one record. The processor gets its bytes, not a decoded payload."""
         bound = copy.copy(self)
         bound.record = record
         bound.function = bound._run
         return bound
 
     def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass nothing but the context."""
+        """Call the function with the context only."""
         return (), {}
 
     def _run(self, context: JobContext) -> None:
@@ -213,14 +213,16 @@ def _without_rows(found: Any) -> dict[str, bytes]:
 
 
 class KdlqRoute(Route):
-    """Every record of the topic is the one processor's."""
+    """Reads each record of the topic for the one processor."""
 
     def __init__(self, handler: KdlqHandler) -> None:
         self.handler = handler
 
     def read(self, record: Record, *, max_bytes: int) -> tuple[Message, Handler | None]:
-        """Name the record by its place: KDLQ's messages have no id of their own. A redelivery of
-        ours is named by its row, since the relay may publish it twice."""
+        """Return the record's id, made of its position: KDLQ's messages have no id.
+
+        A redelivery of ours has its row's id, since the relay may publish it twice.
+        """
         if len(record.value or b"") > max_bytes:
             raise MessageError("too_large", f"The message has {len(record.value or b'')} bytes")
         found = record.headers
@@ -249,7 +251,7 @@ class KdlqRoute(Route):
 
 
 def _original_of(record: Record) -> Record:
-    """Return the record as it was read first, before a failed transaction sent it round."""
+    """Return the record as it was first read, before a failed transaction published it again."""
     found = record.headers
     theirs = names.without_envelope(found)
     theirs.pop(ORIGIN_ID, None)
@@ -271,13 +273,14 @@ def kdlq_handler(
     from_dlq: bool = False,
     **queue_options: Any,
 ) -> Callable[[F], F]:
-    """Declare a function as the KDLQ processor of a topic: it takes a ``Record`` and answers with a
-    ``ProcessingStatus`` (None for OK), or raises.
+    """Declare a function as the KDLQ processor of a topic.
+
+    It takes a ``Record`` and returns a ``ProcessingStatus`` (None for OK), or raises.
 
     :param id: of the consumer; the marker in the messages' headers.
-    :param config: by default bounded: as many redeliveries as ``max_attempts`` allows, through a
-        topic of this consumer's own, then ``<topic>-dlq``.
-    :param from_dlq: also process what is in the dead-letter topic.
+    :param config: by default as many redeliveries as ``max_attempts`` allows, through a topic of
+        this consumer, then ``<topic>-dlq``.
+    :param from_dlq: also process the records of the dead-letter topic.
     :param queue_options: of the queue made for the topic, see ``KJO["QUEUES"]``.
     """
     if not isinstance(id, str) or not 0 < len(id.strip()) <= MAX_ID_LENGTH:

@@ -1,7 +1,7 @@
 """KDLQ's headers, encoded as the Java library encodes them: 4-byte and 8-byte big-endian numbers.
 
-Ours are replaced, never appended, so a message redelivered a thousand times has each once. What
-tells of the origin is set once and stays.
+Our headers are replaced, never appended, so a message that is redelivered a thousand times has each
+once. Headers of the origin are set once and stay.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _MAX_INT = 2**31 - 1
 
 
 def integer(value: int) -> bytes:
-    """Write a Java int; a counter that would overflow stays at the largest."""
+    """Encode a Java int. A counter that would overflow stays at the largest value."""
     return struct.pack(">i", min(value, _MAX_INT))
 
 
 def long(value: int) -> bytes:
-    """Write a Java long."""
+    """Encode a Java long."""
     return struct.pack(">q", value)
 
 
 def counter(headers: Mapping[str, bytes], name: str) -> int:
-    """Read a counter; missing, empty or unreadable counts as 0."""
+    """Decode a counter. A missing, empty or unreadable one is 0."""
     value = headers.get(name)
     if value is None or len(value) != 4:
         return 0

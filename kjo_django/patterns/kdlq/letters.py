@@ -1,4 +1,6 @@
-"""The rows of what was killed or skipped: seen, searched and replayed like every dead letter."""
+"""Rows of killed and skipped messages, which are shown, searched and replayed like every dead
+letter.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ MAX_ROW = 64
 
 
 def place_of(record: Record) -> str:
-    """Name a record by its place and time: the offsets of a topic made anew begin again."""
+    """Return a record's id, made of its position and time: the offsets of a topic that is created
+    again begin again.
+    """
     time = round(record.timestamp.timestamp() * 1000) if record.timestamp else ""
     name = f"{record.topic}[{record.partition}]@{record.offset}:{time}"
     if len(name) <= MAX_NAME:
@@ -35,9 +39,10 @@ def place_of(record: Record) -> str:
 
 
 def redelivery_of(record: Record) -> str:
-    """Name a message that was redelivered from here by the row it came from; "" if it was not.
+    """Return the id of a message that was redelivered from here, made of its row; "" if it was not.
 
-    With its counters: whoever else redelivers or kills it copies our header, and counts.
+    The counters are part of it: another consumer that redelivers or kills the message copies our
+    header, and counts.
     """
     row = names.identifier(record.headers, names.REDELIVERY, MAX_ROW)
     counters = (headers.REDELIVERED, headers.KILLS)
@@ -105,10 +110,11 @@ def letter_of(record: Record, consumer: str) -> DeadLetter | None:
 
 
 def is_decided(record: Record, consumer: str) -> bool:
-    """Whether a killed record is not to be processed: its row has been replayed or discarded.
+    """Return whether a killed record is not to be processed: its row has been replayed or
+    discarded.
 
-    A replay publishes a message that counts one replay more than the record in the dead-letter
-    topic. That message is processed.
+    A replay publishes a message with one replay more than the record in the dead-letter topic. That
+    message is processed.
     """
     letter = letter_of(record, consumer)
     return letter is not None and _is_decided(record, letter)
@@ -122,7 +128,7 @@ def _is_decided(record: Record, letter: DeadLetter) -> bool:
 
 
 def close_letter(record: Record, consumer: str) -> None:
-    """Close the row of a killed message that was processed after all."""
+    """Close the row of a killed message that was processed after its kill."""
     _letters(record, consumer).filter(state=DeadLetterState.OPEN).update(
         state=DeadLetterState.REPLAYED,
         closed_at=timezone.now(),

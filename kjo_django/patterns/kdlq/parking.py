@@ -1,10 +1,11 @@
 """``ordering="key"``: while a message of a key waits for its redelivery, later ones wait too.
 
-A waiting message is a row that stays open until the message has been handled. Whoever comes to a
-key with open rows that are ahead of it gets a row behind them, and comes back after them. The place
-in the line is taken once and kept through every redelivery. All messages of a key go through one
-partition of each topic, and its redeliveries through one of the redelivery topic, so two of a key
-never run at once.
+A waiting message is a row that stays open until the message has been handled. A message whose key
+has open rows ahead of it gets a row behind them and is published again after them. It keeps this
+place through every redelivery.
+
+All messages of a key go through one partition of each topic, and its redeliveries through one of
+the redelivery topic, so two messages of a key never run at once.
 """
 
 from __future__ import annotations
@@ -25,30 +26,31 @@ from kjo_django.runtime import jobs_database
 from kjo_django.transports.base import Record
 
 LIMIT_OF_KEY = 1_000
-"""Messages of one key that wait. Beyond it the next one stays with the broker, and its key with
-it, until there is room."""
+"""Most waiting messages of one key. The next one, and its key, stays at the broker until there is
+room.
+"""
 LIMIT = 100_000
-"""Messages of one queue that wait."""
+"""Most waiting messages of one queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The line of a message's key, as it stands."""
+    """The order of a message's key at a moment."""
 
     place: str
-    """The message's own place: uuids of version 7 sort by time."""
+    """The message's own place. UUIDs of version 7 sort by time."""
     row: str
-    """The row it has been waiting in; empty when it comes for the first time."""
+    """The row it has been waiting in; empty for a new message."""
     is_stale: bool
-    """It is a second copy: the row it waited in is closed."""
+    """Whether it is a second copy: the row it waited in is closed."""
     ahead_until: datetime | None
-    """When the last one ahead is due; None when nobody is ahead."""
+    """When the last message ahead is due; None when there is none."""
     is_full: bool
-    """No more may wait."""
+    """Whether no more messages may wait."""
 
 
 def line_of(record: Record, queue: str, consumer: str, key: str) -> Line:
-    """Look at the line of a record's key, inside the transaction that will change it."""
+    """Return the order of a record's key, inside the transaction that will change it."""
     rows = _waiting(queue, consumer)
     mine = _id_in(record, names.PARKED_ROW)
     place = _id_in(record, names.PARKED_PLACE) or str(uuid7())
@@ -66,14 +68,14 @@ def line_of(record: Record, queue: str, consumer: str, key: str) -> Line:
 
 
 def leave(line: Line) -> None:
-    """Close the row a message waited in: it has been handled, or waits in another one."""
+    """Close the row a message waited in, since it has been handled or waits in another row."""
     if line.row:
         rows = Job.objects.using(jobs_database()).filter(pk=line.row)
         transition("complete", rows, finished_at=timezone.now())
 
 
 def _id_in(record: Record, header: str) -> str:
-    """Return a header of ours; "" where it holds no id, as whoever writes to the topic may do."""
+    """Return a header of ours; "" if it is not an id, since other services may write to the topic."""
     try:
         return str(UUID(names.text(record.headers, header)))
     except ValueError:

@@ -1,4 +1,6 @@
-"""From what a processor answered to where its message goes. Decides and builds; sends nothing."""
+"""Where a message goes after its processor has returned. Decides and builds records; publishes
+none.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from kjo_django.patterns.kdlq.config import DlqConfig, ProcessingStatus, Status
 from kjo_django.transports.base import OutgoingRecord, Record
 
 Processor = Callable[[Record], ProcessingStatus | None]
-"""Processes a message; None counts as OK, an exception decides as its kind and the config say."""
+"""Processes a message. None means OK; the kind of an exception, and the config, decide about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the processor answered, whichever way."""
+    """The processor's status, returned or raised."""
 
     status: ProcessingStatus
     error: BaseException | None = None
@@ -26,17 +28,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to be done with a message."""
+    """The routing of a message."""
 
     status: Status
     outgoing: OutgoingRecord | None = None
-    """What is to be sent for it."""
+    """The record to send."""
     delay: timedelta = timedelta(0)
-    """How long that waits."""
+    """The delay of that record."""
 
 
 def judge(call: Callable[[], Any], config: DlqConfig) -> Verdict:
-    """Call the processor and understand its answer."""
+    """Call the processor and return its status."""
     try:
         answer = call()
     except JobCancelledError:
@@ -58,7 +60,7 @@ def judge(call: Callable[[], Any], config: DlqConfig) -> Verdict:
 
 
 def decide(record: Record, verdict: Verdict, config: DlqConfig, marker: str) -> Decision:
-    """Return what becomes of a message.
+    """Return the routing of a message.
 
     :param marker: the consumer's id.
     """

@@ -1,4 +1,4 @@
-"""``Queue``: enqueue, wait, cancel and look, by ids of the caller's own."""
+"""``Queue``: jobs by ids of the caller: enqueue, wait, cancel and look up."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Queue:
         if not isinstance(name, str) or not name or len(self.job_type) > MAX_TYPE_LENGTH:
             longest = MAX_TYPE_LENGTH - len("queue:")
             raise ValueError(f"Queue: name must be text of 1 to {longest} characters")
-        """What its jobs name as their handler."""
+        """The handler's name in its jobs."""
         attempts = self._checked("max_attempts", max_attempts, values.attempts)
         attempts = attempts or self._checked("max_retries", max_retries, values.attempts)
         concurrency = self._checked("concurrency", concurrency, whole(1))
@@ -184,10 +184,10 @@ class Queue:
         return declare if function is None else declare(function)
 
     def start(self) -> None:
-        """Begin to run jobs in a thread of this process, if there is a handler. Idempotent.
+        """Run jobs in a thread of this process, if there is a handler. Idempotent.
 
-        For scripts, tests and small services. Elsewhere run ``manage.py kjo_consume`` and do not
-        call it: enqueueing, waiting and looking need no start.
+        Use it for scripts, tests and small services. Elsewhere run ``manage.py kjo_consume``
+        instead: enqueueing, waiting and look-ups work without ``start``.
         """
         with self._lock:
             was_started, self._is_started = self._is_started, True
@@ -196,7 +196,7 @@ class Queue:
             self._events.emit("started")
 
     def stop(self) -> None:
-        """Let what runs end within ``SHUTDOWN_GRACE`` and hand the rest back. Idempotent."""
+        """Let running jobs end within ``SHUTDOWN_GRACE`` and return the others. Idempotent."""
         with self._lock:
             was_started, self._is_started = self._is_started, False
             worker, self._worker = self._worker, None
@@ -292,7 +292,7 @@ class Queue:
     def _enqueue_for(
         self, waiter: Waiter, id: str, payload: Any, retry_failed: bool, options: dict[str, Any]
     ) -> tuple[bool, Any]:
-        """Return True and the result if it is known, else False and whom to wait for."""
+        """Return True and the result if it is known, else False and the job to wait for."""
         refuse_unknown(options, _ENQUEUE_OPTIONS | {"timeout"}, "Queue.enqueue_and_wait")
         job = self._builder.build(id, payload, reply_to=waiter.channel, **options)
         if connections[jobs_database()].in_atomic_block:
@@ -319,7 +319,7 @@ class Queue:
         return answer
 
     def _store_anew(self, job: Job) -> list[EnqueueResult]:
-        """Store it even if a job of this id has failed; what told of that failure is closed."""
+        """Store the job even if a job of this id has failed, and close that failure's dead letter."""
         using = jobs_database()
         with transaction.atomic(using=using, savepoint=False):
             answers = store([job], revives_failed=True)
@@ -332,11 +332,11 @@ class Queue:
     # --- Looking and changing ---------------------------------------------------------------------
 
     def cancel(self, id: str, *, abort: bool = False) -> CancelResult:
-        """Cancel a job that is not running; ``cancelled``, ``not_found``, ``processing``,
+        """Cancel a job that is not running; returns ``cancelled``, ``not_found``, ``processing``,
         ``completed`` or ``failed``.
 
-        :param abort: ask a running one to end, see ``JobContext.aborted``. The answer is
-            ``processing`` all the same: whether it ends as cancelled, its handler decides.
+        :param abort: ask a running job to end, see ``JobContext.aborted``. The answer is
+            ``processing`` then; its handler decides whether it ends as cancelled.
         """
         key = self._key_of(id)
         if key is None:
@@ -344,23 +344,22 @@ class Queue:
         return operations.cancel_one(key, abort=abort)
 
     def get_status(self, id: str) -> MessageStatus | None:
-        """Return what is known of a job, None for an unknown id."""
+        """Return a job's status; None for an unknown id."""
         return waiting.status_of(self.name, id)
 
     def get_states(self, ids: Collection[str]) -> dict[str, str | None]:
-        """Return the state of each job, None for an unknown id, in one go."""
+        """Return the state of each job by one query; None for an unknown id."""
         return waiting.states_of(self.name, ids)
 
     def get_result(self, id: str, default: Any = NO_RESULT) -> Any:
-        """Return a completed job's result while it lives, else ``default``.
-
-        A handler that returned None has a result, which is None; ``NO_RESULT`` is none.
+        """Return a completed job's result until it expires, else ``default``. A handler that
+        returned None has the result None; ``NO_RESULT`` means no result.
         """
         found = waiting.result_for(self.name, id)
         return default if found is NO_RESULT else found
 
     def update_result_ttl(self, id: str, result_ttl: timedelta | int) -> UpdateTtlResult:
-        """Keep a finished job's result or error for this long from now on (O-02)."""
+        """Set the lifetime of a finished job's result or error, from now on."""
         return waiting.update_result_ttl(self.name, id, result_ttl)
 
     def retry(self, id: str) -> RequeueResult:
@@ -396,7 +395,7 @@ class Queue:
     # --- The same from asynchronous code ----------------------------------------------------------
 
     async def aenqueue(self, id: str, payload: Any, **options: Any) -> EnqueueResult:
-        """``enqueue``."""
+        """``enqueue`` from asynchronous code."""
         return await sync_to_async(self.enqueue)(id, payload, **options)
 
     async def aenqueue_and_wait(
@@ -408,7 +407,7 @@ class Queue:
         retry_failed: bool = False,
         **options: Any,
     ) -> Any:
-        """``enqueue_and_wait``, holding no thread while it waits."""
+        """``enqueue_and_wait`` from asynchronous code. It holds no thread while it waits."""
         waiter = Waiter(timeout)
         await sync_to_async(waiter.__enter__)()
         try:
@@ -420,15 +419,15 @@ class Queue:
             waiter.__exit__()
 
     async def acancel(self, id: str, *, abort: bool = False) -> CancelResult:
-        """``cancel``."""
+        """``cancel`` from asynchronous code."""
         return await sync_to_async(self.cancel)(id, abort=abort)
 
     async def aget_status(self, id: str) -> MessageStatus | None:
-        """``get_status``."""
+        """``get_status`` from asynchronous code."""
         return await sync_to_async(self.get_status)(id)
 
     async def aget_result(self, id: str, default: Any = NO_RESULT) -> Any:
-        """``get_result``."""
+        """``get_result`` from asynchronous code."""
         return await sync_to_async(self.get_result)(id, default)
 
 
@@ -436,9 +435,9 @@ class Queue:
 
 
 class JobBuilder:
-    """Builds the jobs of one queue; what it is given stands where an enqueue says nothing.
+    """Builds the jobs of one queue, with its defaults.
 
-    :raises ValueError: a lifetime that means nothing.
+    :raises ValueError: an invalid lifetime.
     """
 
     def __init__(
@@ -514,9 +513,9 @@ STOP_MARGIN = 20.0
 
 
 class LocalWorker:
-    """Started once, stopped once.
+    """A worker thread that is started once and stopped once.
 
-    :param complain: told of outages and of the worker's failure.
+    :param complain: called with outages and with the worker's failure.
     """
 
     def __init__(self, queue: str, name: str | None, complain: Callable[[Exception], None]) -> None:
@@ -536,7 +535,9 @@ class LocalWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let what runs end within ``SHUTDOWN_GRACE``, hand back the rest, wait for the end."""
+        """Let running jobs end within ``SHUTDOWN_GRACE``, return the others, and wait for the
+        thread.
+        """
         self._worker.stop()
         self._thread.join(get_settings().shutdown_grace.total_seconds() + STOP_MARGIN)
 

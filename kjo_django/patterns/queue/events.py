@@ -70,7 +70,7 @@ class Events:
         return undo
 
     def emit(self, event: str, *arguments: Any) -> None:
-        """Tell the listeners of an event that no signal carries."""
+        """Call the listeners of an event that no signal carries."""
         for listener in list(self._own[event]):
             try:
                 listener(*arguments)
@@ -79,8 +79,9 @@ class Events:
 
 
 def _failure(facts: dict[str, Any]) -> BaseException:
-    """Return the error of a failed job: ``MaxRetriesError`` once its attempts are spent,
-    else what ended it at once."""
+    """Return the error of a failed job: ``MaxRetriesError`` when its attempts are spent, else the
+    error that ended it.
+    """
     error: BaseException = facts["error"] or KjoError("failed")
     if facts["reason"] not in (DeadLetterReason.EXHAUSTED, DeadLetterReason.STALLED):
         return error

@@ -24,29 +24,29 @@ CALLBACK_LOOK = 0.1
 
 @dataclass(frozen=True, slots=True)
 class QueueJob:
-    """What a queue's handler is given."""
+    """The argument of a queue's handler."""
 
     payload: Any
     context: JobContext
 
     @property
     def id(self) -> str:
-        """The id it was enqueued under; the message's where nobody enqueued it here."""
+        """The id it was enqueued with; for a message from another service, the message's id."""
         return self.context.unique_id or self.context.job_id
 
     @property
     def attempts(self) -> int:
-        """Which execution this is, from 1."""
+        """The number of this execution, from 1."""
         return self.context.attempt
 
     @property
     def max_attempts(self) -> int:
-        """Executions it gets at most."""
+        """Most executions of the job."""
         return self.context.max_attempts
 
     @property
     def created_at(self) -> datetime | None:
-        """When it was enqueued."""
+        """The time of its enqueue."""
         return self.context.created_at
 
     @property
@@ -63,12 +63,12 @@ class QueueJob:
 
     @property
     def correlation_id(self) -> str | None:
-        """Of the request it belongs to."""
+        """The correlation id of the request it belongs to."""
         return self.context.correlation_id
 
     @property
     def idempotency_key(self) -> str:
-        """Equal for all attempts; for systems outside the database."""
+        """An id that is the same for all attempts; pass it to systems outside the database."""
         return self.context.idempotency_key
 
     def raise_if_aborted(self) -> None:
@@ -76,20 +76,22 @@ class QueueJob:
         self.context.raise_if_aborted()
 
     def progress(self, percent: float | None = None, text: str = "") -> None:
-        """Say how far the run has got; see ``JobContext.progress``."""
+        """Report the run's progress; see ``JobContext.progress``."""
         self.context.progress(percent, text)
 
 
 @dataclass(slots=True)
 class AfterExecution:
-    """What ``after_execution`` may look at and change before the outcome is stored (O-01)."""
+    """A finished run, which ``after_execution`` may read and change before the outcome is stored."""
 
     job: QueueJob
     result: Any = None
     error: Exception | None = None
-    """Set to None to let a failed run count as completed, or the other way round."""
+    """The error. Set it to None to complete a failed run, or to an exception to fail a completed
+    one.
+    """
     result_ttl: timedelta | int | None = None
-    """How long its result or error is kept, where it shall differ from what was enqueued."""
+    """Lifetime of its result or error, if it is to differ from the enqueue's."""
 
 
 Hook = Callable[[AfterExecution], None]
@@ -100,11 +102,11 @@ class QueueHandler(registry.Handler):
     """A queue's function. Any value is a payload, not only an object."""
 
     def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hand the value over as it is."""
+        """Return the value unchanged."""
         return (value,), {}
 
     def max_attempts(self, queue: QueueConf) -> int:
-        """Return what an enqueue in this queue would give."""
+        """Return the payload that an enqueue would store."""
         return attempts_in(queue.name, self.options.max_attempts)
 
 
@@ -158,12 +160,12 @@ def _ended(
 
 
 def _as_error(told: Any) -> BaseException:
-    """Return what can be raised: callbacks are told errors as text too, which is not to be lost."""
+    """Return an exception for a callback's error, which may be a text."""
     return told if isinstance(told, BaseException) else RuntimeError(str(told))
 
 
 def _takes_callback(function: Callable[..., Any]) -> bool:
-    """Whether it is of the callback style: ``handler(job, callback)``."""
+    """Return whether the function is called as ``handler(job, callback)``."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
