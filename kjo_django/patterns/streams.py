@@ -159,7 +159,7 @@ class AbstractStreamConsumer(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def parse_payload(self, fields: dict[str, Any]) -> T | None:
-        """Return the payload for an entry's fields. None, or an exception, makes it a dead letter."""
+        """Return the payload of an entry's fields. None, or an exception, makes a dead letter."""
 
     @abc.abstractmethod
     def payload_identifier(self, payload: T) -> str:

@@ -32,13 +32,13 @@ class KDLQMessageLifecycleListener:
     def on_message_redelivery_error(
         self, consumer: str, record: Record, error: BaseException
     ) -> None:
-        """The message could not be redelivered; the offset must not be committed."""
+        """The message could not be redelivered; do not commit its offset."""
 
     def on_message_kill_success(self, consumer: str, record: Record) -> None:
         """The message is in the dead-letter topic."""
 
     def on_message_kill_error(self, consumer: str, record: Record, error: BaseException) -> None:
-        """The message could not be sent to the dead-letter topic; the offset must not be committed."""
+        """The message could not be sent to the dead-letter topic; do not commit its offset."""
 
     def on_message_skip(self, consumer: str, record: Record) -> None:
         """The message was killed too often and is recorded as discarded."""

@@ -75,7 +75,7 @@ def leave(line: Line) -> None:
 
 
 def _id_in(record: Record, header: str) -> str:
-    """Return a header of ours; "" if it is not an id, since other services may write to the topic."""
+    """Return a header of ours; "" if it is not an id: other services may write to the topic."""
     try:
         return str(UUID(names.text(record.headers, header)))
     except ValueError:

@@ -319,7 +319,7 @@ class Queue:
         return answer
 
     def _store_anew(self, job: Job) -> list[EnqueueResult]:
-        """Store the job even if a job of this id has failed, and close that failure's dead letter."""
+        """Store the job even if one of this id has failed, and close that failure's dead letter."""
         using = jobs_database()
         with transaction.atomic(using=using, savepoint=False):
             answers = store([job], revives_failed=True)

@@ -82,7 +82,7 @@ class QueueJob:
 
 @dataclass(slots=True)
 class AfterExecution:
-    """A finished run, which ``after_execution`` may read and change before the outcome is stored."""
+    """A finished run, which ``after_execution`` may change before the outcome is stored."""
 
     job: QueueJob
     result: Any = None
