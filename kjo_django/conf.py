@@ -244,14 +244,37 @@ class Settings:
         is_secret=True,
     )
 
-    @property
-    def effective_sent_ttl(self) -> timedelta:
-        """SENT_TTL: 20 s by default, but twice PROCESSING_TTL where only that one is set."""
-        return self.sent_ttl if self.sent_ttl is not None else sent_ttl_for(self.processing_ttl)
-
     def queue(self, name: str) -> QueueConf:
         """Return the options of a queue, defaults filled in; an undeclared queue has only those."""
-        return _queue_conf(self, name)
+        cached = _queue_cache.get(name)
+        if cached is not None and cached[0] is self:
+            return cached[1]
+        merged = {**_declared.get(name, {}), **self.queues.get(name, {})}
+        given, problems = convert(QueueOptions, merged, f"KJO['QUEUES'][{name!r}]")
+        if problems:
+            raise ImproperlyConfigured(str(problems[0]))
+        topic = given.topic or name
+        processing_ttl = given.processing_ttl or self.processing_ttl
+        result = QueueConf(
+            name=name,
+            transport=given.transport,
+            topic=topic,
+            consumer_group=given.consumer_group or f"{self.service_name}-group",
+            concurrency=given.concurrency or self.concurrency,
+            limit=given.concurrency,
+            key_prefix=given.key_prefix or name.upper(),
+            processing_ttl=processing_ttl,
+            sent_ttl=given.sent_ttl or self.sent_ttl or sent_ttl_for(processing_ttl),
+            max_attempts=given.max_attempts or self.max_attempts,
+            timeout=given.timeout or self.timeout,
+            result_ttl=given.result_ttl or self.result_ttl,
+            dead_letter_topic=given.dead_letter_topic or f"{topic}-dlq",
+            topic_options={**self.topic_options, **given.topic_options},
+            retries=given.retry_queue or name,
+            consume=given.consume,
+        )
+        _queue_cache[name] = (self, result)
+        return result
 
 
 def sent_ttl_for(processing_ttl: timedelta) -> timedelta:
@@ -280,48 +303,9 @@ class QueueConf:
     result_ttl: timedelta
     dead_letter_topic: str
     topic_options: Mapping[str, Any]
+    retries: str
+    """The name of the queue that holds the jobs born of its messages' failures."""
     consume: bool = True
-    retry_queue: str | None = None
-
-    @property
-    def retries(self) -> str:
-        """The name of the queue that holds the jobs born of its messages' failures."""
-        return self.retry_queue or self.name
-
-
-def _queue_conf(conf: Settings, name: str) -> QueueConf:
-    cached = _queue_cache.get(name)
-    if cached is not None and cached[0] is conf:
-        return cached[1]
-    merged = {**_declared.get(name, {}), **conf.queues.get(name, {})}
-    given, problems = convert(QueueOptions, merged, f"KJO['QUEUES'][{name!r}]")
-    if problems:
-        raise ImproperlyConfigured(str(problems[0]))
-    topic = given.topic or name
-    result = QueueConf(
-        name=name,
-        transport=given.transport,
-        topic=topic,
-        consumer_group=given.consumer_group or f"{conf.service_name}-group",
-        concurrency=given.concurrency or conf.concurrency,
-        limit=given.concurrency,
-        key_prefix=given.key_prefix or name.upper(),
-        processing_ttl=given.processing_ttl or conf.processing_ttl,
-        sent_ttl=given.sent_ttl or conf.sent_ttl or _sent_ttl(given, conf),
-        max_attempts=given.max_attempts or conf.max_attempts,
-        timeout=given.timeout or conf.timeout,
-        result_ttl=given.result_ttl or conf.result_ttl,
-        dead_letter_topic=given.dead_letter_topic or f"{topic}-dlq",
-        topic_options={**conf.topic_options, **given.topic_options},
-        consume=given.consume,
-        retry_queue=given.retry_queue,
-    )
-    _queue_cache[name] = (conf, result)
-    return result
-
-
-def _sent_ttl(given: QueueOptions, conf: Settings) -> timedelta:
-    return sent_ttl_for(given.processing_ttl or conf.processing_ttl)
 
 
 _queue_cache: dict[str, tuple[Settings, QueueConf]] = {}

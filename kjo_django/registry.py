@@ -15,8 +15,8 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.conf import QueueConf, declared_queues, get_settings
 from kjo_django.exceptions import MessageError, PermanentError
-from kjo_django.messages import envelope
-from kjo_django.messages.envelope import MAX_TYPE_LENGTH, Message
+from kjo_django.messages import headers as names
+from kjo_django.messages.headers import MAX_TYPE_LENGTH, Message
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.retries import Backoff
 from kjo_django.transports.base import Record
@@ -52,6 +52,9 @@ class HandlerOptions:
     """Fields nobody is shown, beside those of ``KJO['REDACT']``."""
 
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 class Handler:
     """A registered function and its options."""
 
@@ -60,8 +63,19 @@ class Handler:
         self.options = options
         self.is_async = inspect.iscoroutinefunction(function)
         self._signature = inspect.signature(function)
-        self._names = _plain_names(self._signature, options.takes_context)
-        self._check_key()
+        self._names: tuple[frozenset[str], frozenset[str]] | None = None
+        """The names an ordinary function needs and takes, None for one with ``*`` or ``/``."""
+        parameters = list(self._signature.parameters.values())[1 if options.takes_context else 0 :]
+        if all(parameter.kind in _BY_NAME for parameter in parameters):
+            required = frozenset(p.name for p in parameters if p.default is p.empty)
+            self._names = required, frozenset(parameter.name for parameter in parameters)
+        key, names = options.key, self._argument_names()
+        if isinstance(key, str) and names is not None and key not in names:
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {listed(names)}."
+            raise ImproperlyConfigured(
+                f"The job {self.name}: key={key!r} is not an argument of the function. {hint}"
+            )
 
     def __repr__(self) -> str:
         return f"<Handler {self.options.name}>"
@@ -86,15 +100,6 @@ class Handler:
             raise PermanentError(f"The handler {self.name} does not take this payload: {problem}")
         return (), value
 
-    def _check_key(self) -> None:
-        key, names = self.options.key, self._argument_names()
-        if isinstance(key, str) and names is not None and key not in names:
-            close = difflib.get_close_matches(key, names, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {listed(names)}."
-            raise ImproperlyConfigured(
-                f"The job {self.name}: key={key!r} is not an argument of the function. {hint}"
-            )
-
     def _argument_names(self) -> list[str] | None:
         """Return the names a payload may have, None where any will do."""
         parameters = list(self._signature.parameters.values())
@@ -102,8 +107,7 @@ class Handler:
             return None
         if self.options.takes_context:
             parameters = parameters[1:]
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return [parameter.name for parameter in parameters if parameter.kind in kinds]
+        return [parameter.name for parameter in parameters if parameter.kind in _BY_NAME]
 
     def example_of(self, method: str) -> str:
         """Return how ``method`` is called with the function's arguments, for a message."""
@@ -134,16 +138,12 @@ class Handler:
         """Return how long the result or error of such a message is kept."""
         return self.options.result_ttl or queue.result_ttl
 
-    def fitted(self, headers: Mapping[str, bytes]) -> Handler:
-        """Return what runs a message with these headers: itself, where they change nothing."""
-        return self
+    fitted: Callable[[Mapping[str, bytes]], Handler] | None = None
+    """Returns what runs a message with these headers, where they may change that."""
 
-    def refusal(self, message: Message, row: JobRow | None) -> MessageError | None:
-        """Return why a message is never to run, whoever sent it; None for one that may.
-
-        :param row: the columns of its job's row that were read, None where it has no row.
-        """
-        return None
+    refusal: Callable[[Message, JobRow | None], MessageError | None] | None = None
+    """Returns why a message is never to run, whoever sent it, and None for one that may. It is
+    given the columns of its job's row that were read, None where it has no row."""
 
     judges_itself: bool = False
     """Whether the handler finds out by itself that a message has taken effect, from the state of
@@ -237,11 +237,13 @@ class Route:
 
         :raises MessageError: it can never be read; it is dead-lettered with its bytes as they are.
         """
-        message = envelope.read(
+        message = names.read_message(
             record.value, record.headers, max_bytes=max_bytes, timestamp=record.timestamp
         )
-        handler = find(message.type)
-        return message, handler.fitted(record.headers) if handler is not None else None
+        handler = _handlers.get(message.type) or _own.get(message.type)
+        if handler is not None and handler.fitted is not None:
+            handler = handler.fitted(record.headers)
+        return message, handler
 
 
 JOBS = Route()
@@ -258,18 +260,6 @@ def bind(queue: str, route: Route) -> None:
 def route_of(queue: str) -> Route:
     """Return how the records of this queue's topic are read."""
     return _routes.get(queue, JOBS)
-
-
-def _plain_names(
-    signature: inspect.Signature, takes_context: bool
-) -> tuple[frozenset[str], frozenset[str]] | None:
-    """Return the names an ordinary function needs and takes, None for one with ``*`` or ``/``."""
-    parameters = list(signature.parameters.values())[1 if takes_context else 0 :]
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    if any(parameter.kind not in kinds for parameter in parameters):
-        return None
-    required = frozenset(p.name for p in parameters if p.default is inspect.Parameter.empty)
-    return required, frozenset(parameter.name for parameter in parameters)
 
 
 _handlers: dict[str, Handler] = {}

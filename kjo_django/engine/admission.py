@@ -58,7 +58,7 @@ def admit(
             return Attempt(delivery, Ending.SKIPPED, skipped, row)
         if row.lease_token and _is_held_by_another(row, leases, now or timezone.now()):
             return Attempt(delivery, Ending.DEFERRED, "leased", row)
-    refusal = handler.refusal(message, row)
+    refusal = handler.refusal(message, row) if handler.refusal is not None else None
     if refusal is not None:
         # Not the end of the job whose name it bears: that one is none the worse for it.
         return Attempt(delivery, Ending.DEAD, refusal.reason, error=refusal)

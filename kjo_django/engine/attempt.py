@@ -11,7 +11,7 @@ from uuid import UUID
 from kjo_django.conf import QueueConf
 from kjo_django.engine.leases import lease_name
 from kjo_django.exceptions import MessageError
-from kjo_django.messages.envelope import Message
+from kjo_django.messages.headers import Message
 from kjo_django.models import EventKey
 from kjo_django.registry import Handler, route_of
 from kjo_django.store.rows import JobRow

@@ -42,7 +42,7 @@ from kjo_django.exceptions import (
 )
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
-from kjo_django.messages.envelope import Message
+from kjo_django.messages.headers import Message
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID

@@ -26,7 +26,7 @@ from kjo_django.enqueue.storing import (
 )
 from kjo_django.exceptions import PayloadError
 from kjo_django.ids import uuid7
-from kjo_django.messages.carried import inherited
+from kjo_django.messages.headers import inherited
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.retries.policy import LONGEST_DELAY

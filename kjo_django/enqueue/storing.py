@@ -38,7 +38,7 @@ from kjo_django.coordination.circuit_breaker import CircuitBreaker
 from kjo_django.exceptions import CoordinationError, PayloadError, StorageError
 from kjo_django.ids import uuid7, uuid7s
 from kjo_django.messages import headers as names
-from kjo_django.messages.envelope import job_headers
+from kjo_django.messages.headers import job_headers
 from kjo_django.messages.serializers import load_result, serializer_for, storable_text
 from kjo_django.models import Job, transition
 from kjo_django.models.job import ORIGIN_ID, message_id

@@ -1,4 +1,9 @@
-"""Header names on the wire, and the reading and writing of their values."""
+"""Headers: their names on the wire, their values, the message they make of a record, and what a
+handler's own publications inherit of them.
+
+Our headers stand around the payload's bytes. Nothing is parsed out of delimited strings; each field
+has its header. The payload is decoded apart, with the serializer its content type names.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,15 @@ import base64
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from django.utils.dateparse import parse_datetime
 
+from kjo_django import tracing
+from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import storable_text
 
 MAX_NUMBER = 2**31 - 1
@@ -95,6 +104,9 @@ FIRST_WINS = frozenset(
     }
 )
 """A message that dies again keeps its first origin; everything else is of the last death."""
+MAX_ID_LENGTH = 200
+"""Characters of a message id; with a generation appended it fits ``processed_events.event_id``."""
+MAX_TYPE_LENGTH = 100
 
 
 def text(headers: Mapping[str, bytes], name: str, default: str = "") -> str:
@@ -290,3 +302,176 @@ def from_json(stored: Mapping[str, str]) -> dict[str, bytes]:
 
 def _in_their_order(headers: dict[str, bytes]) -> dict[str, bytes]:
     return folded(listed(headers)) if HEADER_LIST in headers else headers
+
+
+# --- The message of a record ----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Message:
+    """A message as it came from a transport, with its envelope read."""
+
+    id: str
+    """Identity of its effects, unique per generation of a job."""
+    type: str
+    """Name of the handler."""
+    payload: bytes
+    content_type: str
+    job_id: str | None = None
+    """None for a message that no enqueue created."""
+    service: str = ""
+    """The service whose database holds the job; empty when none does."""
+    generation: int = 1
+    attempt: int = 1
+    """The attempt this message asks for, from 1. A row that has seen it makes the message stale."""
+    replay_count: int = 0
+    timestamp: datetime | None = None
+    lease_id: str = ""
+    """What is leased while it runs; its id unless several messages concern one item."""
+    unique_id: str = ""
+    """Of a message nobody enqueued here, what the row of its retries is known by; its id if not
+    given. Needed where an id alone does not tell two messages apart."""
+
+    @property
+    def row_name(self) -> str:
+        """The unique id of the row a first failure leaves."""
+        return self.unique_id or self.id
+
+
+def job_headers(
+    *,
+    id: str,
+    type: str,
+    job_id: str,
+    service: str,
+    generation: int,
+    attempt: int,
+    content_type: str,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, bytes]:
+    """Return the headers of a job's message; ours win over ``extra``."""
+    result = from_row(extra) if extra else {}
+    result[ID] = id.encode()
+    result[TYPE] = type.encode()
+    result[JOB_ID] = job_id.encode()
+    result[SERVICE] = service.encode()
+    result[GENERATION] = b"%d" % generation
+    result[ATTEMPT] = b"%d" % attempt
+    result[CONTENT_TYPE] = content_type.encode()
+    return result
+
+
+def read_message(
+    value: bytes | None,
+    headers: Mapping[str, bytes],
+    *,
+    max_bytes: int,
+    timestamp: datetime | None = None,
+) -> Message:
+    """Read a record's message.
+
+    :param max_bytes: the longest value accepted.
+    :raises MessageError: with a reason of ``DeadLetterReason``, when no retry could make it
+        readable: no value, too large, no or an absurd id or type.
+    """
+    if value is None:
+        raise MessageError("invalid", "The message has no value (a tombstone)")
+    if len(value) > max_bytes:
+        raise MessageError(
+            "too_large", f"The message has {len(value)} bytes; the limit is {max_bytes}"
+        )
+    if not value:
+        raise MessageError("invalid", "The message is empty")
+    job_id = text(headers, JOB_ID)
+    if "\x00" in job_id or len(job_id) > MAX_ID_LENGTH:
+        raise MessageError("invalid", f"The {JOB_ID!r} header is not a usable identifier")
+    identifiers = {}
+    for name, limit in ((ID, MAX_ID_LENGTH), (TYPE, MAX_TYPE_LENGTH)):
+        raw = headers.get(name)
+        if not raw:
+            raise MessageError("invalid", f"The message has no {name!r} header")
+        try:
+            identifiers[name] = raw.decode()
+        except UnicodeDecodeError:
+            raise MessageError("invalid", f"The {name!r} header is not valid UTF-8") from None
+        if len(identifiers[name]) > limit or "\x00" in identifiers[name]:
+            raise MessageError("invalid", f"The {name!r} header is not a usable identifier")
+    return Message(
+        id=identifiers[ID],
+        type=identifiers[TYPE],
+        payload=value,
+        content_type=text(headers, CONTENT_TYPE, "application/json"),
+        job_id=job_id or None,
+        service=text(headers, SERVICE),
+        generation=number(headers, GENERATION, 1),
+        attempt=number(headers, ATTEMPT, 1),
+        replay_count=number(headers, REPLAY_COUNT, 0),
+        timestamp=timestamp,
+    )
+
+
+# --- What a handler's own publications inherit ----------------------------------------------------
+#
+# The trace and the correlation of a request follow it through jobs and events without anybody
+# passing them on: whatever is enqueued or published while a handler runs carries them too.
+
+
+MAX_CORRELATION = 255
+"""Characters of a correlation id that are inherited: an event's metadata takes no more."""
+CAUSATION_ID = "causation-id"
+INHERITED = (TRACEPARENT, TRACESTATE, CORRELATION_ID)
+
+_carried: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_carried", default=None)
+
+
+def inheritable(headers: Mapping[str, bytes]) -> dict[str, str]:
+    """Return what of a record's headers is inherited."""
+    return {
+        name: headers[name].decode("utf-8", "replace") for name in INHERITED if headers.get(name)
+    }
+
+
+class carrying:
+    """Let what is published within the block inherit from these headers.
+
+    Others wrote them, and what they wrote must not fail the publications of a handler: only what a
+    row, and an event's metadata, can hold is inherited.
+
+    :param others: further values, by ``inherited``'s names with underscores.
+    """
+
+    __slots__ = ("_found", "_token")
+
+    def __init__(self, headers: Mapping[str, str], **others: str) -> None:
+        self._found: dict[str, str] = {}
+        given = {name: headers[name] for name in INHERITED if headers.get(name)}
+        given.update((name.replace("_", "-"), value) for name, value in others.items() if value)
+        for name, value in given.items():
+            usable = storable_text(value, MAX_CORRELATION if name == CORRELATION_ID else None)
+            if usable and not usable.isspace():
+                self._found[name] = usable
+
+    def __enter__(self) -> None:
+        self._token: Token[Mapping[str, str] | None] = _carried.set(self._found)
+
+    def __exit__(self, *error: object) -> None:
+        _carried.reset(self._token)
+
+
+def inherited() -> dict[str, str]:
+    """Return the headers a message published now inherits; none outside a handler, but for the
+    current trace where there is a tracer."""
+    held = _carried.get() or {}
+    found = {name: value for name, value in held.items() if name != CAUSATION_ID}
+    if tracing.tracer is None:
+        return found
+    current = tracing.tracer.headers()
+    if current:
+        # The state belongs to its trace, and the message's may be another.
+        found.pop(TRACESTATE, None)
+    return found | current
+
+
+def cause() -> str | None:
+    """Return the id of the event being handled, or None."""
+    return (_carried.get() or {}).get(CAUSATION_ID)

@@ -41,7 +41,11 @@ class JsonSerializer:
 
     def dumps(self, value: Any) -> bytes:
         """Serialize; NaN, infinities, unknown types and lone surrogates are refused."""
-        if _quick_dumps is not None and type(value) is dict and _is_plain(value):
+        if (
+            _quick_dumps is not None
+            and type(value) is dict
+            and _PLAIN.issuperset(map(type, value.values()))
+        ):
             try:
                 return _quick_dumps(value)
             except TypeError:
@@ -89,10 +93,6 @@ except ImportError:
 _PLAIN = frozenset({str, int, bool, type(None)})
 
 
-def _is_plain(value: dict[Any, Any]) -> bool:
-    return _PLAIN.issuperset(map(type, value.values()))
-
-
 # It would read a larger integer as a float, without a word.
 _MANY_DIGITS = b"0" * 19
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
@@ -136,7 +136,7 @@ def load_value(data: bytes, content_type: str) -> Any:
 
     :raises MessageError: (reason ``deserialization``) it cannot be, whatever the serializer raised.
     """
-    serializer = serializer_for(content_type)
+    serializer = _serializers.get(content_type) or serializer_for(content_type)
     try:
         return serializer.loads(data)
     except MessageError:

@@ -16,7 +16,7 @@ from django.contrib.auth import get_user_model
 from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import MessageError, PermanentError
-from kjo_django.messages.envelope import Message
+from kjo_django.messages.headers import Message
 from kjo_django.messages.serializers import JSON
 from kjo_django.models import Job
 from kjo_django.operations.rows import checked_rate

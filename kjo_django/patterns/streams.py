@@ -42,7 +42,7 @@ from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.storing import store_record
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
-from kjo_django.messages.envelope import MAX_ID_LENGTH, Message
+from kjo_django.messages.headers import MAX_ID_LENGTH, Message
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, loads_for_display, storable_text
 from kjo_django.retries import Backoff
 from kjo_django.retries.policy import max_attempts_from_stream_retries

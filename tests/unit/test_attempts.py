@@ -14,7 +14,7 @@ from kjo_django.engine.admission import admit
 from kjo_django.engine.attempt import Delivery, Ending
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.messages import headers as names
-from kjo_django.messages.envelope import job_headers, read
+from kjo_django.messages.headers import job_headers, read_message
 from kjo_django.models import Job
 from kjo_django.runtime import current_runtime
 from kjo_django.store.rows import COLUMNS, JobRow
@@ -48,7 +48,7 @@ def delivery(*, deliveries: int = 1, is_foreign: bool = False, **told) -> Delive
         Record("ledger", 0, 0, None, b"{}", headers),
         Silent(),
         get_settings().queue("ledger"),
-        read(b"{}", headers, max_bytes=100),
+        read_message(b"{}", headers, max_bytes=100),
         registry.find("ledger.write"),
         deliveries=deliveries,
     )

@@ -97,7 +97,7 @@ def test_a_declared_queue_overrides_key_by_key():
 def test_the_sent_mark_follows_a_customised_processing_ttl(given, seconds):
     """KJO-F4."""
     settings, _ = conf.convert(Settings, given, "KJO")
-    assert settings.effective_sent_ttl == timedelta(seconds=seconds)
+    assert settings.queue("items").sent_ttl == timedelta(seconds=seconds)
 
 
 def test_a_worker_is_named_after_its_host_and_process():

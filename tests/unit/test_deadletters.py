@@ -26,7 +26,7 @@ from kjo_django.engine.dead_lettering import (
 from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
-from kjo_django.messages.envelope import read
+from kjo_django.messages.headers import read_message
 from kjo_django.transports.base import Record
 from tests.unit.deliveries import Silent
 
@@ -49,7 +49,7 @@ def outcome(
         headers=dict(HEADERS if headers is None else headers),
         timestamp=datetime(2026, 1, 2, tzinfo=UTC),
     )
-    message = read(record.value, record.headers, max_bytes=99) if headers is None else None
+    message = read_message(record.value, record.headers, max_bytes=99) if headers is None else None
     delivery = Delivery(record, Silent(), queue(), message, None)
     return Attempt(delivery, Ending.DEAD, number=attempt, error=error, reason="exhausted")
 

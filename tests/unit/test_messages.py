@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kjo_django.exceptions import MessageError, PayloadError
 from kjo_django.messages import headers as names
 from kjo_django.messages import serializers
-from kjo_django.messages.envelope import MAX_ID_LENGTH, MAX_TYPE_LENGTH, job_headers, read
+from kjo_django.messages.headers import MAX_ID_LENGTH, MAX_TYPE_LENGTH, job_headers, read_message
 from kjo_django.messages.serializers import (
     JSON,
     canonical_json,
@@ -283,7 +283,7 @@ def test_a_jobs_envelope_is_read_as_it_was_written(extra, **facts):
     # Given
     headers = job_headers(**facts, content_type="application/json", extra=extra)
     # When
-    message = read(b"{}", headers, max_bytes=10)
+    message = read_message(b"{}", headers, max_bytes=10)
     # Then
     for name, value in facts.items():
         assert getattr(message, name) == value
@@ -301,7 +301,7 @@ def test_our_headers_win_over_extra_ones():
 
 
 def test_a_foreign_message_needs_only_an_id_and_a_type():
-    message = read(b"{}", {names.ID: b"a", names.TYPE: b"t"}, max_bytes=10)
+    message = read_message(b"{}", {names.ID: b"a", names.TYPE: b"t"}, max_bytes=10)
     assert (message.job_id, message.service) == (None, "")
     assert (message.generation, message.attempt, message.replay_count) == (1, 1, 0)
     assert message.content_type == "application/json"
@@ -329,9 +329,9 @@ GOOD = {names.ID: b"a", names.TYPE: b"t"}
 )
 def test_what_no_retry_could_make_readable_is_poison(value, headers, reason, says):
     with pytest.raises(MessageError, match=says) as raised:
-        read(value, headers, max_bytes=10)
+        read_message(value, headers, max_bytes=10)
     assert raised.value.reason == reason
 
 
 def test_a_value_of_exactly_the_limit_is_accepted():
-    assert read(b"x" * 10, GOOD, max_bytes=10).payload == b"x" * 10
+    assert read_message(b"x" * 10, GOOD, max_bytes=10).payload == b"x" * 10

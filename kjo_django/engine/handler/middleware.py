@@ -23,7 +23,7 @@ from django.utils.module_loading import import_string
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import BatchContext, JobContext, runs_of
 from kjo_django.engine.handler.timeouts import ENDINGS, TimeoutWatch, with_limit
-from kjo_django.messages.carried import INHERITED, carrying, inheritable
+from kjo_django.messages.headers import INHERITED, carrying, inheritable
 from kjo_django.registry import Handler, handlers
 from kjo_django.running_job import Run, running
 from kjo_django.tracing import Tracer

@@ -17,7 +17,6 @@ from kjo_django.conf import get_settings
 from kjo_django.enqueue.storing import carrier_of, check_payload_size, publish, store_record
 from kjo_django.exceptions import MessageError, PayloadError, PublishError
 from kjo_django.ids import uuid7
-from kjo_django.messages import carried
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, storable_text
 from kjo_django.runtime import get_transport
@@ -271,7 +270,7 @@ def publish_event(
     """
     told = _with_context(event if isinstance(event, BaseEvent) else _made(event))
     value = check_payload_size(told.to_bytes())
-    sent = names.encode({**carried.inherited(), **(headers or {})})
+    sent = names.encode({**names.inherited(), **(headers or {})})
     sent |= _headers_of(told)
     key = told.key.encode()
     carrier = carrier_of(topic)
@@ -301,8 +300,8 @@ def _made(given: Mapping[str, Any]) -> BaseEvent:
 
 
 def _with_context(event: BaseEvent) -> BaseEvent:
-    correlation = carried.inherited().get(names.CORRELATION_ID)
-    cause = carried.cause()
+    correlation = names.inherited().get(names.CORRELATION_ID)
+    cause = names.cause()
     known = event.metadata or EventMetadata()
     completed = replace(
         known,

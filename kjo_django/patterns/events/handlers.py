@@ -26,9 +26,8 @@ from kjo_django import conf, registry, signals
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.exceptions import MessageError
-from kjo_django.messages import carried
 from kjo_django.messages import headers as names
-from kjo_django.messages.envelope import Message
+from kjo_django.messages.headers import Message
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import EventKey
 from kjo_django.models.job import message_id
@@ -124,7 +123,7 @@ def _is_replay(context: JobContext) -> bool:
 def _within(context: JobContext, event: BaseEvent) -> AbstractContextManager[None]:
     correlation = event.metadata.correlation_id if event.metadata else None
     headers = {names.CORRELATION_ID: correlation or "", **context.headers}
-    return carried.carrying(headers, causation_id=event.id)
+    return names.carrying(headers, causation_id=event.id)
 
 
 class EventRoute(Route):

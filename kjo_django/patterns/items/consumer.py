@@ -36,7 +36,7 @@ from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext, facts_of
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
-from kjo_django.messages.envelope import MAX_ID_LENGTH, Message
+from kjo_django.messages.headers import MAX_ID_LENGTH, Message
 from kjo_django.messages.serializers import JSON, storable_text
 from kjo_django.models import Job
 from kjo_django.patterns.items.options import (

@@ -25,7 +25,7 @@ from kjo_django.engine.handler.context import Abort, JobContext
 from kjo_django.enqueue.storing import row_key, store_record
 from kjo_django.exceptions import JobCancelledError, MessageError, PayloadError
 from kjo_django.messages import headers as names
-from kjo_django.messages.envelope import Message
+from kjo_django.messages.headers import Message
 from kjo_django.messages.serializers import register_serializer
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.patterns.kdlq import headers, letters, parking

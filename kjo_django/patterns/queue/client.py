@@ -18,7 +18,7 @@ from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
 from kjo_django.enqueue.storing import EnqueueResult, milliseconds, store
 from kjo_django.exceptions import JobNotFoundError, JobStateError
 from kjo_django.messages import headers as names
-from kjo_django.messages.envelope import MAX_TYPE_LENGTH
+from kjo_django.messages.headers import MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.models import DeadLetter, Job, source_of_job
 from kjo_django.operations import jobs as operations
