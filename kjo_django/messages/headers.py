@@ -418,7 +418,6 @@ def read_message(
 
 MAX_CORRELATION = 255
 """Characters of a correlation id that are inherited: an event's metadata takes no more."""
-CAUSATION_ID = "causation-id"
 INHERITED = (TRACEPARENT, TRACESTATE, CORRELATION_ID)
 
 _carried: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_carried", default=None)
@@ -462,7 +461,7 @@ def inherited() -> dict[str, str]:
     """Return the headers a message published now inherits; none outside a handler, but for the
     current trace where there is a tracer."""
     held = _carried.get() or {}
-    found = {name: value for name, value in held.items() if name != CAUSATION_ID}
+    found = {name: value for name, value in held.items() if name != "causation-id"}
     if tracing.tracer is None:
         return found
     current = tracing.tracer.headers()
@@ -474,4 +473,4 @@ def inherited() -> dict[str, str]:
 
 def cause() -> str | None:
     """Return the id of the event being handled, or None."""
-    return (_carried.get() or {}).get(CAUSATION_ID)
+    return (_carried.get() or {}).get("causation-id")
