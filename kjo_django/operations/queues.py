@@ -3,10 +3,9 @@ was asked survives rebalances and restarts: it is a row."""
 
 from __future__ import annotations
 
-import enum
 import functools
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 from django.db import transaction
 from django.dispatch import Signal
@@ -17,15 +16,8 @@ from kjo_django.conf import get_settings
 from kjo_django.models import QueueControl
 from kjo_django.operations.rows import Observer, on_commit
 from kjo_django.runtime import jobs_database
+from kjo_django.values import refuse_unknown
 
-
-class Unchanged(enum.Enum):
-    """The value for a limit that stays what it is; None stands for the configured one."""
-
-    UNCHANGED = enum.auto()
-
-
-UNCHANGED: Final = Unchanged.UNCHANGED
 LIMITS = {
     "concurrency": ("", 1000),
     "max_attempts": ("", 1000),
@@ -47,28 +39,24 @@ def resume(queue: str, *, actor: str = "", on_changed: Observer | None = None) -
 def set_policy(
     queue: str,
     *,
-    concurrency: int | Unchanged | None = UNCHANGED,
-    max_attempts: int | Unchanged | None = UNCHANGED,
-    backoff_base: timedelta | int | Unchanged | None = UNCHANGED,
     actor: str = "",
     on_changed: Observer | None = None,
+    **limits: timedelta | int | None,
 ) -> bool:
     """Change limits of a queue for all its jobs, also those enqueued before; what is not given
     stays, None goes back to what is configured. Running workers obey within two seconds.
 
-    :param concurrency: groups of the queue one worker runs at once, 1 to 1,000.
-    :param max_attempts: executions before a job is dead-lettered, 1 to 1,000, in place of the
-        number each job was enqueued with. A job that has had more gets the one it waits for.
-    :param backoff_base: delay before the second attempt, which doubles each time: 1 second to a
-        day, in whole seconds. Handlers with a back-off of their own keep it.
     :param on_changed: called with the row inside the transaction.
+    :param limits: ``concurrency``, groups of the queue one worker runs at once, 1 to 1,000;
+        ``max_attempts``, executions before a job is dead-lettered, 1 to 1,000, in place of the
+        number each job was enqueued with: a job that has had more gets the one it waits for;
+        ``backoff_base``, the delay before the second attempt, which doubles each time: 1 second to
+        a day, in whole seconds. Handlers with a back-off of their own keep it.
     :returns: False: all of it was so before.
     :raises ValueError: a value is out of its range, or the queue's name is none.
     """
-    given = {"concurrency": concurrency, "max_attempts": max_attempts, "backoff_base": backoff_base}
-    changes = {
-        name: _checked(name, value) for name, value in given.items() if value is not UNCHANGED
-    }
+    refuse_unknown(limits, LIMITS, "set_policy")
+    changes = {name: _checked(name, value) for name, value in limits.items()}
     return bool(changes) and _change(
         queue, changes, actor, signals.queue_changed, on_changed, changes=changes
     )
@@ -98,7 +86,8 @@ def ensure_rows() -> None:
 
 def overview() -> list[dict[str, Any]]:
     """Return every known queue: where it goes and what an operator asked of it."""
-    controls = {control.queue: control for control in _controls()}
+    rows = QueueControl.objects.using(jobs_database())
+    controls = {control.queue: control for control in rows}
     conf = get_settings()
     return [
         {
@@ -118,10 +107,6 @@ def overview() -> list[dict[str, Any]]:
         for name in sorted({*registry.queue_names(), *controls})
         for control in [controls.get(name)]
     ]
-
-
-def _controls() -> list[QueueControl]:
-    return list(QueueControl.objects.using(jobs_database()).all())
 
 
 def _checked(name: str, value: Any) -> int | None:

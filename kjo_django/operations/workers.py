@@ -1,9 +1,7 @@
 """Workers: what their rows hold of their partitions, and asking them to be quiet or to stop.
 
 A worker is asked by a column of its own row. Its process obeys within two seconds; one started in
-its place has another row, where nothing is asked. The partitions in a row are JSON that any release
-may have written. What this release does not understand is left out: a screen shows less, and never
-fails.
+its place has another row, where nothing is asked.
 """
 
 from __future__ import annotations
@@ -12,14 +10,13 @@ import enum
 import functools
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import transaction
-from django.db.models import QuerySet
 from django.utils import timezone
-from django.utils.dateparse import parse_datetime
 
 from kjo_django import signals
 from kjo_django.conf import Settings, get_settings
@@ -30,9 +27,6 @@ from kjo_django.runtime import jobs_database
 
 MOST = 5_000
 """Partitions of one worker that are looked at."""
-MOST_RUNNING = 20
-MAX_TEXT = 255
-_GREATEST = 2**31 - 1
 ALIVE_HEARTBEATS = 6
 """Heartbeats a worker may miss before it counts as gone."""
 
@@ -67,9 +61,9 @@ class Assignment:
     topic: str
     partition: int
     group: str | None = None
-    """The consumer group; None in rows of an older release."""
+    """The consumer group."""
     rebalanced_at: datetime | None = None
-    """When the worker's assignment in this group changed last; None in rows of an older release."""
+    """When the worker's assignment in this group changed last."""
     resting_until: datetime | None = None
     """It hands out nothing until then: what its messages need is down."""
     running: tuple[RunningJob, ...] = ()
@@ -92,11 +86,26 @@ class Assignment:
 
 
 def assignments(partitions: Any) -> list[Assignment]:
-    """Return what can be understood of a row's ``partitions``."""
-    if not isinstance(partitions, list):
-        return []
-    found = (_assignment(each) for each in partitions[:MOST])
-    return [each for each in found if each is not None]
+    """Return what a row's ``partitions`` hold. What another release may have written otherwise is
+    left out: a screen shows less, and never fails."""
+    found = []
+    for each in partitions[:MOST] if isinstance(partitions, list) else ():
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
+            running = [
+                RunningJob(job["id"], job["handler"], datetime.fromisoformat(job["started_at"]))
+                for job in each.get("running", ())
+            ]
+            found.append(
+                Assignment(
+                    topic=str(each["topic"]),
+                    partition=int(each["partition"]),
+                    group=each.get("group"),
+                    rebalanced_at=_moment(each.get("rebalanced_at")),
+                    resting_until=_moment(each.get("resting_until")),
+                    running=tuple(running),
+                )
+            )
+    return found
 
 
 def rebalanced_at(held: list[Assignment]) -> datetime | None:
@@ -107,54 +116,8 @@ def rebalanced_at(held: list[Assignment]) -> datetime | None:
 # --- Details --------------------------------------------------------------------------------------
 
 
-def _assignment(found: Any) -> Assignment | None:
-    if isinstance(found, list) and len(found) == 2:  # as older releases wrote it
-        found = {"topic": found[0], "partition": found[1]}
-    if not isinstance(found, dict):
-        return None
-    topic, partition = _text(found.get("topic")), found.get("partition")
-    if not topic or type(partition) is not int or not 0 <= partition <= _GREATEST:
-        return None
-    return Assignment(
-        topic,
-        partition,
-        group=_text(found.get("group")),
-        rebalanced_at=_moment(found.get("rebalanced_at")),
-        resting_until=_moment(found.get("resting_until")),
-        running=_running(found.get("running")),
-    )
-
-
-def _running(found: Any) -> tuple[RunningJob, ...]:
-    if not isinstance(found, list):
-        return ()
-    running = []
-    for each in found[:MOST_RUNNING]:
-        if not isinstance(each, dict):
-            continue
-        id, handler = _text(each.get("id")), _text(each.get("handler"))
-        started_at = _moment(each.get("started_at"))
-        if id is not None and handler is not None and started_at is not None:
-            running.append(RunningJob(id, handler, started_at))
-    return tuple(running)
-
-
-def _text(found: Any) -> str | None:
-    # JSON can escape what no encoding can write.
-    return found[:MAX_TEXT].encode(errors="replace").decode() if isinstance(found, str) else None
-
-
-def _moment(found: Any) -> datetime | None:
-    if not isinstance(found, str):
-        return None
-    try:
-        moment = parse_datetime(found)
-    except ValueError:
-        return None
-    # What another time zone could not hold could not be shown.
-    if moment is None or moment.tzinfo is None or not 1970 < moment.year < 9000:
-        return None
-    return moment
+def _moment(found: str | None) -> datetime | None:
+    return datetime.fromisoformat(found) if found is not None else None
 
 
 def _isoformat(moment: datetime | None) -> str | None:
@@ -217,7 +180,12 @@ def _ask(workers: Workers, wish: Worker.Wish, actor: str, on_changed: Observer |
     for chunk in batched(sorted({key for key in keys if key is not None}), CHUNK):
         with transaction.atomic(using=using):
             rows = Worker.objects.using(using).filter(pk__in=chunk)
-            asked = [key for key in chunk if _ask_one(rows.filter(pk=key), wish)]
+            # A conditional UPDATE each: of two operators one asks, and a stop is never taken back.
+            living = rows.filter(heartbeat_at__gte=timezone.now() - alive_within())
+            free = living.exclude(state=Worker.State.STOPPED).exclude(
+                wish__in={wish, Worker.Wish.STOP}
+            )
+            asked = [key for key in chunk if free.filter(pk=key).update(wish=wish)]
             found = {worker.pk: worker for worker in rows}
             changed = [found[key] for key in asked]
             for key in set(chunk) - set(asked):
@@ -227,14 +195,6 @@ def _ask(workers: Workers, wish: Worker.Wish, actor: str, on_changed: Observer |
                 on_changed(changed)
             on_commit(using, functools.partial(_send_signals, changed, wish, actor))
     return outcomes
-
-
-def _ask_one(row: QuerySet[Worker], wish: Worker.Wish) -> int:
-    # One conditional UPDATE: of two operators one asks, and a stop is never taken back.
-    living = row.filter(heartbeat_at__gte=timezone.now() - alive_within()).exclude(
-        state=Worker.State.STOPPED
-    )
-    return living.exclude(wish__in={wish, Worker.Wish.STOP}).update(wish=wish)
 
 
 def _refusal(worker: Worker | None, wish: Worker.Wish) -> AskResult:

@@ -150,7 +150,7 @@ def test_one_that_is_gone_cannot_be_asked(operator: APIClient) -> None:
 
 def test_workers_are_listed_by_state(operator: APIClient) -> None:
     WorkerFactory(state="stopped")
-    running = WorkerFactory(partitions=[["default", 0]])
+    running = WorkerFactory(partitions=[{"topic": "default", "partition": 0}])
     (told,) = operator.get("/kjo/workers/", {"state": "running"}).json()["results"]
     assert told["id"] == str(running.pk)
     told = operator.get(f"/kjo/workers/{running.pk}/").json()
@@ -161,8 +161,10 @@ def test_a_worker_tells_what_it_holds_and_what_runs_there(operator: APIClient) -
     moment = timezone.localtime().replace(microsecond=0).isoformat()
     job = {"id": "1", "handler": "shop.send", "started_at": moment}
     held = {"group": "g", "topic": "default", "partition": 3, "rebalanced_at": moment}
-    # Given one as an older release wrote it, one as this does, and one that makes no sense
-    worker = WorkerFactory(partitions=[["default", 0], {**held, "running": [job]}, {"topic": 5}])
+    # Given a partition of which little is known, one with all, and one that makes no sense
+    worker = WorkerFactory(
+        partitions=[{"topic": "default", "partition": 0}, {**held, "running": [job]}, {"topic": 5}]
+    )
     # When
     told = operator.get(f"/kjo/workers/{worker.pk}/").json()
     # Then

@@ -154,7 +154,7 @@ def test_the_worker_that_was_given_a_partition_last_has_it(everybody):
     """The row of one that was killed tells its partitions until its heartbeat is old."""
     WorkerFactory(name="a-killed", queues=["emails"], partitions=[held(0, minutes_ago=9)])
     WorkerFactory(name="b-heir", queues=["emails"], partitions=[held(0, minutes_ago=1)])
-    WorkerFactory(name="c-old", queues=["emails"], partitions=[["emails", 0]])
+    WorkerFactory(name="c-old", queues=["emails"], partitions=[{"topic": "emails", "partition": 0}])
     assert partitions(everybody)["0"]["Worker"] == "b-heir"
 
 
@@ -201,7 +201,7 @@ def test_trend_and_pace_are_those_of_the_last_minutes(everybody):
 
 @pytest.mark.usefixtures("log")
 def test_what_is_not_known_is_a_dash(everybody):
-    WorkerFactory(queues=["emails"], partitions=[["emails", 0]])
+    WorkerFactory(queues=["emails"], partitions=[{"topic": "emails", "partition": 0}])
     first = partitions(everybody)["0"]
     assert (first["Lag's trend"], first["Last rebalance"]) == (NOTHING, NOTHING)
     (worker,) = workers(everybody).values()

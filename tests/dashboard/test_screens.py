@@ -39,7 +39,7 @@ def rows():
     """Something to see on every screen."""
     job = JobFailureFactory(job__queue="emails").job
     letter = DeadLetterFactory(job=job)
-    worker = WorkerFactory(queues=["emails"], partitions=[["emails", 0]])
+    worker = WorkerFactory(queues=["emails"], partitions=[{"topic": "emails", "partition": 0}])
     ProcessedEventFactory()
     MetricBucketFactory(queue="emails", worker_id=worker.pk)
     QueueControlFactory(queue="emails")

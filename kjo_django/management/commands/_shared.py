@@ -127,20 +127,8 @@ class _HelpFormatter(DjangoHelpFormatter):
     """Adds the default to each option that has one."""
 
     def _get_help_string(self, action: Action) -> str | None:
-        default = action.default
-        if not action.help or default in (None, False, SUPPRESS, []):
-            return action.help
-        if "--version" in action.option_strings:
-            return action.help
-        if isinstance(default, timedelta):
-            count = int(default.total_seconds())
-            sizes = {unit: timedelta(**{name: 1}).total_seconds() for unit, name in _UNITS.items()}
-            default = next(
-                f"{count / size:.0f}{unit}"
-                for unit, size in reversed(sizes.items())
-                if count % size == 0
-            )
-        return f"{action.help} (default: {default})"
+        has_default = action.default not in (None, False, SUPPRESS, [])
+        return f"{action.help} (default: %(default)s)" if has_default else action.help
 
 
 class ParsedCommand(BaseCommand):

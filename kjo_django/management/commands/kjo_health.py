@@ -29,7 +29,7 @@ class Command(KjoCommand):
             default=usual.failure_rate,
             help=RATE,
         )
-        add("--max-idle", type=duration, default=usual.idle, help=WAIT)
+        add("--max-idle", type=duration, default="5m", help=WAIT)
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Check."""
