@@ -68,6 +68,12 @@ class Boundary:
         self.at = at
         self.calls: list[str] = []
         self.call_count = 0
+        self.contract_calls = 0
+        """How many calls of transports and coordination have ended."""
+        self.mark: Callable[[], Any] | None = None
+        """Returns what somebody would find who comes after a death at this moment."""
+        self.marks: dict[int, Any] = {}
+        """What ``mark`` returned after each call that raised nothing."""
         self.is_open = True
         """Whether calls are recorded, and one is struck."""
         self.is_dead = False
@@ -103,11 +109,15 @@ class Boundary:
         if self.call_count > MOST_CALLS:
             raise Endless(f"it goes on for ever, with {name}")
         with self._lock:
-            is_struck = self.is_open and len(self.calls) == self.at and self.fault is not None
-            if self.is_open:
+            number, is_open = len(self.calls), self.is_open
+            is_struck = is_open and number == self.at and self.fault is not None
+            if is_open:
                 self.calls.append(name)
         if not is_struck:
-            return effect()
+            answer = effect()
+            if self.mark is not None and is_open:
+                self.marks[number] = self.mark()
+            return answer
         self.struck = name
         if self.fault is Fault.RAISES_BEFORE and fail is not None:
             return fail(True)
@@ -229,9 +239,14 @@ def _method(label: str, method: Any, contract: type) -> Any:
     @functools.wraps(method)
     def calling(self: Any, *arguments: Any, **options: Any) -> Any:
         boundary = current()
-        effect = functools.partial(method, self, *arguments, **options)
         if boundary is None:
-            return effect()
+            return method(self, *arguments, **options)
+
+        def effect() -> Any:
+            try:
+                return method(self, *arguments, **options)
+            finally:
+                boundary.contract_calls += 1
 
         def fail(before: bool) -> Any:
             text = "as the matrix wants it"
@@ -287,9 +302,10 @@ def _close_raw(connection: Any) -> None:
             connection.connection.close()
 
 
+@functools.lru_cache(maxsize=4096)
 def _short(sql: Any) -> str:
     """Say which statement this is, in a few words."""
-    text = " ".join(str(sql).split())
+    text = re.sub(r' "s\d+_x\d+"', "", " ".join(str(sql).split()))  # names of savepoints
     verb = text.partition(" ")[0].upper()
     tables = re.findall(r'(?:FROM|INTO|UPDATE|COPY)\s+"?(\w+)"?', text)
     ends = " + COMMIT" if text.rstrip(" ;").endswith("; COMMIT") else ""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from kjo_django import conf, registry
+from kjo_django import conf, garbage_collection, registry
 from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.engine import poller
 from kjo_django.patterns.events import handlers
@@ -85,7 +85,10 @@ def built(
     level = logger.level
     # Thousands of errors that were asked for.
     logger.setLevel(os.environ.get("KJO_FAULTS_LOG", "CRITICAL"))
-    with forgetting(registry._handlers, registry._routes, conf._declared, handlers._routes):
+    with (
+        garbage_collection.seldom(),
+        forgetting(registry._handlers, registry._routes, conf._declared, handlers._routes),
+    ):
         world = make(clock, empty)
         world.kinds = Kinds(world)
         world.patterns = Patterns(world, world.kinds)
@@ -94,6 +97,7 @@ def built(
             yield world
         finally:
             stop()
+            world.close()
             close_backends()
             logger.setLevel(level)
 

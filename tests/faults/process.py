@@ -72,9 +72,12 @@ class Process:
                 return
         raise AssertionError(f"{self.name} is not idle after {MOST_TURNS} turns")
 
-    def turn(self) -> bool:
-        """Return whether anything was done."""
-        steps: list[Callable[[], bool]] = [self._beat, self._relay]
+    def turn(self, *, beats: bool = True) -> bool:
+        """Return whether anything was done.
+
+        :param beats: whether it gives its sign of life.
+        """
+        steps: list[Callable[[], bool]] = [*([self._beat] if beats else ()), self._relay]
         steps += [
             lambda poller=poller: self._poll(poller)  # type: ignore[misc]
             for poller in self.worker.pollers

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from kjo_django.conf import get_settings
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Subscription, Transport
 from tests.faults.boundary import Died, Fault
+from tests.faults.conftest import ENGINES
 from tests.faults.killed import left_behind
-from tests.faults.scenarios import SCENARIOS
+from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.faults.test_matrix import SEED
-from tests.faults.world import World, _be_impatient, run
+from tests.faults.world import FACTS, World, _be_impatient, run
 from tests.ledger.models import Entry
 from tests.unit.conftest import led_to, sqlite_settings
 
@@ -74,6 +76,39 @@ def test_every_call_of_a_scenario_is_recorded_alike_each_time(world: World) -> N
     kinds = {call.partition(".")[0] for call in recorded[0]}
     assert {Transport.__name__.lower(), Subscription.__name__.lower(), "coordination"} <= kinds
     assert {"commit", "BEGIN"} <= set(recorded[0])
+
+
+@pytest.mark.parametrize("world", ENGINES, indirect=True)
+@pytest.mark.parametrize("name", ["atomic-mixed", "outside-retried"])
+def test_a_death_that_is_left_out_leaves_behind_what_the_one_in_its_place_does(
+    name: str, world: World
+) -> None:
+    # Given
+    scenario = BY_NAME[name]
+    world.queues = scenario.queues
+    assert run(world, scenario.act, None, -1, marks=True) == []
+    same = world.same_deaths()
+    assert same
+    at = random.Random(SEED).choice(list(same))
+    print(f"calls {at} and {same[at]}, seed {SEED}")
+    # When
+    found = [after_death(world, scenario, number) for number in (at, same[at])]
+    # Then
+    assert found[0] == found[1]
+
+
+def after_death(world: World, scenario: Scenario, at: int) -> object:
+    process = world.begin(Fault.DIES_AFTER, at)
+    with pytest.raises(Died):
+        scenario.act(world, process)
+    process.bury()
+    facts = [getattr(world, name) for name in FACTS if name != "announced"]  # ids differ
+    ends = Counter(signal for signal, _ in world.announced.elements())
+    queues = [get_settings().queue(name) for name in world.queues]
+    waiting = [get_transport(q.transport).lag([q.topic], q.consumer_group) for q in queues]
+    found = left_behind(), facts, ends, waiting
+    world.end()
+    return found
 
 
 @pytest.mark.parametrize("world", ["sqlite-database"], indirect=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import contextvars
+import functools
 import io
+import random
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import psycopg
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.utils import timezone
@@ -46,6 +51,19 @@ RIVAL_TIMEOUT = 30.0
 OTHERS = "faults-others"
 """A topic nobody here consumes."""
 REPLAYED = DeadLetterState.REPLAYED
+FACTS = (
+    "promised",
+    "withdrawn",
+    "many",
+    "keys",
+    "calls",
+    "announced",
+    "disturbances",
+    "unsent",
+    "told_others",
+    "is_mended",
+)
+"""What a world notes while a process acts."""
 
 
 class World:
@@ -59,6 +77,9 @@ class World:
         self.patterns: Any = None
         self.struck = ""
         self.recorded: list[str] = []
+        self.marks: dict[int, Any] = {}
+        """What a death after each call would leave behind, if that was asked for; see ``mark``."""
+        self._rival = Rival()
         self.forget()
 
     def forget(self) -> None:
@@ -104,6 +125,7 @@ class World:
         self.forget()
         close_backends()
         self._empty()
+        random.seed(0)  # a case's calls must be the same ones next time
         self.clock.advances = 0
         self.first = self.process("first", Boundary(fault, at, self._elapse))
         self.first.is_strict = fault is None
@@ -135,18 +157,37 @@ class World:
                     self.process("rival").turn()
             except BaseException as error:
                 errors.append(error)
-            finally:
-                connections.close_all()
 
         with within(None):
             self.clock.rivals_waits = 0
-            thread = threading.Thread(target=act, name=RIVAL)
-            thread.start()
-            thread.join(RIVAL_TIMEOUT)
+            has_ended = self._rival.act(act)
         # Told at the end: raised here, it would be an error of the struck call.
-        if thread.is_alive():
+        if not has_ended:
             self.disturbances.append("the rival waits for what the struck call holds")
         self.disturbances += [f"the rival failed: {error!r}" for error in errors]
+
+    def close(self) -> None:
+        """End the rival's thread."""
+        self._rival.close()
+
+    def mark(self, commits: Callable[[], Any]) -> Any:
+        """Return what stands for all that another process would find if this one died now. The same
+        value twice: nothing has changed between that outlives it.
+
+        :param commits: returns another value once anything was committed.
+        """
+        facts = tuple(repr(getattr(self, name)) for name in FACTS)
+        return commits(), self.first.boundary.contract_calls, self.clock.offset, facts
+
+    def same_deaths(self) -> dict[int, int]:
+        """Return the calls after which a death leaves behind what it does after an earlier call,
+        and which that is: most are statements of a transaction that dies with the process, and
+        reads."""
+        same, firsts = {}, {}
+        for at, mark in self.marks.items():
+            if (first := firsts.setdefault(mark, at)) != at:
+                same[at] = first
+        return same
 
     # --- Recovering -------------------------------------------------------------------------------
 
@@ -165,14 +206,18 @@ class World:
                 self.process("fresh")
         for seconds in ROUNDS:
             self.recovering()
-            for _ in range(3):
-                for process in self.processes:
-                    process.turn()
+            for number in range(3):
+                # Each has its turn, and gives one sign of life at each moment.
+                done = [process.turn(beats=not number) for process in self.processes]
+                if not any(done):
+                    break
             if self.is_done():
                 break
             self.clock.advance(seconds)
         # Whoever is alive renews what it holds: what nobody needs any more would be held for ever.
         for _ in range(3):
+            if not self.leases():
+                break
             self.clock.advance(20)
             for process in self.processes:
                 process._step(process._beat)
@@ -195,6 +240,10 @@ class World:
                 lags[name] = sum(counts.values())
         return lags
 
+    def leases(self) -> list[str]:
+        """Return the names of the jobs that somebody holds."""
+        return list(get_coordination().names("CONS:"))
+
     def is_delayed(self) -> bool:
         """Return whether the transport keeps a message until its time, which no lag tells of."""
         queues = [get_settings().queue(name) for name in self.queues]
@@ -211,15 +260,17 @@ class World:
         """Return what does not hold."""
         found = list(self.disturbances)
         jobs = list(Job.objects.order_by("id"))
-        effects = Counter(Entry.objects.order_by("id").values_list("job", flat=True))
-        letters = list(DeadLetter.objects.all())
+        happened = list(Entry.objects.order_by("id").values_list("job", flat=True))
+        effects = Counter(happened)
+        letters = list(DeadLetter.objects.select_related("job"))
+        marks = Counter(ProcessedEvent.objects.values_list("event_id", flat=True))
         if lags := self.lag():
             found.append(f"not acknowledged: {lags}")
-        if leases := list(get_coordination().names("CONS:")):
+        if leases := self.leases():
             found.append(f"leases are held for ever: {leases}")
         found += [f"outstanding in {p.name}" for p in self.processes if not p.is_idle]
         for job in jobs:
-            found += self._problems_of(job, effects, letters)
+            found += self._problems_of(job, effects, letters, marks[job.message_id])
         for name in self.promised:
             ended = bool(effects[name]) or any(_names(letter, name) for letter in letters)
             ended = ended or any(
@@ -232,7 +283,7 @@ class World:
                 found.append(f"{name} was rolled back, and has {count} effects")
             if count > 1 and name not in self.many:
                 found.append(f"{name} has {count} effects")
-        return found + self._disorder(jobs) + self._problems_of_others()
+        return found + self._disorder(jobs, happened) + self._problems_of_others()
 
     def _problems_of_others(self) -> list[str]:
         """Look at the records that only others read."""
@@ -249,7 +300,7 @@ class World:
         return found
 
     def _problems_of(
-        self, job: Job, effects: Counter[str], letters: Sequence[DeadLetter]
+        self, job: Job, effects: Counter[str], letters: Sequence[DeadLetter], marks: int
     ) -> list[str]:
         found: list[str] = []
         name, id = _name_of(job), str(job.pk)
@@ -262,7 +313,6 @@ class World:
         earlier = {source_of_job(job.pk, number) for number in range(1, job.generation)}
         letters = [x for x in letters if x.source_id not in earlier]
         open_ones = [x for x in letters if x.job_id == job.pk and x.state == DeadLetterState.OPEN]
-        marks = ProcessedEvent.objects.filter(event_id=job.message_id).count()
         is_completed = job.state == JobState.COMPLETED
         if self.may_discard:
             open_ones = [x for x in letters if x.job_id == job.pk and x.state != REPLAYED]
@@ -285,13 +335,15 @@ class World:
             found.append(f"{who} was not announced by {announcement}")
         return found
 
-    def _disorder(self, jobs: Sequence[Job]) -> list[str]:
+    def _disorder(self, jobs: Sequence[Job], happened: Sequence[str]) -> list[str]:
         """Compare the order of effects with that of enqueuing, but for those that lost their place
         by failing."""
-        failed = {_name_of(f.job) for f in JobFailure.objects.select_related("job") if f.job}
+        if not self.keys:
+            return []
+        names_of = {job.pk: _name_of(job) for job in jobs}
+        failed = {names_of.get(id) for id in JobFailure.objects.values_list("job", flat=True)}
         done = [_name_of(job) for job in jobs if job.state == JobState.COMPLETED]
         wanted = [n for n in done if n not in failed and n not in self.many]
-        happened = list(Entry.objects.order_by("id").values_list("job", flat=True))
         found = []
         for key, names in self.keys.items():
             expected = [name for name in names if name in wanted]
@@ -359,6 +411,60 @@ class World:
         assert answer.error is None
 
 
+class Rival:
+    """The thread that acts while another one's call is under way. It stays for the next case, and
+    on PostgreSQL its session does."""
+
+    def __init__(self) -> None:
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+
+    def act(self, does: Callable[[], None]) -> bool:
+        """Return whether it has ended; what has not is left alone."""
+
+        def act() -> None:
+            try:
+                contextvars.Context().run(does)
+            finally:
+                connection = connections["default"]
+                if connection.vendor == "sqlite" or connection.in_atomic_block:
+                    connections.close_all()
+
+        if self._thread is None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, initializer=_be_the_rival)
+        acting = self._thread.submit(act)
+        if acting in concurrent.futures.wait([acting], RIVAL_TIMEOUT).done:
+            acting.result()
+            return True
+        self._thread.shutdown(wait=False)
+        self._thread = None
+        return False
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.submit(connections.close_all)
+            self._thread.shutdown()
+            self._thread = None
+
+
+def _be_the_rival() -> None:
+    threading.current_thread().name = RIVAL
+
+
+@contextlib.contextmanager
+def _commits() -> Iterator[Callable[[], Any]]:
+    """Yield what returns another value once anything was committed."""
+    connection = connections["default"]
+    if connection.vendor == "sqlite":
+        name = connection.settings_dict["NAME"]
+        with contextlib.closing(sqlite3.connect(name, check_same_thread=False)) as session:
+            yield lambda: session.execute("PRAGMA data_version").fetchone()
+    else:
+        parameters = connection.get_connection_params()
+        wanted = {name: parameters[name] for name in ("host", "port", "user", "dbname")}
+        with psycopg.connect(**wanted, autocommit=True) as session:
+            yield lambda: session.execute("SELECT pg_current_snapshot()::text").fetchone()
+
+
 def _is_locked() -> bool:
     """Return whether somebody holds SQLite's write lock."""
     connection = connections["default"]
@@ -403,18 +509,31 @@ def _names(letter: DeadLetter, name: str) -> bool:
 
 
 def run(
-    world: World, act: Callable[[World, Process], None], fault: Fault | None, at: int
+    world: World,
+    act: Callable[[World, Process], None],
+    fault: Fault | None,
+    at: int,
+    *,
+    marks: bool = False,
 ) -> list[str]:
     """Run a scenario with one fault, recover, and return the problems; the first is what was
-    struck. Empty: it holds."""
+    struck. Empty: it holds.
+
+    :param marks: also note after each call what a death would leave behind.
+    """
     process = world.begin(fault, at)
     try:
-        try:
-            act(world, process)
-        except Died:
-            assert fault is Fault.DIES_AFTER
+        with _commits() if marks else contextlib.nullcontext() as commits:
+            if commits is not None:
+                process.boundary.mark = functools.partial(world.mark, commits)
+            try:
+                act(world, process)
+            except Died:
+                assert fault is Fault.DIES_AFTER
+            process.boundary.mark = None
         world.recover()
         return world.problems()
     finally:
         world.struck, world.recorded = process.boundary.struck, process.boundary.calls
+        world.marks = process.boundary.marks
         world.end()
