@@ -10,6 +10,7 @@ process.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -125,13 +126,8 @@ def change_or_start(
         # By their ids: a job that is interrupted must not begin with others.
         keys = dead_letters.select(selection).values_list("pk", flat=True)
         selection = DeadLetterFilter(ids=list(keys[:limit]))
-    rows: QuerySet[Any]
-    if isinstance(selection, JobFilter):
-        rows = search.find(selection)
-    else:
-        rows = dead_letters.select(selection)
-    count = bounded_count(rows, SYNCHRONOUS_LIMIT + 1)
-    if count > SYNCHRONOUS_LIMIT or (rate and count / rate > PATIENT_SECONDS):
+    rows = _rows_of(selection)
+    if _is_large(rows, rate):
         return start_bulk(key, selection, actor=actor, rate=rate, **inputs)
     return action.perform(
         rows, actor=actor, on_changed=on_changed, **_with_rate(action, inputs, rate)
@@ -139,11 +135,25 @@ def change_or_start(
 
 
 def replay_or_start(
-    selection: DeadLetterFilter, *, actor: str, **options: Any
+    selection: DeadLetterFilter,
+    *,
+    actor: str,
+    rate: float | None = None,
+    force: bool = False,
+    limit: int | None = None,
+    on_changed: Observer | None = None,
 ) -> ReplayReport | Job:
     """Replay dead letters here and now if they are few, else start an internal job; see
-    ``change_or_start`` for the options, and ``force`` of ``dead_letters.replay``."""
-    done = change_or_start("replay_letters", selection, actor=actor, **options)
+    ``change_or_start``."""
+    done = change_or_start(
+        "replay_letters",
+        selection,
+        actor=actor,
+        rate=rate,
+        force=force,
+        limit=limit,
+        on_changed=on_changed,
+    )
     assert isinstance(done, ReplayReport | Job)
     return done
 
@@ -197,6 +207,12 @@ def _with_rate(action: Action, inputs: dict[str, Any], rate: float | None) -> di
     return {**inputs, "rate": rate}
 
 
+def _rows_of(selection: DeadLetterFilter | JobFilter) -> QuerySet[Any]:
+    if isinstance(selection, JobFilter):
+        return search.find(selection)
+    return dead_letters.select(selection)
+
+
 def _jobs_of(request: Request, actor: str) -> QuerySet[Job]:
     assert isinstance(request.filter, str)
     # What has ended since was run again by an earlier attempt of this very job, or by others.
@@ -240,15 +256,17 @@ def dump_filter(selection: DeadLetterFilter | JobFilter, now: datetime) -> dict[
         until = there if frozen.until is None else min(frozen.until, there)
         return str(dataclasses.replace(frozen, until=until))
     until = now if selection.until is None else min(selection.until, now)
-    letters = dataclasses.replace(selection, until=until)
-    plain: dict[str, Any] = {
-        field.name: value
-        for field in dataclasses.fields(letters)
-        if (value := getattr(letters, field.name)) is not None
+    plain: dict[str, Callable[[Any], Any]] = {
+        "ids": lambda ids: [str(id) for id in ids],
+        "since": datetime.isoformat,
+        "until": datetime.isoformat,
     }
-    if "ids" in plain:
-        plain["ids"] = list(map(str, plain["ids"]))
-    return plain | {name: plain[name].isoformat() for name in ("since", "until") if name in plain}
+    frozen_letters = dataclasses.replace(selection, until=until)
+    return {
+        field.name: plain.get(field.name, str)(value)
+        for field in dataclasses.fields(frozen_letters)
+        if (value := getattr(frozen_letters, field.name)) is not None
+    }
 
 
 def load_letter_filter(stored: Any) -> DeadLetterFilter:
@@ -265,6 +283,11 @@ def _moment(text: str) -> datetime:
 
 
 # --- Details --------------------------------------------------------------------------------------
+
+
+def _is_large(rows: QuerySet[Any], rate: float | None = None) -> bool:
+    count = bounded_count(rows, SYNCHRONOUS_LIMIT + 1)
+    return count > SYNCHRONOUS_LIMIT or bool(rate and count / rate > PATIENT_SECONDS)
 
 
 def _operations_queue() -> str:

@@ -31,14 +31,16 @@ class Clock:
         self.offset = 0.0
         self.advances = 0
         self.rivals_waits = 0
-        self.is_within_a_call = False
-        """Whether a process acts on this thread while another one's call is under way."""
 
     def install(self, monkeypatch: Any) -> None:
         now, monotonic = timezone.now, time.monotonic
         if self.stands:
             began, began_at = now(), monotonic()
             now, monotonic = lambda: began, lambda: began_at
+            wall, whole = time.time(), time.time_ns()
+            monkeypatch.setattr(time, "time", lambda: wall + self.offset)
+            monkeypatch.setattr(time, "time_ns", lambda: whole + int(self.offset * 1e9))
+            monkeypatch.setattr(time, "perf_counter", lambda: began_at + self.offset)
         shifted_now = lambda: now() + timedelta(seconds=self.offset)  # noqa: E731
         monkeypatch.setattr(timezone, "now", shifted_now)
         monkeypatch.setattr(kjo_django.clock.Clock, "now", staticmethod(shifted_now))
@@ -71,7 +73,7 @@ class Clock:
         def wait(event: threading.Event, timeout: float | None = None) -> bool:
             if timeout is None or event.is_set() or not is_virtual() or is_beside():
                 return really_wait(event, timeout)
-            if self.is_within_a_call or threading.current_thread().name == RIVAL:
+            if threading.current_thread().name == RIVAL:
                 self.rivals_waits += 1
                 if self.rivals_waits > PATIENCE:
                     # As if it were asked to stop: what it waits for is held by who waits for it.

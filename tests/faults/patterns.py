@@ -18,7 +18,6 @@ from kjo_django import (
     job,
     publish_event,
 )
-from kjo_django.enqueue.storing import store_record
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk, dead_letters
 from kjo_django.operations import jobs as operations
@@ -27,7 +26,7 @@ from kjo_django.patterns.streams import AbstractStreamConsumer, AbstractStreamPr
 from kjo_django.transports.base import Record
 from tests.faults.process import Process
 from tests.faults.scenarios import QUEUE, Kinds, scenario
-from tests.faults.world import OTHERS, World
+from tests.faults.world import World
 from tests.items.models import Item
 from tests.ledger.models import Entry
 
@@ -203,22 +202,14 @@ scenario("item-retried", ITEMS)(_item("retried"))
 @scenario("relay-records-for-others")
 def relay_others(world: World, process: Process) -> None:
     for name in ("r1", "r2"):
-        store = partial(
-            store_record, OTHERS, value=name.encode(), key=b"k", headers={}, kind="record"
-        )
-        if process.ask(lambda store=store: transaction.atomic()(store)()) is not None:
-            world.told_others.append(name)
+        world.tell_others(process, name)
     process.work()
 
 
 @scenario("relay-once")
 def relay_once(world: World, process: Process) -> None:
     for name in ("r1", "r2"):
-        store = partial(
-            store_record, OTHERS, value=name.encode(), key=b"k", headers={}, kind="record"
-        )
-        if process.ask(lambda store=store: transaction.atomic()(store)()) is not None:
-            world.told_others.append(name)
+        world.tell_others(process, name)
     world.relays_once = True
     process.ask(lambda: call_command("kjo_produce", "--once", verbosity=0, stdout=world.output))
     process.work()

@@ -29,7 +29,14 @@ MOST_TURNS = 25
 class Process:
     """:param queues: what its worker consumes."""
 
-    def __init__(self, name: str, queues: Sequence[str], boundary: Boundary | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        queues: Sequence[str],
+        boundary: Boundary | None = None,
+        *,
+        lanes: int = 1,
+    ) -> None:
         self.name = name
         self.boundary = boundary or Boundary()
         self.refusals: list[Exception] = []
@@ -37,7 +44,7 @@ class Process:
         self.is_strict = False
         """Whether nothing befalls it, so that no step of its worker may fail."""
         with self.unwatched():
-            self.worker = Worker(queues, concurrency=1, name=name, owns_process=False)
+            self.worker = Worker(queues, concurrency=lanes, name=name, owns_process=False)
             self.worker.ensure_topics()
             self.worker.leases.show_alive()
             for poller in self.worker.pollers:
@@ -177,11 +184,15 @@ class Process:
     def bury(self) -> None:
         """Let the world see that it died: sessions end, nobody gives a sign of life any more."""
         self.boundary.die()
+        self.crash()
+        del connections[jobs_database()]
+
+    def crash(self) -> None:
+        """Vanish from the transport's groups."""
         for poller in self.worker.pollers:
             subscription: Any = poller._subscription
             if hasattr(subscription, "crash"):
                 subscription.crash()
-        del connections[jobs_database()]
         self._end_threads()
 
     def close(self) -> None:

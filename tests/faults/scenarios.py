@@ -90,10 +90,7 @@ class Kinds:
                     with transaction.atomic():
                         Entry.objects.create(job=item.payload["job"])
 
-        def key_of(job: str, ending: str) -> str:
-            return "k" if job.startswith("k") else ""
-
-        common: dict[str, Any] = {"queue": QUEUE, "key": key_of}
+        common: dict[str, Any] = {"queue": QUEUE, "key": lambda job, ending: _key_of(job)}
         self.jobs: dict[str, Any] = {
             "atomic": job(name="faults.atomic", **common)(write),
             "database-only": job(name="faults.database_only", database_only=True, **common)(write),
@@ -113,16 +110,21 @@ class Kinds:
         self.behave = behave
 
     def enqueue(self, process: Process, kind: str, name: str, ending: str) -> Any:
-        key = "k" if name.startswith("k") else ""
-        many = kind in OUTSIDE
+        put = self.enqueuing(kind, name, ending)
+        return self.world.enqueue(process, name, put, _key_of(name), kind in OUTSIDE)
+
+    def enqueuing(self, kind: str, name: str, ending: str) -> Callable[[], Any]:
+        """Return what enqueues a job of this kind."""
         if kind == "queue":
-            put: Any = partial(self.queue.enqueue, name, {"ending": ending}, key=key)
-        elif kind == "task":
-            write = self.tasks.write.using(queue_name="tasks", key=key or None)
-            put = partial(write.enqueue, job=name, ending=ending)
-        else:
-            put = partial(self.jobs[kind].enqueue, job=name, ending=ending)
-        return self.world.enqueue(process, name, put, key, many)
+            return partial(self.queue.enqueue, name, {"ending": ending}, key=_key_of(name))
+        if kind == "task":
+            write = self.tasks.write.using(queue_name="tasks", key=_key_of(name) or None)
+            return partial(write.enqueue, job=name, ending=ending)
+        return partial(self.jobs[kind].enqueue, job=name, ending=ending)
+
+
+def _key_of(name: str) -> str:
+    return "k" if name.startswith("k") else ""
 
 
 OUTSIDE = {"outside", "coroutine", "batch-outside"}

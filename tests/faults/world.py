@@ -21,6 +21,7 @@ from django.utils import timezone
 
 from kjo_django import signals, states
 from kjo_django.conf import get_settings
+from kjo_django.enqueue.storing import store_record
 from kjo_django.models import (
     DeadLetter,
     DeadLetterState,
@@ -113,6 +114,8 @@ class World:
         self.on_stop: Callable[[], None] = lambda: None
         self.relays_once = False
         """Whether the rival is a relay that publishes what is due and ends."""
+        self.has_refused = False
+        """Whether a request that the database obeyed was answered with an error."""
         self.recovering: Callable[[], object] = lambda: None
         """What is done again and again beside the workers."""
         self.output = io.StringIO()
@@ -123,13 +126,17 @@ class World:
         :param at: number of its call that the fault strikes.
         """
         self.forget()
-        close_backends()
-        self._empty()
+        self.begin_empty()
         random.seed(0)  # a case's calls must be the same ones next time
-        self.clock.advances = 0
         self.first = self.process("first", Boundary(fault, at, self._elapse))
         self.first.is_strict = fault is None
         return self.first
+
+    def begin_empty(self) -> None:
+        """Empty database and transport."""
+        close_backends()
+        self._empty()
+        self.clock.advances = 0
 
     def process(self, name: str, boundary: Boundary | None = None) -> Process:
         self.processes.append(Process(name, self.queues, boundary))
@@ -272,12 +279,14 @@ class World:
         for job in jobs:
             found += self._problems_of(job, effects, letters, marks[job.message_id])
         for name in self.promised:
-            ended = bool(effects[name]) or any(_names(letter, name) for letter in letters)
-            ended = ended or any(
+            own = [letter for letter in letters if _names(letter, name)]
+            ended = bool(effects[name]) or any(
                 _name_of(job) == name and job.state == JobState.CANCELLED for job in jobs
             )
-            if not ended:
+            if not ended and not own:
                 found.append(f"{name} was promised, and has no effect and no trace")
+            elif not ended and all(letter.state == REPLAYED for letter in own):
+                found.append(f"{name} has no effect, though its dead letter was replayed")
         for name, count in effects.items():
             if name in self.withdrawn:
                 found.append(f"{name} was rolled back, and has {count} effects")
@@ -293,11 +302,15 @@ class World:
         else:
             values = [bytes(row.value) for row in TransportMessage.objects.filter(topic=OTHERS)]
         found = [f"{n} was not told others" for n in self.told_others if n.encode() not in values]
-        fault = self.first.boundary.fault
-        if (fault is Fault.OVERLAPS and not self.was_locked) or fault is None:
-            # Without an outage, a crash or a lease that ran out nothing goes out twice.
+        if self._goes_out_once():
             found += [f"{v!r} went out {n} times" for v, n in Counter(values).items() if n > 1]
         return found
+
+    def _goes_out_once(self) -> bool:
+        """Return whether there was no outage, crash or lease that ran out, so that records for
+        others go out once."""
+        fault = self.first.boundary.fault
+        return (fault is Fault.OVERLAPS and not self.was_locked) or fault is None
 
     def _problems_of(
         self, job: Job, effects: Counter[str], letters: Sequence[DeadLetter], marks: int
@@ -325,7 +338,7 @@ class World:
         if name and is_completed and not effects[name]:
             found.append(f"{who} has no effect")
         announcement = ENDS[JobState(job.state)]
-        if job.state == JobState.CANCELLED and self.first.refusals:
+        if job.state == JobState.CANCELLED and self.has_refused:
             return found  # who asked for it was told of an error, and nobody else was
         # A message nobody enqueued here ends under its own id where another copy of it has run.
         is_announced = (
@@ -397,9 +410,20 @@ class World:
                 return enqueue() or True
 
         answer = process.ask(commit)
-        if answer is not None and name not in self.unsent:
+        if answer is not None and name not in self.unsent and getattr(answer, "is_new", True):
             self.promised.append(name)
         return answer
+
+    def tell_others(self, process: Process, name: str) -> None:
+        """Store a record that only others read."""
+
+        def store() -> bool:
+            with transaction.atomic():
+                store_record(OTHERS, value=name.encode(), key=b"k", headers={}, kind="record")
+            return True
+
+        if process.ask(store) is not None:
+            self.told_others.append(name)
 
     def publish(self, queue: str, value: bytes, key: bytes | None = None, **headers: bytes) -> None:
         """Put a record on a queue's topic, as another service would."""
@@ -531,6 +555,7 @@ def run(
             except Died:
                 assert fault is Fault.DIES_AFTER
             process.boundary.mark = None
+        world.has_refused = bool(process.refusals)
         world.recover()
         return world.problems()
     finally:

@@ -5,49 +5,73 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import django
 
 TRANSPORTS = ("memory", "database")
+STEPS = 60
+really_now, cpu_seconds = time.perf_counter, time.process_time
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many, one after the other")
-    parser.add_argument("--steps", type=int, default=60, help="steps of a schedule")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a schedule")
     parser.add_argument("--transport", choices=TRANSPORTS, help="both, if not given")
     parser.add_argument("--replay", type=Path, help="a file with a schedule to run instead")
     parser.add_argument("--keep-all", action="store_true", help="do not shrink what fails")
+    parser.add_argument("--trace", action="store_true", help="print every call of every thread")
+    parser.add_argument("--first", action="store_true", help="end with the first that fails")
     options = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        # Else the order of sets differs from run to run.
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
     django.setup()
+    logging.getLogger("django_tasks").setLevel("CRITICAL")
     transports = [options.transport] if options.transport else TRANSPORTS
-    failed = sum(explore(transport, options) for transport in transports)
+    with tempfile.TemporaryDirectory() as folder:
+        template = migrated(Path(folder))
+        failed = sum([explore(transport, template, options) for transport in transports])
     return 1 if failed else 0
 
 
-def explore(transport: str, options: Any) -> int:
+def migrated(folder: Path) -> Path:
+    """Return an empty SQLite file with all tables."""
+    from django.core.management import call_command
+
+    from tests.unit.conftest import led_to, sqlite_settings
+
+    path = folder / "template.sqlite3"
+    with led_to(sqlite_settings(path)):
+        call_command("migrate", verbosity=0)
+    return path
+
+
+def explore(transport: str, template: Path, options: Any) -> int:
     """Run the schedules on one transport; return how many failed."""
+    from tests.simulation.running import simulated
     from tests.simulation.schedule import drawn, dumped, loaded, shrunk
 
-    failed, began, steps_run = 0, time.perf_counter(), 0
-    with simulated(transport) as simulation:
+    failed, count, steps_run = 0, 0, 0
+    began, cpu_began = really_now(), cpu_seconds()
+    with simulated(transport, template) as simulation:
         for seed in range(options.seed, options.seed + options.seeds):
             steps = drawn(seed, options.steps)
             if options.replay:
                 steps = loaded(options.replay.read_text())
             problems = problems_of(simulation, steps)
-            steps_run += len(steps)
+            if options.trace:
+                print(*simulation.trace, sep="\n")
+            count, steps_run = count + 1, steps_run + len(steps)
             if not problems:
                 continue
             failed += 1
@@ -60,11 +84,13 @@ def explore(transport: str, options: Any) -> int:
 
                 steps = shrunk(steps, fails)
                 print("still fails:", *problems_of(simulation, steps), sep="\n    ")
-            print(dumped(steps), flush=True)
-    minutes = (time.perf_counter() - began) / 60
+                print(dumped(steps), flush=True)
+            if options.first:
+                break
+    minutes, cpu_minutes = (really_now() - began) / 60, (cpu_seconds() - cpu_began) / 60
     print(
-        f"{transport}: {options.seeds} schedules, {steps_run} steps, {failed} failed, "
-        f"{options.seeds / minutes:.0f} schedules per minute"
+        f"{transport}: {count} schedules, {steps_run} steps, {failed} failed, "
+        f"{count / minutes:.0f} schedules per minute, {count / cpu_minutes:.0f} per minute of CPU"
     )
     return failed
 
@@ -81,36 +107,6 @@ def problems_of(simulation: Any, steps: Any) -> list[str]:
 def kind_of(problem: str) -> str:
     """Return what kind of problem it is, whatever the names in it."""
     return " ".join(word for word in problem.split()[-6:] if word.isalpha())
-
-
-@contextmanager
-def simulated(transport: str) -> Iterator[Any]:
-    """Yield a simulation on SQLite files of its own."""
-    import pytest
-    from django.core.management import call_command
-    from django.test import override_settings
-
-    from tests.faults.building import TASKS, built, kjo
-    from tests.faults.conftest import _file_of
-    from tests.simulation.running import Simulation
-    from tests.unit.conftest import led_to, sqlite_settings
-
-    monkeypatch = pytest.MonkeyPatch()
-    logging.getLogger("django_tasks").setLevel("CRITICAL")
-    with tempfile.TemporaryDirectory() as folder:
-        template, path = Path(folder) / "template.sqlite3", Path(folder) / "db.sqlite3"
-        with led_to(sqlite_settings(template)):
-            call_command("migrate", verbosity=0)
-        shutil.copyfile(template, path)
-        with (
-            led_to(sqlite_settings(path)),
-            override_settings(KJO=kjo(transport), TASKS=TASKS),
-            built(monkeypatch, _file_of(path, template), Simulation, stands=True) as simulation,
-        ):
-            try:
-                yield simulation
-            finally:
-                monkeypatch.undo()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A simulation on a SQLite file; the test's parameter names the transport."""
+"""A simulation; the test's parameter names the transport."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.faults.building import TASKS, built, kjo
-from tests.faults.conftest import _file_of
-from tests.simulation.running import Simulation
-from tests.unit.conftest import _migrated_file, sqlite_file  # noqa: F401
+from tests.simulation.running import Simulation, simulated
+from tests.unit.conftest import _migrated_file  # noqa: F401
 
 
 @pytest.fixture
-def simulation(request: Any, settings: Any, monkeypatch: Any) -> Iterator[Simulation]:
-    settings.KJO = kjo(request.param)
-    settings.TASKS = TASKS
-    path = request.getfixturevalue("sqlite_file")
-    empty = _file_of(path, request.getfixturevalue("_migrated_file"))
-    with built(monkeypatch, empty, Simulation, stands=True) as made:
+def simulation(request: Any, django_db_blocker: Any) -> Iterator[Simulation]:
+    template = request.getfixturevalue("_migrated_file")
+    with django_db_blocker.unblock(), simulated(request.param, template) as made:
         yield made

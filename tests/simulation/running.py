@@ -1,265 +1,494 @@
-"""Running a schedule: its processes, each with database sessions of its own, on one thread."""
+"""Running a schedule: processes whose threads are fibers, in virtual time."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import io
+import os
 import random
+import shutil
+import tempfile
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import inf
+from pathlib import Path
 from typing import Any
 
+import pytest
+from asgiref.sync import async_to_sync
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
+from django.test import override_settings
 
-from kjo_django import states
-from kjo_django.enqueue.storing import store_record
-from kjo_django.models import Job, TransportMessage
+from kjo_django import registry, states
+from kjo_django.engine.runners.batch import concurrent_steps
+from kjo_django.engine.runners.loop import LoopRunner
+from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters
 from kjo_django.operations import jobs as operations
-from kjo_django.runtime import get_transport, jobs_database
-from kjo_django.transports.memory import MemoryTransport
-from tests.faults.boundary import Boundary, Died, Endless, Fault, within
+from kjo_django.transports.database.transport import forget_groups
+from tests.faults.boundary import MOST_CALLS, Boundary, Died, Endless, current
+from tests.faults.building import TASKS, built, kjo
+from tests.faults.clock import Clock
 from tests.faults.patterns import STREAM
 from tests.faults.process import Process
-from tests.faults.scenarios import QUEUE, _queue_of
-from tests.faults.world import OTHERS, World, _is_locked
-from tests.simulation.schedule import Step, is_calm
+from tests.faults.scenarios import OUTSIDE, QUEUE, _queue_of
+from tests.faults.world import ROUNDS, World
+from tests.simulation import fibers
+from tests.simulation.fibers import CallFault, Fiber, current_fiber
+from tests.simulation.schedule import THREADS, Step
+from tests.unit.conftest import led_to, sqlite_settings
 
 QUEUES = (QUEUE, "faults-queue", "tasks", STREAM)
-LONGEST_WAIT = 0.002
-"""Seconds a statement waits for a lock: who holds it is on this thread, and waits for us."""
+FROZEN = 3.0
+"""Seconds after which a process that pauses in the midst of a step cannot renew its leases."""
+DAY = 86_400.0
+
+
+class SimulatedBoundary(Boundary):
+    """What crosses it on a fiber meets the fiber's faults; on any other thread, nothing."""
+
+    def __init__(self, touched: set[str]) -> None:
+        super().__init__()
+        self._touched = touched
+        self.steppers: list[Any] = []
+        """Loops of its worker whose threads are not started: the schedule takes their steps."""
+        self.loops: list[LoopRunner] = []
+
+    def uses(self, connection: Any, cursor: Any = None) -> None:
+        if current_fiber() is not None:
+            super().uses(connection, cursor)
+
+    def cross(
+        self, name: str, effect: Callable[[], Any], fail: Callable[[bool], Any] | None = None
+    ) -> Any:
+        if self.is_dead:
+            raise Died
+        self.call_count += 1
+        if self.call_count > MOST_CALLS:
+            raise Endless(f"it goes on for ever, with {name}")
+        if name.startswith("INSERT "):
+            self._touched.add(name[7:])
+        fiber = current_fiber()
+        if fiber is None or name == "connect":  # whose thread was another process's has connected
+            return effect()
+        return fiber.cross(name, effect, fail)
 
 
 class Simulated(Process):
-    """A process whose database sessions are its own, though others share its thread."""
+    """A process whose worker's threads are fibers.
 
-    def __init__(self, name: str, queues: Sequence[str], boundary: Boundary | None = None) -> None:
-        self._session = connections.create_connection(jobs_database())
-        options = dict(self._session.settings_dict["OPTIONS"])
-        if self._session.vendor == "sqlite":
-            options["timeout"] = LONGEST_WAIT
-        else:
-            options["options"] = "-c lock_timeout=20"
-        self._session.settings_dict = {**self._session.settings_dict, "OPTIONS": options}
-        super().__init__(name, queues, boundary)
+    :param fiber: returns a fiber for a thread of this name.
+    """
 
-    @contextlib.contextmanager
-    def acting(self) -> Iterator[None]:
-        """Let this thread use the process' database session."""
-        alias = jobs_database()
-        before = connections[alias]
-        connections[alias] = self._session
-        try:
-            yield
-        finally:
-            connections[alias] = before
+    def __init__(
+        self, name: str, boundary: SimulatedBoundary, fiber: Callable[[str], Fiber], clock: Clock
+    ) -> None:
+        self.simulated = boundary
+        self._clock = clock
+        super().__init__(name, QUEUES, boundary, lanes=2)
+        self._fiber = fiber
+        self.fibers: dict[str, Fiber] = {}
+        for each in registry._handlers:
+            # As if each had run before: nobody knows how long an unknown one takes, and it runs
+            # alone.
+            self.worker.scheduler.measure(each, 0.001)
 
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        with self.acting(), super().unwatched():
-            yield
+    def fiber(self, thread: str) -> Fiber:
+        """Return the fiber of a thread."""
+        if thread not in self.fibers:
+            fiber = self.fibers[thread] = self._fiber(f"{self.name} {thread}")
+            fiber.boundary = self.boundary
+        return self.fibers[thread]
 
-    def ask(self, function: Callable[[], Any]) -> Any:
-        with self.acting():
-            return super().ask(function)
+    @property
+    def busy(self) -> list[Fiber]:
+        return [fiber for fiber in self.fibers.values() if fiber.is_busy]
 
-    def _step(self, step: Callable[[], bool]) -> bool:
-        with self.acting():
-            return super()._step(step)
+    def part(self, name: str) -> bool:
+        """Let one of the worker's threads do one round; return whether anything was done."""
+        steps: dict[str, Callable[[], bool]] = {
+            "beat": self._beat,
+            "relay": self._relay,
+            "poll": self._poll_all,
+            "lane": lambda: self.worker.lanes.run_group(0.0),
+            "loop": self._run_coroutine,
+            "record": self._record,
+        }
+        return self._step(steps[name.removesuffix("-2")])
 
-    def bury(self) -> None:
-        with self.acting():
-            super().bury()
-            connections[jobs_database()] = self._session
+    def turn(self) -> bool:
+        done = [self.part(name) for name in ("beat", "relay", "poll")]
+        for name in ("lane", "loop", "record"):
+            while self.part(name):
+                done.append(True)
+        return any(done)
 
-    def close(self) -> None:
-        super().close()
-        self._session.close()
+    def _beat(self) -> bool:
+        super()._beat()
+        self.worker.leases.renew_rows()
+        return False
 
-    def part(self, name: str) -> None:
-        """Let one of the worker's threads do one round."""
-        if name == "turn":
-            self.turn()
-        elif name == "poll":
-            for poller in self.worker.pollers:
-                self._step(partial(self._poll, poller))
-        else:
-            self._step({"beat": self._beat, "relay": self._relay, "lanes": self._lanes}[name])
+    def _relay(self) -> bool:
+        before = self.worker._relay.published_count
+        self.worker._relay.step()
+        return self.worker._relay.published_count > before
+
+    def _poll_all(self) -> bool:
+        before = sum(poller.polled_count for poller in self.worker.pollers)
+        for poller in self.worker.pollers:
+            poller.step()
+            self._check()
+        return sum(poller.polled_count for poller in self.worker.pollers) > before
+
+    def _run_coroutine(self) -> bool:
+        """Run one coroutine outside a transaction to its end."""
+        for runner in self.simulated.loops:
+            if runner._waiting:
+                runner._freshen()
+                async_to_sync(runner._run_step)(runner._waiting.popleft())
+                return True
+        return False
+
+    def _record(self) -> bool:
+        before = self.boundary.call_count
+        self._clock.offset += 0.001  # what has ended just now is not due
+        for each in self.simulated.steppers:
+            each.step()
+        return self.boundary.call_count > before
+
+    def stop(self) -> None:
+        """Let the coroutines that run end first."""
+        self.worker.scheduler.stop()
+        while self.part("loop") or self.part("record"):
+            pass
+        super().stop()
+
+    def die(self) -> None:
+        """End as SIGKILL ends it: sessions end, and nobody gives a sign of life any more."""
+        self.boundary.die()
+        for fiber in self.busy:
+            while fiber.is_busy:
+                fiber.resume()
+        for fiber in self.fibers.values():
+            fiber.lose_connection()
+        self.crash()
 
 
 class Simulation(World):
     """The world of a schedule."""
 
-    trace: list[str]
-    """Every call of every process, by which two runs can be compared."""
+    def __init__(self, *arguments: Any) -> None:
+        self.touched: set[str] = set()
+        """Tables that have been written to."""
+        self._idle: list[Fiber] = []
+        self._fibers: list[Fiber] = []
+        super().__init__(*arguments)
+
+    def install(self, monkeypatch: Any) -> None:
+        """Leave threads, waits and locks to the schedule."""
+        fibers.install(monkeypatch)
+        monkeypatch.setattr(LoopRunner, "run", _wait_for_the_loop)
+        monkeypatch.setattr("kjo_django.engine.recorder.threading", fibers.Threading())
+        start, join = threading.Thread.start, threading.Thread.join
+
+        def start_unless_stepped(thread: threading.Thread) -> None:
+            boundary, target = current(), getattr(thread, "_target", None)
+            owner = getattr(target, "__self__", None)
+            if isinstance(boundary, SimulatedBoundary) and hasattr(owner, "step"):
+                boundary.steppers.append(owner)
+            elif thread.name != "kjo-relay-leases":
+                start(thread)
+
+        def join_if_started(thread: threading.Thread, timeout: float | None = None) -> None:
+            if thread.ident is not None:
+                join(thread, timeout)
+
+        monkeypatch.setattr(threading.Thread, "start", start_unless_stepped)
+        monkeypatch.setattr(threading.Thread, "join", join_if_started)
+
+    def uninstall(self) -> None:
+        """End the fibers."""
+        for fiber in self._fibers:
+            fiber.close()
 
     def run(self, steps: Sequence[Step]) -> list[str]:
         """Run a schedule, let everything come to its end, and return what does not hold."""
         random.seed(0)
         self.queues = QUEUES
-        self.is_calm = is_calm(steps)
+        self.forget()
         self.by_number: dict[int, Simulated] = {}
-        self.boundaries: list[Boundary] = []
-        self.trace = []
+        self.is_calm = True
+        self.has_refused = False
+        self.trace: list[str] = []
         self.struck_count = 0
-        self._thread = threading.get_ident()
-        self.begin()
+        self._started = 0
+        self.begin_empty()
+        self.clock.offset = (self.clock.offset // DAY + 1) * DAY
         try:
-            self._forget(self.first)
             for step in steps:
                 self.take(step)
+            self._finish()
             # Nobody's requests are refused from now on.
             self.is_mended = True
-            if not self.processes:
-                self._start(-1)
+            if not self.by_number:
+                self._start(0)
             self.recover()
             return self.problems()
         except Endless as error:
             return [str(error)]
         finally:
-            self.trace = [call for boundary in self.boundaries for call in boundary.calls]
             self.end()
 
-    def process(self, name: str, boundary: Boundary | None = None) -> Simulated:
-        made = Simulated(name, self.queues, boundary)
-        self.boundaries.append(made.boundary)
-        self.processes.append(made)
-        return made
+    def end(self) -> None:
+        for process in list(self.by_number.values()):
+            if process.busy:
+                process.die()
+            self._forget(process)
+        super().end()
 
     # --- Steps ------------------------------------------------------------------------------------
 
     def take(self, step: Step) -> None:
         """Take one step."""
         if step.action == "time":
-            self.clock.advance(step.seconds)
-            return
-        if step.action == "start":
+            self._pass(step.seconds)
+        elif step.action == "mend":
+            self.is_mended = True
+        elif step.action == "start":
             self._start(step.who)
-            return
-        process = self.by_number.get(step.who)
-        if process is None or process.boundary.is_open is False:
-            return
-        if step.action == "die":
-            self._bury(process)
-            return
-        boundary = process.boundary
-        if step.fault:
-            boundary.fault, boundary.at = Fault(step.fault), len(boundary.calls) + step.at
-            boundary._elapse = partial(self._meanwhile, step.meanwhile)
-        try:
-            self._act(process, step)
-        except Died:
-            self._bury(process)
-        finally:
-            self.struck_count += bool(boundary.struck)
-            boundary.fault, boundary.at, boundary.struck = None, -1, ""
+        elif step.who in self.by_number:
+            process = self.by_number[step.who]
+            if step.action == "die":
+                self._bury(process)
+            elif step.action == "stop":
+                self._stop(process)
+            else:
+                self._act(process, step)
 
     def _act(self, process: Simulated, step: Step) -> None:
-        if step.action == "stop":
-            self._forget(process)
-            process.stop()
-            self.processes.remove(process)
-        elif step.action == "enqueue":
-            self._enqueue(process, *step.what)
-        elif step.action == "others":
-            self._tell_others(process, *step.what)
-        elif step.action == "produce":
-            process.ask(_produce_once)
-        elif step.action == "cancel":
-            process.ask(
-                lambda: operations.cancel(Job.objects.filter(queue=QUEUE).order_by("id")[:1])
-            )
-        elif step.action == "replay":
-            process.ask(
-                lambda: dead_letters.replay(dead_letters.DeadLetterFilter(), actor="somebody")
-            )
-        else:
-            process.part(step.action)
+        thread = step.what[0] if step.action == "go" else THREADS[step.action]
+        fiber = process.fiber(thread)
+        if not fiber.is_busy:
+            if step.action == "go":
+                return
+            fiber.begin(partial(self._do, process, step))
+        self._resume(process, fiber, CallFault(step.fault) if step.fault else None, step)
 
-    def _enqueue(self, process: Simulated, *jobs: str) -> None:
-        for kind, name, ending in zip(jobs[::3], jobs[1::3], jobs[2::3], strict=True):
-            self._topic = _queue_of(kind)
-            if kind == "stream":
-                send = partial(self.patterns.tasks.send_task, {"job": name, "ending": ending})
-                self.enqueue(process, name, send, many=True)
-            else:
-                self.kinds.enqueue(process, kind, name, ending)
-
-    def enqueue(
+    def _resume(
         self,
-        process: Process,
-        name: str,
-        enqueue: Callable[[], Any],
-        key: str = "",
-        many: bool = False,
-    ) -> Any:
-        key = f"{key} of {self._topic}" if key else ""  # order is a matter of one topic
-        return super().enqueue(process, name, enqueue, key, many)
+        process: Simulated,
+        fiber: Fiber,
+        fault: CallFault | None = None,
+        step: Step | None = None,
+    ) -> None:
+        if fault is None or step is None:
+            fiber.resume()
+        else:
+            fiber.resume(fault, step.at, step.nth)
+            self.struck_count += bool(fiber.struck)
+            if fiber.struck and fault not in (CallFault.PAUSES_BEFORE, CallFault.PAUSES_AFTER):
+                self.is_calm = False
+        if process.boundary.is_dead:
+            self._bury(process)
 
-    def _tell_others(self, process: Simulated, name: str) -> None:
-        def store() -> bool:
+    def _do(self, process: Simulated, step: Step) -> None:
+        """Take a step on the fiber of its thread."""
+        action, what = step.action, step.what
+        if action == "enqueue":
+            for kind, name, ending in zip(what[::3], what[1::3], what[2::3], strict=True):
+                self._enqueue(process, kind, name, ending)
+        elif action == "withdraw":
+            self._withdraw(process, *what[:3])
+        elif action == "others":
+            self.tell_others(process, *what)
+        elif action == "produce":
+            process.ask(_produce_once)
+        elif action == "cancel":
+            first = Job.objects.filter(queue=QUEUE).order_by("id")[:1]
+            self.has_refused |= process.ask(lambda: (operations.cancel(first), True)) is None
+        elif action == "replay":
+            process.ask(partial(_replay, *what))
+        else:
+            process.part(action)
+
+    def _enqueue(self, process: Simulated, kind: str, name: str, ending: str) -> None:
+        topic = _queue_of(kind)
+        if kind == "stream":
+            send: Any = partial(self.patterns.tasks.send_task, {"job": name, "ending": ending})
+            self.enqueue(process, name, send, many=True)
+        elif kind == "unique":
+            payload = {"job": name, "ending": ending}
+            put = partial(self.kinds.queue.enqueue, name.partition("-")[0], payload, result_ttl=500)
+            self.enqueue(process, name, put)
+        else:
+            key = f"k of {topic}" if name.startswith("k") else ""  # order is a matter of one topic
+            put = self.kinds.enqueuing(kind, name, ending)
+            self.enqueue(process, name, put, key, kind in OUTSIDE)
+
+    def _withdraw(self, process: Simulated, kind: str, name: str, ending: str) -> None:
+        if kind in ("stream", "unique"):
+            kind = "atomic"
+
+        def undo() -> None:
             with transaction.atomic():
-                store_record(OTHERS, value=name.encode(), key=b"k", headers={}, kind="record")
-            return True
+                self.kinds.enqueuing(kind, name, ending)()
+                raise ValueError("the request fails")
 
-        if process.ask(store):
-            self.told_others.append(name)
+        self.withdrawn.add(name)
+        process.ask(undo)
 
-    def _meanwhile(self, step: Step | None, seconds: float) -> None:
-        """Let time pass, and another process take its step, in the midst of somebody's call."""
+    # --- Time -------------------------------------------------------------------------------------
+
+    def _pass(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        if step is None or threading.get_ident() != self._thread:
-            return
-        self.was_locked |= _is_locked()
-        self.clock.is_within_a_call, self.clock.rivals_waits = True, 0
-        try:
-            contextvars.Context().run(self._nested, step)
-        finally:
-            self.clock.is_within_a_call = False
+        now = self._now()
+        paused = (f for process in self.by_number.values() for f in process.busy)
+        if seconds > FROZEN or any(now - fiber.paused_at > FROZEN for fiber in paused):
+            self.is_calm = False
 
-    def _nested(self, step: Step) -> None:
-        process = self.by_number.get(step.who)
-        if process is None or process.boundary.fault is not None:
-            return  # it is the one whose call takes so long
-        with within(None):
-            self.take(step)
+    def _now(self) -> float:
+        return self.clock.offset
+
+    def _finish(self) -> None:
+        """Let everybody who has begun a step end it."""
+        while busy := [(p, f) for p in self.by_number.values() for f in p.busy]:
+            calls = sum(process.boundary.call_count for process, _ in busy)
+            for process, fiber in busy:
+                if fiber.is_busy:
+                    self._resume(process, fiber)
+            left = [(p, f) for p in self.by_number.values() for f in p.busy]
+            has_gone_on = calls < sum(process.boundary.call_count for process, _ in left)
+            if len(left) == len(busy) and not has_gone_on:
+                until = min(fiber.until for _, fiber in left)
+                if until == inf:
+                    raise AssertionError(f"they wait for one another: {[f.name for _, f in left]}")
+                self._pass(max(0.001, until - self._now()))
+
+    # --- Processes --------------------------------------------------------------------------------
+
+    def _fiber(self, name: str) -> Fiber:
+        if not self._idle:
+            self._fibers.append(Fiber(self._now))
+            self._idle.append(self._fibers[-1])
+        fiber = self._idle.pop()
+        fiber.name, fiber.trace = name, self.trace
+        return fiber
 
     def _start(self, number: int) -> None:
-        if number not in self.by_number:
-            self.by_number[number] = self.process(f"process-{number}-{len(self.boundaries)}")
+        if number in self.by_number:
+            return
+        self._started += 1
+        boundary = SimulatedBoundary(self.touched)
+        process = Simulated(f"process-{number}-{self._started}", boundary, self._fiber, self.clock)
+        self.by_number[number] = process
+        self.processes.append(process)
 
-    def _forget(self, process: Process) -> None:
-        for number, each in list(self.by_number.items()):
-            if each is process:
-                del self.by_number[number]
-        if process is self.first:
-            self.processes.remove(process)
-            process.close()
+    def _stop(self, process: Simulated) -> None:
+        """Stop it as SIGTERM does, once what its threads do has ended; not while they wait."""
+        for fiber in process.busy:
+            self._resume(process, fiber)
+        if process.busy or process.boundary.is_dead:
+            return
+        fiber = process.fiber("web")
+        fiber.begin(process.stop)
+        self._resume(process, fiber)
+        if fiber.is_busy:
+            self._finish()
+        if not process.boundary.is_dead:
+            self._forget(process)
 
     def _bury(self, process: Simulated) -> None:
+        has_begun = bool(process.busy) or process.boundary.is_dead
+        process.die()
         self._forget(process)
-        self.processes.remove(process)
-        process.bury()
-        self.exempt |= {str(job.pk) for job in Job.objects.filter(state__in=states.FINAL)}
+        self.is_calm = False
+        if has_begun:  # what it had committed, it may not have announced
+            self.exempt |= {str(job.pk) for job in Job.objects.filter(state__in=states.FINAL)}
 
-    # --- What must hold ---------------------------------------------------------------------------
+    def _forget(self, process: Simulated) -> None:
+        self.by_number = {n: each for n, each in self.by_number.items() if each is not process}
+        if process.boundary.is_dead or process.is_stopped:
+            self.processes.remove(process)
+        self._idle += process.fibers.values()
+        process.fibers = {}
 
-    def _problems_of_others(self) -> list[str]:
-        transport = get_transport()
-        if isinstance(transport, MemoryTransport):
-            values = [bytes(record.value or b"") for record in transport.records(OTHERS)]
-        else:
-            values = [bytes(row.value) for row in TransportMessage.objects.filter(topic=OTHERS)]
-        found = [f"{n} was not told others" for n in self.told_others if n.encode() not in values]
-        if self.is_calm and not self.was_locked:
-            found += [f"{v!r} went out {n} times" for v, n in Counter(values).items() if n > 1]
-        return found
+    def recover(self) -> None:
+        rounds = iter(ROUNDS)
+        while True:
+            if self._turn_all():
+                rounds = iter(ROUNDS)  # each of many may ask to be waited for
+            elif self.is_done() or (seconds := next(rounds, None)) is None:
+                break
+            else:
+                self.clock.advance(seconds)
+        for _ in range(3):
+            self.clock.advance(20)
+            for process in self.processes:
+                process.part("beat")
+
+    def _turn_all(self) -> bool:
+        """Let each process take a turn; return whether anything was done."""
+        done = [process.turn() for process in self.processes]
+        return any(done)
+
+    def _goes_out_once(self) -> bool:
+        return self.is_calm
+
+
+def _wait_for_the_loop(runner: LoopRunner, attempts: Any) -> None:
+    boundary = current()
+    assert isinstance(boundary, SimulatedBoundary)
+    runner._waiting.extend(concurrent_steps(attempts))
+    if runner not in boundary.loops:
+        boundary.loops.append(runner)
 
 
 def _produce_once() -> None:
     with contextlib.suppress(CommandError):  # it says what it could not do
         call_command("kjo_produce", "--once", verbosity=0, stdout=io.StringIO())
+
+
+def _replay(which: str) -> Any:
+    chosen = dead_letters.DeadLetterFilter()
+    if which == "oldest":
+        letter = DeadLetter.objects.order_by("id").values_list("id", flat=True).first()
+        chosen = dead_letters.DeadLetterFilter(ids=[letter] if letter is not None else [])
+    return dead_letters.replay(chosen, actor="somebody")
+
+
+@contextlib.contextmanager
+def simulated(transport: str, template: Path) -> Iterator[Simulation]:
+    """Yield a simulation on a copy of a migrated SQLite file, in memory where there is such a
+    folder."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    monkeypatch = pytest.MonkeyPatch()
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        path = Path(folder) / "simulation.sqlite3"
+        shutil.copyfile(template, path)
+        options = {"timeout": 0, "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF"}
+        touched: set[str] = set()
+        with (
+            led_to({**sqlite_settings(path), "OPTIONS": options}),
+            override_settings(KJO=kjo(transport), TASKS=TASKS),
+            built(monkeypatch, partial(_empty, touched), Simulation, stands=True) as simulation,
+        ):
+            simulation.touched = touched
+            simulation.install(monkeypatch)
+            try:
+                yield simulation
+            finally:
+                simulation.uninstall()
+                monkeypatch.undo()
+
+
+def _empty(touched: set[str]) -> None:
+    """Empty the tables that the last schedule has written to."""
+    forget_groups()
+    if touched:
+        with transaction.atomic(), connections["default"].cursor() as cursor:
+            for table in sorted(touched):
+                cursor.execute(f'DELETE FROM "{table}"')
+            cursor.execute("DELETE FROM sqlite_sequence")
+    touched.clear()

@@ -1,4 +1,9 @@
-"""What a seed draws: a list of steps, each by itself, so that any of them can be left out."""
+"""What a seed draws: a list of steps, each by itself, so that any of them can be left out.
+
+Each schedule has a character of its own (swarm testing, Groce et al. 2012): which kinds of jobs,
+endings and faults there are, and how often each thread of a process has its turn, differ widely
+from seed to seed. Jobs are few and share a key and two ids, so that they meet.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +11,55 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from tests.faults.boundary import Fault
+from tests.simulation.fibers import CallFault
 
-PARTS = ("beat", "relay", "poll", "lanes", "turn")
-"""What a worker's threads do, one round of each; a turn is a round of all of them."""
-WEIGHTS = (1, 3, 3, 4, 5)
-CALLS = {"beat": 3, "relay": 10, "poll": 6, "lanes": 25, "turn": 50, "stop": 8, "produce": 10}
-"""Calls of a step among which the one that is struck is drawn; a step may have fewer."""
+THREADS = {
+    "enqueue": "web",
+    "withdraw": "web",
+    "others": "web",
+    "cancel": "web",
+    "replay": "web",
+    "produce": "produce",
+    "beat": "beat",
+    "relay": "relay",
+    "poll": "poll",
+    "lane": "lane",
+    "lane-2": "lane-2",
+    "loop": "loop",
+    "record": "recorder",
+}
+"""The thread of a process that takes a step of this action."""
 KINDS = (
-    *("atomic", "atomic", "database-only", "outside", "async"),
-    *("batch", "batch-outside", "queue", "task", "stream"),
+    *("atomic", "database-only", "outside", "async", "coroutine"),
+    *("batch", "batch-outside", "queue", "unique", "task", "stream"),
 )
-"""Not coroutines outside a transaction: these run at once, on threads of their own."""
-ENDINGS = ("completed", "completed", "completed", "retried", "dead", "paused")
+ENDINGS = ("completed", "retried", "dead", "paused", "until-mended")
 MOST_PROCESSES = 3
+UNIQUE_IDS = ("u0", "u1")
+POINTS = {
+    "web": ("", "", "INSERT", "UPDATE", "commit"),
+    "produce": ("", "coordination", "transport.publish", "transport.publish", "UPDATE", "DELETE"),
+    "beat": ("",),
+    "relay": ("", "coordination", "transport.publish", "transport.publish", "UPDATE", "DELETE"),
+    "poll": ("", "subscription.poll", "UPDATE", "DELETE", "commit"),
+    "lane": (
+        *("", "commit", "commit", "INSERT ledger", "INSERT processed", "INSERT kjo_jobfailure"),
+        *("UPDATE kjo_job", "UPDATE kjo_job", "coordination", "subscription", "transport"),
+    ),
+}
+"""How the names of the calls begin among which the one that something befalls is drawn."""
+NTH = (0, 0, 0, 0, 1, 1, 2, 3, 5, 9)
+CALM = (CallFault.PAUSES_BEFORE, CallFault.PAUSES_AFTER)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one process, or of the world.
+    """One step of one thread of a process, or of the world.
 
     :param who: number of the process; one that is dead, or never began, does nothing.
-    :param fault: what befalls the step's call number ``at``.
-    :param meanwhile: the step of another process that comes in between then.
+    :param what: what the action is about; of "go" the thread that goes on where it paused.
+    :param fault: what befalls the step's call number ``nth`` whose name begins with ``at``.
     """
 
     action: str
@@ -38,95 +67,107 @@ class Step:
     what: tuple[str, ...] = ()
     seconds: float = 0.0
     fault: str = ""
-    at: int = 0
-    meanwhile: Step | None = None
+    at: str = ""
+    nth: int = 0
 
 
 def drawn(seed: int, count: int) -> list[Step]:
-    """Return the schedule of a seed.
-
-    One in three meets overlaps only: without outages and deaths more is promised.
-    """
-    chance = random.Random(f"schedule {seed}")
-    is_calm = chance.random() < 1 / 3
-    steps = [Step("start", number) for number in range(2)]
-    alive = {0, 1}
-    for number in range(count):
-        step = _step(chance, number, alive, is_calm)
-        if step.action == "start":
-            alive.add(step.who)
-        elif step.action in ("stop", "die"):
-            alive.discard(step.who)
-        steps.append(_with_fault(step, chance, alive, is_calm))
-    return steps
+    """Return the schedule of a seed."""
+    return _Draw(random.Random(f"schedule {seed}"), count).steps
 
 
-def _step(chance: random.Random, number: int, alive: set[int], is_calm: bool) -> Step:
-    draw = chance.random()
-    missing = set(range(MOST_PROCESSES)) - alive
-    if not alive or (missing and draw < 0.04):
-        return Step("start", min(missing))
-    who = chance.choice(sorted(alive))
-    if draw < 0.25:
-        return _request(chance, number, who)
-    if draw < 0.33:
-        return Step("time", seconds=chance.choice((0.5, 2.0) if is_calm else (0.5, 2.0, 5.0, 40.0)))
-    if draw < 0.36:
-        return Step("stop" if is_calm or chance.random() < 0.3 else "die", who)
-    return Step(*chance.choices(PARTS, WEIGHTS), who)
+class _Draw:
+    """Two in five schedules meet pauses only: without outages and deaths more is promised."""
 
+    def __init__(self, chance: random.Random, count: int) -> None:
+        self._chance = chance
+        is_calm = chance.random() < 0.4
+        self._kinds = chance.sample(KINDS, chance.choice((1, 1, 2, 3, 6)))
+        self._endings = chance.sample(ENDINGS, chance.choice((1, 2, 3)))
+        self._faults = CALM
+        if not is_calm:
+            kinds = [fault for fault in CallFault if fault not in CALM]
+            self._faults += tuple(chance.sample(kinds, chance.choice((0, 1, 1, 3))))
+        self._fault_rate = chance.choice((0.1, 0.3, 0.6))
+        self._times = (0.1, 0.5, 2.0) if is_calm else (0.5, 2.0, 11.0, 41.0)
+        self._end_rate = chance.choice((0.0, 0.02, 0.06))
+        self._death_rate = 0.0 if is_calm else chance.choice((0.0, 0.5, 1.0))
+        self._resume_rate = chance.choice((0.1, 0.25, 0.5))
+        weights: dict[str, tuple[int, ...]] = dict.fromkeys(THREADS, (0, 0, 1, 4))
+        weights |= dict.fromkeys(("time", "mend"), (0, 1, 3))
+        weights |= dict.fromkeys(("enqueue", "relay", "poll", "lane"), (2, 5, 10))
+        weights |= dict.fromkeys(("loop", "record"), (1, 3))
+        self._weights = {action: chance.choice(each) for action, each in weights.items()}
+        self._process_weights = [chance.choice((1, 3)) for _ in range(MOST_PROCESSES)]
+        self._alive = set(range(chance.choice((2, 2, 3))))
+        self._paused: list[tuple[int, str]] = []
+        self.steps = [Step("start", number) for number in sorted(self._alive)]
+        for number in range(count):
+            self.steps.append(self._step(number))
 
-def _request(chance: random.Random, number: int, who: int) -> Step:
-    draw = chance.random()
-    if draw < 0.15:
-        return Step("others", who, (f"r{number}",))
-    if draw < 0.22:
-        return Step("produce", who)
-    if draw < 0.26:
-        return Step("cancel", who)
-    if draw < 0.30:
-        return Step("replay", who)
-    jobs: list[str] = []
-    kinds = [chance.choice(KINDS)] if chance.random() < 0.5 else KINDS
-    for each in range(chance.randint(1, 4)):
-        prefix = "too-large-" if chance.random() < 0.02 else chance.choice("kf")
-        jobs += chance.choice(kinds), f"{prefix}{number}.{each}", chance.choice(ENDINGS)
-    return Step("enqueue", who, tuple(jobs))
+    def _step(self, number: int) -> Step:
+        chance = self._chance
+        missing = set(range(MOST_PROCESSES)) - self._alive
+        if not self._alive or (missing and chance.random() < self._end_rate):
+            self._alive.add(min(missing))
+            return Step("start", min(missing))
+        if self._paused and chance.random() < self._resume_rate:
+            who, thread = self._paused.pop(chance.randrange(len(self._paused)))
+            return self._with_fault(Step("go", who, (thread,)), thread)
+        alive = sorted(self._alive)
+        (who,) = chance.choices(alive, [self._process_weights[each] for each in alive])
+        if chance.random() < self._end_rate:
+            self._alive.discard(who)
+            return Step("die" if chance.random() < self._death_rate else "stop", who)
+        (action,) = chance.choices(list(self._weights), list(self._weights.values()))
+        if action == "time":
+            return Step("time", seconds=chance.choice(self._times))
+        if action == "mend":
+            return Step("mend")
+        return self._with_fault(Step(action, who, self._what(action, number)), THREADS[action])
 
+    def _what(self, action: str, number: int) -> tuple[str, ...]:
+        chance = self._chance
+        if action == "others":
+            return (f"r{number}",)
+        if action == "replay":
+            return (chance.choice(("all", "oldest")),)
+        if action not in ("enqueue", "withdraw"):
+            return ()
+        jobs: list[str] = []
+        for each in range(chance.choice((1, 1, 2, 4))):
+            kind = chance.choice(self._kinds)
+            if kind == "unique":
+                prefix = f"{chance.choice(UNIQUE_IDS)}-"
+            else:
+                prefix = "too-large-" if chance.random() < 0.02 else chance.choice("kf")
+            jobs += kind, f"{prefix}{number}.{each}", chance.choice(self._endings)
+        return tuple(jobs)
 
-def _with_fault(step: Step, chance: random.Random, alive: set[int], is_calm: bool) -> Step:
-    if step.action in ("time", "start", "die") or chance.random() > 0.3:
-        return step
-    fault = Fault.OVERLAPS if is_calm else chance.choice(list(Fault))
-    meanwhile = None
-    others = sorted(alive - {step.who})
-    if others and fault in (Fault.OVERLAPS, Fault.TAKES_40_S):
-        meanwhile = Step(*chance.choices((*PARTS, "produce"), (*WEIGHTS, 3)), chance.choice(others))
-    at = chance.randrange(CALLS.get(step.action, 4))
-    return replace(step, fault=fault.value, at=at, meanwhile=meanwhile)
-
-
-def is_calm(steps: Sequence[Step]) -> bool:
-    """Return whether nothing worse than an overlap befalls anybody."""
-    return all(
-        step.action != "die" and step.fault in ("", Fault.OVERLAPS.value) and step.seconds < 5
-        for step in steps
-    )
+    def _with_fault(self, step: Step, thread: str) -> Step:
+        chance = self._chance
+        if chance.random() > self._fault_rate:
+            return step
+        fault = chance.choice(self._faults)
+        if fault in CALM:
+            self._paused.append((step.who, thread))
+        at = chance.choice(POINTS.get(thread, POINTS["lane"]))
+        return replace(step, fault=fault.value, at=at, nth=chance.choice(NTH))
 
 
 def dumped(steps: Sequence[Step]) -> str:
     """Return a schedule as JSON, a step a line."""
-    return "[\n" + ",\n".join(json.dumps(asdict(step)) for step in steps) + "\n]"
+    defaults = asdict(Step(""))
+    lines = [
+        json.dumps({name: each for name, each in asdict(step).items() if each != defaults[name]})
+        for step in steps
+    ]
+    return "[\n" + ",\n".join(lines) + "\n]"
 
 
 def loaded(text: str) -> list[Step]:
     """Undo ``dumped``."""
-    return [_loaded(each) for each in json.loads(text)]
-
-
-def _loaded(given: dict[str, Any]) -> Step:
-    meanwhile = _loaded(given["meanwhile"]) if given["meanwhile"] else None
-    return Step(**{**given, "what": tuple(given["what"]), "meanwhile": meanwhile})
+    return [Step(**{**each, "what": tuple(each.get("what", ()))}) for each in json.loads(text)]
 
 
 def shrunk(steps: list[Step], fails: Callable[[list[Step]], bool]) -> list[Step]:
@@ -136,17 +177,28 @@ def shrunk(steps: list[Step], fails: Callable[[list[Step]], bool]) -> list[Step]
     """
     size = len(steps) // 2
     while size:
-        at = 0
+        at, before = 0, len(steps)
         while at < len(steps):
             without = steps[:at] + steps[at + size :]
             if fails(without):
                 steps = without
             else:
                 at += size
-        size //= 2
+        if size > 1 or len(steps) == before:
+            size //= 2
     for at, step in enumerate(steps):
-        if step.fault:
-            calmer = [*steps[:at], replace(step, fault="", at=0, meanwhile=None), *steps[at + 1 :]]
-            if fails(calmer):
-                steps = calmer
+        for simpler in _simpler(step):
+            changed = [*steps[:at], simpler, *steps[at + 1 :]]
+            if fails(changed):
+                steps = changed
+                break
     return steps
+
+
+def _simpler(step: Step) -> list[Step]:
+    """Return a step in simpler forms, the simplest first."""
+    found = [replace(step, fault="", at="", nth=0)] if step.fault else []
+    if step.action == "enqueue" and len(step.what) > 3:
+        parts = [step.what[start : start + 3] for start in range(0, len(step.what), 3)]
+        found += [replace(step, what=part) for part in parts]
+    return found
