@@ -43,6 +43,7 @@ class Delivery:
         "batch",
         "deliveries",
         "handler",
+        "is_orphan",
         "is_settled",
         "kind",
         "message",
@@ -80,6 +81,8 @@ class Delivery:
         """When it first met an error that pauses its partition; None: not in this worker."""
         self.is_settled = False
         """Whether its outcome is durable and acknowledged: it is not to run again."""
+        self.is_orphan = False
+        """Whether it was being run when a worker died, and next runs in a group of its own."""
         self.waiting_since = 0.0
         """When it came to the lanes (monotonic)."""
         self.trace: Any = None

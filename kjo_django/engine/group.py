@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
@@ -100,10 +99,6 @@ class Pipeline:
         self._on_pause = on_pause
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
-        self._one_by_one = threading.Lock()
-        """Held by the lane that runs what was being run when a worker died."""
-        self._one_by_one_thread = 0
-        """Who has that lock, while it is locked."""
         self._recorder = Recorder(on_thread)
         self._transaction = TransactionRunner(leases, watch, on_measure)
         self._leased = LeasedRunner(
@@ -170,12 +165,17 @@ class Pipeline:
             return deferred + self._settle(
                 [admission.refuse(self._runtime, delivery) for delivery in left]
             )
+        is_orphan = len(left) == 1 and (left[0].is_orphan or not self._is_workers)
+        left[0].is_orphan = False  # deferred once more, it waits as others do
         names = [delivery.lease for delivery in left]
         claims = self._leases.claim(names, left[0].queue.processing_ttl)
         if claims.count(FIRST_CLAIM) == len(claims):
             for delivery in left:
                 delivery.deliveries = 1
             waiting = self._run_claimed(left, mode, running)
+        elif is_orphan:
+            left[0].deliveries = max(1, claims[0].deliveries)
+            waiting = self._run_orphan(left[0], mode)
         else:
             waiting = self._run_sorted(left, claims, held_back, mode, running)
         if waiting:
@@ -205,76 +205,51 @@ class Pipeline:
         mode: Mode,
         running: set[Delivery] | None,
     ) -> list[Delivery]:
-        """Run what is ours, then, one by one, what was being run when a worker died, and what comes
-        after that with its keys."""
+        """Run what is ours; returns the deferred: what others hold; orphans, which were being run
+        when a worker died and run in groups of their own; and what comes after these with its key.
+        """
         names = [delivery.lease for delivery in deliveries]
         abandoned = self._leases.abandoned(
             {name for name, claim in zip(names, claims, strict=True) if not claim.acquired}
         )
         mine: list[Delivery] = []
-        alone: list[Delivery] = []
+        orphans: list[Delivery] = []
         deferred: list[Delivery] = []
-        suspects: set[Delivery] = set()
-        shards_alone: set[object] = set()
         for delivery, claim in zip(deliveries, claims, strict=True):
             delivery.deliveries = max(1, claim.deliveries)
             if delivery in held_back:
                 deferred.append(delivery)
             elif delivery.lease in abandoned or (claim.acquired and claim.deliveries > 1):
-                suspects.add(delivery)
-                alone.append(delivery)
-                shards_alone.add(delivery.shard)
-            elif not claim.acquired:
+                orphans.append(delivery)
+                deferred += held_back.defer([delivery])
+            elif claim.acquired:
+                mine.append(delivery)
+            else:
                 why = "Already processing %s, it waits here"
                 logger.debug(why, delivery.lease, extra=facts_of(delivery))
                 deferred += held_back.defer([delivery])
-            elif delivery.shard in shards_alone:
-                alone.append(delivery)
-            else:
-                mine.append(delivery)
+        # Claimed and not begun. What dead workers began stays counted.
+        again = [delivery.lease for delivery in orphans if delivery.deliveries > 1]
+        self._leases.release(again, undo_claim=True)
         if mine:
             deferred += held_back.defer(self._run_claimed(mine, mode, running))
-        if alone:
-            left = self._run_one_by_one(alone, suspects, held_back, mode)
-            # Claimed and not begun. What dead workers began stays counted.
-            again = [d.lease for d in left if d in suspects and d.deliveries > 1]
-            self._leases.release(again, undo_claim=True)
-            deferred += left
+        for delivery in orphans:
+            delivery.is_orphan = True
         return deferred
 
-    def _run_one_by_one(
-        self,
-        deliveries: Sequence[Delivery],
-        suspects: Collection[Delivery],
-        held_back: HeldBack,
-        mode: Mode,
-    ) -> list[Delivery]:
-        """Run each delivery alone in its group, and one at a time in this worker, on one lane. All
-        other lanes go on. Returns the deferred.
+    def _run_orphan(self, delivery: Delivery, mode: Mode) -> list[Delivery]:
+        """Run what was being run when a worker died; returns it if it is deferred.
 
-        One of these may have killed the worker. It takes no other of them with it, so each death
-        costs an innocent one an attempt only the first time they meet.
+        It may have killed that worker. It takes no other orphan with it, so each death costs an
+        innocent one an attempt only the first time they meet.
         """
-        lock = self._one_by_one
-        if not lock.acquire(blocking=False):
-            return list(deliveries)
-        self._one_by_one_thread = threading.get_ident()
-        try:
-            deferred: list[Delivery] = []
-            until = time.monotonic() + self._runtime.settings.group_budget.total_seconds()
-            for number, delivery in enumerate(deliveries):
-                if number and (time.monotonic() >= until or self._stopping.is_set()):
-                    # What else this lane has taken is not to wait for all of them.
-                    return deferred + list(deliveries[number:])
-                if delivery in held_back:
-                    deferred.append(delivery)
-                elif delivery in suspects and not self._takes_over(delivery):
-                    deferred += held_back.defer([delivery])
-                else:
-                    deferred += held_back.defer(self._run_claimed([delivery], mode, None))
-            return deferred
-        finally:
-            lock.release()
+        left = [delivery]
+        if self._takes_over(delivery):
+            left = self._run_claimed([delivery], mode, None)
+        if left and delivery.deliveries > 1:
+            # Claimed and not begun. What dead workers began stays counted.
+            self._leases.release([delivery.lease], undo_claim=True)
+        return left
 
     def _takes_over(self, delivery: Delivery) -> bool:
         """Begin what a dead worker had begun, which counts as a delivery; False: somebody else
@@ -349,18 +324,13 @@ class Pipeline:
         self,
         deliveries: Sequence[Delivery],
         hung: Sequence[tuple[JobContext, float, Delivery]],
-        thread_id: int,
     ) -> list[Delivery]:
         """Judge handlers that have hung as failed, and take their group from the thread that ran
         it; returns what is to come up again: that settles the failures, and runs the others.
 
         :param deliveries: the group, whose thread has no database session any more.
         :param hung: the runs that did not end, and for how many seconds they have lasted.
-        :param thread_id: the thread's.
         """
-        if self._one_by_one.locked() and self._one_by_one_thread == thread_id:
-            # It would give it back when its call returns, if ever.
-            self._one_by_one = threading.Lock()
         runtime = self._runtime
         left = _unsettled(deliveries, None)
         rows = load_rows(runtime, left, lock=False)

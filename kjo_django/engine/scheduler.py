@@ -9,6 +9,9 @@ they start: the lane is free while they run, and each frees its key when it has 
 The size of a group adapts. Quick handlers share a group up to a budget of run time, and a slow one
 runs alone. Another lane is woken only for work that would keep it busy for longer than waking it
 costs, so quick jobs that are ready together run in one group.
+
+An orphan, which was being run when a worker died, may be what killed it. Orphans wait in lists of
+their own. Each is a group, and one runs at a time while the other lanes go on.
 """
 
 from __future__ import annotations
@@ -73,9 +76,10 @@ class Load(NamedTuple):
     the other queues."""
 
 
-ReadyName = tuple[str, bool]
-"""A list of keys that may start: their queue, and whether coroutines come next. Coroutines that
-wait for their limit hold up nothing else of the queue."""
+ReadyName = tuple[str, bool, bool]
+"""A list of keys that may start: their queue, whether coroutines come next, and whether orphans
+do. Coroutines that wait for their limit, and orphans that wait for one another, hold up nothing
+else of the queue."""
 
 
 class GroupScheduler:
@@ -125,6 +129,8 @@ class GroupScheduler:
         """Groups that run, by queue."""
         self._coroutines: Counter[str] = Counter()
         """Coroutines that run, by queue."""
+        self._orphan: Delivery | None = None
+        """The orphan that runs."""
         self._run_times: dict[str, float] = {}
         """Seconds that a handler's run is expected to take, by the handler's name."""
         self._paused: frozenset[str] = frozenset()
@@ -156,7 +162,7 @@ class GroupScheduler:
                     continue
                 queue = delivery.queue.name
                 key = self._keys[delivery.shard] = KeyQueue(delivery.shard, queue, [delivery])
-                self._ready[queue, delivery.mode is Mode.CONCURRENT].append(key)
+                self._ready[queue, delivery.mode is Mode.CONCURRENT, False].append(key)
                 has_new_key = True
             if has_new_key:
                 self._startable.notify()
@@ -208,12 +214,13 @@ class GroupScheduler:
 
     def _make_ready_or_forget(self, key: KeyQueue) -> None:
         if key.waiting:
-            self._ready[key.queue, key.waiting[0].mode is Mode.CONCURRENT].append(key)
+            first = key.waiting[0]
+            self._ready[key.queue, first.mode is Mode.CONCURRENT, first.is_orphan].append(key)
         else:
             del self._keys[key.key]
 
     def _may_start(self, name: ReadyName) -> bool:
-        queue, is_concurrent = name
+        queue, is_concurrent, is_orphan = name
         limit = self._limits.get(queue, NO_LIMIT)
         return (
             bool(self._ready[name])
@@ -221,6 +228,7 @@ class GroupScheduler:
             and queue not in self._paused
             and self._groups[queue] < limit.groups
             and not (is_concurrent and self._coroutines[queue] >= limit.coroutines)
+            and not (is_orphan and self._orphan is not None)
         )
 
     def _form_group(self, name: ReadyName) -> Group | None:
@@ -232,7 +240,9 @@ class GroupScheduler:
                 return None
         first, limit = ready[0].waiting[0], self._limits.get(queue, NO_LIMIT)
         size = self._size
-        if first.mode is Mode.CONCURRENT:
+        if first.is_orphan:
+            self._orphan, size = first, 1
+        elif first.mode is Mode.CONCURRENT:
             size = max(1, min(CONCURRENT_GROUP, limit.coroutines - self._coroutines[queue]))
         elif first.batch is not None:
             # One call for what is there is worth more than a lane for each share of it.
@@ -328,9 +338,12 @@ class GroupScheduler:
 
         :param deferred: deliveries to run again, after ``delay`` seconds and before anything that
             came later with their keys; those that are another consumer's by now are forgotten.
+            Orphans found in the group have waited for nothing yet: they may run at once.
         :param started: coroutines that go on: ``finish_coroutines`` frees their keys.
         """
         with self._startable:
+            if group.deliveries[0] is self._orphan:
+                self._orphan = None
             self._groups[group.queue] -= 1
             self._idle += 1
             self._end([d for d in group.deliveries if d not in started], deferred, delay)
@@ -363,7 +376,7 @@ class GroupScheduler:
             key = self._keys[shard]
             key.waiting[:0] = returned
             self.waiting += len(returned)
-            if returned and delay > 0:
+            if returned and delay > 0 and not returned[0].is_orphan:
                 until = self._clock.monotonic() + delay
                 heapq.heappush(self._delayed, (until, next(self._tickets), key))
             else:

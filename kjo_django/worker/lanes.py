@@ -127,16 +127,16 @@ class Lanes:
             self._watch.running.leave(context)
         with self._lock:
             self._threads = [each for each in self._threads if each.ident != thread_id]
-            self._start(1, lambda: self._end(run, hung, thread_id))
+            self._start(1, lambda: self._end(run, hung))
         return True
 
-    def _end(self, run: LaneRun, hung: Hung, thread_id: int) -> None:
+    def _end(self, run: LaneRun, hung: Hung) -> None:
         """End what a thread that was given up had begun, in the thread that takes its place."""
         deferred: Any = run.group.deliveries
         try:
             for connection in run.connections:
                 sever(connection)
-            deferred = self._pipeline.abandon(run.group.deliveries, hung, thread_id)
+            deferred = self._pipeline.abandon(run.group.deliveries, hung)
         except Exception:
             logger.exception("A group of %d is run again", len(run.group.deliveries))
         finally:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from itertools import pairwise
+from statistics import median
+
 import pytest
 
 from tests.acceptance.engine import Engine
@@ -71,6 +75,11 @@ def test_what_was_in_flight_in_a_dead_worker_comes_back_beside_what_is_new(engin
     engine.settle(timeout=120)
     assert set(engine.jobs.values_list("state", flat=True)) == {"completed"}
     assert set(engine.jobs.values_list("attempts", flat=True)) <= {1, 2}
+    # And each of them begins when the one before it has ended, whatever else the lanes do
+    starts = engine.jobs.filter(attempts=2).order_by("started_at")
+    starts = list(starts.values_list("started_at", flat=True))
+    between = [later - earlier for earlier, later in pairwise(starts)]
+    assert median(between) < timedelta(seconds=0.8), between
 
 
 def test_what_flies_lands_before_a_worker_ends(engine: Engine) -> None:

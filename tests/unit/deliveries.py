@@ -104,17 +104,26 @@ class Bench:
         return [self.read(record) for record in self.subscription.poll(count, 0.0)]
 
     def run(self, deliveries: Sequence[Delivery] | None = None) -> list[Delivery]:
-        """Run everything due as one group per mode; return what was deferred."""
+        """Run everything due as one group per mode, and each orphan found in one as a group of its
+        own; return what was deferred."""
         taken = self.poll() if deliveries is None else list(deliveries)
+        groups = [list(group) for _, group in itertools.groupby(taken, key=lambda one: one.mode)]
         deferred: list[Delivery] = []
-        for mode, group in itertools.groupby(taken, key=lambda delivery: delivery.mode):
+        for group in groups:
             running: set[Delivery] = set()
-            deferred += self.pipeline.run(list(group), mode, running)
+            left = self.pipeline.run(group, group[0].mode, running)
             with self._has_ended:
                 assert self._has_ended.wait_for(partial(running.issubset, self._ended), 60)
-                deferred += [delivery for delivery in self._deferred if delivery in running]
+                left += [delivery for delivery in self._deferred if delivery in running]
                 self._ended -= running
                 self._deferred = []
+            first_of_key: dict[object, Delivery] = {}
+            for delivery in group:
+                if delivery in left:
+                    first_of_key.setdefault(delivery.shard, delivery)
+            orphans = [delivery for delivery in first_of_key.values() if delivery.is_orphan]
+            groups += [[delivery] for delivery in orphans]
+            deferred += [each for each in group if each in left and each not in orphans]
         return deferred
 
     def _note_settled(self, deliveries: Sequence[Delivery], deferred: Collection[Delivery]) -> None:

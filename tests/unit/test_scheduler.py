@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Delivery, Mode
 from kjo_django.engine.scheduler import CONCURRENT_GROUP, Group, GroupScheduler, QueueLimit
@@ -595,3 +596,30 @@ def test_what_is_deferred_after_its_partition_has_gone_does_not_run_again_here(m
     assert lanes.take(timeout=0) is None
     assert lanes.outstanding == 0
     assert lanes.load_of(gone.subscription).held == {}
+
+
+def test_suspects_run_one_at_a_time_and_back_to_back_while_others_go_on():
+    # Given three in whose runs a worker died, found in the groups of three lanes, and another one
+    lanes = lanes_of(3, clock=(clock := Clock()))
+    clock.monotonic = lambda: 0.0
+    found = [delivery() for _ in range(3)]
+    lanes.put(found)
+    groups = [take(lanes) for _ in range(3)]
+    lanes.put([other := delivery()])
+    for one in found:
+        one.is_orphan = True
+    for group in groups:
+        lanes.finish(group, group.deliveries, 1.0)
+    # When
+    beside, first = take(lanes), take(lanes)
+    # Then one of them runs, beside what is not one of them
+    assert (beside.deliveries, first.deliveries) == ([other], found[:1])
+    assert lanes.take(timeout=0) is None
+    # And the next when it has ended; one that is deferred waits as others do
+    found[0].is_orphan = False
+    lanes.finish(first, first.deliveries, 1.0)
+    second = take(lanes)
+    assert second.deliveries == found[1:2]
+    lanes.finish(second)
+    assert take(lanes).deliveries == found[2:]
+    assert lanes.take(timeout=0) is None

@@ -17,9 +17,13 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
+from kjo_django.clock import Clock
+from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Ending
+from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.models import DeadLetter, Job, Lease
 from kjo_django.runtime import get_coordination
+from kjo_django.worker.lanes import Lanes
 from tests.unit.deliveries import Bench, as_job, benched
 
 WAIT = 60
@@ -167,20 +171,53 @@ def test_one_of_them_runs_at_a_time_while_other_lanes_go_on(bench, has_expired):
     job.enqueue_many([{"n": n} for n in range(4)])
     deliveries = bench.poll()
     left_by_the_dead([*slow_one, *deliveries[:2]], has_expired=has_expired)
-    lane = Lane(bench, slow_one)
+    scheduler = GroupScheduler(2, group_size=10, budget=1)
+    lanes = Lanes(scheduler, bench.pipeline, bench.watch, lambda: None)
+    scheduler.put(slow_one)
+    lanes.start(1)
     assert begun.wait(WAIT)
-    # When another lane has two more of them, and two others
-    deferred = deliveries
-    for _ in range(3):
-        deferred = bench.run(deferred)
-    # Then these two wait, however often they are looked at
-    assert (ran, deferred) == ([2, 3], deliveries[:2])
-    # And none has been counted for that
+    # When another lane, which is this thread, has two more of them, and two others
+    scheduler.put(deliveries)
+    while lanes.run_group(0):
+        pass
+    # Then these two wait
+    assert (sorted(ran), scheduler.waiting) == ([2, 3], 2)
+    # And run when the first has ended; none has been counted for that
     go_on.set()
-    assert lane.join() == []
-    run_all(bench, deferred)
+    until = time.monotonic() + WAIT
+    while scheduler.outstanding:
+        assert time.monotonic() < until, "they never end"
+        scheduler.wait_for(None, 0.1)
+    scheduler.stop()
+    lanes.threads[0].join(WAIT)
     assert sorted(ran) == list(range(4))
     assert Counter(Job.objects.values_list("attempts", flat=True)) == {1: 2, 2: 3}
+
+
+def test_they_run_back_to_back(bench):
+    """Twenty deaths of a worker leave hundreds: a pause after each would keep them for minutes."""
+    # Given a worker for which no time passes, and jobs that take longer than a group may
+    clock, ran = Clock(), []
+    clock.monotonic = lambda: 0.0
+    budget = get_settings().group_budget.total_seconds()
+    scheduler = GroupScheduler(1, group_size=500, budget=budget, clock=clock)
+    lanes = Lanes(scheduler, bench.pipeline, bench.watch, lambda: None)
+
+    def note(n):
+        time.sleep(1.1 * budget)
+        ran.append(n)
+
+    as_job(note).enqueue_many([{"n": n} for n in range(5)])
+    deliveries = bench.poll()
+    left_by_the_dead(deliveries)
+    scheduler.put(deliveries)
+    scheduler.measure(deliveries[0].kind, 0.0)
+    # When its lane takes what may start
+    while lanes.run_group(0):
+        pass
+    # Then that was all of them
+    assert sorted(ran) == list(range(5))
+    assert scheduler.outstanding == 0
 
 
 @pytest.mark.parametrize(("limit", "times"), [(5, 4), (3, 2), (2, 1)])
