@@ -5,6 +5,7 @@ The workers run in this process, their slow handlers wait for an event.
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 import uuid
@@ -23,8 +24,10 @@ from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, as_job
 
 WAIT = 60
+PROMISED = 1.0
+"""Seconds until a job of an idle queue begins, whatever others do."""
 SOON = 3.0
-"""Seconds; a second is promised, and this machine may be slow."""
+"""Seconds; the promised one, and this machine may be slow."""
 BACKLOG = 5_000
 TRANSPORTS = {
     "memory": "memory.MemoryTransport",
@@ -133,7 +136,7 @@ class Working:
 
     def slow_begun(self) -> int:
         """How many jobs that wait for ``release`` have begun."""
-        return len(self.begun) - self.begun.count("other")
+        return sum(not name.startswith("other") for name in self.begun)
 
     def fills(self) -> None:
         """Wait until it fetches no more."""
@@ -175,9 +178,16 @@ def test_a_job_of_an_idle_queue_begins_at_once_beside_a_backlog_of_slow_ones(con
     with Working() as working:
         working.fills()
         # When
-        publish("quick", OTHER)
-        # Then
-        assert working.begins("other", SOON)
+        delays = []
+        for number in range(3):
+            enqueued_at = time.monotonic()
+            publish("quick", f'{{"name": "other {number}"}}')
+            # Then
+            assert working.begins(f"other {number}", SOON)
+            delays.append(time.monotonic() - enqueued_at)
+        print(f"begun after {delays} s")
+        # A busy machine may delay one of them. What starves a queue delays all.
+        assert statistics.median(delays) < PROMISED
         assert working.slow_begun() == 1
 
 
