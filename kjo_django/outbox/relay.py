@@ -10,23 +10,31 @@ keep it even when two relays overlap. A lease only keeps standby relays from doi
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from uuid import UUID
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from kjo_django import registry
+from kjo_django import registry, states
 from kjo_django.clock import Clock
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import Listener
+from kjo_django.coordination.circuit_breaker import CircuitBreaker
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
+from kjo_django.ids import uuid7
+from kjo_django.models import Job
 from kjo_django.outbox import unpublishable
-from kjo_django.outbox.publications import Publications
-from kjo_django.outbox.relay_leases import LEASE_TTL, RelayLeases
 from kjo_django.runtime import Runtime, current_runtime, get_transport
 from kjo_django.store.rows import DueJob, Publication
 from kjo_django.transports.base import OutgoingRecord, Published
@@ -47,40 +55,39 @@ LONGEST_BACKOFF = 30.0
 """Seconds, at most, until what failed is tried again. The first time it is one second, each time
 after that twice as long."""
 
+RECORD_AGAIN = 0.1
+"""Seconds until a row that was locked is looked at again, though one batch follows the other: its
+job's next attempt, or generation, waits for that."""
+LEASE_TTL = timedelta(seconds=10)
+LONGEST_BATCH = timedelta(minutes=2)
+"""A relay that is busy with one batch for longer, or that has not been able to record one for so
+long, hangs: its leases are renewed no more."""
+
 OUTAGES = (PublishError, CoordinationError, DatabaseError, InterfaceError)
 
 
-class PublishBackoff:
-    """Queues, or topics, that take no records for a while, and until when they are left alone.
+class PublishBackoff(dict[str, tuple[float, float]]):
+    """Queues, or topics, that take no records for a while: until when, and for how many seconds.
 
     A name that has not been tried for long is forgotten: there may be any number of topics.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._until: dict[str, tuple[float, float]] = {}
 
     def fail(self, name: str) -> float:
         """Leave it alone for twice as long as the last time; return the seconds."""
-        delay = min(2 * self._until[name][1], LONGEST_BACKOFF) if name in self._until else 1.0
-        self._until[name] = (self._clock.monotonic() + delay, delay)
+        delay = min(2 * self[name][1], LONGEST_BACKOFF) if name in self else 1.0
+        self[name] = (self._clock.monotonic() + delay, delay)
         return delay
-
-    def succeed(self, name: str) -> None:
-        """Forget that it ever failed: its records are taken."""
-        self._until.pop(name, None)
 
     def names(self) -> list[str]:
         """Return what is to be left alone now."""
-        if not self._until:
-            return []
         now = self._clock.monotonic()
-        self._until = {
-            name: (until, delay)
-            for name, (until, delay) in self._until.items()
-            if until + LONGEST_BACKOFF >= now
-        }
-        return [name for name, (until, _) in self._until.items() if until > now]
+        for name, (until, _) in list(self.items()):
+            if until + LONGEST_BACKOFF < now:
+                del self[name]
+        return [name for name, (until, _) in self.items() if until > now]
 
 
 class Relay:
@@ -118,7 +125,9 @@ class Relay:
         self._listener: Listener | None = None
         self._listen_at = 0.0
         self._is_called = False
+        self._failing_since: float | None = None
         self._failed_until, self._failure_delay = 0.0, 1.0
+        self._has_told_of_outage = False
         self._ask_overtaken_at = 0.0
         self.published_count = 0
 
@@ -134,7 +143,8 @@ class Relay:
         """
         wanted = self._awake() if queues is None else queues
         most = self._settings.relay_batch_size
-        unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
+        unrecorded = self._publications.unrecorded
+        topics = self._topic_backoff.names() if self._topic_backoff else []
         jobs = self._runtime.store.due_jobs(wanted, most, unrecorded, topics)
         is_full = len(jobs) >= most
         if is_full:
@@ -144,6 +154,9 @@ class Relay:
             self._publications.finish()
         failed: Exception | None = None
         for name in dict.fromkeys(job.queue for job in jobs):
+            if self._clock.monotonic() >= self._leases.valid_until:
+                # It was held up since it read them, and another relay may publish them by now.
+                break
             try:
                 due = [job for job in jobs if job.queue == name]
                 self._publish(self._settings.queue(name), due, record)
@@ -159,6 +172,8 @@ class Relay:
         return len(jobs)
 
     def _awake(self) -> list[str]:
+        if not self._queue_backoff:
+            return self.queues
         failing = self._queue_backoff.names()
         return [queue for queue in self.queues if queue not in failing]
 
@@ -198,7 +213,15 @@ class Relay:
         record: Callable[[Sequence[Publication]], None],
     ) -> None:
         """Publish rows of one queue, record where they went, and what was refused for good."""
-        made = [self._record_or_error(job, queue) for job in jobs]
+        made: list[OutgoingRecord | Exception] = []
+        for job in jobs:
+            try:
+                made.append(storing.record_of(job, queue, service=self._runtime.service))
+            except Exception as error:
+                # One row nobody can send must not hold up the others of its batch for ever.
+                message = "The message of job %s cannot be made"
+                logger.exception(message, job.id, extra=job.log_facts)
+                made.append(error)
         records = [one for one in made if isinstance(one, OutgoingRecord)]
         answered = iter(storing.publish(get_transport(queue.transport), records) if records else ())
         answers = [
@@ -212,18 +235,14 @@ class Relay:
         ]
         record(accepted)
         self.published_count += len(accepted)
-        self._on_error(next((each.error for each in answers if each.error is not None), None))
+        refused = next((each.error for each in answers if each.error is not None), None)
+        if refused is not None or self._has_told_of_outage:
+            self._has_told_of_outage = refused is not None
+            self._on_error(refused)
         if len(accepted) < len(jobs):
             unpublishable.fail(self._runtime, queue, jobs, made, answers)
-        self._back_off(queue.name, jobs, answers)
-
-    def _record_or_error(self, job: DueJob, queue: QueueConf) -> OutgoingRecord | Exception:
-        """One row nobody can send must not hold up the others of its batch for ever."""
-        try:
-            return storing.record_of(job, queue, service=self._runtime.service)
-        except Exception as error:
-            logger.exception("The message of job %s cannot be made", job.id, extra=job.log_facts)
-            return error
+        if refused is not None or self._queue_backoff or self._topic_backoff:
+            self._back_off(queue.name, jobs, answers)
 
     def _back_off(self, queue: str, jobs: Sequence[DueJob], answers: Sequence[Published]) -> None:
         """Leave a queue alone whose records are not taken for reasons that pass; of records for
@@ -240,7 +259,7 @@ class Relay:
             (self._topic_backoff, "topic") if of_topics else (self._queue_backoff, "queue")
         )
         if of_topics:
-            self._queue_backoff.succeed(queue)
+            self._queue_backoff.pop(queue, None)
         errors: dict[str, list[str]] = {}
         for job, answer in zip(jobs, answers, strict=True):
             of_it = errors.setdefault(job.destination if of_topics else queue, [])
@@ -248,7 +267,7 @@ class Relay:
                 of_it.append(answer.error)
         for name, of_it in errors.items():
             if not of_it:
-                backoff.succeed(name)
+                backoff.pop(name, None)
                 continue
             delay = backoff.fail(name)
             message = "%d messages of %s %s were not taken, trying again in %.0f s: %s"
@@ -270,12 +289,13 @@ class Relay:
             with self._leases.renewed():
                 while True:
                     mine = self._leases.take(self._awake())
-                    with self._leases.busy():
-                        while mine and self.publish_due(mine):
-                            mine = self._leases.take(self._awake())
-                    left = sorted(
-                        queue for queue in set(self._awake()) - set(mine) if self._is_due([queue])
-                    )
+                    self._leases.busy_since = self._clock.monotonic()
+                    while mine and self.publish_due(mine):
+                        mine = self._leases.take(self._awake())
+                        self._leases.busy_since = self._clock.monotonic()
+                    self._leases.busy_since = None
+                    others = set(self._awake()) - set(mine)
+                    left = sorted(one for one in others if self._seconds_until_due([one], 1.0) <= 0)
                     if not left or self._clock.monotonic() >= give_up_at:
                         return left
                     self._clock.wait(self._stopping, STANDBY)
@@ -283,25 +303,28 @@ class Relay:
             self._publications.record_missing()
             self._leases.release(self.queues)
 
-    def _is_due(self, queues: Collection[str]) -> bool:
-        return self._seconds_until_due(queues, 1.0) <= 0
-
     def _seconds_until_due(self, queues: Collection[str], longest: float) -> float:
-        unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
-        next_at = self._runtime.store.next_due(queues, unrecorded, topics)
+        topics = self._topic_backoff.names() if self._topic_backoff else []
+        next_at = self._runtime.store.next_due(queues, self._publications.unrecorded, topics)
         return min((next_at - self._clock.now()).total_seconds(), longest) if next_at else longest
 
     # --- The loop ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Publish until ``stop``; outages are waited out."""
-        self._listen()
+        """Publish until ``stop``; outages are waited out. While coordination is away, and nobody
+        can wake it, the relay polls."""
         try:
             with self._leases.renewed():
                 while not self._stopping.is_set():
+                    if self._listener is None and self._clock.monotonic() >= self._listen_at:
+                        self._listen()
                     delay = self.step()
-                    if delay > 0 and self._is_called_within(delay):
-                        self.call()
+                    if delay <= 0:
+                        continue
+                    if self._listener is None:
+                        self._clock.wait(self._stopping, min(delay, LISTEN_AGAIN))
+                    elif self._listener.wait(delay):
+                        self._is_called = True
         finally:
             self.close()
 
@@ -315,9 +338,9 @@ class Relay:
 
         :returns: seconds until the next one is wanted, or until ``call``; 0 if it is at once.
         """
-        failed_for = self._failed_until - self._clock.monotonic()
-        if failed_for > 0:
-            return failed_for
+        now = self._clock.monotonic()
+        if now < self._failed_until:
+            return self._failed_until - now
         try:
             delay = self._round()
         except Exception as error:
@@ -325,12 +348,19 @@ class Relay:
             delay = self._failure_delay
             message = "The relay cannot work, trying again in %.0f s: %s"
             logger.error(message, delay, error, exc_info=not isinstance(error, OUTAGES))
+            self._has_told_of_outage = True
             self._on_error(str(error))
             drop_broken(self._runtime.database)
             self._failed_until = self._clock.monotonic() + delay
             self._failure_delay, self._is_called = min(delay * 2, LONGEST_BACKOFF), False
+            if self._failing_since is None:
+                self._failing_since = now
+            # Another relay would publish again what this one has yet to record.
+            has_unrecorded = bool(self._publications.unrecorded)
+            self._leases.busy_since = self._failing_since if has_unrecorded else None
             return delay
-        self._failure_delay = 1.0
+        self._failure_delay, self._failing_since = 1.0, None
+        self._leases.busy_since = None
         return delay
 
     def _round(self) -> float:
@@ -350,10 +380,10 @@ class Relay:
             if until_due > 0:
                 return until_due
         mine = self._leases.take(self._awake())
-        with self._leases.busy():
-            count = self.publish_due(mine) if mine else 0
-            if self._publications.unrecorded and self._publications.are_overdue:
-                self._publications.record_missing()
+        self._leases.busy_since = self._clock.monotonic()
+        count = self.publish_due(mine) if mine else 0
+        if self._publications.unrecorded and self._publications.are_overdue:
+            self._publications.record_missing()
         if count >= self._settings.relay_batch_size:
             self._is_called = True
             return 0.0
@@ -362,16 +392,7 @@ class Relay:
         # Called for a job that is due later, or for one of another relay's.
         return 0.0 if was_called else min(STANDBY, longest)
 
-    def _is_called_within(self, seconds: float) -> bool:
-        if self._listener is None and self._clock.monotonic() >= self._listen_at:
-            self._listen()
-        if self._listener is not None:
-            return bool(self._listener.wait(seconds))
-        self._clock.wait(self._stopping, min(seconds, LISTEN_AGAIN))
-        return False
-
     def _listen(self) -> None:
-        """Listen for calls; while coordination is away, the relay polls."""
         try:
             self._listener = self._runtime.coordination.listen([RELAY_CHANNEL])
         except Exception as error:
@@ -407,3 +428,262 @@ def drop_broken(using: str) -> None:
     connection = connections[using]
     if not connection.in_atomic_block and not connection.is_usable():
         connection.close()
+
+
+# --- Recording where messages went ----------------------------------------------------------------
+
+
+class Publications:
+    """What one relay has published, until the database knows of it.
+
+    A consumer that was quicker has the row locked for as long as its job runs, and the relay waits
+    for no handler; or the database is away. What could not be recorded must not be published again
+    meanwhile: who reads records for others may not know a second copy for one.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.unrecorded: dict[UUID, Publication] = {}
+        """By its job: what has been published though the job's row does not say so."""
+        self._tried_at = 0.0
+        self._thread: _RecordingThread | None = None
+        self._begun: tuple[Sequence[Publication], Future[set[UUID]]] | None = None
+
+    @property
+    def are_overdue(self) -> bool:
+        """Whether to try again to record what could not be recorded."""
+        begun = len(self._begun[0]) if self._begun is not None else 0
+        waited = self._runtime.clock.monotonic() - self._tried_at
+        return len(self.unrecorded) > begun and waited > RECORD_AGAIN
+
+    def record(self, published: Sequence[Publication]) -> None:
+        """Record where messages went, as far as their rows are free.
+
+        :raises DatabaseError: nothing, or not all, could be recorded; ``record_missing`` tries it
+            again.
+        """
+        if not self.unrecorded:
+            self._tried_at = self._runtime.clock.monotonic()
+        self.unrecorded.update((one.job.id, one) for one in published)
+        self._forget(published, _write(self._runtime, published))
+
+    def begin(self, published: Sequence[Publication]) -> None:
+        """Record where the messages of a batch went while the caller sends the next; ``finish``
+        waits for it. One batch at a time is recorded so.
+
+        Only PostgreSQL has two writers that do not stand in each other's way; elsewhere it is done
+        at once. So are records for others, since who reads them may not know a second copy.
+
+        :raises DatabaseError: as ``record``; also for the batch begun before.
+        """
+        self.unrecorded.update((one.job.id, one) for one in published)
+        self._wait()
+        store = self._runtime.store
+        jobs = [one for one in published if not one.job.destination]
+        is_beside = store.has_independent_writers and not store.connection.in_atomic_block
+        if not is_beside or not jobs:
+            self.record(published)
+            return
+        if self._thread is None:
+            self._thread = _RecordingThread()
+        self._begun = jobs, self._thread.submit(functools.partial(_write, self._runtime, jobs))
+        self.record([one for one in published if one.job.destination])
+
+    def finish(self) -> None:
+        """Wait for what was begun, and end the thread.
+
+        :raises DatabaseError: it could not be recorded; ``record_missing`` tries it again.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.submit(None)
+        self._wait()
+
+    def record_missing(self) -> None:
+        """Record what could not be recorded and still has to be, as far as its rows are free."""
+        self.finish()
+        if not self.unrecorded:
+            return
+        rows = Job.objects.using(self._runtime.database).filter(
+            pk__in=list(self.unrecorded), state__in=states.AWAITING_PUBLISH
+        )
+        waiting = set(rows.values_list("pk", "generation", "attempts"))
+        missing = list(self.unrecorded.values())
+        due = [
+            one for one in missing if (one.job.id, one.job.generation, one.job.attempts) in waiting
+        ]
+        # All others have moved on, or are gone.
+        self.unrecorded = {one.job.id: one for one in due}
+        self._tried_at = self._runtime.clock.monotonic()
+        self.record(due)
+
+    def _wait(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            jobs, locked = begun
+            self._forget(jobs, locked.result())
+
+    def _forget(self, published: Sequence[Publication], locked: Collection[UUID]) -> None:
+        for one in published:
+            if one.job.id not in locked:
+                del self.unrecorded[one.job.id]
+
+
+class _RecordingThread:
+    """A thread with a database connection of its own.
+
+    A daemon: one that hangs in a database that is frozen must not keep the process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[set[UUID]], Callable[[], set[UUID]] | None]] = (
+            SimpleQueue()
+        )
+        threading.Thread(target=self._run, name="kjo-relay-records", daemon=True).start()
+
+    def submit(self, call: Callable[[], set[UUID]] | None) -> Future[set[UUID]]:
+        """Have it called after those before, and return its future; None ends the thread."""
+        future: Future[set[UUID]] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def _run(self) -> None:
+        future, call = self._calls.get()
+        while call is not None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+                # Whatever is wrong with its connection, the next call has a new one.
+                _close_connections()
+            future, call = self._calls.get()
+        _close_connections()
+
+
+def _close_connections() -> None:
+    # One that cannot even be closed is not worth a thread that others wait for.
+    with suppress(DatabaseError, InterfaceError):
+        connections.close_all()
+
+
+def _write(runtime: Runtime, published: Sequence[Publication]) -> set[UUID]:
+    """Record where messages went; return the jobs whose rows were locked, or are gone."""
+    now = runtime.clock.now()
+    by_topic: dict[str, list[Publication]] = {}
+    for one in published:
+        if not one.job.destination:
+            by_topic.setdefault(one.topic, []).append(one)
+    locked: set[UUID] = set()
+    for topic, jobs in by_topic.items():
+        locked |= runtime.store.record_published(topic, jobs, now)
+    if records := [one for one in published if one.job.destination]:
+        storing.record_forwarded(runtime.store, records, now)
+    return locked
+
+
+# --- Leases: for each queue one relay publishes, the others stand by ------------------------------
+
+
+def lease_of(queue: str) -> str:
+    """Return the lease a relay holds while it publishes a queue's jobs."""
+    return f"RELAY:{queue}"
+
+
+class RelayLeases:
+    """The leases of one relay, one for each queue: relays that look after different queues must not
+    wait for one another.
+
+    They only keep relays from doing the work twice. Without coordination every relay works.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._clock, self._coordination = runtime.clock, runtime.coordination
+        self._token = uuid7().hex
+        self._held: frozenset[str] = frozenset()
+        self._sure_until = 0.0
+        self._breaker = CircuitBreaker(self._clock)
+        self.valid_until = math.inf
+        """When the leases lapse unless they are renewed; never, where there is no coordination."""
+        self.busy_since: float | None = None
+        """Since when the relay does something between two calls of ``take``, if it does: what it
+        holds is renewed meanwhile."""
+
+    def take(self, queues: Sequence[str]) -> list[str]:
+        """Take or renew the leases of these queues; return the queues the relay may publish now.
+
+        One it has just taken is not asked for again for a third of its life.
+        """
+        began = self._clock.monotonic()
+        if began < self._sure_until and self._held.issuperset(queues):
+            return list(queues)
+        names = {lease_of(queue): queue for queue in queues}
+        self._held, self.valid_until = frozenset(), math.inf
+        if self._breaker.is_open():
+            return list(queues)
+        try:
+            claims = self._coordination.claim(list(names), self._token, LEASE_TTL)
+            held = [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
+            if held:
+                self._coordination.renew(held, self._token, LEASE_TTL)
+        except CoordinationError as error:
+            self._breaker.record_failure(began)
+            logger.warning("Relaying without a lease: %s", error)
+            return list(queues)
+        self._breaker.record_success()
+        mine = [names[name] for name in held]
+        self._held = frozenset(mine)
+        self._sure_until = began + LEASE_TTL.total_seconds() / 3
+        self.valid_until = began + LEASE_TTL.total_seconds()
+        return mine
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Renew what is held, by a thread of its own, whenever the relay is busy.
+
+        A broker that is slow keeps a batch for longer than a lease lives. Every other relay would
+        take the queue then, and send the broker the same rows once more.
+        """
+        ended = threading.Event()
+        thread = threading.Thread(
+            target=self._renew_until, args=(ended,), name="kjo-relay-leases", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(1.0)
+
+    def _renew_until(self, ended: threading.Event) -> None:
+        try:
+            while not ended.wait(LEASE_TTL.total_seconds() / 3):
+                self.renew()
+        finally:
+            connections.close_all()
+
+    def renew(self) -> None:
+        """Renew what is held, if the relay is busy and does not hang. What is lost meanwhile
+        lapses."""
+        began, since, held = self._clock.monotonic(), self.busy_since, self._held
+        if since is None or not held or began - since > LONGEST_BATCH.total_seconds():
+            return
+        try:
+            names = [lease_of(queue) for queue in held]
+            is_renewed = all(self._coordination.renew(names, self._token, LEASE_TTL))
+        except Exception as error:
+            # Another relay may take them, and send what is sent here once more.
+            logger.warning("The relay's leases could not be renewed: %s", error)
+            return
+        if held is self._held:
+            if is_renewed:
+                self.valid_until = began + LEASE_TTL.total_seconds()
+            else:
+                self.valid_until = self._sure_until = began
+
+    def release(self, queues: Collection[str]) -> None:
+        """Give the leases of these queues back."""
+        self._held, self._sure_until, self.valid_until = frozenset(), 0.0, math.inf
+        try:
+            self._coordination.release([lease_of(queue) for queue in queues], self._token)
+        except KjoError as error:
+            logger.warning("The relay's leases expire by themselves: %s", error)

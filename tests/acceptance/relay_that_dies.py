@@ -19,8 +19,7 @@ def wait_for_ever(*arguments: Any) -> set[Any]:
 def main() -> None:
     die_with_parent()
     django.setup()
-    from kjo_django.outbox.publications import Publications
-    from kjo_django.outbox.relay import Relay
+    from kjo_django.outbox.relay import Publications, Relay
     from kjo_django.store.postgres import PostgresStore
 
     batches, record = iter(range(int(sys.argv[1]), 0, -1)), Publications.begin

@@ -19,8 +19,7 @@ from kjo_django.conf import get_settings
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.maintenance.prune import prune
-from kjo_django.outbox.relay import LONGEST_BACKOFF, Relay
-from kjo_django.outbox.relay_leases import LEASE_TTL
+from kjo_django.outbox.relay import LEASE_TTL, LONGEST_BACKOFF, Relay
 from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Published, TopicSpec

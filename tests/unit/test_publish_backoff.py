@@ -81,7 +81,7 @@ def test_records_that_were_refused_beside_others_keep_their_order(relay, refuse)
     # When the topic is made
     refuse()
     store("missing", b"second")
-    relay._topic_backoff.succeed("missing")
+    relay._topic_backoff.pop("missing")
     # Then
     assert relay.publish_due() == 2
     assert published("missing") == [b"first", b"second"]
@@ -152,7 +152,7 @@ class StoppedClock(Clock):
 def test_each_failure_doubles_the_wait_up_to_half_a_minute():
     backoff = PublishBackoff(StoppedClock())
     assert [backoff.fail("a") for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    backoff.succeed("a")
+    backoff.pop("a")
     assert backoff.names() == []
     assert backoff.fail("a") == 1
 

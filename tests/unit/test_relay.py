@@ -29,10 +29,8 @@ from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations.dead_letters import replay
 from kjo_django.operations.jobs import requeue
 from kjo_django.outbox import relay as relays
-from kjo_django.outbox import relay_leases, unpublishable
-from kjo_django.outbox.publications import Publications
-from kjo_django.outbox.relay import Relay
-from kjo_django.outbox.relay_leases import lease_of
+from kjo_django.outbox import unpublishable
+from kjo_django.outbox.relay import LEASE_TTL, Publications, Relay, lease_of
 from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.store import store_for
 from kjo_django.testing.conformance import eventually
@@ -511,6 +509,7 @@ class VirtualClock(Clock):
 def clock(_memory, monkeypatch):
     clock = VirtualClock()
     monkeypatch.setattr(timezone, "now", clock.now)
+    monkeypatch.setattr(get_coordination(), "clock", clock)
     return clock
 
 
@@ -555,6 +554,65 @@ def test_after_an_outage_a_relay_waits_longer_each_time_though_it_is_called(cloc
     clock.passed += 30
     relay.step()
     assert len(published()) == 1
+
+
+def test_a_relay_whose_lease_lapsed_since_it_read_its_batch_leaves_it_to_the_next(
+    clock, monkeypatch
+):
+    """Nobody drops a second copy of a record for others."""
+    # Given a relay that is held up for longer than its lease lives, after it has read what is due
+    one, two, held_up = at(clock), at(clock), []
+    store = type(store_for("default"))
+    due_jobs = store.due_jobs
+
+    def read_and_hold_up(*args):
+        found = due_jobs(*args)
+        if not held_up:
+            held_up.append(True)
+            clock.passed += LEASE_TTL.total_seconds() + 1
+            two.call()
+            two.step()
+        return found
+
+    monkeypatch.setattr(store, "due_jobs", read_and_hold_up)
+    write.enqueue(job="a")
+    # When
+    one.call()
+    one.step()
+    # Then
+    assert len(published()) == 1
+    assert (one.published_count, two.published_count) == (0, 1)
+
+
+def test_a_relay_that_has_yet_to_record_what_it_published_keeps_its_lease_for_two_minutes(
+    clock, monkeypatch
+):
+    # Given a relay that the database refuses to record what it has published
+    one, two = at(clock), at(clock)
+
+    def refuse(*args):
+        raise OperationalError("away")
+
+    monkeypatch.setattr(type(store_for("default")), "record_published", refuse)
+    write.enqueue(job="a")
+    one.call()
+    one.step()
+    # When another relay stands by, which does not know of it
+    while clock.passed < 110:
+        clock.passed += 3
+        one.step()
+        one._leases.renew()  # as its thread does
+        two.call()
+        two.step()
+    # Then it publishes nothing twice
+    assert len(published()) == 1
+    # And one that never gets at the database does not keep others from their work for ever
+    for _ in range(10):
+        clock.passed += 3
+        one._leases.renew()
+    two.call()
+    two.step()
+    assert len(published()) == 2
 
 
 # --- Refused, crashed, overtaken ------------------------------------------------------------------
@@ -889,7 +947,7 @@ def test_called_it_publishes_without_asking_anything_before(arrived, monkeypatch
     note(get_coordination(), "claim", "asked for leases")
     note(get_transport(), "publish", "published")
     note(LocalListener, "wait", "called")
-    monkeypatch.setattr(relay_leases, "LEASE_TTL", timedelta(minutes=5))
+    monkeypatch.setattr(relays, "LEASE_TTL", timedelta(minutes=5))
     write.enqueue(job="first")
     with Running():
         assert arrived.wait(10)
@@ -953,7 +1011,7 @@ def test_while_it_publishes_no_other_relay_takes_over(alone, monkeypatch):
     """A slow broker was sent everything by each worker in turn."""
     # Given a broker that takes its time
     lifetime = timedelta(seconds=1)
-    monkeypatch.setattr(relay_leases, "LEASE_TTL", lifetime)
+    monkeypatch.setattr(relays, "LEASE_TTL", lifetime)
     transport, begun, may_end = get_transport(), threading.Event(), threading.Event()
     publish = transport.publish
 
@@ -978,8 +1036,8 @@ def test_while_it_publishes_no_other_relay_takes_over(alone, monkeypatch):
 
 
 def test_a_relay_that_hangs_loses_its_leases(alone, monkeypatch):
-    monkeypatch.setattr(relay_leases, "LEASE_TTL", timedelta(seconds=0.5))
-    monkeypatch.setattr(relay_leases, "LONGEST_BATCH", timedelta(seconds=0.1))
+    monkeypatch.setattr(relays, "LEASE_TTL", timedelta(seconds=0.5))
+    monkeypatch.setattr(relays, "LONGEST_BATCH", timedelta(seconds=0.1))
     may_end = threading.Event()
     monkeypatch.setattr(get_transport(), "publish", lambda records: may_end.wait(60) and [])
     write.enqueue(job="a")
@@ -1028,7 +1086,7 @@ def test_two_that_publish_once_at_the_same_time_publish_each_record_once(relay, 
 @pytest.mark.usefixtures("alone")
 def test_what_another_relay_has_is_passed_over_and_named(monkeypatch):
     # Given another relay that is alive and publishes nothing
-    monkeypatch.setattr(relay_leases, "LEASE_TTL", timedelta(seconds=0.2))
+    monkeypatch.setattr(relays, "LEASE_TTL", timedelta(seconds=0.2))
     monkeypatch.setattr(relays, "LEASE_TTL", timedelta(seconds=0.2))
     get_coordination().claim([lease_of("ledger")], "the other", timedelta(minutes=5))
     write.enqueue(job="a")
@@ -1202,7 +1260,7 @@ def test_a_queue_whose_records_are_not_taken_rests_and_keeps_its_order(relay, mo
         assert relay.publish_due() == 0
     # And afterwards they go out before what came later
     write_keyed.enqueue(job="third", key="k")
-    relay._queue_backoff.succeed("ledger")
+    relay._queue_backoff.pop("ledger")
     assert relay.publish_due() == 3
     assert [job.state for job in jobs()] == ["queued"] * 3
     found = [json.loads(value)["job"] for value in published()]
