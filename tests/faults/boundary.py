@@ -79,24 +79,35 @@ class Boundary:
         self.is_dead = False
         self.struck = ""
         self._elapse = elapse
-        self._connections: list[BaseDatabaseWrapper] = []
+        self._connections: dict[BaseDatabaseWrapper, threading.RLock] = {}
+        """And the lock that who is within a call of each holds."""
         self._cursors: weakref.WeakSet[CursorWrapper] = weakref.WeakSet()
         self._lock = threading.RLock()
 
-    def uses(self, connection: BaseDatabaseWrapper, cursor: CursorWrapper | None = None) -> None:
-        if connection not in self._connections:
-            self._connections.append(connection)
+    def uses(
+        self, connection: BaseDatabaseWrapper, cursor: CursorWrapper | None = None
+    ) -> threading.RLock:
+        """Return the lock to hold while this connection is used."""
         if cursor is not None:
             self._cursors.add(cursor)
+        return self._connections.setdefault(connection, threading.RLock())
 
     def die(self) -> None:
+        """End all sessions: first those of this thread, whose locks others may wait for, then each
+        of another thread when the call that it is in has ended. A client's library crashes when a
+        session is closed under its hands."""
         self.is_dead = True
-        for cursor in list(self._cursors):
-            # SQLite keeps its lock while a cursor has rows to give, its connection closed or not.
-            with contextlib.suppress(Exception):
-                cursor.close()
-        for connection in self._connections:
-            _close_raw(connection)
+        me = threading.get_ident()
+        for connection, lock in sorted(
+            self._connections.items(), key=lambda each: each[0]._thread_ident != me
+        ):
+            with lock:
+                # SQLite keeps its lock while a cursor has rows to give, its connection closed or
+                # not.
+                for cursor in [each for each in self._cursors if each.db is connection]:
+                    with contextlib.suppress(Exception):
+                        cursor.close()
+                _close_raw(connection)
 
     def cross(
         self, name: str, effect: Callable[[], Any], fail: Callable[[bool], Any] | None = None
@@ -197,10 +208,14 @@ def _statement(execute: Any) -> Any:
     @functools.wraps(execute)
     def executing(cursor: Any, sql: Any, *arguments: Any, **options: Any) -> Any:
         boundary = current()
-        effect = functools.partial(execute, cursor, sql, *arguments, **options)
         if boundary is None:
-            return effect()
-        boundary.uses(cursor.db, cursor)
+            return execute(cursor, sql, *arguments, **options)
+        lock = boundary.uses(cursor.db, cursor)
+
+        def effect() -> Any:
+            with lock:
+                return execute(cursor, sql, *arguments, **options)
+
         return boundary.cross(_short(sql), effect, functools.partial(_fail_statement, cursor.db))
 
     return executing
@@ -224,10 +239,14 @@ def _of_connection(label: str, method: Any, fail: Any) -> Any:
     @functools.wraps(method)
     def calling(connection: Any) -> Any:
         boundary = current()
-        effect = functools.partial(method, connection)
         if boundary is None:
-            return effect()
-        boundary.uses(connection)
+            return method(connection)
+        lock = boundary.uses(connection)
+
+        def effect() -> Any:
+            with lock:
+                return method(connection)
+
         if boundary.is_dead and label == "rollback":
             return None  # closed by its death, which undid what was open
         return boundary.cross(label, effect, functools.partial(fail, connection))

@@ -7,7 +7,10 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Subscription, Transport
-from tests.faults.boundary import Died, Fault
+from tests.faults.boundary import Died, Fault, within
 from tests.faults.conftest import ENGINES
 from tests.faults.killed import left_behind
 from tests.faults.scenarios import SCENARIOS, Scenario
@@ -127,6 +130,36 @@ def test_a_process_that_died_with_rows_unread_holds_no_lock(world: World) -> Non
     _be_impatient()
     Entry.objects.create(job="another's")
     assert [entry.job for entry in Entry.objects.all()] == ["another's"]
+    world.end()
+
+
+@pytest.mark.parametrize("world", ["sqlite-database"], indirect=True)
+def test_a_death_waits_for_the_call_that_another_thread_is_in(world: World) -> None:
+    """SQLite's library crashes when a session is closed in the midst of a statement."""
+    # Given a thread of the process within a statement
+    process = world.begin()
+    entered, goes_on = threading.Event(), threading.Event()
+
+    def wait() -> int:
+        entered.set()
+        return int(goes_on.wait(30))
+
+    def ask() -> None:
+        with within(process.boundary), connection.cursor() as cursor:
+            connection.connection.create_function("wait", 0, wait)
+            cursor.execute("SELECT wait()")
+
+    with ThreadPoolExecutor(2) as threads:
+        asked = threads.submit(ask)
+        assert entered.wait(30)
+        # When
+        died = threads.submit(process.boundary.die)
+        # Then
+        assert not wait_for([died], 0.1).done
+        goes_on.set()
+        asked.result(30)
+        died.result(30)
+    process.bury()
     world.end()
 
 
