@@ -182,7 +182,7 @@ def _check_topic_names(settings: Settings) -> Messages:
 
 
 def _check_middleware(settings: Settings) -> Messages:
-    from kjo_django.engine.handler.middleware import refusals
+    from kjo_django.engine.handler.call import refusals
 
     try:
         for refused in refusals():

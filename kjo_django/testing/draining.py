@@ -21,6 +21,7 @@ from kjo_django.coordination.base import Claim
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, delivery_of
 from kjo_django.engine.group import Pipeline, result_of, send_signals
 from kjo_django.engine.handler.call import call, make_context
+from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.runners.batch import Batch
@@ -158,11 +159,10 @@ def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fi
     known = JobRow.of(row)
     watch = TimeoutWatch()
     try:
+        one = Attempt(delivery, row=known, number=attempt, limit=row.max_attempts)
         if delivery.batch is None:
-            context = make_context(delivery, attempt, row.max_attempts, known)
-            result = call(delivery, context, watch)
+            result = call(delivery, make_context(JobContext, one), watch)
         else:
-            one = Attempt(delivery, row=known, number=attempt, limit=row.max_attempts)
             (ran,) = Batch([one]).call(watch)
             if ran.error is not None:
                 raise ran.error

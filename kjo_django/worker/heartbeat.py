@@ -13,7 +13,8 @@ from django.db import DatabaseError, InterfaceError
 from kjo_django.conf import QueueConf
 from kjo_django.engine import queue_policies
 from kjo_django.engine.handler.connections import drop_broken_connections
-from kjo_django.engine.handler.running import RunningJobs
+from kjo_django.engine.handler.running import look_after
+from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.scheduler import QueueLimit
 from kjo_django.models import QueueControl
@@ -170,7 +171,7 @@ class Heartbeat(Duty):
         worker_id: UUID,
         controls: Controls,
         leases: LeaseBook,
-        running: RunningJobs,
+        watch: TimeoutWatch,
         statistics: Statistics,
         *,
         renewal: float,
@@ -181,7 +182,7 @@ class Heartbeat(Duty):
         self._worker_id = worker_id
         self._controls = controls
         self._leases = leases
-        self._running = running
+        self._watch = watch
         self._statistics = statistics
         self._renewal = renewal
         self._describe = describe
@@ -212,7 +213,7 @@ class Heartbeat(Duty):
                 self._renew_at = now + self._renewal
                 self._leases.renew_rows()
             self._read_controls()
-            self._running.look_after(self._leases.token)
+            look_after(self._watch, self._runtime, self._leases.token)
             if now >= self._beat_at:
                 self._beat_at = now + self._beat
                 self._write()

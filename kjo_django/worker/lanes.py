@@ -14,14 +14,11 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from kjo_django.engine.attempt import Delivery, Mode
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY, Pipeline
 from kjo_django.engine.handler.connections import sever
-from kjo_django.engine.handler.context import JobContext, facts_of
-from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
+from kjo_django.engine.handler.context import facts_of
+from kjo_django.engine.handler.timeouts import RunAbandoned, RunningJob, TimeoutWatch
 from kjo_django.engine.scheduler import Group, GroupScheduler
 
 logger = logging.getLogger("kjo_django")
-
-Hung = Sequence[tuple[JobContext, float, Delivery]]
-"""Handlers that hang: the context of each, for how many seconds it runs, and its delivery."""
 
 
 class LaneRun(NamedTuple):
@@ -115,8 +112,10 @@ class Lanes:
         """Give up a thread whose handler hangs, and start another one in its place; return whether
         it was given up."""
         run = self._runs.get(thread_id)
-        hung = self._watch.running.of(run.group.deliveries) if run is not None else []
-        if not hung or (run := self._runs.pop(thread_id, None)) is None:
+        if run is None:
+            return False
+        hung = [job for job in self._watch.jobs() if job.delivery in run.group.deliveries]
+        if not hung or self._runs.pop(thread_id, None) is None:
             return False  # it has just ended
         for context, seconds, delivery in hung:
             message = (
@@ -124,13 +123,12 @@ class Lanes:
             )
             facts = facts_of(delivery, context.attempt)
             logger.error(message, delivery.kind, seconds, extra=facts)
-            self._watch.running.leave(context)
         with self._lock:
             self._threads = [each for each in self._threads if each.ident != thread_id]
             self._start(1, lambda: self._end(run, hung))
         return True
 
-    def _end(self, run: LaneRun, hung: Hung) -> None:
+    def _end(self, run: LaneRun, hung: Sequence[RunningJob]) -> None:
         """End what a thread that was given up had begun, in the thread that takes its place."""
         deferred: Any = run.group.deliveries
         try:

@@ -47,6 +47,7 @@ from kjo_django.engine.group import (
 )
 from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.handler.context import facts_of
+from kjo_django.engine.handler.running import SETTLED_AFTER
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.poller import Poller
@@ -150,7 +151,7 @@ class Worker:
         )
         self.scheduler.set_limits(self.controls.limits)
         self.leases = LeaseBook(runtime, self.id.hex)
-        self._watch = TimeoutWatch(self._replace_lane)
+        self._watch = TimeoutWatch(self._replace_lane, runtime.clock)
         listeners = [notify_waiters, self.statistics.add, send_signals]
         if max_messages is not None:
             listeners.append(self._stop_after_most)
@@ -207,7 +208,7 @@ class Worker:
             self.id,
             self.controls,
             self.leases,
-            self._watch.running,
+            self._watch,
             self.statistics,
             renewal=renewal,
             describe=self._row,
@@ -454,11 +455,10 @@ class Worker:
         """Return its partitions in order, with what runs of them."""
         now = self.runtime.clock.now()
         running: dict[TopicPartition, list[RunningJob]] = {}
-        for run in self._watch.running.longest(LISTED_RUNS):
-            partition = TopicPartition(run.record.topic, run.record.partition)
-            started_at = now - timedelta(seconds=run.seconds)
-            running.setdefault(partition, []).append(
-                RunningJob(run.job_id, run.handler, started_at)
+        jobs = [job for job in self._watch.jobs() if job.seconds >= SETTLED_AFTER]
+        for context, seconds, delivery in sorted(jobs, key=lambda job: -job.seconds)[:LISTED_RUNS]:
+            running.setdefault(delivery.place, []).append(
+                RunningJob(context.job_id, delivery.kind, now - timedelta(seconds=seconds))
             )
         found = []
         for poller in self.pollers:

@@ -13,12 +13,13 @@ from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.running import (
     ABORT_TTL,
     Progress,
-    RunningJobs,
     abort_name,
+    look_after,
     progress_name,
 )
+from kjo_django.engine.handler.timeouts import RunningCall, TimeoutWatch
 from kjo_django.operations.progress import progress_of
-from kjo_django.runtime import get_coordination
+from kjo_django.runtime import current_runtime, get_coordination
 from tests.unit.deliveries import Silent
 
 pytestmark = pytest.mark.django_db
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.django_db
 def jobs(monkeypatch):
     """Two handlers that run for a while already."""
     monkeypatch.setattr(running, "SETTLED_AFTER", -60.0)
-    found = RunningJobs()
+    found = TimeoutWatch()
     contexts = [
         JobContext(name, 1, 1, name, "q", lease=f"CONS:Q:{name}", is_atomic=False)
         for name in ("talks", "cancelled")
@@ -36,7 +37,7 @@ def jobs(monkeypatch):
     get_coordination().claim([context.lease for context in contexts], "me", ABORT_TTL)
     for context in contexts:
         context.delivery = Silent()  # type: ignore[assignment]
-        found.enter(context)
+        RunningCall(found, context, None).__enter__()
     return found, *contexts
 
 
@@ -59,7 +60,7 @@ def test_odd_words_of_one_keep_no_other_from_being_cancelled(jobs, percent, text
     get_coordination().set_marks({abort_name("cancelled"): "1"}, ABORT_TTL)
     # When
     talking.progress(percent, text)
-    every.look_after("me")
+    look_after(every, current_runtime(), "me")
     # Then
     assert cancelled.aborted and not talking.aborted
     assert progress_of(["talks"]) == {"talks": told}

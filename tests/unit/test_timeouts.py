@@ -10,7 +10,7 @@ import pytest
 
 from kjo_django.coordination.listeners import LocalListener
 from kjo_django.engine.handler.context import JobContext
-from kjo_django.engine.handler.timeouts import TimeoutWatch, with_limit
+from kjo_django.engine.handler.timeouts import RunningCall, TimeoutWatch, with_limit
 from kjo_django.exceptions import HandlerTimeout, JobCancelledError, JobTimeoutError
 
 SOON, NEVER = 0.05, 3600.0
@@ -41,7 +41,10 @@ def spin_until(condition, seconds: float = 20.0) -> None:
 
 def test_a_busy_loop_is_ended(watch, context):
     started = time.monotonic()
-    with pytest.raises(HandlerTimeout, match=r"timeout of 0\.05 s"), watch.limit(context, SOON):
+    with (
+        pytest.raises(HandlerTimeout, match=r"timeout of 0\.05 s"),
+        RunningCall(watch, context, SOON),
+    ):
         spin_until(lambda: False)
     assert 0.04 < time.monotonic() - started < 10
     assert context.aborted
@@ -54,24 +57,24 @@ def test_it_is_the_timeout_error_everybody_knows():
 
 
 def test_a_handler_in_time_is_left_alone(watch, context):
-    with watch.limit(context, NEVER):
+    with RunningCall(watch, context, NEVER):
         pass
     assert not context.aborted
 
 
 def test_without_a_limit_nothing_is_watched(watch, context):
-    with watch.limit(context, None):
+    with RunningCall(watch, context, None):
         pass
-    assert watch._thread is None
+    assert watch.thread is None
 
 
 def test_nothing_is_raised_once_the_handler_has_ended(watch, context):
     """An exception that came late would hit whatever the lane does next."""
     # Given: a handler that ends just before its time
-    with watch.limit(context, SOON):
+    with RunningCall(watch, context, SOON):
         pass
     # When: its time passes, proven by another run that began later and is fired
-    with pytest.raises(HandlerTimeout), watch.limit(context_of(), SOON):
+    with pytest.raises(HandlerTimeout), RunningCall(watch, context_of(), SOON):
         spin_until(lambda: False)
     # Then
     for _ in range(1000):
@@ -80,7 +83,7 @@ def test_nothing_is_raised_once_the_handler_has_ended(watch, context):
 
 
 def test_a_handler_that_swallows_the_timeout_has_exceeded_it_all_the_same(watch, context):
-    with pytest.raises(HandlerTimeout), watch.limit(context, SOON):
+    with pytest.raises(HandlerTimeout), RunningCall(watch, context, SOON):
         try:
             spin_until(lambda: False)
         except Exception:
@@ -88,14 +91,14 @@ def test_a_handler_that_swallows_the_timeout_has_exceeded_it_all_the_same(watch,
 
 
 def test_a_handler_that_minds_the_abort_flag_may_end_by_itself(watch, context):
-    with pytest.raises((HandlerTimeout, JobCancelledError)), watch.limit(context, SOON):
+    with pytest.raises((HandlerTimeout, JobCancelledError)), RunningCall(watch, context, SOON):
         while True:
             context.raise_if_aborted()
 
 
 def test_a_handler_interrupted_in_c_is_told_when_it_returns(watch, context):
     event = threading.Event()
-    with pytest.raises(HandlerTimeout), watch.limit(context, SOON):
+    with pytest.raises(HandlerTimeout), RunningCall(watch, context, SOON):
         event.wait(0.3)
         spin_until(lambda: False)
 
@@ -107,7 +110,7 @@ def test_each_thread_meets_its_own_timeout_only(watch):
 
     def run(name: str, seconds: float) -> None:
         try:
-            with watch.limit(context_of(), seconds):
+            with RunningCall(watch, context_of(), seconds):
                 spin_until(release.is_set)
             outcomes[name] = False
         except HandlerTimeout:
@@ -131,22 +134,12 @@ def test_each_thread_meets_its_own_timeout_only(watch):
 
 def test_a_far_deadline_is_not_forgotten_when_a_near_one_comes_first(watch):
     with (
-        watch.limit(context_of(), 0.6),
+        RunningCall(watch, context_of(), 0.6),
         pytest.raises(HandlerTimeout),
-        watch.limit(context_of(), SOON),
+        RunningCall(watch, context_of(), SOON),
     ):
         spin_until(lambda: False)
-    with pytest.raises(HandlerTimeout), watch.limit(context_of(), 0.55):
-        spin_until(lambda: False)
-
-
-def test_a_far_deadline_is_kept_by_a_watch_that_had_come_to_rest(watch):
-    # Given a watch that found nothing to watch, as in a worker that waited for work
-    with watch.limit(context_of(), NEVER):
-        pass
-    spin_until(lambda: watch.is_resting)
-    # Then a timeout of more than its regular look is kept all the same
-    with pytest.raises(HandlerTimeout), watch.limit(context_of(), 0.55):
+    with pytest.raises(HandlerTimeout), RunningCall(watch, context_of(), 0.55):
         spin_until(lambda: False)
 
 
@@ -168,7 +161,7 @@ def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behin
 
     def run() -> None:
         try:
-            with watch.limit(context_of(Slow), SOON):
+            with RunningCall(watch, context_of(Slow), SOON):
                 firing.wait(10)
                 leaving.set()
         except HandlerTimeout:
@@ -184,7 +177,7 @@ def test_a_handler_that_ends_at_the_very_moment_it_is_fired_leaves_no_lock_behin
     served = threading.Event()
 
     def another() -> None:
-        with watch.limit(context_of(), NEVER):
+        with RunningCall(watch, context_of(), NEVER):
             served.set()
 
     threading.Thread(target=another, daemon=True).start()
@@ -225,14 +218,14 @@ def test_a_wake_up_call_that_a_timeout_tears_leaves_no_lock_behind():
 
 def test_a_shutdown_sets_every_abort_flag(watch):
     contexts = [context_of(), context_of()]
-    with watch.limit(contexts[0], NEVER), watch.limit(contexts[1], NEVER):
+    with RunningCall(watch, contexts[0], NEVER), RunningCall(watch, contexts[1], NEVER):
         watch.abort_all()
         assert all(context.aborted for context in contexts)
 
 
 def test_a_stopped_watch_ends_its_thread(watch, context):
-    with watch.limit(context, NEVER):
-        thread = watch._thread
+    with RunningCall(watch, context, NEVER):
+        thread = watch.thread
     assert thread is not None
     watch.stop()
     thread.join(5)

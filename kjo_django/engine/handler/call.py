@@ -1,26 +1,60 @@
-"""One call of one handler: payload in, result or exception out."""
+"""One call of one handler, behind its middleware: payload in, result or exception out.
+
+    log context → inherited headers → tracing → time limit → KJO["MIDDLEWARE"] → the handler
+
+A lane calls a chain of functions. An event loop calls a chain of coroutine functions. An ``async
+def`` handler in a transaction is called by a lane: it runs, with the middleware next to it that is
+asynchronous too, on an event loop of its own, whose database calls come back to the lane's thread.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
+from asgiref.sync import async_to_sync
+from django.core.exceptions import ImproperlyConfigured, MiddlewareNotUsed
+from django.core.signals import setting_changed
 from django.utils import timezone
+from django.utils.module_loading import import_string
 
 from kjo_django import tracing
-from kjo_django.engine.attempt import Delivery, Mode
-from kjo_django.engine.handler.context import Abort, BatchContext, BatchItem, JobContext
-from kjo_django.engine.handler.middleware import chain, project_middleware
+from kjo_django.conf import get_settings
+from kjo_django.engine.attempt import Attempt, Delivery, Mode
+from kjo_django.engine.handler.context import (
+    Abort,
+    BatchContext,
+    BatchItem,
+    JobContext,
+    common,
+    runs_of,
+)
 from kjo_django.engine.handler.timeouts import ENDINGS as ENDINGS
-from kjo_django.engine.handler.timeouts import RunAbandoned, TimeoutWatch
+from kjo_django.engine.handler.timeouts import (
+    RunAbandoned,
+    RunningCall,
+    TimeoutWatch,
+    with_limit,
+)
 from kjo_django.exceptions import PayloadError, PermanentError
 from kjo_django.messages import headers as names
+from kjo_django.messages.headers import carrying, inheritable
 from kjo_django.messages.serializers import dump_result, load_value, serializer_for
-from kjo_django.store.rows import JobRow
+from kjo_django.registry import Handler, handlers
+from kjo_django.running_job import running
+from kjo_django.tracing import Tracer
+
+Context = JobContext | BatchContext
+Call = Callable[[Any], Any]
+"""Takes a context; returns the handler's result, or a coroutine that does."""
+Middleware = Callable[[Call], Call]
+C = TypeVar("C", bound=JobContext)
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -52,39 +86,33 @@ class CallResult:
 
 Ran = CallResult
 """The old name, until nobody uses it."""
-C = TypeVar("C", bound=JobContext)
+
+# --- The call -------------------------------------------------------------------------------------
 
 
-def make_context(
-    delivery: Delivery, attempt: int, max_attempts: int, row: JobRow | None
-) -> JobContext:
-    """Return the context of a run."""
-    return describe(JobContext, delivery, attempt, max_attempts, row)
-
-
-def describe(
-    kind: type[C],
-    delivery: Delivery,
-    attempt: int,
-    max_attempts: int,
-    row: JobRow | None,
-) -> C:
+def make_context(kind: type[C], attempt: Attempt) -> C:
     """Return the context of a run, as an object of this class."""
+    delivery, row = attempt.delivery, attempt.row
     message, handler = delivery.message, delivery.handler
     assert message is not None
     assert handler is not None
+    headers = delivery.record.headers
     # Reading headers takes its time, and mostly nobody is going to see them.
     is_seen = handler.options.takes_context or kind is not JobContext or project_middleware()
+    unique_id = row.unique_id if row is not None else None
+    if original := headers.get(names.UNIQUE_ID):
+        # It replays the dead letter of another job, which was enqueued under this id.
+        unique_id = original.decode("utf-8", "replace")
     limit = handler.options.timeout or delivery.queue.timeout
     return kind(  # by place: made for every job, and by name takes half as long again
         message.job_id or message.id,
-        attempt,
-        max_attempts,
+        attempt.number,
+        attempt.limit,
         message.id,
         delivery.queue.name,
-        names.texts(delivery.record.headers) if is_seen else {},
+        names.texts(headers) if is_seen else {},
         row.created_at if row is not None else message.timestamp,
-        _unique_id(delivery, row),
+        unique_id,
         message.generation,
         None,
         delivery.lease,
@@ -93,14 +121,6 @@ def describe(
         delivery,
         limit.total_seconds() if limit is not None else None,
     )
-
-
-def _unique_id(delivery: Delivery, row: JobRow | None) -> str | None:
-    """Return the id the job was enqueued under; of one that replays the dead letter of another
-    job, that job's."""
-    if told := delivery.record.headers.get(names.UNIQUE_ID):
-        return told.decode("utf-8", "replace")
-    return row.unique_id if row is not None else None
 
 
 def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes | None:
@@ -116,7 +136,8 @@ def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes 
     assert message is not None
     assert handler is not None
     context.payload = load_value(message.payload, message.content_type)
-    return wrapped(delivery, chain(handler, watch, tracing.tracer, False)(context))
+    value = chain(handler, watch, tracing.tracer, False)(context)
+    return None if value is None else wrapped(delivery, value)
 
 
 async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> CallResult:
@@ -169,3 +190,173 @@ def wrapped(delivery: Delivery, value: Any) -> bytes | None:
         return dump_result(value, payloads, results)
     except PayloadError as error:
         raise PermanentError(f"The handler's result cannot be stored: {error}") from error
+
+
+# --- The chain ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def project_middleware() -> tuple[tuple[str, Middleware], ...]:
+    """Return what ``KJO["MIDDLEWARE"]`` names, with its path, outermost first.
+
+    :raises ImproperlyConfigured: a path leads to nothing that can be called.
+    """
+    found = []
+    for path in get_settings().middleware:
+        try:
+            middleware = import_string(path)
+        except ImportError as error:
+            raise ImproperlyConfigured(
+                f"KJO['MIDDLEWARE'] names {path!r}, which cannot be imported: {error}"
+            ) from error
+        if not callable(middleware):
+            raise ImproperlyConfigured(f"KJO['MIDDLEWARE'] names {path!r}, which is no function.")
+        found.append((path, middleware))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def chain(handler: Handler, watch: TimeoutWatch, tracer: Tracer | None, on_loop: bool) -> Call:
+    """Return what calls a handler, behind all middleware; made once for each handler.
+
+    :param on_loop: whether an event loop calls it, and not a lane.
+    :raises ImproperlyConfigured: a middleware cannot stand around this handler.
+    """
+    behind, interrupts = _behind_project_middleware(handler, on_loop), not handler.is_async
+
+    def run(context: Context) -> Any:
+        call = RunningCall(watch, context, context.time_limit, interrupts=interrupts)
+        with _surroundings(context, tracer):
+            try:
+                with call:
+                    return behind(context)
+            finally:
+                watch.calls.discard(call)
+
+    async def run_on_loop(context: Context) -> Any:
+        with _surroundings(context, tracer), RunningCall(watch, context, None):
+            return await with_limit(behind(context), context, context.time_limit)
+
+    return run_on_loop if on_loop else run
+
+
+@contextmanager
+def _surroundings(context: Context, tracer: Tracer | None) -> Iterator[None]:
+    """Let log records know the run, see ``contrib.logging``; let what is published during the run
+    inherit headers of its message, of a batch those that all its messages have in common; and have
+    the run traced."""
+    runs = runs_of(context)
+    inherited = [inheritable(run.delivery.record.headers) for run in runs if run.delivery]
+    span: AbstractContextManager[object] = nullcontext()
+    if tracer is not None:
+        span = tracer.running([run.delivery for run in runs], runs)
+    log_token = running.set(context)
+    try:
+        with carrying(inherited[0] if len(inherited) == 1 else common(inherited)), span:
+            yield
+    finally:
+        running.reset(log_token)
+
+
+def _forget(*, setting: str, **kwargs: Any) -> None:
+    if setting == "KJO":
+        project_middleware.cache_clear()
+        chain.cache_clear()
+
+
+setting_changed.connect(_forget, dispatch_uid="kjo_django.engine.handler.call")
+
+
+# --- The project's middleware ---------------------------------------------------------------------
+
+
+def refusals() -> Iterator[str]:
+    """Yield why the middleware of the project cannot stand around a handler of the project's, for
+    the system checks.
+
+    :raises ImproperlyConfigured: a path leads to nothing that can be called.
+    """
+    names = project_middleware()
+    for handler in handlers():
+        is_async, on_loop = handler.is_async, handler.is_async and not handler.options.atomic
+        for path, middleware in reversed(names):
+            if refused := _refusal(handler, path, middleware, is_async, on_loop):
+                yield refused
+                break
+            is_async = is_async and getattr(middleware, "async_capable", False)
+
+
+def _refusal(
+    handler: Handler, path: str, middleware: Middleware, is_async: bool, on_loop: bool
+) -> str:
+    """Return why a middleware cannot stand around what is, or is not, asynchronous; "" if it can.
+
+    Both could be made to fit by threads, at a price nobody would find: coroutines that run one at a
+    time, or a time limit that cannot interrupt.
+    """
+    if on_loop and not getattr(middleware, "async_capable", False):
+        return (
+            f"KJO['MIDDLEWARE'] names {path!r}, which is not asynchronous, and the job "
+            f"{handler.name!r} is an async function outside a transaction: all its coroutines run "
+            "on one event loop, which this middleware would block."
+        )
+    if not is_async and not getattr(middleware, "sync_capable", True):
+        return (
+            f"KJO['MIDDLEWARE'] names {path!r}, which is only asynchronous, and what it surrounds "
+            f"in the job {handler.name!r} is not."
+        )
+    return ""
+
+
+def _behind_project_middleware(handler: Handler, on_loop: bool) -> Call:
+    call, is_async = _invocation(handler), handler.is_async
+    names = project_middleware() if handler.runs_middleware else ()
+    for path, middleware in reversed(names):
+        if refused := _refusal(handler, path, middleware, is_async, on_loop):
+            raise ImproperlyConfigured(refused)
+        if is_async and not getattr(middleware, "async_capable", False):
+            call, is_async = _on_loop_of_its_own(call), False
+        try:
+            call = middleware(call)
+        except MiddlewareNotUsed:
+            continue
+        if not callable(call):
+            raise ImproperlyConfigured(f"The middleware {path} must return a function, not {call}.")
+    return _on_loop_of_its_own(call) if is_async and not on_loop else call
+
+
+def _invocation(handler: Handler) -> Call:
+    """Return what calls the handler itself."""
+    function, takes_context = handler.function, handler.options.takes_context
+
+    def invoke(context: Any) -> Any:
+        if isinstance(context, BatchContext):
+            return function(list(context.items))
+        positional, named = handler.arguments(context.payload)
+        if takes_context:
+            return function(context, *positional, **named)
+        return function(*positional, **named)
+
+    async def await_invoked(context: Any) -> Any:
+        return await invoke(context)
+
+    return await_invoked if handler.is_async else invoke
+
+
+def _on_loop_of_its_own(call: Call) -> Call:
+    """Return a function that runs a coroutine function to its end."""
+
+    async def contained(context: Context) -> tuple[Any, BaseException | None]:
+        # What would end the event loop instead of the attempt is kept from it.
+        try:
+            return await with_limit(call(context), context, context.time_limit), None
+        except ENDINGS as error:
+            return None, error
+
+    def run(context: Context) -> Any:
+        value, error = async_to_sync(contained)(context)
+        if error is not None:
+            raise error
+        return value
+
+    return run

@@ -192,12 +192,12 @@ class BatchContext:
     @cached_property
     def headers(self) -> Mapping[str, str]:
         """The headers that all items have, with one value."""
-        return _common([item.headers for item in self.items])
+        return common([item.headers for item in self.items])
 
     @property
     def log_fields(self) -> dict[str, Any]:
         """What the log fields of all items have in common."""
-        return _common([item.log_fields for item in self.items])
+        return common([item.log_fields for item in self.items])
 
     @property
     def trace_id(self) -> str:
@@ -215,7 +215,10 @@ def runs_of(context: JobContext | BatchContext) -> Sequence[JobContext]:
     return context.items if isinstance(context, BatchContext) else (context,)
 
 
-def _common(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def common(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what several mappings have in common: these names, with one value."""
+    if not found:
+        return {}
     first, *others = found
     missing = object()
     return {

@@ -1,26 +1,23 @@
-"""The handlers running in this process, and what others want of them.
+"""What running jobs report of themselves, and what others ask of them: as marks of coordination.
 
-A running job's row cannot carry a wish or a word while its handler runs in a transaction: the row
-is locked. So both go through coordination, as marks: they may be lost without harm, and then a job
-runs to its end, or its progress is a second old.
+The row of a running job cannot carry either while its handler runs in a transaction: the row is
+locked. A mark may be lost without harm. Then a job runs to its end although it was cancelled, or
+the progress that is shown is a second old.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Collection
 from datetime import timedelta
 from typing import NamedTuple
 
-from kjo_django.engine.attempt import Delivery
-from kjo_django.engine.handler.context import Abort, BatchContext, JobContext, runs_of
+from kjo_django.engine.handler.context import Abort
+from kjo_django.engine.handler.timeouts import RunningJob, TimeoutWatch
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import storable_text
-from kjo_django.runtime import current_runtime, get_coordination
-from kjo_django.transports.base import Record
+from kjo_django.runtime import Runtime
 
 logger = logging.getLogger("kjo_django")
 
@@ -32,20 +29,10 @@ MAX_TEXT = 150
 
 
 class Progress(NamedTuple):
-    """How far a job says it has got."""
+    """How far a job reports it has got."""
 
     percent: float | None
     text: str
-
-
-class Run(NamedTuple):
-    """One handler that runs."""
-
-    job_id: str
-    handler: str
-    record: Record
-    seconds: float
-    """For how long it has."""
 
 
 def abort_name(job_id: str) -> str:
@@ -54,7 +41,7 @@ def abort_name(job_id: str) -> str:
 
 
 def progress_name(job_id: str) -> str:
-    """Return the mark that tells a running job's progress."""
+    """Return the mark that holds a running job's progress."""
     return f"PROGRESS:{job_id}"
 
 
@@ -77,117 +64,61 @@ def load_progress(value: str) -> Progress | None:
     return Progress(percent, str(text))
 
 
-class RunningJobs:
-    """Contexts of running handlers. Lanes enter and leave; the heartbeat looks after them."""
+def look_after(watch: TimeoutWatch, runtime: Runtime, token: str) -> None:
+    """Store the progress of running jobs, and abort those whose cancellation is asked for or whose
+    lease is another worker's by now.
 
-    def __init__(self) -> None:
-        self._contexts: dict[int, tuple[JobContext, float, Delivery]] = {}
+    :param token: this worker's.
+    """
+    jobs = [job for job in watch.jobs() if job.seconds >= SETTLED_AFTER]
+    if not jobs:
+        return
+    try:
+        _store_progress(jobs, runtime)
+        _abort_unwanted(jobs, runtime, token)
+    except CoordinationError as error:
+        logger.warning("Running jobs cannot be asked after: %s", error)
 
-    def enter(self, context: JobContext | BatchContext) -> None:
-        """Note that a run starts."""
-        now = time.monotonic()
-        for run in runs_of(context):
-            if run.delivery is not None:
-                self._contexts[id(run)] = (run, now, run.delivery)
 
-    def leave(self, context: JobContext | BatchContext) -> None:
-        """Note that a run has ended."""
-        for run in runs_of(context):
-            self._contexts.pop(id(run), None)
+def _store_progress(jobs: list[RunningJob], runtime: Runtime) -> None:
+    coordination = runtime.coordination
+    marks = {}
+    for context, _, _ in jobs:
+        noted = context.noted_progress
+        if noted is not None and (coordination.writes_concurrently or not context.is_atomic):
+            context.noted_progress = None
+            marks[progress_name(context.job_id)] = dump_progress(*noted)
+    if marks:
+        coordination.set_marks(marks, PROGRESS_TTL)
 
-    def abort_all(self, reason: Abort) -> None:
-        """Ask every handler to end."""
-        for context, _, _ in list(self._contexts.values()):
-            context.abort(reason)
 
-    def of(self, deliveries: Collection[Delivery]) -> list[tuple[JobContext, float, Delivery]]:
-        """Return those of these deliveries whose handlers run, and for how many seconds."""
-        now = time.monotonic()
-        return [
-            (context, now - since, delivery)
-            for context, since, delivery in list(self._contexts.values())
-            if delivery in deliveries
-        ]
-
-    def longest(self, count: int) -> list[Run]:
-        """Return those that have run longest, without those that have only begun; thread-safe."""
-        now = time.monotonic()
-        runs = [
-            Run(context.job_id, delivery.kind, delivery.record, now - since)
-            for context, since, delivery in list(self._contexts.values())
-        ]
-        settled = [run for run in runs if run.seconds >= SETTLED_AFTER]
-        return sorted(settled, key=lambda run: -run.seconds)[:count]
-
-    def look_after(self, token: str) -> None:
-        """Store progress, and abort those whose cancellation is asked for or whose lease is gone.
-
-        :param token: this worker's.
-        """
-        settled = time.monotonic() - SETTLED_AFTER
-        contexts = [c for c, since, _ in list(self._contexts.values()) if since <= settled]
-        if not contexts:
-            return
-        try:
-            self._store_progress(contexts)
-            self._abort_unwanted(contexts, token)
-        except CoordinationError as error:
-            logger.warning("Running jobs cannot be asked after: %s", error)
-
-    def _store_progress(self, contexts: list[JobContext]) -> None:
-        coordination = get_coordination()
-        told = [
-            context
-            for context in contexts
-            if context.noted_progress is not None
-            and (coordination.writes_concurrently or not context.is_atomic)
-        ]
-        marks = {}
-        for context in told:
-            noted, context.noted_progress = context.noted_progress, None
-            if noted is not None:
-                marks[progress_name(context.job_id)] = dump_progress(*noted)
-        if marks:
-            coordination.set_marks(marks, PROGRESS_TTL)
-
-    def _abort_unwanted(self, contexts: list[JobContext], token: str) -> None:
-        coordination = get_coordination()
-        running = [context for context in contexts if not context.aborted]
-        if not running:
-            return
-        unheld: list[JobContext] = []
-        asked = coordination.get_marks([abort_name(context.job_id) for context in running])
-        holders = coordination.holders([context.lease for context in running])
-        for context in running:
-            if asked.get(abort_name(context.job_id)) == str(context.generation):
-                context.abort(Abort.CANCELLED)
-            elif context.lease not in holders:
-                unheld.append(context)
-            elif holders[context.lease] != token:
+def _abort_unwanted(jobs: list[RunningJob], runtime: Runtime, token: str) -> None:
+    jobs = [job for job in jobs if not job.context.aborted]
+    if not jobs:
+        return
+    asked = runtime.coordination.get_marks([abort_name(job.context.job_id) for job in jobs])
+    holders = runtime.coordination.holders([job.context.lease for job in jobs])
+    unheld: list[RunningJob] = []
+    for job in jobs:
+        context = job.context
+        if asked.get(abort_name(context.job_id)) == str(context.generation):
+            context.abort(Abort.CANCELLED)
+        elif context.lease in holders:
+            if holders[context.lease] != token:
                 context.abort(Abort.LOST)
-        for context in self._finished_elsewhere(unheld, token):
-            context.abort(Abort.LOST)
-
-    def _finished_elsewhere(self, contexts: list[JobContext], token: str) -> list[JobContext]:
-        """Return those of these contexts, whose leases nobody holds, that another worker has run.
-
-        Nobody holds a lease either that coordination never had, having been away, or has forgotten;
-        then the rows of the jobs decide. Within a transaction the row is locked, nobody else runs.
-        """
-        entries = [self._contexts.get(id(context)) for context in contexts if not context.is_atomic]
-        runs = [(entry[0], entry[2]) for entry in entries if entry is not None]
-        if not runs:
-            return []
-        runtime = current_runtime()
-        service = runtime.service
-        keys = {id(context): delivery.event_key(service) for context, delivery in runs}
-        known = runtime.store.known_markers(keys.values())
-        rows = load_rows(runtime, [delivery for _, delivery in runs], lock=False)
-        found = []
-        for context, delivery in runs:
-            row = rows.get(row_id(delivery, service))
-            judges_itself = delivery.handler is not None and delivery.handler.judges_itself
-            is_done = keys[id(context)] in known and not judges_itself
-            if is_done or (row is not None and row.lease_token != token):
-                found.append(context)
-        return found
+        elif not context.is_atomic:
+            # Within a transaction the row is locked, nobody else runs the job.
+            unheld.append(job)
+    # Nobody holds a lease either that coordination never had, having been away, or has forgotten;
+    # then the rows of the jobs decide whether another worker has run them.
+    if not unheld:
+        return
+    service = runtime.service
+    keys = [job.delivery.event_key(service) for job in unheld]
+    known = runtime.store.known_markers(keys)
+    rows = load_rows(runtime, [job.delivery for job in unheld], lock=False)
+    for job, key in zip(unheld, keys, strict=True):
+        row, handler = rows.get(row_id(job.delivery, service)), job.delivery.handler
+        judges_itself = handler is not None and handler.judges_itself
+        if (key in known and not judges_itself) or (row is not None and row.lease_token != token):
+            job.context.abort(Abort.LOST)

@@ -1,4 +1,4 @@
-"""Ending handlers that run too long.
+"""The calls of handlers that run now, and ending those that run too long.
 
 Python cannot stop a thread. Past its time a handler's abort flag is set and ``HandlerTimeout`` is
 raised inside it at its next bytecode; a call into C (a long sleep, a socket without a timeout) is
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import threading
-import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from kjo_django.engine.handler.context import Abort, BatchContext, JobContext
-from kjo_django.engine.handler.running import RunningJobs
+from kjo_django.clock import CLOCK, Clock
+from kjo_django.engine.attempt import Delivery
+from kjo_django.engine.handler.context import Abort, BatchContext, JobContext, runs_of
 from kjo_django.exceptions import HandlerTimeout, JobTimeoutError
 
 ENDINGS = BaseException
@@ -29,14 +29,26 @@ T = TypeVar("T")
 
 HUNG_AFTER = 10.0
 """Seconds past its time limit after which a handler that was interrupted counts as hung."""
+LOOK = 0.5
+"""Seconds between looks at what runs. A shorter limit wakes the watch."""
 
 
 class RunAbandoned(BaseException):
     """Raised in a thread that its worker has given up, before it could change anything."""
 
 
-def _exceeded(seconds: float) -> str:
-    return f"The handler exceeded its timeout of {seconds:g} s"
+class RunningJob(NamedTuple):
+    """One job whose handler runs."""
+
+    context: JobContext
+    seconds: float
+    """For how long it has run."""
+    delivery: Delivery
+
+
+def _exceeded(seconds: float) -> HandlerTimeout:
+    text = f"The handler exceeded its timeout of {seconds:g} s"
+    return HandlerTimeout(text, timeout=seconds)
 
 
 async def with_limit(
@@ -55,20 +67,30 @@ async def with_limit(
         if not scope.expired() or isinstance(error, JobTimeoutError):
             raise
         context.abort(Abort.TIMEOUT)
-        raise HandlerTimeout(_exceeded(seconds), timeout=seconds) from None
+        raise _exceeded(seconds) from None
 
 
-class _Limit:
-    """One run under a limit: entered around the handler's call, by the thread that makes it."""
+class RunningCall:
+    """One call of a handler: entered around it, by the thread that makes it. Raises
+    ``HandlerTimeout`` in this thread if the call takes longer than its limit.
+
+    Should the timeout be raised while the block is left, the call stays in ``watch.calls``: whoever
+    enters it removes it there afterwards.
+
+    :param limit: seconds; None: the call is only known to the watch.
+    :param interrupts: False: an event loop interrupts the call, which is only watched for hanging.
+    :raises RunAbandoned: the thread was given up meanwhile.
+    """
 
     __slots__ = (
-        "_seconds",
+        "_limit",
         "_watch",
+        "began_at",
         "context",
-        "deadline",
+        "due_at",
         "interrupts",
-        "is_abandoned",
         "is_fired",
+        "is_over",
         "thread_id",
     )
 
@@ -76,76 +98,78 @@ class _Limit:
         self,
         watch: TimeoutWatch,
         context: JobContext | BatchContext,
-        seconds: float,
-        interrupts: bool,
+        limit: float | None,
+        *,
+        interrupts: bool = True,
     ) -> None:
         self._watch = watch
-        self._seconds = seconds
+        self._limit = limit
         self.context = context
-        self.deadline = time.monotonic() + seconds
-        self.thread_id = threading.get_ident()
         self.interrupts = interrupts
-        self.is_fired = False
-        self.is_abandoned = False
+        self.thread_id = threading.get_ident()
+        self.began_at = watch.clock.monotonic()
+        self.due_at = math.inf if limit is None else self.began_at + limit
+        """When the watch has to do something about the call."""
+        self.is_over = self.is_fired = False
 
     def __enter__(self) -> None:
-        self._watch.begin(self, self._seconds)
+        watch, limit = self._watch, self._limit
+        if limit is None:
+            watch.calls.add(self)
+            return
+        # The lock itself, not the condition: raised within the condition's own Python code, the
+        # timeout would leave it locked for ever, and every lane waiting for it.
+        with watch.lock:
+            watch.calls.add(self)
+            if limit < LOOK or watch.thread is None:
+                watch.wake()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        # Raised before this line, the timeout has been delivered: nothing is left to take back.
-        self._watch.end(self)
-        if self.is_abandoned:
+        watch, limit = self._watch, self._limit
+        if limit is None:
+            watch.calls.discard(self)
+            return
+        with watch.lock:
+            watch.calls.discard(self)
+            if self.is_fired:
+                # Not delivered yet? Then it must not hit what this thread does next.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread_id), None)
+        if watch.is_abandoned:
             raise RunAbandoned
         if isinstance(error, HandlerTimeout):
-            error.args = (_exceeded(self._seconds),)
-            error.timeout = self._seconds
+            error.args, error.timeout = _exceeded(limit).args, limit
         elif kind is None and self.is_fired:
-            raise HandlerTimeout(_exceeded(self._seconds), timeout=self._seconds)
-
-
-_UNLIMITED = nullcontext()
+            raise _exceeded(limit)
 
 
 class TimeoutWatch:
-    """Watches running handlers; one thread, started with the first handler that has a limit.
+    """Watches running handlers. Its thread starts with the first handler that has a limit.
 
-    :param on_hung: told of a thread whose handler has hung; returns whether the thread is given up.
+    :param on_hung: called with the id of a thread whose handler has hung; returns whether the
+        thread is given up.
     """
 
-    def __init__(self, on_hung: Callable[[int], bool] = lambda thread_id: False) -> None:
+    def __init__(
+        self, on_hung: Callable[[int], bool] = lambda thread_id: False, clock: Clock = CLOCK
+    ) -> None:
+        self.clock = clock
         self._on_hung = on_hung
-        self._fired: set[_Limit] = set()
+        self.calls: set[RunningCall] = set()
+        """Every call that runs, with a limit or without."""
         self._abandoned: set[int] = set()
-        self.running = RunningJobs()
-        """Every handler that runs, with a limit or without."""
-        self._runs: set[_Limit] = set()
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._thread: threading.Thread | None = None
+        self.lock = threading.Lock()
+        self._changed = threading.Condition(self.lock)
+        self.thread: threading.Thread | None = None
         self._is_stopped = False
-        self.is_resting = False
-        """Whether the watch sleeps until it is called: it had nothing to watch."""
 
-    def limit(
-        self,
-        context: JobContext | BatchContext,
-        seconds: float | None,
-        *,
-        interrupts: bool = True,
-    ) -> AbstractContextManager[object, bool | None]:
-        """Raise ``HandlerTimeout`` in this thread if the block takes longer.
-
-        :param interrupts: False: an event loop does that, the block is only watched for hanging.
-        :raises RunAbandoned: the thread was given up meanwhile.
-        """
-        return _UNLIMITED if seconds is None else _Limit(self, context, seconds, interrupts)
+    # --- Threads that were given up ---------------------------------------------------------------
 
     def abandon(self, thread_id: int) -> None:
         """Note that what this thread does has no effect from now on."""
         self._abandoned.add(thread_id)
 
     def forget(self, thread_id: int) -> None:
-        """The thread ends; another one may get its id."""
+        """Note that a thread ends: another one may get its id."""
         self._abandoned.discard(thread_id)
 
     @property
@@ -158,70 +182,67 @@ class TimeoutWatch:
 
         :raises RunAbandoned: this thread was given up.
         """
-        if self.is_abandoned:
+        if self._abandoned and threading.get_ident() in self._abandoned:
             raise RunAbandoned
 
-    def begin(self, run: _Limit, seconds: float) -> None:
-        """Watch a run."""
-        # The lock itself, not the condition: raised within the condition's own Python code, the
-        # timeout would leave it locked for ever, and every lane waiting for it.
-        with self._lock:
-            self._runs.add(run)
-            # Far deadlines are found by the regular look, which there is none of while the watch
-            # rests; waking it costs a switch.
-            if self._thread is None or seconds < self._LOOK or self.is_resting:
-                self.is_resting = False
-                self._ensure_thread()
-                self._changed.notify()
+    # --- What runs --------------------------------------------------------------------------------
 
-    def end(self, run: _Limit) -> None:
-        """Watch it no longer."""
-        with self._lock:
-            self._runs.discard(run)
-            self._fired.discard(run)
-            if run.is_fired:
-                # Not delivered yet? Then it must not hit what this thread does next.
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(run.thread_id), None)
-
-    _LOOK = 0.5
-
-    def _ensure_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="kjo-timeouts", daemon=True)
-            self._thread.start()
-
-    def _watch(self) -> None:
-        with self._changed:
-            while not self._is_stopped:
-                now = time.monotonic()
-                for run in [run for run in self._runs if run.deadline <= now]:
-                    # Its thread may be torn from noting its end by this very exception.
-                    self._runs.discard(run)
-                    self._fired.add(run)
-                    if not run.interrupts:
-                        continue
-                    run.is_fired = True
-                    run.context.abort(Abort.TIMEOUT)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(run.thread_id), ctypes.py_object(HandlerTimeout)
-                    )
-                for run in [r for r in self._fired if r.deadline + HUNG_AFTER <= now]:
-                    self._fired.discard(run)
-                    if self._on_hung(run.thread_id):
-                        run.is_abandoned = True
-                        self._abandoned.add(run.thread_id)
-                pending = [run.deadline for run in self._runs]
-                pending += [run.deadline + HUNG_AFTER for run in self._fired]
-                self.is_resting = not pending
-                wait = max(0.0, min(min(pending) - now, self._LOOK)) if pending else None
-                self._changed.wait(wait)
+    def jobs(self) -> list[RunningJob]:
+        """Return every job whose handler runs; thread-safe."""
+        now = self.clock.monotonic()
+        return [
+            RunningJob(context, now - call.began_at, context.delivery)
+            for call in list(self.calls)
+            for context in runs_of(call.context)
+            if context.delivery is not None
+        ]
 
     def abort_all(self) -> None:
         """Set the abort flag of every handler: the worker stops."""
-        self.running.abort_all(Abort.SHUTDOWN)
+        for call in list(self.calls):
+            call.context.abort(Abort.SHUTDOWN)
+
+    # --- Looking ----------------------------------------------------------------------------------
+
+    def step(self) -> float:
+        """Interrupt the calls whose time is over, and have the threads of those given up that have
+        hung; return the seconds until the next look."""
+        with self.lock:
+            return self._look()
+
+    def _look(self) -> float:
+        now = self.clock.monotonic()
+        calls = list(self.calls)
+        for call in calls:
+            if call.due_at > now:
+                continue
+            if call.is_over:
+                call.due_at = math.inf
+                if self._on_hung(call.thread_id):
+                    self.abandon(call.thread_id)
+                    self.calls.discard(call)
+                continue
+            call.is_over = True
+            call.due_at += HUNG_AFTER
+            if call.interrupts:
+                call.is_fired = True
+                call.context.abort(Abort.TIMEOUT)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(call.thread_id), ctypes.py_object(HandlerTimeout)
+                )
+        return max(0.0, min([LOOK, *(call.due_at - now for call in calls)]))
+
+    def wake(self) -> None:
+        """Look now, in the watch's thread; the caller holds the lock."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name="kjo-timeouts", daemon=True)
+            self.thread.start()
+        self._changed.notify()
+
+    def _run(self) -> None:
         with self._changed:
-            for run in self._runs:
-                run.context.abort(Abort.SHUTDOWN)
+            while not self._is_stopped:
+                self.clock.wait(self._changed, self._look())
 
     def stop(self) -> None:
         """End the watch's thread."""

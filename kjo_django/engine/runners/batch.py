@@ -22,12 +22,11 @@ from kjo_django.engine.handler.call import (
     acall,
     acall_batch,
     call_batch,
-    describe,
     is_interrupt,
     make_context,
     wrapped,
 )
-from kjo_django.engine.handler.context import Abort, BatchItem
+from kjo_django.engine.handler.context import Abort, BatchItem, JobContext
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.exceptions import JobCancelledError, PermanentError, text_of
 from kjo_django.messages.serializers import load_value
@@ -84,9 +83,7 @@ class Batch:
         self._ended: dict[Attempt, Ran] = {}
         self._items: dict[Attempt, BatchItem] = {}
         for attempt in attempts:
-            delivery = attempt.delivery
-            item = describe(BatchItem, delivery, attempt.number, attempt.limit, attempt.row)
-            message = delivery.message
+            item, message = make_context(BatchItem, attempt), attempt.delivery.message
             assert message is not None
             try:
                 payload = load_value(message.payload, message.content_type)
@@ -238,5 +235,5 @@ async def call_step(step: Sequence[Attempt], watch: TimeoutWatch) -> list[Ran]:
     first = step[0]
     if first.delivery.batch is not None:
         return await arun_batch(Batch(step), lambda batch: batch.acall(watch))
-    context = make_context(first.delivery, first.number, first.limit, first.row)
+    context = make_context(JobContext, first)
     return [await acall(first.delivery, context, watch)]

@@ -30,6 +30,7 @@ from kjo_django.engine.handler.connections import (
     freshen_connections,
     open_blocks,
 )
+from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.engine.leases import LeaseBook
@@ -242,7 +243,7 @@ class LeasedRunner:
             for attempt, ran in zip(step, endings, strict=True):
                 failures.judge(attempt, ran)
             return
-        context = make_context(first.delivery, first.number, first.limit, first.row)
+        context = make_context(JobContext, first)
         ran, clock = Ran(timezone.now(), 0.0), time.perf_counter()
         try:
             ran.value = call(first.delivery, context, self._watch)

@@ -29,6 +29,7 @@ from kjo_django.engine.handler.connections import (
     open_blocks,
     refusal_of,
 )
+from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.savepoint import CAUGHT, LazySavepoint
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.job_rows import mark_and_load, row_id
@@ -236,7 +237,7 @@ class TransactionRunner:
         if first.delivery.batch is not None:
             self._call_batch(connection, behind, attempts, known)
             return
-        context = make_context(first.delivery, first.number, first.limit, first.row)
+        context = make_context(JobContext, first)
         ran = Ran(timezone.now(), 0.0)
         blocks, clock = len(connection.atomic_blocks), time.perf_counter()
         try:

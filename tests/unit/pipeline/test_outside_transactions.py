@@ -15,7 +15,7 @@ from kjo_django.engine.attempt import Ending
 from kjo_django.engine.handler import running
 from kjo_django.engine.leases import alive_name
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
-from kjo_django.runtime import get_coordination
+from kjo_django.runtime import current_runtime, get_coordination
 from tests.ledger.models import Entry
 from tests.unit.deliveries import as_job, entries, the_job
 from tests.unit.pipeline.bench import both, settled
@@ -155,7 +155,7 @@ def test_a_run_whose_job_another_worker_has_finished_is_told_and_refused_aloud(
         get_coordination().release([alive_name("bench")], "bench")
         assert another.run([another.read(delivery.record)]) == []
         bench.leases.show_alive()
-        bench.watch.running.look_after("bench")
+        running.look_after(bench.watch, current_runtime(), "bench")
         told.append(context.aborted)
 
     job = as_job(plain, atomic=False, takes_context=True)
@@ -181,7 +181,7 @@ def test_a_run_coordination_knows_nothing_of_is_not_disturbed(bench, monkeypatch
 
     def plain(context):
         get_coordination().release([context.lease], "bench")
-        bench.watch.running.look_after("bench")
+        running.look_after(bench.watch, current_runtime(), "bench")
         told.append(context.aborted)
 
     as_job(plain, atomic=False, takes_context=True).enqueue()
