@@ -81,7 +81,7 @@ def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
     """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
     if any(message.is_serious() for message in check_settings()):
         return []
-    from kjo_django.operations.monitoring.deploy_checks import deploy_checks
+    from kjo_django.operations.monitoring.health import deploy_checks
 
     return list(deploy_checks())
 

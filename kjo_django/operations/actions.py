@@ -9,6 +9,7 @@ operation and an entry for it.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,14 +242,6 @@ class Action:
 # --- Operations whose results or arguments are brought into one form ------------------------------
 
 
-def _cancel(selection: Any, *, abort: bool = False, **options: Any) -> Outcomes:
-    return jobs.cancel(selection, abort=abort, **options)
-
-
-def _abort(selection: Any, **options: Any) -> Outcomes:
-    return jobs.cancel(selection, abort=True, **options)
-
-
 def _discard_of_jobs(selection: Any, *, note: str, **options: Any) -> Outcomes:
     if isinstance(selection, QuerySet):
         selection = selection.order_by().values("pk")
@@ -258,10 +251,6 @@ def _discard_of_jobs(selection: Any, *, note: str, **options: Any) -> Outcomes:
 def _discard(selection: Any, *, note: str, **options: Any) -> Outcomes:
     count = dead_letters.discard(selection, note=note, **options)
     return Outcomes({"discarded": count} if count else {}, count)
-
-
-def _replay(selection: Any, **options: Any) -> ReplayReport:
-    return dead_letters.replay(selection, **options)
 
 
 def _edit_and_replay(selection: Any, *, payload: bytes, **options: Any) -> ReplayReport:
@@ -360,21 +349,40 @@ def _waits(state: str) -> bool:
 
 _EVERYWHERE = SCREENS | Surface.REST | Surface.BULK
 
+_of_waiting_job = functools.partial(
+    Action,
+    subject=Subject.JOBS,
+    permission="retry_job",
+    harmless=frozenset({"unchanged"}),
+    applies=_waits,
+    surfaces=_EVERYWHERE,
+)
+_of_queue = functools.partial(
+    Action,
+    subject=Subject.QUEUES,
+    permission="pause_queue",
+    result="changed",
+    rest=RestSchema(problems=(404,)),
+)
+_of_worker = functools.partial(
+    Action,
+    subject=Subject.WORKERS,
+    permission="control_worker",
+    result="asked",
+    harmless=frozenset({"unchanged"}),
+    rest=RestSchema(problems=(404, 409)),
+)
+
 TABLE: tuple[Action, ...] = (
-    Action(
+    _of_waiting_job(
         name="run_now",
-        subject=Subject.JOBS,
         label=_("Run now"),
         question=_("Let these jobs run now?"),
         about="Let a scheduled job, or a failing one that waits for its next attempt, run now.",
-        permission="retry_job",
         operation=rescheduling.run_now,
         log="Run now.",
         done=ngettext_lazy("%d job is due now.", "%d jobs are due now."),
         result="due",
-        harmless=frozenset({"unchanged"}),
-        applies=_waits,
-        surfaces=_EVERYWHERE,
         rest=RestSchema(answers={200: "`due`: it was due later; `unchanged`: it was due already."}),
     ),
     Action(
@@ -390,18 +398,15 @@ TABLE: tuple[Action, ...] = (
         result="requeued",
         surfaces=_EVERYWHERE,
     ),
-    Action(
+    _of_waiting_job(
         name="change_queue",
-        subject=Subject.JOBS,
         label=_("Move to another queue"),
         question=_("Move these jobs to another queue?"),
         about="Move an open job to another queue; its idempotency key is another one there.",
-        permission="retry_job",
         operation=rescheduling.change_queue,
         log="Moved to {queue}.",
         done=ngettext_lazy("%d job was moved.", "%d jobs were moved."),
         result="moved",
-        harmless=frozenset({"unchanged"}),
         inputs=(
             Input(
                 name="queue",
@@ -414,26 +419,21 @@ TABLE: tuple[Action, ...] = (
                 check=known_queue,
             ),
         ),
-        applies=_waits,
-        surfaces=_EVERYWHERE,
         rest=RestSchema(
             about="Where to.", answers={200: "`moved`, or `unchanged`: it was in that queue."}
         ),
     ),
-    Action(
+    _of_waiting_job(
         name="change_expiry",
-        subject=Subject.JOBS,
         label=_("Change expiry"),
         question=_("Change until when these jobs may be started?"),
         about="Change until when an open job may be started; with null, it never expires.",
-        permission="retry_job",
         operation=rescheduling.change_expiry,
         log="Expiry changed: {inputs}.",
         done=ngettext_lazy(
             "The expiry of %d job was changed.", "The expiry of %d jobs was changed."
         ),
         result="changed",
-        harmless=frozenset({"unchanged"}),
         inputs=(
             Input(
                 name="expires_in",
@@ -448,8 +448,6 @@ TABLE: tuple[Action, ...] = (
                 is_in_lists=True,
             ),
         ),
-        applies=_waits,
-        surfaces=_EVERYWHERE,
         rest=RestSchema(
             about="Until when the job may be started.",
             answers={200: "`changed`, or `unchanged`: it expires then already."},
@@ -463,7 +461,7 @@ TABLE: tuple[Action, ...] = (
         question=_("Cancel these jobs?"),
         about="Cancel an open job, or with `abort` ask a running one to end.",
         permission="cancel_job",
-        operation=_cancel,
+        operation=jobs.cancel,
         log="Cancelled.",
         done=ngettext_lazy("%d job was cancelled.", "%d jobs were cancelled."),
         result="cancelled",
@@ -489,7 +487,7 @@ TABLE: tuple[Action, ...] = (
         label=_("Ask it to abort"),
         about="Ask a running job to end.",
         permission="cancel_job",
-        operation=_abort,
+        operation=functools.partial(jobs.cancel, abort=True),
         log="Cancelled, or asked to abort.",
         done=ngettext_lazy("%d job was cancelled.", "%d jobs were cancelled."),
         result="cancelled",
@@ -519,7 +517,7 @@ TABLE: tuple[Action, ...] = (
         question=_("Replay these dead letters?"),
         about="Run again what died: its job is requeued, or its message published as it was.",
         permission="replay_dlq",
-        operation=_replay,
+        operation=dead_letters.replay,
         log="Replayed.",
         done=ngettext_lazy("%d dead letter was replayed.", "%d dead letters were replayed."),
         inputs=(FORCE, RATE, LIMIT),
@@ -584,31 +582,23 @@ TABLE: tuple[Action, ...] = (
             problems=(404, 409),
         ),
     ),
-    Action(
+    _of_queue(
         name="pause",
-        subject=Subject.QUEUES,
         label=_("Pause"),
         about="Stop handing out jobs of a queue; what runs now ends normally.",
-        permission="pause_queue",
         operation=_each_queue(queues.pause),
         log="Paused.",
         done=ngettext_lazy("%d queue was paused.", "%d queues were paused."),
-        result="changed",
         applies=lambda state: state != "paused",
-        rest=RestSchema(problems=(404,)),
     ),
-    Action(
+    _of_queue(
         name="resume",
-        subject=Subject.QUEUES,
         label=_("Resume"),
         about="Hand out jobs of a queue again.",
-        permission="pause_queue",
         operation=_each_queue(queues.resume),
         log="Resumed.",
         done=ngettext_lazy("%d queue was resumed.", "%d queues were resumed."),
-        result="changed",
         applies=lambda state: state == "paused",
-        rest=RestSchema(problems=(404,)),
     ),
     Action(
         name="limit",
@@ -646,50 +636,35 @@ TABLE: tuple[Action, ...] = (
             problems=(404,),
         ),
     ),
-    Action(
+    _of_worker(
         name="quiet",
-        subject=Subject.WORKERS,
         label=_("Quiet"),
         about="Let a worker start nothing more; what runs there ends, and it stays until stopped.",
-        permission="control_worker",
         operation=workers.quiet,
         log="Asked to start nothing more.",
         done=ngettext_lazy(
             "The worker starts nothing more; what runs there ends.",
             "%d workers start nothing more; what runs there ends.",
         ),
-        result="asked",
-        harmless=frozenset({"unchanged"}),
         applies=lambda state: state != "quiet",
-        rest=RestSchema(problems=(404, 409)),
     ),
-    Action(
+    _of_worker(
         name="unquiet",
-        subject=Subject.WORKERS,
         label=_("Go on"),
         about="Let a quiet worker go on.",
-        permission="control_worker",
         operation=workers.unquiet,
         log="Asked to go on.",
         done=ngettext_lazy("The worker goes on.", "%d workers go on."),
-        result="asked",
-        harmless=frozenset({"unchanged"}),
         applies=lambda state: state == "quiet",
-        rest=RestSchema(problems=(404, 409)),
     ),
-    Action(
+    _of_worker(
         name="stop",
-        subject=Subject.WORKERS,
         label=_("Stop"),
         about="Let a worker stop as a SIGTERM would.",
-        permission="control_worker",
         operation=workers.stop,
         log="Asked to stop.",
         done=ngettext_lazy("The worker is stopping.", "%d workers are stopping."),
-        result="asked",
-        harmless=frozenset({"unchanged"}),
         is_dangerous=True,
-        rest=RestSchema(problems=(404, 409)),
     ),
 )
 

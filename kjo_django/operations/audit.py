@@ -15,30 +15,15 @@ from kjo_django.operations.safe_text import InertName, inert
 logger = logging.getLogger("kjo_django")
 
 
-def send_job_signals(signal: Signal, jobs: Iterable[Job], **facts: Any) -> None:
-    """Send the signal for each of the jobs, with facts that hold for all of them."""
-    for job in jobs:
+def send_signals(signal: Signal, rows: Iterable[Job | DeadLetter], **facts: Any) -> None:
+    """Send the signal for each of the jobs or dead letters, with facts that hold for all."""
+    for row in rows:
+        if isinstance(row, Job):
+            ids = {"job_id": str(row.pk), "unique_id": row.unique_id}
+        else:
+            ids = {"dead_letter_id": str(row.pk)}
         signals.send(
-            signal,
-            sender=job.handler,
-            job_id=str(job.pk),
-            unique_id=job.unique_id,
-            queue=job.queue,
-            handler=job.handler,
-            **facts,
-        )
-
-
-def send_letter_signals(signal: Signal, letters: Iterable[DeadLetter], **facts: Any) -> None:
-    """Send the signal for each of the dead letters, with facts that hold for all of them."""
-    for letter in letters:
-        signals.send(
-            signal,
-            sender=letter.handler,
-            dead_letter_id=str(letter.pk),
-            queue=letter.queue,
-            handler=letter.handler,
-            **facts,
+            signal, sender=row.handler, queue=row.queue, handler=row.handler, **ids, **facts
         )
 
 

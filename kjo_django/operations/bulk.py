@@ -10,7 +10,6 @@ process.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -28,6 +27,7 @@ from kjo_django.operations import dead_letters, search
 from kjo_django.operations.actions import (
     ACTIONS,
     LIMIT,
+    RATE,
     SYNCHRONOUS_LIMIT,
     Action,
     Report,
@@ -126,34 +126,25 @@ def change_or_start(
         # By their ids: a job that is interrupted must not begin with others.
         keys = dead_letters.select(selection).values_list("pk", flat=True)
         selection = DeadLetterFilter(ids=list(keys[:limit]))
-    rows = _rows_of(selection)
-    if _is_large(rows, rate):
+    rows: QuerySet[Any]
+    if isinstance(selection, JobFilter):
+        rows = search.find(selection)
+    else:
+        rows = dead_letters.select(selection)
+    count = bounded_count(rows, SYNCHRONOUS_LIMIT + 1)
+    if count > SYNCHRONOUS_LIMIT or (rate and count / rate > PATIENT_SECONDS):
         return start_bulk(key, selection, actor=actor, rate=rate, **inputs)
-    return action.perform(
-        rows, actor=actor, on_changed=on_changed, **_with_rate(action, inputs, rate)
-    )
+    if rate is not None and RATE in action.inputs:
+        inputs["rate"] = rate
+    return action.perform(rows, actor=actor, on_changed=on_changed, **inputs)
 
 
 def replay_or_start(
-    selection: DeadLetterFilter,
-    *,
-    actor: str,
-    rate: float | None = None,
-    force: bool = False,
-    limit: int | None = None,
-    on_changed: Observer | None = None,
+    selection: DeadLetterFilter, *, actor: str, **options: Any
 ) -> ReplayReport | Job:
     """Replay dead letters here and now if they are few, else start an internal job; see
-    ``change_or_start``."""
-    done = change_or_start(
-        "replay_letters",
-        selection,
-        actor=actor,
-        rate=rate,
-        force=force,
-        limit=limit,
-        on_changed=on_changed,
-    )
+    ``change_or_start`` for the options, and ``force`` of ``dead_letters.replay``."""
+    done = change_or_start("replay_letters", selection, actor=actor, **options)
     assert isinstance(done, ReplayReport | Job)
     return done
 
@@ -182,11 +173,8 @@ def carry_out(context: JobContext, **payload: Any) -> dict[str, Any]:
         rows: QuerySet[Any] = dead_letters.select(load_letter_filter(request.filter))
     else:
         rows = _jobs_of(request, actor).exclude(pk=context.job_id)
-    inputs = _with_rate(action, request.inputs, request.rate)
-    # An operation that takes the rate itself keeps it between rows, not only after each chunk.
-    rate = None if "rate" in inputs else request.rate
-    progress = _progress_of(context, bounded_count(rows), rate)
-    report = action.perform(rows, actor=actor, progress=progress, **inputs)
+    progress = _progress_of(context, bounded_count(rows), request.rate)
+    report = action.perform(rows, actor=actor, progress=progress, **request.inputs)
     if not isinstance(report, ReplayReport):
         return {"counts": report.counts, "changed": report.changed_count}
     if report.stopped:
@@ -199,18 +187,6 @@ def permission_of(request: Request) -> str | None:
     """Return what a user needs for a request, None where its action is unknown."""
     action = ACTIONS.get(request.action)
     return None if action is None else f"kjo_django.{action.permission}"
-
-
-def _with_rate(action: Action, inputs: dict[str, Any], rate: float | None) -> dict[str, Any]:
-    if rate is None or all(each.name != "rate" for each in action.inputs):
-        return inputs
-    return {**inputs, "rate": rate}
-
-
-def _rows_of(selection: DeadLetterFilter | JobFilter) -> QuerySet[Any]:
-    if isinstance(selection, JobFilter):
-        return search.find(selection)
-    return dead_letters.select(selection)
 
 
 def _jobs_of(request: Request, actor: str) -> QuerySet[Job]:
@@ -256,17 +232,15 @@ def dump_filter(selection: DeadLetterFilter | JobFilter, now: datetime) -> dict[
         until = there if frozen.until is None else min(frozen.until, there)
         return str(dataclasses.replace(frozen, until=until))
     until = now if selection.until is None else min(selection.until, now)
-    plain: dict[str, Callable[[Any], Any]] = {
-        "ids": lambda ids: [str(id) for id in ids],
-        "since": datetime.isoformat,
-        "until": datetime.isoformat,
+    letters = dataclasses.replace(selection, until=until)
+    plain: dict[str, Any] = {
+        field.name: value
+        for field in dataclasses.fields(letters)
+        if (value := getattr(letters, field.name)) is not None
     }
-    frozen_letters = dataclasses.replace(selection, until=until)
-    return {
-        field.name: plain.get(field.name, str)(value)
-        for field in dataclasses.fields(frozen_letters)
-        if (value := getattr(frozen_letters, field.name)) is not None
-    }
+    if "ids" in plain:
+        plain["ids"] = list(map(str, plain["ids"]))
+    return plain | {name: plain[name].isoformat() for name in ("since", "until") if name in plain}
 
 
 def load_letter_filter(stored: Any) -> DeadLetterFilter:
@@ -283,11 +257,6 @@ def _moment(text: str) -> datetime:
 
 
 # --- Details --------------------------------------------------------------------------------------
-
-
-def _is_large(rows: QuerySet[Any], rate: float | None = None) -> bool:
-    count = bounded_count(rows, SYNCHRONOUS_LIMIT + 1)
-    return count > SYNCHRONOUS_LIMIT or bool(rate and count / rate > PATIENT_SECONDS)
 
 
 def _operations_queue() -> str:

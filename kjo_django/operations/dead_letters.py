@@ -52,8 +52,7 @@ from kjo_django.models import (
     source_of_job,
 )
 from kjo_django.models.job import ORIGIN_ID
-from kjo_django.operations import internal, redaction
-from kjo_django.operations.audit import send_letter_signals
+from kjo_django.operations import audit, internal, redaction
 from kjo_django.operations.jobs import Outcomes, RequeueResult, close_as_replayed, requeue_chunk
 from kjo_django.operations.rows import (
     Observer,
@@ -498,7 +497,7 @@ def discard(
             if on_changed is not None and letters:
                 on_changed(letters)
             announce = functools.partial(
-                send_letter_signals, signals.message_discarded, letters, note=note
+                audit.send_signals, signals.message_discarded, letters, note=note
             )
             on_commit(using, announce)
         progress(count, None)
@@ -660,7 +659,7 @@ class Replayer:
         close_as_replayed(
             DeadLetter.objects.using(jobs_database()).filter(pk=letter.pk), self.actor
         )
-        announce = functools.partial(send_letter_signals, signals.message_replayed, [letter])
+        announce = functools.partial(audit.send_signals, signals.message_replayed, [letter])
         on_commit(jobs_database(), announce)
         self._changed(letter)
 

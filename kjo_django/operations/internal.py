@@ -47,7 +47,8 @@ class Request:
 
     def asked_by(self, actor: str) -> Request:
         """Return the same request of somebody else."""
-        return dataclasses.replace(self, actor=actor[:MAX_ACTOR], user=user_key(actor))
+        user = str(actor.user.pk) if isinstance(actor, UserActor) else ""
+        return dataclasses.replace(self, actor=actor[:MAX_ACTOR], user=user)
 
 
 class UserActor(str):
@@ -63,11 +64,6 @@ class UserActor(str):
         actor = super().__new__(cls, user.get_username())
         actor.user = user
         return actor
-
-
-def user_key(actor: str) -> str:
-    """Return the primary key of the user that an actor is; "" for a program."""
-    return str(actor.user.pk) if isinstance(actor, UserActor) else ""
 
 
 def actor_of(request: Request, permission: str) -> str:
@@ -154,14 +150,11 @@ class InternalHandler(registry.Handler):
     def refusal(self, message: Message, row: JobRow | None) -> MessageError | None:
         """Refuse a message that is not made of a row of ours: anybody who can write to a topic
         could otherwise have done what needs a permission, under any name."""
-        if row is None or message.job_id != str(row.id) or not _is_ours(message):
+        is_ours = message.service == get_settings().service_name
+        if row is None or message.job_id != str(row.id) or not is_ours:
             return MessageError("invalid", f"{self.name} runs only as a job that was enqueued here")
         stored = Job.objects.using(jobs_database()).filter(pk=row.id, handler=self.name)
         known = stored.values_list("payload", "content_type").first()
         if known is None or (bytes(known[0]), known[1]) != (message.payload, message.content_type):
             return MessageError("invalid", f"The message is not that of the job {row.id}")
         return None
-
-
-def _is_ours(message: Message) -> bool:
-    return message.service == get_settings().service_name

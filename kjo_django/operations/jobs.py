@@ -30,7 +30,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
 from kjo_django.operations import internal
-from kjo_django.operations.audit import log_change, send_job_signals, send_letter_signals
+from kjo_django.operations.audit import log_change, send_signals
 from kjo_django.operations.rows import (
     Observer,
     Progress,
@@ -131,7 +131,7 @@ def cancel(
 
     def announce(changed: Sequence[Job]) -> None:
         notify_waiters({str((job.headers or {}).get(names.REPLY_TO, "")) for job in changed})
-        send_job_signals(signals.job_cancelled, changed)
+        send_signals(signals.job_cancelled, changed)
 
     outcomes = change_open_jobs(
         jobs,
@@ -238,8 +238,8 @@ def requeue_chunk(
     outcomes.add_changed(RequeueResult.REQUEUED, len(done))
 
     def announce() -> None:
-        send_job_signals(signals.job_requeued, done)
-        send_letter_signals(signals.message_replayed, letters)
+        send_signals(signals.job_requeued, done)
+        send_signals(signals.message_replayed, letters)
 
     on_commit(using, announce)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from django.db.models import Max, Model
@@ -64,26 +64,20 @@ def _redacted(value: Any, names: list[str], depth: int) -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [_redacted(each, names, depth + 1) for each in value]
-    if isinstance(value, str) and value.lstrip()[:1] in _OPENING:
-        return _redacted_text(value, names, depth)
-    return value
+    if not isinstance(value, str):
+        return value
+    try:
+        inner = _inner(value)
+    except RecursionError:
+        return REDACTED
+    shown = None if inner is None else _redacted(inner, names, depth + 1)
+    return json.dumps(shown, ensure_ascii=False) if is_marked(shown) else value
 
 
 _NAMES = ("name", "key", "field", "header")
 """What the fields of a pair are called: that which names a value, and the value."""
 _VALUES = ("value", "values")
 _OPENING = ("{", "[")
-
-
-def _redacted_text(text: str, names: list[str], depth: int) -> str:
-    try:
-        value = _inner(text)
-    except RecursionError:
-        return REDACTED
-    if value is None:
-        return text
-    shown = _redacted(value, names, depth + 1)
-    return json.dumps(shown, ensure_ascii=False) if is_marked(shown) else text
 
 
 def _inner(text: str) -> Any:
@@ -129,24 +123,17 @@ def shown_payload(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
 
     What cannot be decoded, or has more than ``longest`` bytes, is shown as text that says so.
     """
-    serializer = job.content_type
-    return _shown(
-        bytes(job.payload),
-        lambda data: load_value(data, serializer),
-        job.handler,
-        longest,
-    )
+    kind = job.content_type
+    return _shown(bytes(job.payload), lambda data: load_value(data, kind), job, longest)
 
 
 def shown_result(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
     """Return a job's result in the same way; None for none."""
     if job.result is None:
         return None
+    kind = job.content_type
     return _shown(
-        bytes(job.result),
-        lambda data: load_result(data, serializer_for(job.content_type)),
-        job.handler,
-        longest,
+        bytes(job.result), lambda data: load_result(data, serializer_for(kind)), job, longest
     )
 
 
@@ -162,29 +149,25 @@ def shown_value(letter: DeadLetter, *, longest: int = LONGEST_SHOWN) -> Any:
     """Return a dead letter's value in the same way; None for a record without one."""
     if letter.value is None:
         return None
-    content_type = letter.content_type or JSON.content_type
+    kind = letter.content_type or JSON.content_type
     return _shown(
-        bytes(letter.value),
-        lambda data: serializer_for(content_type).loads(data),
-        letter.handler,
-        longest,
+        bytes(letter.value), lambda data: serializer_for(kind).loads(data), letter, longest
     )
 
 
-def _shown(data: bytes, decode: Callable[[bytes], Any], handler: str, longest: int) -> Any:
+def _shown(data: bytes, decode: Callable[[bytes], Any], row: Job | DeadLetter, longest: int) -> Any:
+    def in_words(value: Any) -> str:
+        return f"<{len(value):,} bytes>" if isinstance(value, (bytes, bytearray)) else str(value)
+
     if len(data) > longest:
         return f"<{len(data):,} bytes: too long to be shown>"
     try:
-        value = redacted(decode(data), also=hidden_by(handler))
+        value = redacted(decode(data), also=hidden_by(row.handler))
         # What other serializers than JSON's hold beside it is described.
-        text = json.dumps(value, default=_in_words, skipkeys=True, ensure_ascii=False)
+        text = json.dumps(value, default=in_words, skipkeys=True, ensure_ascii=False)
         return json.loads(text.encode("utf-8", "replace"), parse_constant=str)
     except (MessageError, LookupError, TypeError, ValueError, RecursionError) as error:
         return f"<{len(data):,} bytes: {error}>"
-
-
-def _in_words(value: Any) -> str:
-    return f"<{len(value):,} bytes>" if isinstance(value, (bytes, bytearray)) else str(value)
 
 
 def hidden_by(handler: str) -> tuple[str, ...]:
@@ -219,19 +202,14 @@ def hide_texts(rows: Iterable[Model]) -> None:
             row.error = ""
         elif isinstance(row, Worker):
             row.last_error = ""
-    types = _error_types([job.pk for job in failed])
+    if not failed:
+        return
+    failures = JobFailure.objects.using(jobs_database())
+    of_failed = failures.filter(job_id__in=[job.pk for job in failed]).order_by()
+    newest = of_failed.values("job_id").annotate(last=Max("pk")).values_list("last", flat=True)
+    types = dict(failures.filter(pk__in=list(newest)).values_list("job_id", "error_type"))
     for job in failed:
         job.error = types.get(job.pk) or REDACTED
-
-
-def _error_types(jobs: Sequence[Any]) -> dict[Any, str]:
-    """Return the type of each job's latest error, where an attempt has noted one."""
-    if not jobs:
-        return {}
-    failures = JobFailure.objects.using(jobs_database())
-    newest = failures.filter(job_id__in=jobs).order_by().values("job_id").annotate(last=Max("pk"))
-    keys = [row["last"] for row in newest]
-    return dict(failures.filter(pk__in=keys).values_list("job_id", "error_type"))
 
 
 # --- What comes back ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.models import Job, transition
 from kjo_django.operations import internal
-from kjo_django.operations.audit import send_job_signals
+from kjo_django.operations.audit import send_signals
 from kjo_django.operations.jobs import (
     Outcomes,
     Selection,
@@ -90,7 +90,7 @@ def run_now(
         jobs,
         change,
         ChangeResult.DUE,
-        functools.partial(send_job_signals, signals.job_run_now, actor=actor),
+        functools.partial(send_signals, signals.job_run_now, actor=actor),
         verb="Made due",
         actor=actor,
         on_changed=on_changed,
@@ -140,7 +140,7 @@ def change_queue(
         jobs,
         change,
         ChangeResult.MOVED,
-        functools.partial(send_job_signals, signals.job_moved, actor=actor, to_queue=queue),
+        functools.partial(send_signals, signals.job_moved, actor=actor, to_queue=queue),
         verb=f"Moved to {queue}",
         actor=actor,
         on_changed=on_changed,
@@ -183,7 +183,7 @@ def change_expiry(
         change,
         ChangeResult.CHANGED,
         functools.partial(
-            send_job_signals, signals.job_expiry_changed, actor=actor, expires_at=expires_at
+            send_signals, signals.job_expiry_changed, actor=actor, expires_at=expires_at
         ),
         verb="Changed the expiry of",
         actor=actor,

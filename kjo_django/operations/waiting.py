@@ -112,6 +112,7 @@ class MessageStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it with the names it has on the wire; times in milliseconds."""
+        progress = self.progress
         known: dict[str, Any] = {
             "id": self.id,
             "state": self.state,
@@ -119,19 +120,15 @@ class MessageStatus:
             "attempts": self.attempts,
             "maxAttempts": self.max_attempts,
             "resultTTL": self.result_ttl,
-        }
-        if self.result is not NO_RESULT:
-            known["result"] = self.result
-        optional: dict[str, Any] = {
             "correlationId": self.correlation_id,
             "error": self.error,
             "errorType": self.error_type,
             "errorCode": self.error_code,
             "errorDetails": self.error_details,
+            "progress": progress and {"percent": progress.percent, "text": progress.text},
         }
-        if self.progress is not None:
-            optional["progress"] = {"percent": self.progress.percent, "text": self.progress.text}
-        return known | {name: value for name, value in optional.items() if value is not None}
+        known = {name: value for name, value in known.items() if value is not None}
+        return known if self.result is NO_RESULT else {**known, "result": self.result}
 
 
 # --- What is known of a job -----------------------------------------------------------------------
@@ -351,11 +348,6 @@ _reply_listener: ReplyListener | None = None
 _lock = threading.Lock()
 
 
-def reply_listener() -> ReplyListener | None:
-    """Return this process' listener, if somebody has waited yet; for tests and diagnosis."""
-    return _reply_listener
-
-
 def _current_listener() -> ReplyListener:
     global _reply_listener
     coordination = get_coordination()
@@ -470,7 +462,9 @@ class Waiter:
                 return value
             pause = min(self._remaining(awaited), next(pauses))
             if self._releases and pause >= RELEASED_FROM:
-                _release_connections()
+                for connection in connections.all(initialized_only=True):
+                    if not connection.in_atomic_block:
+                        connection.close()
             self._called.wait(pause)
 
     async def await_(self, awaited: Awaited) -> Any:
@@ -524,12 +518,6 @@ class Waiter:
         while True:
             yield pause
             pause = min(pause * POLL_GROWTH, longest)
-
-
-def _release_connections() -> None:
-    for connection in connections.all(initialized_only=True):
-        if not connection.in_atomic_block:
-            connection.close()
 
 
 _READ = ("state", "created_at", "content_type", "result", "error", "attempts", "generation")

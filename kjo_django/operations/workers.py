@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -193,7 +193,12 @@ def _ask(workers: Workers, wish: Worker.Wish, actor: str, on_changed: Observer |
             outcomes.add_changed(AskResult.ASKED, len(changed))
             if on_changed is not None and changed:
                 on_changed(changed)
-            on_commit(using, functools.partial(_send_signals, changed, wish, actor))
+            for worker in changed:
+                facts = {"worker_id": str(worker.pk), "wish": str(wish), "actor": actor}
+                announce = functools.partial(
+                    signals.send, signals.worker_asked, sender=worker.name, **facts
+                )
+                on_commit(using, announce)
     return outcomes
 
 
@@ -205,14 +210,3 @@ def _refusal(worker: Worker | None, wish: Worker.Wish) -> AskResult:
     if worker.wish == Worker.Wish.STOP and wish != Worker.Wish.STOP:
         return AskResult.STOPPING
     return AskResult.UNCHANGED
-
-
-def _send_signals(workers: Sequence[Worker], wish: Worker.Wish, actor: str) -> None:
-    for worker in workers:
-        signals.send(
-            signals.worker_asked,
-            sender=worker.name,
-            worker_id=str(worker.pk),
-            wish=str(wish),
-            actor=actor,
-        )

@@ -142,7 +142,7 @@ def _forget(queue: Queue) -> None:
 
 
 def _hang_up() -> None:
-    board = waiting.reply_listener()
+    board = waiting._reply_listener
     if board is not None:
         board.close()
     connections.close_all()

@@ -143,7 +143,7 @@ def test_a_hundred_timeouts_leave_nothing_behind(
     # When a hundred wait in vain, several at once
     with ThreadPoolExecutor(10) as pool:
         assert all(pool.map(give_up, range(100)))
-    board = waiting.reply_listener()
+    board = waiting._reply_listener
     assert board is not None
     assert board.waiting_count == 0
     # Then one listener served them all, and ends when nobody has waited for a while
@@ -242,7 +242,7 @@ def test_asynchronous_twins(running: Queue) -> None:
         return list(results)
 
     assert async_to_sync(go)() == list(range(10))
-    board = waiting.reply_listener()
+    board = waiting._reply_listener
     assert board is None or board.waiting_count == 0
 
 

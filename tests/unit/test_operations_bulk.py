@@ -11,7 +11,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.engine.handler.context import Abort, JobContext
-from kjo_django.exceptions import JobCancelledError, Retry
+from kjo_django.exceptions import JobCancelledError, PublishError, Retry
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk, dead_letters, jobs, rows
 from kjo_django.operations.bulk import start_bulk
@@ -242,12 +242,11 @@ def test_a_second_run_goes_on_with_what_is_left(monkeypatch):
 
 
 def test_a_transport_that_is_down_is_waited_for(monkeypatch):
-    def down(*args, **options):
-        report = dead_letters.ReplayReport("table")
-        report.stopped = "3 in a row were not accepted; run it again later"
-        return report
+    def down(*args):
+        raise PublishError("no broker")
 
-    monkeypatch.setattr(dead_letters, "replay", down)
+    DeadLetterFactory.create_batch(3, queue="ledger")
+    monkeypatch.setattr(dead_letters, "publish_one", down)
     job = start_bulk("replay_letters", DeadLetterFilter(), actor="ann")
     with pytest.raises(Retry, match="3 in a row"):
         bulk.carry_out(context(), **job.arguments)

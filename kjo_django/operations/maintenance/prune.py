@@ -7,9 +7,9 @@ you like, side by side too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import transaction
@@ -70,112 +70,68 @@ def prune(
 ) -> dict[str, int]:
     """Delete what is older than its retention; returns how many rows of each kind were deleted, or
     would be."""
-    pruner = _Pruner(retention or Retention.of_settings(), dry_run, progress)
-    return pruner.run()
-
-
-class _Pruner:
-    def __init__(self, retention: Retention, dry_run: bool, progress: PruneProgress) -> None:
-        self._retention = retention
-        self._dry_run = dry_run
-        self._progress = progress
-        self._using = jobs_database()
-        self._now = timezone.now()
-
-    def run(self) -> dict[str, int]:
-        kept = self._retention
-        return {
-            "jobs": self._jobs("jobs", self._finished(), kept.completed),
-            "failed_jobs": self._jobs("failed_jobs", self._failed(), kept.failed),
-            "dead_letters": self._dead_letters(),
-            "processed_events": self._rows(
-                "processed_events",
-                # By time, not by key: other services that share the table mint other ids.
-                ProcessedEvent.objects.filter(
-                    processed_at__lt=ago(self._now, kept.processed_events)
-                ),
-                "processed_at",
-            ),
-            "metric_buckets": self._rows(
-                "metric_buckets",
-                MetricBucket.objects.filter(minute__lt=ago(self._now, kept.metrics)),
-                "minute",
-            ),
-            "metric_rollups": self._rows(
-                "metric_rollups",
-                MetricRollup.objects.filter(minute__lt=ago(self._now, kept.metrics)),
-                "pk",
-            ),
-            "workers": self._rows(
-                "workers",
-                Worker.objects.filter(heartbeat_at__lt=ago(self._now, kept.metrics)),
-                "pk",
-            ),
-            "leases": self._rows(
-                "leases", Lease.objects.filter(expires_at__lt=self._now - LEASES_KEPT), "pk"
-            ),
-            "marks": self._rows("marks", Mark.objects.filter(expires_at__lt=self._now), "pk"),
-        }
-
-    # --- What is old enough -----------------------------------------------------------------------
-
-    def _finished(self) -> QuerySet[Job]:
-        # Their open dead letters are of earlier generations, and hold all that a replay needs.
-        jobs = Job.objects.filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
-        return jobs.exclude(result_expires_at__gt=self._now)
-
-    def _failed(self) -> QuerySet[Job]:
-        letters = DeadLetter.objects.filter(job=OuterRef("pk"), state=DeadLetterState.OPEN)
-        return Job.objects.filter(~Exists(letters), state=JobState.FAILED)
-
-    # --- Deleting ---------------------------------------------------------------------------------
-
-    def _jobs(self, kind: str, jobs: QuerySet[Job], age: timedelta) -> int:
-        cutoff = ago(self._now, age)
-        ended = Q(finished_at__lt=cutoff) | Q(finished_at=None)
-        rows = jobs.using(self._using).filter(ended, pk__lt=uuid7_floor(cutoff))
-        count = 0
-        for keys in chunks(rows, CHUNK):
-            count += len(keys) if self._dry_run else self._delete_jobs(rows, keys)
-            self._progress(kind, count)
-        return count
-
-    def _delete_jobs(self, rows: QuerySet[Job], keys: list[Any]) -> int:
-        """Delete those that still are what they were when they were found: another process may have
-        enqueued one of them anew."""
-        with transaction.atomic(using=self._using):
-            held = [job.pk for job in lock(rows.only("pk", "state"), keys)]
-            if not held:
-                return 0
-            JobFailure.objects.using(self._using).filter(job_id__in=held).delete()
-            DeadLetter.objects.using(self._using).filter(job_id__in=held).update(job=None)
-            # One statement: what refers to them is gone, and nobody listens to their signals.
-            return Job.objects.using(self._using).filter(pk__in=held)._raw_delete(self._using)
-
-    def _dead_letters(self) -> int:
-        cutoff = ago(self._now, self._retention.failed)
-        closed = DeadLetter.objects.exclude(state=DeadLetterState.OPEN)
-        rows = closed.using(self._using).filter(pk__lt=uuid7_floor(cutoff), closed_at__lt=cutoff)
-        return self._chunked("dead_letters", chunks(rows, CHUNK), rows)
-
-    def _rows(self, kind: str, rows: QuerySet[Any], order: str) -> int:
-        rows = rows.using(self._using)
-        if self._dry_run:
-            count = rows.order_by().count()
-            self._progress(kind, count)
-            return count
-        return self._chunked(kind, _heads(rows.order_by(order)), rows)
-
-    def _chunked(self, kind: str, found: Iterable[list[Any]], rows: QuerySet[Any]) -> int:
-        count = 0
-        for keys in found:
-            if self._dry_run:
-                count += len(keys)
+    kept = retention or Retention.of_settings()
+    using, now = jobs_database(), timezone.now()
+    metrics_until = ago(now, kept.metrics)
+    closed_until = ago(now, kept.failed)
+    # The open dead letters of completed jobs are of earlier generations, and hold all that a replay
+    # needs.
+    finished = Job.objects.filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
+    letters = DeadLetter.objects.filter(job=OuterRef("pk"), state=DeadLetterState.OPEN)
+    failed = Job.objects.filter(~Exists(letters), state=JobState.FAILED)
+    closed = DeadLetter.objects.exclude(state=DeadLetterState.OPEN).filter(
+        pk__lt=uuid7_floor(closed_until), closed_at__lt=closed_until
+    )
+    # By time, not by key: other services that share the table mint other ids.
+    events = ProcessedEvent.objects.filter(processed_at__lt=ago(now, kept.processed_events))
+    kinds: dict[str, tuple[QuerySet[Any], str]] = {
+        "jobs": (_ended(finished.exclude(result_expires_at__gt=now), ago(now, kept.completed)), ""),
+        "failed_jobs": (_ended(failed, closed_until), ""),
+        "dead_letters": (closed, ""),
+        "processed_events": (events, "processed_at"),
+        "metric_buckets": (MetricBucket.objects.filter(minute__lt=metrics_until), "minute"),
+        "metric_rollups": (MetricRollup.objects.filter(minute__lt=metrics_until), "pk"),
+        "workers": (Worker.objects.filter(heartbeat_at__lt=metrics_until), "pk"),
+        "leases": (Lease.objects.filter(expires_at__lt=now - LEASES_KEPT), "pk"),
+        "marks": (Mark.objects.filter(expires_at__lt=now), "pk"),
+    }
+    counts = dict.fromkeys(kinds, 0)
+    for kind, (selection, order) in kinds.items():
+        rows = selection.using(using)
+        if dry_run and order:
+            counts[kind] = rows.order_by().count()
+            progress(kind, counts[kind])
+            continue
+        for keys in _heads(rows.order_by(order)) if order else chunks(rows, CHUNK):
+            if dry_run:
+                counts[kind] += len(keys)
             else:
-                with transaction.atomic(using=self._using):
-                    count += rows.filter(pk__in=keys).order_by()._raw_delete(self._using)
-            self._progress(kind, count)
-        return count
+                with transaction.atomic(using=using):
+                    delete = _delete_jobs if rows.model is Job else _delete
+                    counts[kind] += delete(rows, keys)
+            progress(kind, counts[kind])
+    return counts
+
+
+def _ended(jobs: QuerySet[Job], cutoff: datetime) -> QuerySet[Job]:
+    ended = Q(finished_at__lt=cutoff) | Q(finished_at=None)
+    return jobs.filter(ended, pk__lt=uuid7_floor(cutoff))
+
+
+def _delete(rows: QuerySet[Any], keys: list[Any]) -> int:
+    # One statement: nobody listens to the rows' signals.
+    return int(rows.filter(pk__in=keys).order_by()._raw_delete(rows.db))
+
+
+def _delete_jobs(rows: QuerySet[Job], keys: list[Any]) -> int:
+    """Delete those that still are what they were when they were found: another process may have
+    enqueued one of them anew."""
+    held = [job.pk for job in lock(rows.only("pk", "state"), keys)]
+    if not held:
+        return 0
+    JobFailure.objects.using(rows.db).filter(job_id__in=held).delete()
+    DeadLetter.objects.using(rows.db).filter(job_id__in=held).update(job=None)
+    return _delete(Job.objects.using(rows.db), held)
 
 
 def _heads(rows: QuerySet[Any]) -> Iterator[list[Any]]:

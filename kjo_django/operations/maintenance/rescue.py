@@ -24,7 +24,7 @@ from kjo_django.enqueue import storing
 from kjo_django.exceptions import PublishError
 from kjo_django.ids import ago, uuid7_floor
 from kjo_django.models import Job, transition
-from kjo_django.operations.audit import send_job_signals
+from kjo_django.operations.audit import send_signals
 from kjo_django.operations.jobs import lock_jobs, send
 from kjo_django.operations.queues import paused_queues
 from kjo_django.operations.rows import chunks
@@ -108,7 +108,7 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
         report.republished += count
         for job in locked.free:
             if job.pk in set(ids):
-                send_job_signals(signals.job_stalled, [job], attempt=job.attempts + 1)
+                send_signals(signals.job_stalled, [job], attempt=job.attempts + 1)
         report.busy += len(locked.busy)
 
 

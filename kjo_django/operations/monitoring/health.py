@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from django.core import checks as django_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.migrations.executor import MigrationExecutor
@@ -24,14 +25,21 @@ from django.utils import timezone
 from kjo_django import conf as configuration
 from kjo_django import registry
 from kjo_django.conf import QueueConf, Settings, get_settings
-from kjo_django.exceptions import KjoError, PublishError
+from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import ago
 from kjo_django.models import Job, MetricBucket
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.queues import overview, paused_queues
 from kjo_django.probing import answer_within
-from kjo_django.runtime import get_coordination, get_transport, jobs_database, transport_class
+from kjo_django.runtime import (
+    Runtime,
+    current_runtime,
+    get_coordination,
+    get_transport,
+    jobs_database,
+    transport_class,
+)
 
 logger = logging.getLogger("kjo_django")
 
@@ -358,3 +366,67 @@ PROBES = (
     _Probe(PROGRESS, _progress, "Start manage.py kjo_consume, or restart it.", _STORED),
     _Probe(SCALING, _scaling, "See the transports.", (*_STORED, TRANSPORTS)),
 )
+
+
+# --- What check --deploy asks the servers --------------------------------------------------------
+
+PROBE_TIMEOUT = 5.0
+"""Seconds for each server."""
+IDS = {
+    TRANSPORTS: "kjo.W008",
+    COORDINATION: "kjo.W009",
+    TOPICS: "kjo.W010",
+}
+
+
+def deploy_checks() -> Iterator[django_checks.CheckMessage]:
+    """Yield what is wrong with the transports, their topics, coordination and the database."""
+    found = health(PROBE_TIMEOUT * len(IDS), only={SETTINGS, *IDS})
+    for check in found:
+        if check.ok is False and check.name in IDS:
+            text = f"{check.name.capitalize()}: {check.detail}"
+            yield django_checks.Warning(text, hint=check.fix, id=IDS[check.name])
+    yield from _pooler(current_runtime())
+
+
+def _pooler(runtime: Runtime) -> Iterator[django_checks.CheckMessage]:
+    """Yield the settings that a pooler in transaction mode before the jobs' database needs."""
+    alias = runtime.database
+    if not runtime.store.has_notify:
+        return
+    from kjo_django.store import direct_connections
+
+    def lends_sessions() -> bool:
+        connect = functools.partial(direct_connections.plain_connection, alias)
+        with connect() as connection:
+            return direct_connections.lends_sessions(connection, connect)
+
+    try:
+        is_lent = answer_within(PROBE_TIMEOUT, lends_sessions)
+    except Exception:
+        return  # The checks of the transports and of coordination report what is out of reach.
+    if not is_lent:
+        return
+    settings = connections[alias].settings_dict
+    missing = {}
+    if not settings["OPTIONS"].get("application_name"):
+        key = "['OPTIONS']['application_name']"
+        missing[key] = "nobody can end the transactions of a frozen worker"
+    if not settings.get("DISABLE_SERVER_SIDE_CURSORS"):
+        key = "['DISABLE_SERVER_SIDE_CURSORS'] = True"
+        missing[key] = "iterator() fails outside transactions"
+    for key, consequence in missing.items():
+        yield django_checks.Warning(
+            f"The database {alias!r} is reached through a pooler in transaction mode: "
+            f"{consequence}.",
+            hint=f"Set DATABASES[{alias!r}]{key}. docs/how-to/production.md tells why.",
+            id="kjo.W013",
+        )
+    from kjo_django.coordination.database.postgres_listener import SessionLentError
+
+    try:
+        runtime.coordination.listen(["kjo-check"]).close()
+    except SessionLentError as error:
+        yield django_checks.Warning(f"Coordination: {error}.", id="kjo.W013")
+    except (CoordinationError, ImproperlyConfigured):
+        pass  # The check of coordination has reported it.
