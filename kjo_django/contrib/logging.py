@@ -19,16 +19,16 @@ FIELDS = (
     *("job_id", "handler", "queue", "attempt", "message_id"),
     *("topic", "partition", "offset", "worker", "trace_id"),
 )
-"""What every record has after the filter. Never a payload."""
+"""The attributes of every record after the filter. Never a payload."""
 
 
 class JobContextFilter(logging.Filter):
-    """Adds ``FIELDS`` to every record. Put it on handlers: a filter of a logger does not see what
-    the loggers below it log.
+    """Adds ``FIELDS`` to every record.
 
-    What a record says itself (``extra``) stays.
+    Put it on handlers: a filter of a logger does not see the records of loggers below it.
+    Attributes that a record has already (``extra``) stay.
 
-    :param default: what a field holds that does not apply: outside a job, or of a batch where its
+    :param default: the value of a field that does not apply: outside a job, or for a batch whose
         jobs differ.
     """
 
@@ -37,7 +37,7 @@ class JobContextFilter(logging.Filter):
         self._default = default
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add what is missing; let every record pass."""
+        """Add the missing attributes; every record passes."""
         run = running.get()
         facts = {} if run is None else run.log_fields
         tracer = tracing.tracer

@@ -31,16 +31,17 @@ PERMISSION = "kjo_django.view_job"
 
 
 class _Shared:
-    """What a run of the checks found a moment ago; one runs at a time, the others wait for it."""
+    """The result of the last run of the checks. One run at a time; concurrent callers wait for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: dict[Hashable, tuple[float, list[Check]]] = {}
 
     def checks(self, timeout: float, thresholds: Thresholds, seconds: float) -> list[Check]:
-        """Return what was found within the last ``seconds``, or check now.
+        """Return the result of the last ``seconds``, or run the checks now.
 
-        :param timeout: of a run, in seconds; who waits for one longer gets nothing.
+        :param timeout: of a run, in seconds; a caller that waits longer for another one's run gets
+            None.
         """
         if not self._lock.acquire(timeout=timeout):
             return []
@@ -59,17 +60,16 @@ _shared = _Shared()
 
 
 class HealthView(View):
-    """``GET`` answers for everybody whether all is well, and which check is not.
+    """Answers ``GET`` with whether all checks pass, and which do not.
 
     Details name hosts and errors, so they are for users with the permission ``view_job``, as are
-    thresholds in the query: ``?max_lag=1000&max_failure_rate=0.2&max_idle=600``.
+    thresholds in the query: ``?max_lag=1000&max_failure_rate=0.2&max_idle=600``. All other requests
+    share one run of the checks every ``cache_seconds`` in each process, so frequent requests cost
+    little.
 
-    Everybody else shares one run of the checks every ``cache_seconds`` in each process, so that who
-    asks again and again makes no work.
-
-    :cvar timeout: seconds to answer in.
-    :cvar thresholds: what is still well.
-    :cvar cache_seconds: how long an answer without details is given again.
+    :cvar timeout: seconds until an answer.
+    :cvar thresholds: the limits of the checks.
+    :cvar cache_seconds: how long an answer without details is reused.
     """
 
     timeout: ClassVar[float] = 5.0
@@ -78,7 +78,7 @@ class HealthView(View):
     http_method_names: ClassVar[list[str]] = ["get", "head", "options"]  # type: ignore[misc]
 
     def get(self, request: HttpRequest) -> JsonResponse:
-        """Check."""
+        """Run the checks and answer."""
         sees_details = may_see(request)
         thresholds = self.thresholds
         if sees_details:
@@ -105,7 +105,7 @@ class HealthView(View):
 
 
 def may_see(request: HttpRequest) -> bool:
-    """Return whether somebody is logged in who may see jobs."""
+    """Return whether the user is logged in and may see jobs."""
     user = getattr(request, "user", None)
     try:
         return user is not None and bool(user.has_perm(PERMISSION))

@@ -1,4 +1,4 @@
-"""``include`` it where the health of the jobs is to be asked."""
+"""URLs of the health check, for ``include``."""
 
 from django.urls import path
 

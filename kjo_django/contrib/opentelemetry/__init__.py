@@ -27,9 +27,9 @@ def instrument(
 ) -> None:
     """Trace from now on, in this process.
 
-    :param tracer_provider: the global one if not given; that may be set up later.
-    :param record_exceptions: with each failed attempt, the exception's message and traceback, which
-        are whatever the handler made them; False keeps its type only.
+    :param tracer_provider: the global one if not given; it may be set up later.
+    :param record_exceptions: whether a failed attempt's span has the exception's message and
+        traceback, which come from the handler; False keeps its type only.
     :raises ImproperlyConfigured: ``opentelemetry-api`` is not installed.
     """
     try:
@@ -48,6 +48,6 @@ def instrument(
 
 
 def uninstrument() -> None:
-    """Trace no more; runs that have begun end without a span."""
+    """Stop tracing. Runs that have begun end without a span."""
     tracing.install(None)
     signals.worker_stopped.disconnect(dispatch_uid=_FLUSH)

@@ -17,6 +17,6 @@ class OpenTelemetryConfig(AppConfig):
     verbose_name = _("Tracing of background jobs")
 
     def ready(self) -> None:
-        """Trace, unless a call of ``instrument`` came first and said how."""
+        """Start tracing, unless ``instrument`` was called before."""
         if tracing.tracer is None:
             instrument()

@@ -1,4 +1,4 @@
-"""The tracer: which spans there are, what they are children of and what they link to.
+"""The tracer: the spans, their parents and their links.
 
 docs/decisions/0059 says why an attempt is a child of the enqueue and not only linked to it.
 """
@@ -32,10 +32,10 @@ from kjo_django.runtime import transport_class
 from kjo_django.transports.base import OutgoingRecord, Record
 
 MAX_LINKS = 64
-"""Of a batch, however large; the SDK keeps 128 by default."""
+"""Most links of a span; the SDK keeps 128 by default."""
 FLUSH_MILLISECONDS = 5_000
 ROLLED_BACK = "rolled_back"
-"""The outcome of a run whose group's transaction failed: it runs again by itself."""
+"""The outcome of a run whose group's transaction failed. The job runs again."""
 
 MIXED = "mixed"
 """The outcome of a batch whose items ended differently."""
@@ -50,7 +50,7 @@ _TRACE = (names.TRACEPARENT, names.TRACESTATE)
 logger = logging.getLogger("kjo_django")
 
 COMPLAIN_EVERY = 60.0
-"""Seconds between two complaints about telemetry that fails."""
+"""Seconds between two log messages about failing telemetry."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +58,7 @@ _complained = -COMPLAIN_EVERY
 
 
 def quiet(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Log what the function raises, and return None then: no job fails of its trace."""
+    """Log the function's exceptions and return None then, so that no job fails because of tracing."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -77,15 +77,15 @@ def quiet(function: Callable[P, R]) -> Callable[P, R | None]:
 
 @dataclass(slots=True)
 class Open:
-    """A span that is current, or was and waits for its outcome."""
+    """A span that is current, or that waits for its outcome."""
 
     span: Span
     token: Token[Context] | None
-    """What makes current again what was before, in the same thread or task."""
+    """Restores the context that was current before, in the same thread or task."""
     ended_at: int | None = None
-    """Nanoseconds since the epoch."""
+    """Start time in nanoseconds since the epoch."""
     shared: int = 1
-    """Deliveries that are run under it and have no outcome yet: those of a batch."""
+    """Deliveries that run under it and have no outcome yet."""
     outcomes: set[str] = field(default_factory=set)
     has_error: bool = False
 
@@ -93,16 +93,16 @@ class Open:
 def enter(span: Span, under: Context | None = None) -> Open:
     """Make a span current.
 
-    :param under: what else is current with it; what is now if not given.
+    :param under: the context it is set in; the current one if not given.
     """
     return Open(span, contexts.attach(trace.set_span_in_context(span, under)))
 
 
 @quiet
 def leave(opened: Open, error: BaseException | None, *, with_text: bool) -> None:
-    """Make current again what was before; the span stays open.
+    """Restore the context that was current before; the span stays open.
 
-    :param with_text: keep the error's message and traceback, not its type alone.
+    :param with_text: record the error's message and traceback, not only its type.
     """
     if opened.token is not None:
         contexts.detach(opened.token)
@@ -123,14 +123,14 @@ def note_error(opened: Open, error: BaseException, *, with_text: bool) -> None:
 
 @quiet
 def end(opened: Open) -> None:
-    """End the span at the moment it was left."""
+    """End the span with the time at which it stopped being current."""
     opened.span.end(opened.ended_at)
 
 
 class Scope:
     """A block under a span that ends with it.
 
-    :param begin: starts the span, or returns None where there shall be none.
+    :param begin: starts the span, or returns None for no span.
     """
 
     __slots__ = ("_begin", "_opened", "_with_text")
@@ -159,7 +159,7 @@ class Scope:
 
 
 class OpenEnded(Scope):
-    """A block whose span is ended later, by whoever learns the outcome."""
+    """A block whose span is ended later, when the outcome is known."""
 
     __slots__ = ()
 
@@ -182,8 +182,11 @@ class OpenTelemetryTracer:
 
     @quiet
     def flush(self, **kwargs: Any) -> None:
-        """Export what is held back. A worker that stops calls it: a supervised one leaves its
-        process without the clean-up in which the SDK does so itself."""
+        """Export the spans that are still buffered.
+
+        A stopping worker calls it: a supervised worker leaves its process without the clean-up in
+        which the SDK exports.
+        """
         flush = getattr(self._provider or trace.get_tracer_provider(), "force_flush", None)
         if flush is not None:
             flush(FLUSH_MILLISECONDS)
@@ -202,8 +205,10 @@ class OpenTelemetryTracer:
     # --- Producing --------------------------------------------------------------------------------
 
     def enqueuing(self, jobs: Sequence[Job]) -> AbstractContextManager[object]:
-        """One span for the call, whose context all its jobs carry; those that were given a trace of
-        their own keep it."""
+        """Start one span for the call; its context is stored with all its jobs.
+
+        Jobs that were given a trace of their own keep it.
+        """
         return Scope(lambda: self._begin_enqueue(jobs), with_text=self._with_text)
 
     @quiet
@@ -235,8 +240,10 @@ class OpenTelemetryTracer:
     def publishing(
         self, transport: str, records: Sequence[OutgoingRecord]
     ) -> AbstractContextManager[Sequence[OutgoingRecord]]:
-        """One span for the batch, with links to the traces of its records; a record without one is
-        given the batch's own."""
+        """Start one span for the batch, with links to the traces of its records.
+
+        A record without a trace gets the batch's.
+        """
         return _Publishing(self._tracer, transport, records, with_text=self._with_text)
 
     # --- Handling ---------------------------------------------------------------------------------
@@ -244,8 +251,9 @@ class OpenTelemetryTracer:
     def running(
         self, deliveries: Sequence[Delivery], runs: Sequence[JobContext]
     ) -> AbstractContextManager[object]:
-        """A span for the attempt, child of what its message carries; for a batch one that links to
-        what its messages carry."""
+        """Start a span for the attempt, a child of the span in its message; a batch's span links to
+        them.
+        """
         return OpenEnded(lambda: self._begin_run(deliveries, runs), with_text=self._with_text)
 
     @quiet
@@ -284,8 +292,10 @@ class OpenTelemetryTracer:
 
     @quiet
     def failing(self, outcomes: Sequence[Attempt]) -> None:
-        """Leave the attempt's span with the record: in the row of the next attempt, in the dead
-        letter and its topic, it is what they link to."""
+        """Write the attempt's span into the record's headers.
+
+        The row of the next attempt, the dead letter and its topic link to it by these.
+        """
         for outcome in outcomes:
             opened = outcome.delivery.trace
             if not isinstance(opened, Open) or not opened.span.get_span_context().is_valid:
@@ -298,8 +308,11 @@ class OpenTelemetryTracer:
 
     @quiet
     def settled(self, outcomes: Sequence[Attempt]) -> None:
-        """End the spans of runs. What died without a run (unreadable, expired, its worker killed)
-        gets one too: no trace ends without a word."""
+        """End the spans of settled runs.
+
+        A message that ended without a run (unreadable, expired, its worker killed) gets a span,
+        too, so no trace ends without its outcome.
+        """
         for outcome in outcomes:
             if outcome.delivery.trace is None and outcome.ending is Ending.DEAD:
                 self._trace_death(outcome)
@@ -315,13 +328,13 @@ class OpenTelemetryTracer:
 
     @quiet
     def given_back(self, deliveries: Sequence[Delivery]) -> None:
-        """End the spans of runs that count for nothing."""
+        """End the spans of runs that are undone."""
         for delivery in deliveries:
             _finish(delivery, Ending.DEFERRED.value)
 
 
 class _Publishing(Scope):
-    """A batch on its way; gives the records to publish."""
+    """A batch being published; returns the records to publish."""
 
     __slots__ = ("_records", "_tracer", "_transport")
 
@@ -400,7 +413,7 @@ def _read(traceparent: str) -> SpanContext:
 
 
 def _links(found: Iterable[SpanContext]) -> list[Link]:
-    """Link to each valid one once, to the first of many."""
+    """Return links to the distinct valid contexts, up to the limit."""
     unique: dict[tuple[int, int], SpanContext] = {}
     for each in found:
         if each.is_valid:
@@ -451,8 +464,10 @@ _OPAQUE = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(:\d+)?", re.IGN
 
 
 def system_of(alias: str) -> str:
-    """Return what a transport is called: ``kafka``, ``redis_streams``, ``database``, ``memory``; of
-    one of the project's own, its class without ``Transport``, with underscores."""
+    """Return a transport's name: ``kafka``, ``redis_streams``, ``database``, ``memory``.
+
+    For a class of the project it is the class's name without ``Transport``, with underscores.
+    """
     return _system(transport_class(alias).__name__)
 
 
@@ -462,12 +477,12 @@ def _system(name: str) -> str:
 
 
 def operation(name: str, kind: str) -> Attributes:
-    """Return what is done, and which of the conventions' operations that is."""
+    """Return the operation's name and its type in the semantic conventions."""
     return {OPERATION_NAME: name, OPERATION_TYPE: kind}
 
 
 def of_jobs(jobs: Collection[Job], topics: Collection[str], systems: Collection[str]) -> Attributes:
-    """Describe the jobs one call stores; what differs between them is left out."""
+    """Return the attributes of the jobs that one call stores; values that differ are left out."""
     told: Attributes = operation("enqueue", "create")
     for name, values in (
         (SYSTEM, set(systems)),
@@ -483,7 +498,7 @@ def of_jobs(jobs: Collection[Job], topics: Collection[str], systems: Collection[
 
 
 def of_delivery(delivery: Delivery) -> Attributes:
-    """Describe a message that is handled, and where it was read."""
+    """Return the attributes of a message that is handled, and of its position."""
     record, message = delivery.record, delivery.message
     system = system_of(delivery.queue.transport)
     told = operation("process", "process") | {
@@ -502,7 +517,9 @@ def of_delivery(delivery: Delivery) -> Attributes:
 
 
 def of_run(deliveries: Sequence[Delivery], contexts: Sequence[JobContext]) -> Attributes:
-    """Describe an attempt; of a batch what its items have in common, and how many they are."""
+    """Return the attributes of an attempt; for a batch those that its items share, and their
+    number.
+    """
     first, *others = [
         {**of_delivery(delivery), ATTEMPT: context.attempt}
         for delivery, context in zip(deliveries, contexts, strict=True)
@@ -513,8 +530,10 @@ def of_run(deliveries: Sequence[Delivery], contexts: Sequence[JobContext]) -> At
 
 
 def handler_of(delivery: Delivery) -> str:
-    """Return the handler's name, or "unknown" where there is none: what a stranger wrote into a
-    header names no span."""
+    """Return the handler's name, or "unknown" if there is none.
+
+    A name in a header of another service must not become a span's name.
+    """
     return delivery.kind or "unknown"
 
 
@@ -525,7 +544,7 @@ def error_type(error: BaseException) -> str:
 
 
 def text_headers(headers: Mapping[str, Any], wanted: Collection[str]) -> dict[str, str]:
-    """Return those headers that are there, as text."""
+    """Return the headers that exist, as text."""
     found = {name: headers[name] for name in wanted if headers.get(name)}
     return {
         name: value.decode("ascii", "replace") if isinstance(value, bytes) else str(value)

@@ -21,10 +21,13 @@ from kjo_django.contrib.prometheus.exposition import CONTENT_TYPE, collect, rend
 
 
 class MetricsView(View):
-    """``GET`` answers who sends ``Authorization: Bearer <METRICS_TOKEN>``, and users with the
-    permission ``view_job``: the labels name queues and handlers.
+    """Answers ``GET`` of clients that send ``Authorization: Bearer <METRICS_TOKEN>``, and of users
+    with the permission ``view_job``.
 
-    :cvar timeout: seconds the transports and Redis get to answer in; what does not is left out.
+    The labels name queues and handlers.
+
+    :cvar timeout: seconds that the transports and Redis have to answer; otherwise their metrics are
+        left out.
     """
 
     timeout: ClassVar[float] = 5.0

@@ -28,9 +28,11 @@ from kjo_django.worker.sessions import PREFIX
 logger = logging.getLogger("kjo_django")
 
 PRODUCTION_WINDOW = timedelta(seconds=60)
-"""The production rate is that of the jobs stored within it,"""
+"""Seconds over which the production rate is measured."""
 PRODUCTION_ROWS = 10_000
-"""or of this many, when more were: the time they took is then shorter."""
+"""Most jobs that are measured for the rate. With more, the time they took is shorter than the
+window.
+"""
 
 LE = tuple(0.001 * 2**n for n in range(BOUNDS - 1))
 """Upper bounds of the histograms in seconds; the last of the stored counts is open."""
@@ -47,16 +49,17 @@ _SINCE = "this hour (UTC), all workers together"
 
 @runtime_checkable
 class ReportsMemory(Protocol):
-    """A coordination that can say what it uses."""
+    """A coordination that can report its memory."""
 
     def memory_bytes(self, timeout: float) -> int:
         """Return the memory in use."""
 
 
 def collect(timeout: float) -> list[Family]:
-    """Measure everything; what lies outside the database gets ``timeout`` seconds in all.
+    """Measure everything.
 
-    What does not answer is left out, and ``kjo_collected`` says so.
+    :param timeout: seconds that servers other than the database have in all. Without an answer
+        their metrics are left out, and ``kjo_collected`` is 0.
     """
     deadline = time.monotonic() + timeout
     now = timezone.now()
@@ -94,10 +97,11 @@ class _Done:
 
 
 def _executions(now: datetime) -> Iterable[Family]:
-    """Counters begin anew with each hour, which Prometheus takes for a restart: what is read is
-    bounded by 60 rows for each handler and worker, and pruning never takes anything from them.
+    """Yield the counters of this hour.
 
-    Every handler is told of from the start, or the first failure of an hour would go unseen.
+    They begin at 0 with each hour, which Prometheus takes for a restart. So 60 rows at most are
+    read for each handler and worker, and pruning does not lower a counter. Every handler is listed
+    from the start, or the first failure of an hour would be missed.
     """
     done: dict[tuple[str, str], _Done] = defaultdict(_Done)
     for handler in registry.handlers():
@@ -195,7 +199,7 @@ def _queues(now: datetime, queues: Sequence[dict[str, Any]]) -> Iterable[Family]
 
 
 def _deaths(now: datetime, names: Sequence[str]) -> Iterable[Family]:
-    """Of the letters written this hour, bounded as the rest: newest first, to a limit."""
+    """Yield the counters of the dead letters of this hour, newest first, up to a limit."""
     rows = DeadLetter.objects.using(jobs_database()).filter(pk__gte=uuid7_floor(_hour(now)))
     groups, _ = grouped_counts(rows.order_by("-pk"), ("queue", "reason", "state"))
     written = Family(
@@ -220,7 +224,7 @@ def _deaths(now: datetime, names: Sequence[str]) -> Iterable[Family]:
 
 
 def _sessions() -> Family:
-    """Only on PostgreSQL, whose connections are what runs out."""
+    """Yield the number of connections, on PostgreSQL only."""
     family = Family(
         "kjo_database_connections", "gauge", "Sessions of the jobs' PostgreSQL database."
     )
@@ -257,7 +261,9 @@ def _workers(now: datetime) -> Iterable[Family]:
 
 
 def _redis_memory(deadline: float) -> tuple[Family, bool]:
-    """Only where Redis coordinates; elsewhere there is nothing to tell, and nothing failed."""
+    """Yield the memory of Redis, if it coordinates; without Redis there is no metric and no
+    failure.
+    """
     family = Family("kjo_redis_memory_bytes", "gauge", "Memory in use of the coordination's Redis.")
     coordination = get_coordination()
     if not isinstance(coordination, ReportsMemory):
@@ -281,7 +287,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Sample(NamedTuple):
-    """One line."""
+    """One sample."""
 
     suffix: str
     labels: tuple[tuple[str, str], ...]
@@ -290,7 +296,7 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Family:
-    """A metric: its name, its kind, what it means, its lines."""
+    """A metric: name, kind, help text and samples."""
 
     name: str
     kind: str
@@ -299,16 +305,16 @@ class Family:
     samples: list[Sample] = field(default_factory=list)
 
     def add(self, value: float, suffix: str = "", **labels: str) -> None:
-        """Add a line."""
+        """Add a sample."""
         self.samples.append(Sample(suffix, tuple(labels.items()), value))
 
     def add_histogram(
         self, bounds: Sequence[float], counts: Sequence[int], summed: float, **labels: str
     ) -> None:
-        """Add the lines of a histogram.
+        """Add the samples of a histogram.
 
-        :param counts: by bucket, not yet added up; one more than there are bounds, the last open.
-        :param summed: all that was observed, added up.
+        :param counts: by bucket, not cumulated; one more than there are bounds, the last one open.
+        :param summed: the sum of all observations.
         """
         total = 0
         for bound, count in zip((*bounds, None), counts, strict=True):

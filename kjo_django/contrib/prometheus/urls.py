@@ -1,4 +1,4 @@
-"""``include`` it where Prometheus is to scrape."""
+"""URLs of the metrics, for ``include``."""
 
 from django.urls import path
 

@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
 def load_backends() -> None:
     """Create the backends of this package, so that workers know their handler and their queues.
 
-    A worker need not import any task before its first message asks for one.
+    A worker imports a task when the first message names it.
     """
     declared = getattr(settings, "TASKS", None)
     for alias, parameters in declared.items() if isinstance(declared, dict) else ():

@@ -1,4 +1,4 @@
-"""The backend: a task is a job of kjo_django, and one handler runs all of them."""
+"""The backend: a task is a job, and one handler runs all tasks."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from kjo_django.contrib.tasks.definition import (
 from kjo_django.messages import headers as names
 
 OPTIONS = ("atomic", "max_attempts", "result_ttl", "timeout")
-"""What ``OPTIONS`` may hold: defaults for tasks that do not say."""
+"""The keys of ``OPTIONS``: defaults for tasks."""
 MAX_QUEUE_LENGTH = 100
 
 
 class KJOBackend(BaseTaskBackend):
     """Stores tasks as jobs, in the caller's transaction; ``kjo_consume`` runs them.
 
-    Made while modules that declare tasks are imported, before the models are there, and once per
-    thread: it connects to nothing and keeps nothing.
+    It is made while modules that declare tasks are imported, before models are loaded, once in each
+    thread. So it opens no connection and keeps no state.
     """
 
     task_class = KJOTask
@@ -93,7 +93,7 @@ class KJOBackend(BaseTaskBackend):
         return result
 
     def get_result(self, result_id: str) -> KJOTaskResult:
-        """Return what is known of a task that was enqueued on this backend.
+        """Return the result of a task that was enqueued on this backend.
 
         :raises TaskResultDoesNotExist: there is none, or its lifetime is over.
         """
@@ -102,7 +102,7 @@ class KJOBackend(BaseTaskBackend):
         return results.get_result(self, result_id)
 
     def default(self, task: Any, name: str) -> Any:
-        """Return a task's option, or what ``OPTIONS`` says where it says nothing.
+        """Return a task's option, or the default in ``OPTIONS``.
 
         :raises ImproperlyConfigured: ``OPTIONS`` are wrong.
         """
@@ -114,7 +114,7 @@ class KJOBackend(BaseTaskBackend):
         return self.options.get(name)
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
-        """Check the options and the queues; nothing is connected to."""
+        """Check the options and the queues without a connection."""
         return [*self._problems(), *self._queue_problems()]
 
     def _problems(self) -> Iterator[CheckMessage]:
@@ -161,20 +161,22 @@ def _known_queue(name: str) -> None:
 
 
 class TaskHandler(registry.Handler):
-    """Runs tasks, each as its message's headers say."""
+    """Runs each task with the options in its message's headers."""
 
     observes = True
 
     def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the call."""
+        """Return the call."""
         return (TaskCall.read(value),), {}
 
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
-        """Whatever its task takes will do."""
+        """Accept any arguments."""
         return None
 
     def fitted(self, headers: Mapping[str, bytes]) -> registry.Handler:
-        """Return the variant for one task: atomic or not, asynchronous or not, its time limit."""
+        """Return the handler with a task's options: atomic or not, asynchronous or not, its time
+        limit.
+        """
         if TASK not in headers:
             return self
         return _variant(
@@ -256,9 +258,9 @@ def _sender_of(alias: str) -> type[Any]:
 
 
 def register_handler(queue: str) -> None:
-    """Make the handler known; again makes no difference.
+    """Register the handler; idempotent.
 
-    :param queue: one that its tasks go to.
+    :param queue: one of its tasks' queues.
     """
     if registry.find(NAME) is None:
         registry.register(TaskHandler(run, replace(_OPTIONS, queue=queue)))

@@ -1,4 +1,4 @@
-"""The one place that knows which framework is there: Django's own tasks, or the backport."""
+"""Imports of the installed framework: Django's own tasks, or the backport."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ __all__ = [
 
 
 def is_task(value: Any) -> bool:
-    """Whether this is a task, of either framework: on Django 6 both may be in use."""
+    """Return whether this is a task of either framework: on Django 6 both may be in use."""
     if isinstance(value, Task):
         return True
     backport = sys.modules.get("django_tasks.base")

@@ -1,4 +1,4 @@
-"""Tasks with what a job can have, and results that tell the job's true state."""
+"""Tasks with the options of jobs, and results with the job's state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "result_ttl": _lifetime,
     "atomic": _flag,
 }
-"""What each option of a task must be; ``OPTIONS`` of the backend are checked by the same."""
+"""The type of each option of a task; the backend's ``OPTIONS`` have these types, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +79,11 @@ class KJOTask(Task):  # type: ignore[type-arg]
     timeout: timedelta | float | None = None
     """Longest run of an attempt, timedelta or seconds."""
     unique_id: str | None = None
-    """One job per queue and id: enqueued again, the answer is the result that is there."""
+    """One job per queue and id. A second enqueue returns the existing result."""
     key: str | Callable[..., str] | None = None
     """Tasks of one key run one at a time and in order. A function is given the task's arguments."""
     expires: timedelta | datetime | None = None
-    """Not started by then, never started; a timedelta counts from when it is enqueued."""
+    """The job is not started after this time; a timedelta counts from the enqueue."""
     result_ttl: timedelta | None = None
     """How long its result and its errors are kept."""
     atomic: bool | None = None
@@ -101,7 +101,7 @@ class KJOTask(Task):  # type: ignore[type-arg]
         Task.__post_init__(self)
 
     def using(self, **options: Any) -> KJOTask:
-        """Return a copy with options for the next enqueues; those that are None stay as they are.
+        """Return a copy with options for the next enqueues. Options that are None stay unchanged.
 
         :raises TypeError: there is no such option.
         """
@@ -115,15 +115,15 @@ _USABLE = {"priority", "queue_name", "run_after", "backend", *CHECKS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KJOTaskResult(TaskResult):  # type: ignore[type-arg,misc]
-    """A result that also knows what the four states of the framework cannot say."""
+    """A result with the states that the framework's four states do not distinguish."""
 
     job_status: str = ""
     """pending, scheduled, queued, processing, failing, completed, failed or cancelled."""
     is_new: bool = field(default=True, compare=False)
-    """Of an enqueue: whether it stored a job. False where the unique id was taken."""
+    """Whether the enqueue stored a job. False if the unique id was taken."""
 
     def refresh(self) -> None:
-        """Reload what may have changed."""
+        """Reload the attributes that may have changed."""
         self._take(self.task.get_backend().get_result(self.id))
 
     async def arefresh(self) -> None:
@@ -137,7 +137,7 @@ class KJOTaskResult(TaskResult):  # type: ignore[type-arg,misc]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KJOTaskContext(TaskContext):  # type: ignore[type-arg,misc]
-    """A task's context that can also do what a job's can."""
+    """A task's context with the job's context."""
 
     job: Any
     """The ``JobContext``: idempotency key, abort flag, progress."""
@@ -154,7 +154,7 @@ def task(
 ) -> Any:
     """Declare a task with the options of ``KJOTask``, on every version of the framework.
 
-    Django 6.0's own decorator takes none but its own; for the rest the two are the same.
+    Django 6.0's own decorator does not take them.
     """
     refuse_unknown(options, {*CHECKS, "run_after"}, "task")
     if "run_after" in options:
@@ -175,13 +175,15 @@ def task(
 
 
 def changed_options(task: Any) -> dict[str, Any]:
-    """Return a task's own options that say something and can be written down."""
+    """Return a task's own options that are set and can be stored."""
     given = {name: getattr(task, name, None) for name in CHECKS}
     return {name: v for name, v in given.items() if v is not None and not callable(v)}
 
 
 def restored(task: Any, **changes: Any) -> Any:
-    """Return a copy as it was enqueued, without validating: what was valid then may not be now."""
+    """Return a copy with the options of its enqueue, without validation: options that were valid
+    then may not be now.
+    """
     copy = object.__new__(type(task))
     for one in fields(task):
         object.__setattr__(copy, one.name, changes.get(one.name, getattr(task, one.name)))
@@ -201,15 +203,15 @@ TIMEOUT = "kjo-task-timeout"
 
 
 class NotATask(SuspiciousOperation, PermanentError):
-    """A message names something that is no task; nothing of it is called."""
+    """A message names an object that is not a task. Nothing of it is called."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCall:
-    """What a task's payload holds."""
+    """The payload of a task."""
 
     path: str
-    """Where the task is imported from."""
+    """The import path of the task."""
     backend: str
     """The alias it was enqueued on."""
     args: list[Any]
@@ -219,9 +221,9 @@ class TaskCall:
 
     @classmethod
     def read(cls, value: Any) -> TaskCall:
-        """Read a decoded payload.
+        """Return the call in a decoded payload.
 
-        :raises MessageError: it is none.
+        :raises MessageError: it is not a task's.
         """
         if isinstance(value, dict):
             call = cls(
@@ -241,7 +243,7 @@ class TaskCall:
 def find_task(path: str) -> Any:
     """Import a task.
 
-    :raises NotATask: there is something else.
+    :raises NotATask: the path is that of another object.
     :raises ImportError: there is nothing; a worker with newer code may find it.
     """
     if "." not in path:

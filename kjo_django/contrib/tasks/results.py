@@ -1,4 +1,4 @@
-"""Between tasks and job rows. Imported when the models are there, never before."""
+"""Results of tasks from job rows. Imported after the models are loaded."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ logger = logging.getLogger("kjo_django")
 
 
 def store_task(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) -> KJOTaskResult:
-    """Store a task as a job and return its result, or the one that has its unique id.
+    """Store a task as a job and return its result, or the existing one of its unique id.
 
-    :raises InvalidTask: another task, or a job that is none, has the unique id.
+    :raises InvalidTask: the unique id belongs to another task, or to a job that is not a task.
     """
     job = _job_of(backend, task, args, kwargs)
     answer = store([job])[0]
@@ -81,7 +81,7 @@ def get_result(backend: Any, result_id: Any) -> KJOTaskResult:
 
 
 def begin(task: Any, call: TaskCall, context: JobContext) -> KJOTaskContext:
-    """Return what a task may know of its run, which begins now."""
+    """Return the context of a run that begins now."""
     now = timezone.now()
     result = KJOTaskResult(
         task=_restored_task(task, call, context.queue),
@@ -102,8 +102,10 @@ def begin(task: Any, call: TaskCall, context: JobContext) -> KJOTaskContext:
 
 
 def ended(attempt: Attempt) -> KJOTaskResult | None:
-    """Return the result of a task whose ending is durable and the last; None for another, or where
-    the task cannot be imported, which is why it failed."""
+    """Return the result of a task that has ended for good; None if it has not.
+
+    It is also None if the task cannot be imported, which is why it failed.
+    """
     if attempt.row is None or attempt.ending not in _ENDS:
         return None
     job = _row_after(attempt)
@@ -166,7 +168,7 @@ _TIMES = ("expires", "result_ttl", "run_after", "timeout")
 
 
 def _written(task: Any) -> dict[str, Any]:
-    """Return a task's options as JSON has them: durations and moments in ISO 8601."""
+    """Return a task's options for JSON: durations and times in ISO 8601."""
     given = changed_options(task)
     if task.run_after is not None:
         given["run_after"] = task.run_after
@@ -258,7 +260,7 @@ def _status(job: Job) -> JobStatus:
 
 
 def _workers(job: Job, failures: Sequence[JobFailure], status: JobStatus, worker: str) -> list[str]:
-    """Return one entry per attempt begun; empty where nothing tells who ran it."""
+    """Return one entry for each attempt that has begun; empty where the worker is unknown."""
     count = job.attempts + (status == JobStatus.PROCESSING)
     workers = [""] * count
     for failure in failures:
@@ -274,7 +276,7 @@ def _class_path(path: str) -> str:
 
 
 def _row_after(attempt: Attempt) -> Job:
-    """Return the job's row as the attempt left it; of a completion without asking for it."""
+    """Return the job's row as the attempt left it; a completed one without a query."""
     row, message = attempt.row, attempt.delivery.message
     assert row is not None
     assert message is not None
