@@ -31,7 +31,7 @@ PERMISSION = "kjo_django.view_job"
 
 
 class _Shared:
-    """The result of the last run of the checks. One run at a time; concurrent callers wait for it."""
+    """The result of the last run of the checks. One run at a time; other callers wait for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

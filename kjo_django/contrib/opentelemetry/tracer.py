@@ -58,7 +58,7 @@ _complained = -COMPLAIN_EVERY
 
 
 def quiet(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Log the function's exceptions and return None then, so that no job fails because of tracing."""
+    """Log the function's exceptions and return None then: no job fails because of tracing."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
