@@ -2,11 +2,20 @@
 
 Durations are ``timedelta`` or a number of seconds; a key ending in ``_BYTES`` counts bytes. Nothing
 here is mutated; overriding ``settings.KJO`` in a test takes effect at once.
+
+What the dict leaves out is read from the environment. ``KJO_CONCURRENCY=8`` stands for
+``KJO = {"CONCURRENCY": 8}``: a value is read as JSON, and as text where it is none or where the
+setting is a text: ``KJO_RELEASE=1.10`` is no number. Two names of template classes configure a
+server each:
+
+    KJO_KAFKA_BROKERS   host:port,host:port   the transport "default"
+    KJO_REDIS_URL       redis://host:port/0   the coordination
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import socket
 from collections.abc import Mapping
@@ -18,7 +27,6 @@ from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
-from kjo_django import environment
 from kjo_django.values import Problem as Problem
 from kjo_django.values import (
     attempts,
@@ -358,10 +366,35 @@ _TEXTS = (text, name_text, optional_text, short_text)
 def _load() -> tuple[Settings, list[Problem]]:
     given = getattr(django_settings, "KJO", {})
     if isinstance(given, Mapping):
-        readers = {f.name.upper(): f.metadata["convert"] for f in fields(Settings)}
-        plain = [key for key, reader in readers.items() if reader in _TEXTS]
-        given = {**environment.read(readers, os.environ, plain), **given}
+        given = {**_from_environment(), **given}
     return convert(Settings, given, "KJO")
+
+
+def _from_environment() -> dict[str, Any]:
+    """Return the settings that the environment gives; an empty variable gives none."""
+    found: dict[str, Any] = {}
+    if brokers := os.environ.get("KJO_KAFKA_BROKERS"):
+        found["TRANSPORTS"] = {
+            "default": {
+                "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
+                "OPTIONS": {"bootstrap.servers": brokers},
+            }
+        }
+    if url := os.environ.get("KJO_REDIS_URL"):
+        found["COORDINATION"] = {
+            "BACKEND": "kjo_django.coordination.redis.RedisCoordination",
+            "OPTIONS": {"URL": url},
+        }
+    for field in fields(Settings):
+        if given := os.environ.get(f"KJO_{field.name.upper()}"):
+            try:
+                value = json.loads(given)
+            except ValueError:
+                value = given
+            if field.metadata["convert"] in _TEXTS and not isinstance(value, str | None):
+                value = given
+            found[field.name.upper()] = value
+    return found
 
 
 def problems() -> list[Problem]:

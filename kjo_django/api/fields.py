@@ -14,7 +14,7 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema_field, extend_schema_serializer
 from rest_framework import serializers
 
-from kjo_django.retries.policy import LONGEST_DELAY
+from kjo_django.retries import LONGEST_DELAY
 
 NAME_PREFIX = "Kjo"
 """Of every component in the schema: the project has components of its own."""

@@ -13,8 +13,8 @@ from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
+from kjo_django.messages.headers import message_id
 from kjo_django.models import DeadLetterReason
-from kjo_django.models.job import message_id
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import NAMED_BY_OTHERS, JobRow
 from kjo_django.transports.base import TopicPartition

@@ -16,7 +16,7 @@ from kjo_django.exceptions import text_of
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, one_line, storable_text
 from kjo_django.models import DeadLetter, fingerprint_of, source_of_job
-from kjo_django.retries.classification import import_path
+from kjo_django.retries import import_path
 from kjo_django.transports.base import OutgoingRecord, Record
 
 MAX_TRACEBACK_LENGTH = 20_000

@@ -47,8 +47,7 @@ from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, Job, JobFailure, transition
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.registry import Handler
-from kjo_django.retries import Backoff, Decision, RetryPolicy
-from kjo_django.retries.classification import import_path
+from kjo_django.retries import Backoff, Decision, RetryPolicy, import_path
 from kjo_django.runtime import Runtime, get_coordination, get_transport, jobs_database
 from kjo_django.store import store_for
 from kjo_django.transports.base import Record

@@ -29,7 +29,7 @@ from kjo_django.ids import uuid7
 from kjo_django.messages.headers import inherited
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
-from kjo_django.retries.policy import LONGEST_DELAY
+from kjo_django.retries import LONGEST_DELAY
 from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.values import (
     attempts,

@@ -41,7 +41,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.headers import job_headers
 from kjo_django.messages.serializers import load_result, serializer_for, storable_text
 from kjo_django.models import Job, transition
-from kjo_django.models.job import ORIGIN_ID, message_id
+from kjo_django.models.job import ORIGIN_ID
 from kjo_django.runtime import Runtime, current_runtime, get_transport, transport_class
 from kjo_django.states import JobState
 from kjo_django.store import Store
@@ -460,7 +460,7 @@ def record_of(
         is_tombstone = headers.pop(names.NO_VALUE, None) is not None
         if names.REDELIVERY in headers:
             # A requeue is a wish to have it handled again.
-            headers[names.REDELIVERY] = message_id(str(job.id), job.generation).encode()
+            headers[names.REDELIVERY] = names.message_id(str(job.id), job.generation).encode()
         return OutgoingRecord(
             topic=job.destination,
             key=raw_key if raw_key is not None else job.key.encode() or None,
@@ -473,7 +473,7 @@ def record_of(
     key: bytes | None = (job.key or id).encode()
     value: bytes | None = bytes(job.payload)
     headers = job_headers(
-        id=message_id((job.headers or {}).get(ORIGIN_ID) or id, job.generation),
+        id=names.message_id((job.headers or {}).get(ORIGIN_ID) or id, job.generation),
         type=job.handler,
         job_id=id,
         service=current_runtime().service if service is None else service,

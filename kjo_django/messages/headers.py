@@ -338,6 +338,11 @@ class Message:
         return self.unique_id or self.id
 
 
+def message_id(id: str, generation: int) -> str:
+    """Name one generation of a job; the first keeps the job's bare id."""
+    return id if generation <= 1 else f"{id}:{generation}"
+
+
 def job_headers(
     *,
     id: str,
@@ -382,7 +387,7 @@ def read_message(
         )
     if not value:
         raise MessageError("invalid", "The message is empty")
-    job_id = text(headers, JOB_ID)
+    job_id = headers.get(JOB_ID, b"").decode("utf-8", "replace")
     if "\x00" in job_id or len(job_id) > MAX_ID_LENGTH:
         raise MessageError("invalid", f"The {JOB_ID!r} header is not a usable identifier")
     identifiers = {}
@@ -400,9 +405,9 @@ def read_message(
         id=identifiers[ID],
         type=identifiers[TYPE],
         payload=value,
-        content_type=text(headers, CONTENT_TYPE, "application/json"),
+        content_type=headers.get(CONTENT_TYPE, b"application/json").decode("utf-8", "replace"),
         job_id=job_id or None,
-        service=text(headers, SERVICE),
+        service=headers.get(SERVICE, b"").decode("utf-8", "replace"),
         generation=number(headers, GENERATION, 1),
         attempt=number(headers, ATTEMPT, 1),
         replay_count=number(headers, REPLAY_COUNT, 0),

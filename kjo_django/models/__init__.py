@@ -9,7 +9,7 @@ from kjo_django.models.dead_letter import (
     source_of_job,
 )
 from kjo_django.models.embedded import Lease, Mark, TransportMessage, TransportSubscription
-from kjo_django.models.job import Job, JobFailure, JobQuerySet, message_id, transition
+from kjo_django.models.job import Job, JobFailure, JobQuerySet, transition
 from kjo_django.models.metric_bucket import MetricBucket, MetricRollup
 from kjo_django.models.processed_event import EventKey, ProcessedEvent
 
@@ -32,7 +32,6 @@ __all__ = [
     "TransportSubscription",
     "Worker",
     "fingerprint_of",
-    "message_id",
     "source_of_job",
     "transition",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -13,6 +12,7 @@ from django.utils.translation import gettext_lazy as _
 
 from kjo_django import states
 from kjo_django.ids import uuid7
+from kjo_django.messages.headers import message_id
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, loads_for_display
 from kjo_django.models.constraints import UniqueWhereGiven
 from kjo_django.states import JobState, JobStatus
@@ -153,7 +153,7 @@ class Job(models.Model):
         A job born of a foreign message keeps that message's identity, so that a second copy of the
         message is recognised.
         """
-        return message_id(origin_of(self.headers) or str(self.id), self.generation)
+        return message_id((self.headers or {}).get(ORIGIN_ID) or str(self.id), self.generation)
 
     @property
     def log_facts(self) -> dict[str, Any]:
@@ -235,16 +235,6 @@ def is_scheduled(now: datetime) -> Q:
 def log_facts(job: Any) -> dict[str, Any]:
     """Return what a log record about a job says in its ``extra``."""
     return {"job_id": str(job.pk), "handler": job.handler, "queue": job.queue}
-
-
-def origin_of(headers: Mapping[str, Any] | None) -> str | None:
-    """Return the id of the foreign message a job with these headers was born of, if it was."""
-    return headers.get(ORIGIN_ID) if headers else None
-
-
-def message_id(id: str, generation: int) -> str:
-    """Name one generation of a job; the first keeps the job's bare id."""
-    return id if generation <= 1 else f"{id}:{generation}"
 
 
 def transition(action: str, jobs: models.QuerySet[Job], **changes: Any) -> int:

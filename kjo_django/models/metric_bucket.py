@@ -9,11 +9,8 @@ from kjo_django.ids import uuid7
 
 BOUNDS = 24
 """Upper bounds of 1 ms · 2^n, n below this; the last stands for everything above."""
-
-
-def bound_of(seconds: float) -> int:
-    """Return the index of the histogram's bucket."""
-    return min(max(int(seconds * 1000), 0).bit_length(), BOUNDS - 1)
+UPPER_MILLISECONDS = [2**n for n in range(BOUNDS - 1)]
+"""The bounds themselves: what is bisected into them has the histogram's index."""
 
 
 class Figures(models.Model):

@@ -27,7 +27,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, Observer, Progress, checked_rate
-from kjo_django.retries.policy import LONGEST_DELAY
+from kjo_django.retries import LONGEST_DELAY
 from kjo_django.states import JobStatus
 
 SYNCHRONOUS_LIMIT = 1000

@@ -33,7 +33,7 @@ from kjo_django.models import Job
 from kjo_django.models.job import is_scheduled
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
-from kjo_django.retries.policy import LONGEST_DELAY
+from kjo_django.retries import LONGEST_DELAY
 from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.states import OPEN, JobState, JobStatus
 from kjo_django.store.counting import COUNT_LIMIT, window_floor

@@ -371,15 +371,16 @@ class Relay:
         """
         longest = self._settings.poll_interval.total_seconds()
         was_called, self._is_called = self._is_called, False
+        awake = self._awake() if self._queue_backoff else self.queues
         if not was_called:
             if self._publications.unrecorded:
                 self._publications.record_missing()
                 # As long as another relay has no reason to publish them again.
-                self._leases.take(self._awake())
-            until_due = self._seconds_until_due(self._awake(), longest)
+                self._leases.take(awake)
+            until_due = self._seconds_until_due(awake, longest)
             if until_due > 0:
                 return until_due
-        mine = self._leases.take(self._awake())
+        mine = self._leases.take(awake)
         self._leases.busy_since = self._clock.monotonic()
         count = self.publish_due(mine) if mine else 0
         if self._publications.unrecorded and self._publications.are_overdue:

@@ -30,7 +30,7 @@ from kjo_django.models import (
     source_of_job,
     transition,
 )
-from kjo_django.retries.classification import import_path
+from kjo_django.retries import import_path
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import DueJob
 from kjo_django.transports.base import OutgoingRecord, Published

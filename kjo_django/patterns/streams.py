@@ -45,7 +45,6 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_ID_LENGTH, Message
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, loads_for_display, storable_text
 from kjo_django.retries import Backoff
-from kjo_django.retries.policy import max_attempts_from_stream_retries
 from kjo_django.runtime import jobs_database
 from kjo_django.transports.base import Record
 
@@ -287,7 +286,7 @@ def _register(cls: type[AbstractStreamConsumer[Any]]) -> None:
         registry.HandlerOptions(
             name=registry.default_name(cls),
             queue=cls.stream_key,
-            max_attempts=max_attempts_from_stream_retries(cls.max_retry_count),
+            max_attempts=cls.max_retry_count + 1,
             timeout=cls.timeout,
             backoff=BACKOFF,
             atomic=False,

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.dead_lettering import error_text
 from kjo_django.models import MetricBucket, MetricRollup
-from kjo_django.models.metric_bucket import BOUNDS, bound_of
+from kjo_django.models.metric_bucket import BOUNDS, UPPER_MILLISECONDS
 from kjo_django.runtime import jobs_database
 from kjo_django.store import store_for
 
@@ -82,13 +83,13 @@ class Statistics:
                     self.last_error, self.last_error_at = error_text(attempt.error), now
                 if attempt.started_at is None:
                     continue
-                bucket.runs[bound_of(attempt.seconds)] += 1
+                bucket.runs[bisect_right(UPPER_MILLISECONDS, attempt.seconds * 1000)] += 1
                 bucket.run_seconds += attempt.seconds
                 due = attempt.row.available_at if attempt.row else delivery.record.timestamp
                 if due is not None:
                     # A clock that stepped back counts as no time: a sum never falls.
                     waited = max(0.0, (attempt.started_at - due).total_seconds())
-                    bucket.waits[bound_of(waited)] += 1
+                    bucket.waits[bisect_right(UPPER_MILLISECONDS, waited * 1000)] += 1
                     bucket.wait_seconds += waited
 
     def skip(self, queue: QueueConf) -> None:

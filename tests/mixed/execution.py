@@ -23,7 +23,7 @@ from kjo_django.exceptions import KjoError
 from kjo_django.models import Lease as LeaseRow
 from kjo_django.models import TransportMessage
 from kjo_django.models import Worker as WorkerRow
-from kjo_django.retries.classification import import_path
+from kjo_django.retries import import_path
 from kjo_django.runtime import get_transport
 from kjo_django.states import OPEN
 from tests.acceptance.engine import ALIAS, Engine, Servers

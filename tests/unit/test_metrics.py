@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from uuid import UUID
@@ -24,7 +25,7 @@ from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import DeadLetter
-from kjo_django.models.metric_bucket import BOUNDS, bound_of
+from kjo_django.models.metric_bucket import BOUNDS, UPPER_MILLISECONDS
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
@@ -91,7 +92,7 @@ def value(families, name, suffix="", **labels):
 def histogram(seconds):
     counts = [0] * BOUNDS
     for duration in seconds:
-        counts[bound_of(duration)] += 1
+        counts[bisect_right(UPPER_MILLISECONDS, duration * 1000)] += 1
     return counts
 
 

@@ -1,5 +1,6 @@
 """Figures over time, from the aggregates."""
 
+from bisect import bisect_right
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django.models import MetricBucket, MetricRollup, Worker
-from kjo_django.models.metric_bucket import BOUNDS, bound_of
+from kjo_django.models.metric_bucket import BOUNDS, UPPER_MILLISECONDS
 from kjo_django.operations.monitoring import metrics
 from tests.factories import WorkerFactory
 
@@ -24,7 +25,7 @@ def now(monkeypatch):
 def histogram(*seconds):
     counts = [0] * BOUNDS
     for each in seconds:
-        counts[bound_of(each)] += 1
+        counts[bisect_right(UPPER_MILLISECONDS, each * 1000)] += 1
     return counts
 
 
@@ -150,10 +151,10 @@ def test_a_deploy_is_the_first_start_of_a_release():
 def test_a_percentile_lies_within_the_bounds_of_its_measurement(seconds, share):
     found = metrics.percentile(histogram(*seconds), share)
     exact = sorted(seconds)[max(0, -(-int(share * len(seconds) * 1e9) // 10**9) - 1)]
-    index = bound_of(exact)
+    index = bisect_right(UPPER_MILLISECONDS, exact * 1000)
     assert found is not None
     assert found >= 0
-    assert bound_of(found) in (index - 1, index, index + 1)
+    assert bisect_right(UPPER_MILLISECONDS, found * 1000) in (index - 1, index, index + 1)
 
 
 def test_nothing_measured_has_no_percentile():

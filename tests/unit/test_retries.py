@@ -24,12 +24,13 @@ from kjo_django.exceptions import (
     ServiceUnavailableError,
     StalledError,
 )
-from kjo_django.retries import Backoff, RetryPolicy, Verdict, classify
-from kjo_django.retries.classification import error_class, import_path
-from kjo_django.retries.policy import (
-    max_attempts_from_queue_retries,
-    max_attempts_from_redeliveries,
-    max_attempts_from_stream_retries,
+from kjo_django.retries import (
+    Backoff,
+    RetryPolicy,
+    Verdict,
+    classify,
+    error_class,
+    import_path,
 )
 
 TICK = timedelta(microseconds=1)
@@ -246,7 +247,7 @@ def test_a_delay_that_is_no_timedelta_is_refused_where_it_is_written():
         Retry("later", delay=5)
 
 
-# --- what "3 retries" means ------------------------------------------------------------------
+# --- what "3 attempts" means -----------------------------------------------------------------
 
 
 def executions(max_attempts: int) -> int:
@@ -255,31 +256,6 @@ def executions(max_attempts: int) -> int:
     while policy().decide(ValueError("x"), attempt, max_attempts).retry:
         attempt += 1
     return attempt
-
-
-@pytest.mark.parametrize(
-    ("adapter", "given_count", "expected"),
-    [
-        # Seed 2: maxRetries=3 is 3 executions; less than one makes no sense.
-        (max_attempts_from_queue_retries, 3, 3),
-        (max_attempts_from_queue_retries, 1, 1),
-        (max_attempts_from_queue_retries, 0, 1),
-        # Seeds 4 and 5: MAX_RETRY_COUNT=3 is 4 executions.
-        (max_attempts_from_stream_retries, 3, 4),
-        (max_attempts_from_stream_retries, 1, 2),
-        (max_attempts_from_stream_retries, 0, 1),
-        # Seed 3: N redeliveries are N + 1 executions.
-        (max_attempts_from_redeliveries, 3, 4),
-        (max_attempts_from_redeliveries, 0, 1),
-    ],
-)
-def test_a_seeds_count_becomes_executions(adapter, given_count, expected):
-    assert adapter(given_count) == expected
-    assert executions(adapter(given_count)) == expected
-
-
-def test_negative_redeliveries_are_without_end():
-    assert max_attempts_from_redeliveries(-1) is None
 
 
 @given(st.integers(1, 50))

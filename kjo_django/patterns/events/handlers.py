@@ -27,10 +27,9 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
-from kjo_django.messages.headers import Message
+from kjo_django.messages.headers import Message, message_id
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import EventKey
-from kjo_django.models.job import message_id
 from kjo_django.patterns.events.event import (
     MAX_ID_LENGTH,
     MAX_TYPE_LENGTH,

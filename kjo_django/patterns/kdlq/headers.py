@@ -16,7 +16,7 @@ from kjo_django.conf import get_settings
 from kjo_django.engine.dead_lettering import error_text
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH
 from kjo_django.patterns.kdlq.config import DlqConfig
-from kjo_django.retries.classification import import_path
+from kjo_django.retries import import_path
 from kjo_django.transports.base import Record
 
 REDELIVERED = "KDLQ_Redelivered"

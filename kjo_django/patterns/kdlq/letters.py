@@ -17,7 +17,7 @@ from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState
 from kjo_django.operations.dead_letters import DeadLetterFormat, register_format
 from kjo_django.patterns.kdlq import headers
-from kjo_django.retries.classification import import_path
+from kjo_django.retries import import_path
 from kjo_django.runtime import jobs_database
 from kjo_django.transports.base import Record
 

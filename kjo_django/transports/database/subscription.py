@@ -17,7 +17,7 @@ from django.db import connections, transaction
 
 from kjo_django.clock import Clock
 from kjo_django.models import TransportSubscription
-from kjo_django.retries.backoff import Backoff
+from kjo_django.retries import Backoff
 from kjo_django.transports.base import (
     AssignedCallback,
     Record,
