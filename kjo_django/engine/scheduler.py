@@ -34,6 +34,8 @@ CONCURRENT_GROUP = 1000
 WORTH_A_LANE = 0.005
 """Seconds of run time. Less work than this is not worth another lane: its wake-up, its leases and
 its transaction cost about as much."""
+TIMED = (Mode.ATOMIC, Mode.PLAIN)
+"""Modes in which the run times of a group's deliveries add up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +252,9 @@ class GroupScheduler:
         size = int(min(size, self._left))
         # Lanes that are worth waking get their share before this one takes a second key.
         # They are worth one for each full group, or for each WORTH_A_LANE seconds of run time.
-        seconds = len(ready) * self._expected_seconds(first)
+        seconds = 0.0
+        if first.mode in TIMED:
+            seconds = len(ready) * self._run_times.get(first.kind, self._budget)
         worth = max(math.ceil(len(ready) / size), math.ceil(seconds / WORTH_A_LANE))
         lanes = min(self._idle, limit.groups, worth)
         share = max(-(-len(ready) // max(1, lanes)), first.batch or 1)
@@ -280,7 +284,9 @@ class GroupScheduler:
         while ready and share and len(taken) < size:
             waiting, before = ready[0].waiting, len(taken)
             while waiting and len(taken) < size and waiting[0].mode is mode:
-                seconds = self._expected_seconds(waiting[0])
+                seconds = 0.0
+                if mode in TIMED:
+                    seconds = self._run_times.get(waiting[0].kind, self._budget)
                 if seconds > budget and taken and not _fits_into_batch(waiting[0], taken):
                     break
                 budget -= seconds
@@ -294,12 +300,6 @@ class GroupScheduler:
             if self._held_partitions or (ready and not ready[0].waiting):
                 self._drop_unstartable(ready)
         return taken
-
-    def _expected_seconds(self, delivery: Delivery) -> float:
-        """Return the run time that a delivery adds to its group."""
-        if delivery.mode is Mode.POISON or delivery.mode is Mode.CONCURRENT:
-            return 0.0
-        return self._run_times.get(delivery.kind, self._budget)
 
     def _drop_unstartable(self, ready: deque[KeyQueue]) -> None:
         """Drop empty keys from the front, and delay those of a held partition."""
@@ -360,6 +360,7 @@ class GroupScheduler:
     def _end(self, ended: Iterable[Delivery], deferred: Collection[Delivery], delay: float) -> None:
         keys: dict[object, list[Delivery]] = {}
         """The keys that are free now, and what of each has to run again."""
+        gone: list[tuple[Subscription, TopicPartition]] = []
         deferred = set(deferred)
         for delivery in ended:
             self._running.remove(delivery)
@@ -371,7 +372,8 @@ class GroupScheduler:
                 if delivery.subscription.holds(delivery.record):
                     returned.append(delivery)
                     continue
-            self._uncount(delivery)
+            gone.append((delivery.subscription, delivery.place))
+        self._held.subtract(gone)
         for shard, returned in keys.items():
             key = self._keys[shard]
             key.waiting[:0] = returned
@@ -382,13 +384,6 @@ class GroupScheduler:
             else:
                 self._make_ready_or_forget(key)
         self._ended.notify_all()
-
-    def _uncount(self, delivery: Delivery) -> None:
-        """Count a delivery no more: it has ended here."""
-        source = delivery.subscription, delivery.place
-        self._held[source] -= 1
-        if not self._held[source]:
-            del self._held[source]
 
     # --- Control ----------------------------------------------------------------------------------
 
@@ -408,8 +403,7 @@ class GroupScheduler:
                     dropped += [d for d in key.waiting if d in leaving]
                     key.waiting = [d for d in key.waiting if d not in leaving]
             self.waiting -= len(dropped)
-            for delivery in dropped:
-                self._uncount(delivery)
+            self._held.subtract((subscription, delivery.place) for delivery in dropped)
         return dropped
 
     def wait_for(self, partitions: Iterable[TopicPartition] | None, timeout: float) -> bool:
@@ -461,6 +455,7 @@ class GroupScheduler:
     def load_of(self, subscription: Subscription) -> Load:
         """Return what a poller has to know before it fetches more."""
         with self._startable:
+            self._held = +self._held  # without those that have come to nothing
             held = {tp: count for (own, tp), count in self._held.items() if own is subscription}
             occupied = self.waiting + len(self._running)
             if self._paused:

@@ -33,7 +33,6 @@ from kjo_django.engine.handler.context import (
     BatchItem,
     JobContext,
     common,
-    runs_of,
 )
 from kjo_django.engine.handler.timeouts import ENDINGS as ENDINGS
 from kjo_django.engine.handler.timeouts import (
@@ -245,7 +244,7 @@ def _surroundings(context: Context, tracer: Tracer | None) -> Iterator[None]:
     """Let log records know the run, see ``contrib.logging``; let what is published during the run
     inherit headers of its message, of a batch those that all its messages have in common; and have
     the run traced."""
-    runs = runs_of(context)
+    runs = context.items if isinstance(context, BatchContext) else (context,)
     inherited = [inheritable(run.delivery.record.headers) for run in runs if run.delivery]
     span: AbstractContextManager[object] = nullcontext()
     if tracer is not None:

@@ -18,7 +18,7 @@ logger = logging.getLogger("kjo_django")
 
 
 def freshen_connections(
-    *, is_own: bool = False, outer: Mapping[str, int] | None = None
+    *, is_own: bool = False, outer: Mapping[str, int] | None = None, but: str = ""
 ) -> TransactionManagementError | None:
     """Close this thread's connections that are broken, left without autocommit or past their
     CONN_MAX_AGE, as Django does between requests; a CONN_MAX_AGE of 0 is not taken as a wish to
@@ -28,43 +28,56 @@ def freshen_connections(
         nobody's: a handler left it, or was torn out of ``atomic()`` by its timeout. It would take
         with it what the thread commits from now on.
     :param outer: of other threads, the ``open_blocks`` that are somebody's; all, if not given.
+    :param but: the database whose connection is left alone.
     :returns: what to raise for the handler that ran last, if it has left a transaction that is now
         undone. Whatever the handler believes, that was never committed.
     """
     left: TransactionManagementError | None = None
     for connection in connections.all(initialized_only=True):
+        if connection.alias == but:
+            continue
         # With DEBUG on, Django keeps the latest queries; a worker's are large, and nobody asks.
         connection.queries_log.clear()
-        if connection.in_atomic_block:
-            blocks: list[Any] = connection.atomic_blocks
-            if is_own:
-                around = sum(block._from_testcase for block in blocks)
-            else:
-                around = len(blocks) if outer is None else outer.get(connection.alias, 0)
-            if len(blocks) > around:
-                left = _left(connection, BLOCK)
-                _abandon(connection, around)
+        blocks: list[Any] = connection.atomic_blocks
+        if is_own:
+            around = sum(block._from_testcase for block in blocks)
+        else:
+            around = len(blocks) if outer is None else outer.get(connection.alias, 0)
+        if _is_left_open(connection, around, is_own=is_own):
+            left = _left(connection)
+            _abandon(connection, around)
+        elif connection.connection is None or connection.in_atomic_block:
             continue
-        if connection.connection is None:
-            if connection.closed_in_transaction:
-                left = _left(connection, CLOSED)
-                connection.closed_in_transaction = False
-            continue
-        is_left_open = connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
-        if is_own and connection.autocommit:
-            # Django was torn from noting that it had begun one, or the handler did it by hand.
-            is_left_open = is_left_open or store_for(connection.alias).is_in_transaction(connection)
-        # One that broke is in none any more, and what was written before it broke is committed.
-        if is_left_open and not getattr(connection.connection, "closed", False):
-            left = _left(connection, TRANSACTION)
-        if is_left_open or (connection.errors_occurred and not connection.is_usable()):
+        elif getattr(connection.connection, "closed", False) or (
+            connection.errors_occurred and not connection.is_usable()
+        ):
             connection.close()
-            continue
-        connection.errors_occurred = False
-        max_age = connection.settings_dict["CONN_MAX_AGE"]
-        if max_age and connection.close_at is not None and time.monotonic() >= connection.close_at:
-            connection.close()
+        else:
+            connection.errors_occurred = False
+            close_at = connection.close_at if connection.settings_dict["CONN_MAX_AGE"] else None
+            if close_at is not None and time.monotonic() >= close_at:
+                connection.close()
     return left
+
+
+def _is_left_open(connection: BaseDatabaseWrapper, around: int, *, is_own: bool) -> bool:
+    """Return whether a handler has left a transaction, or has lost one by closing the connection.
+
+    :param around: blocks of ``atomic()`` that are not the handler's.
+    """
+    raw: Any = connection.connection
+    if connection.in_atomic_block:
+        return len(connection.atomic_blocks) > around
+    if raw is None:
+        return connection.closed_in_transaction
+    # One that broke is in none any more, and what was written before it broke is committed.
+    if getattr(raw, "closed", False):
+        return False
+    if connection.autocommit != connection.settings_dict["AUTOCOMMIT"]:
+        return True
+    # Django was torn from noting that it had begun one, or the handler did it by hand.
+    store = store_for(connection.alias)
+    return is_own and connection.autocommit and store.is_in_transaction(connection)
 
 
 def sever(connection: BaseDatabaseWrapper, *, terminates: bool = True) -> None:
@@ -92,53 +105,22 @@ def open_blocks() -> dict[str, int]:
     }
 
 
-def left_elsewhere(using: str, outer: Mapping[str, int]) -> TransactionManagementError | None:
-    """Undo what handlers have left open on other databases than ``using``, in whose transaction
-    they ran; return what to raise for it.
-
-    :param outer: the ``open_blocks`` before they ran.
-    """
-    left: TransactionManagementError | None = None
-    for connection in connections.all(initialized_only=True):
-        if connection.alias == using:
-            continue
-        around = outer.get(connection.alias, 0)
-        if len(connection.atomic_blocks) > around:
-            left = _left(connection, BLOCK)
-            _abandon(connection, around)
-        elif not connection.in_atomic_block and (
-            connection.connection is not None
-            and connection.autocommit != connection.settings_dict["AUTOCOMMIT"]
-        ):
-            left = _left(connection, TRANSACTION)
-            connection.close()
-    return left
-
-
 def refusal_of(connection: BaseDatabaseWrapper, blocks: int) -> TransactionManagementError:
     """Return what to raise for a handler that has broken the transaction it runs in, and forget the
     blocks it has entered: their savepoints go with its own.
 
     :param blocks: in how many it was called.
     """
-    how = CLOSED if connection.closed_in_transaction else BLOCK
     del connection.atomic_blocks[blocks:]
-    return _left(connection, how)
+    return _left(connection)
 
 
-def undone_with_others(left: TransactionManagementError) -> TransactionManagementError:
-    """Return what to raise for each of several handlers that shared the connection."""
-    return TransactionManagementError(f"One of the coroutines that ran at the same time: {left}")
-
-
-BLOCK = "entered atomic() and did not leave it"
-CLOSED = "closed the connection within atomic()"
-TRANSACTION = "left a transaction open, or autocommit off"
-
-
-def _left(connection: BaseDatabaseWrapper, how: str) -> TransactionManagementError:
-    what = f"The handler {how} (database {connection.alias!r}); what it wrote there was undone."
-    return TransactionManagementError(what)
+def _left(connection: BaseDatabaseWrapper) -> TransactionManagementError:
+    return TransactionManagementError(
+        f"The handler left a transaction open or closed the connection within one (database "
+        f"{connection.alias!r}); what it wrote there was undone. Leave every atomic() block, end "
+        "what you begin by hand, and restore autocommit."
+    )
 
 
 def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:

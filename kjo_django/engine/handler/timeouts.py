@@ -134,8 +134,7 @@ class RunningCall:
             if self.is_fired:
                 # Not delivered yet? Then it must not hit what this thread does next.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread_id), None)
-        if watch.is_abandoned:
-            raise RunAbandoned
+        watch.check()
         if isinstance(error, HandlerTimeout):
             error.args, error.timeout = _exceeded(limit).args, limit
         elif kind is None and self.is_fired:

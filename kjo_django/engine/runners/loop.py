@@ -23,12 +23,13 @@ from typing import Any
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
 from django.utils import timezone
 
 from kjo_django.engine import failures
 from kjo_django.engine.attempt import Attempt, Delivery
 from kjo_django.engine.handler.call import Ran
-from kjo_django.engine.handler.connections import freshen_connections, undone_with_others
+from kjo_django.engine.handler.connections import freshen_connections
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.recorder import EndedQueue, Recorder
@@ -229,7 +230,8 @@ class LoopRunner:
         """Put the connections in order; in the thread of the coroutines' database calls."""
         self._connections = [connections[alias] for alias in connections]
         if left := freshen_connections(is_own=True):
-            self._undone.append(undone_with_others(left))
+            what = f"One of the coroutines that ran at the same time: {left}"
+            self._undone.append(TransactionManagementError(what))
 
     def _may_be_left_open(self) -> bool:
         return any(

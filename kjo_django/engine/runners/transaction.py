@@ -22,10 +22,10 @@ from kjo_django.engine.dead_lettering import error_text
 from kjo_django.engine.handler.call import ENDINGS, Ran, call, is_interrupt, make_context
 from kjo_django.engine.handler.connections import (
     answers,
+    freshen_connections,
     is_broken,
     is_unusable,
     leaving_no_blocks,
-    left_elsewhere,
     open_blocks,
     refusal_of,
 )
@@ -150,9 +150,9 @@ class TransactionRunner:
         has_repeats = len(set(keys.values())) < len(keys)
         ended: dict[EventKey, Attempt] = {}
         held_back = admission.HeldBack()
-        savepoint = LazySavepoint(connection)
-        behind = _NOTHING if known is None else savepoint
-        watching = _NOTHING if known is None else savepoint.group()
+        savepoint = None if known is None else LazySavepoint(connection)
+        behind = savepoint or _NOTHING
+        watching = savepoint.group() if savepoint is not None else _NOTHING
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
         until = time.monotonic() + OVERRUN * runtime.settings.group_budget.total_seconds()
@@ -190,7 +190,7 @@ class TransactionRunner:
                     ended |= {keys[a.delivery]: a for a in new if a.ending in _RAN}
             self._watch.check()
             completed = [a for a in attempts if a.ending is Ending.COMPLETED]
-            if outer is not None and (left := left_elsewhere(using, outer)):
+            if outer is not None and (left := freshen_connections(outer=outer, but=using)):
                 raise left
             # A marker left behind would make every later attempt look like a duplicate.
             if unused := set(fresh) - {keys[attempt.delivery] for attempt in completed}:
