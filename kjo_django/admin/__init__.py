@@ -1,6 +1,7 @@
-"""The admin: lists that stay fast on ten million rows, actions with permissions and an audit trail.
+"""The admin: lists that stay fast on ten million rows, and actions with permissions and an audit
+trail.
 
-What actions do is in ``operations``; here is only what asks and shows.
+The operations are in ``operations``; this package only shows rows and asks for input.
 """
 
 from kjo_django.admin.dashboard import DashboardAdmin

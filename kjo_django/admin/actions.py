@@ -1,5 +1,6 @@
-"""What the admin and the dashboard make of the table of actions: forms for the inputs, messages
-about what came of an action, and entries in the log."""
+"""The table of actions in the admin and the dashboard: forms for inputs, messages about results,
+and log entries.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ NOT_CHANGED = {
     "gone": _("%d ended already."),
     "stopping": _("%d asked to stop already, which nothing undoes."),
 }
-"""By outcome: why rows were left as they are."""
+"""By outcome: the reason why rows were not changed."""
 
 
 # --- Messages -------------------------------------------------------------------------------------
@@ -70,8 +71,9 @@ def _show_replay(show: Show, action: Action, report: ReplayReport) -> None:
 
 
 def attempted(show: Show, act: Callable[[], Any]) -> Any:
-    """Run an operation and return what it returns; an error that refuses it is shown, not raised,
-    and None is returned."""
+    """Return the result of an operation. An error that refuses it is shown as a message, and None
+    is returned.
+    """
     try:
         return act()
     except (KjoError, ImproperlyConfigured, ValueError) as error:
@@ -80,7 +82,7 @@ def attempted(show: Show, act: Callable[[], Any]) -> Any:
 
 
 def audited(request: HttpRequest, message: str) -> Callable[[Sequence[Any]], None]:
-    """Return an observer that writes who did it into the log of each object."""
+    """Return an observer that writes a log entry with the user for each object."""
     return audit_of(request.user.pk, CHANGE, message)
 
 
@@ -109,7 +111,7 @@ def list_form_of(actions: Sequence[Action]) -> type[ActionForm]:
 
 
 def list_inputs(action: Action, posted: Mapping[str, str]) -> dict[str, Any]:
-    """Return the inputs that a list or a button of the admin was posted with.
+    """Return the inputs in a posted form of a list or a button.
 
     :raises ValueError: one of them cannot be read.
     """

@@ -1,4 +1,4 @@
-"""What all our admins share: bounded lists, read-only pages, audited actions and buttons."""
+"""What all admins of the app share: bounded lists, read-only pages, audited actions and buttons."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ else:  # the classes are generic for type checkers only
 
 
 class BoundedPaginator(Paginator):  # type: ignore[type-arg]
-    """Counts no further than 100,000 rows."""
+    """Counts up to 100,000 rows."""
 
     @cached_property
     def count(self) -> int:
@@ -69,11 +69,11 @@ class KjoAdmin(BaseModelAdmin):
     ordering = ("-pk",)
     change_form_template = "admin/kjo_django/change_form.html"
     subject: Subject | None = None
-    """Whose actions of the table are offered, in the list and as buttons of one object's page."""
+    """The subject whose actions are offered, in the list and as buttons of an object's page."""
     changeable: Sequence[str] = ()
-    """Fields of a page that can be edited there by who has the model's permission."""
+    """Fields that users with the model's permission can edit."""
     never_listed: Sequence[str] = ()
-    """Large columns, loaded where a page shows them only."""
+    """Large columns, loaded only where a page shows them."""
 
     class Media:
         css = {"all": ("kjo_django/admin.css",)}
@@ -85,11 +85,11 @@ class KjoAdmin(BaseModelAdmin):
         self.action_form = list_form_of(self.table)  # type: ignore[misc]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Leave the large columns where they are."""
+        """Defer the large columns."""
         return super().get_queryset(request).defer(*self.never_listed)
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
-        """Find a row; nothing has a key that a database may not be asked for."""
+        """Return a row; None for a key that the database would refuse."""
         if "\0" in object_id:
             return None
         return super().get_object(request, object_id, from_field)
@@ -97,7 +97,9 @@ class KjoAdmin(BaseModelAdmin):
     def response_action(
         self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Refuse keys that no box of the list has: Django asks the database for them (500)."""
+        """Refuse keys that are not in the list: Django would pass them to the database, which
+        answers 500.
+        """
         for key in request.POST.getlist(ACTION_CHECKBOX_NAME):
             try:
                 is_key = "\0" not in key and bool(self.opts.pk.clean(key, None))
@@ -108,7 +110,7 @@ class KjoAdmin(BaseModelAdmin):
         return super().response_action(request, queryset, *args, **kwargs)
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
-        """Spell out in the rows' own texts what would turn the text round them about."""
+        """Escape control and formatting characters in the rows' texts."""
         changes = super().get_changelist_instance(request)
         if not self.may(request, "view_payload"):
             hide_texts(changes.result_list)
@@ -117,7 +119,7 @@ class KjoAdmin(BaseModelAdmin):
         return changes
 
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        """All that the page shows, for this user, but what can be edited there."""
+        """Return all fields that this user sees, without those that can be edited."""
         shown = flatten_fieldsets(self.get_fieldsets(request, obj))
         return [name for name in shown if name not in self.changeable]
 
@@ -140,12 +142,13 @@ class KjoAdmin(BaseModelAdmin):
         )
 
     def may(self, request: HttpRequest, permission: str) -> bool:
-        """Whether the user has one of our permissions, such as ``view_payload``."""
+        """Return whether the user has a permission of the app, such as ``view_payload``."""
         return bool(request.user.has_perm(f"kjo_django.{permission}"))
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest) -> bool:
-        """The filters of ours: any other would tell what is in columns the user may not see, and
-        read the whole table for it."""
+        """Allow the declared filters only. Others could reveal columns the user may not see, and
+        would read the whole table.
+        """
         return lookup in {getattr(each, "parameter_name", None) for each in self.list_filter}
 
     # --- Actions ----------------------------------------------------------------------------------
@@ -168,7 +171,9 @@ class KjoAdmin(BaseModelAdmin):
         return offered | found
 
     def run_action(self, request: HttpRequest, action: Action, rows: QuerySet[Any]) -> None:
-        """Do something to rows and show what came of it; what refuses it is shown, not raised."""
+        """Run an action on rows and show its result. An error that refuses it is shown as a
+        message.
+        """
         show = functools.partial(self.message_user, request)
 
         def act() -> None:
@@ -191,7 +196,9 @@ class KjoAdmin(BaseModelAdmin):
         extra_tags: str = "",
         fail_silently: bool = False,
     ) -> None:
-        """Show a text on the next page; the names it speaks of are anybody's."""
+        """Show a message on the next page. The names in it are escaped, since users may choose
+        them.
+        """
         text = message if isinstance(message, str) else str(message)
         super().message_user(request, inert(text), level, extra_tags, fail_silently)
 
@@ -206,16 +213,16 @@ class KjoAdmin(BaseModelAdmin):
         return log_entries(request.user.pk, queryset, DELETION, "")
 
     def action_checkbox(self, obj: Any) -> Any:
-        """Offer a row for an action, by an inert name."""
+        """Return a row's choice for an action, with an escaped name."""
         return super().action_checkbox(InertName(obj))
 
     def get_deleted_objects(self, objs: Any, request: HttpRequest) -> Any:
-        """Name what would go along, inert."""
+        """Return the objects that a deletion would include, with escaped names."""
         deleted, counts, perms_needed, protected = super().get_deleted_objects(objs, request)
         return _inert_names(deleted), counts, perms_needed, _inert_names(protected)
 
     def render_delete_form(self, request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
-        """Ask whether it is to be deleted, by an inert name."""
+        """Show the confirmation of a deletion with an escaped name."""
         return super().render_delete_form(
             request, context | {"object": InertName(context["object"])}
         )
@@ -223,7 +230,7 @@ class KjoAdmin(BaseModelAdmin):
     def history_view(
         self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show the log of a row, inert: others than we may have written there."""
+        """Show the log of a row, escaped, since other programs may have written to it."""
         response = super().history_view(request, object_id, extra_context)
         context = getattr(response, "context_data", None)
         if context is not None:  # else it leads back: there is no such row
@@ -290,7 +297,7 @@ class KjoAdmin(BaseModelAdmin):
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        """Hand the template the buttons this user may press."""
+        """Pass the buttons that this user may press to the template."""
         obj = kwargs.get("obj")
         context["kjo_buttons"] = self._buttons(request, obj)
         # From here on they are only shown; plain columns are what others wrote, too.

@@ -1,4 +1,4 @@
-"""Dead letters: what died and why, replay and discard."""
+"""Dead letters: the message, the reason, replay and discard."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RAW = ("shown_key", "shown_value", "shown_headers", "shown_traceback")
 
 @admin.register(DeadLetter)
 class DeadLetterAdmin(KjoAdmin):
-    """Read-only, but for replay and discard."""
+    """Read-only, except for replay and discard."""
 
     list_display = (
         "__str__",
@@ -58,7 +58,7 @@ class DeadLetterAdmin(KjoAdmin):
     where_it_was = ("topic", "partition", "offset", "consumer_group", "content_type")
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Leave the raw message to those who may see payloads."""
+        """Hide the raw message from users who may not see payloads."""
         sections = [
             (None, {"fields": self.what_it_is}),
             (_("Death"), {"fields": self.why_it_died}),
@@ -72,7 +72,7 @@ class DeadLetterAdmin(KjoAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Look up by primary key; anything else among the newest."""
+        """Search by primary key; other texts among the newest rows."""
         term = search_term.strip()
         if not term:
             return queryset, False
@@ -118,7 +118,7 @@ class DeadLetterAdmin(KjoAdmin):
 
     @admin.display(description=_("value"))
     def shown_value(self, letter: DeadLetter) -> SafeString:
-        """Return what it said."""
+        """Return the decoded message."""
         return show_message(letter)
 
     @admin.display(description=_("headers"))

@@ -1,4 +1,4 @@
-"""Showing what others wrote: escaped, bounded, and without characters that do things."""
+"""Display of untrusted text: escaped, bounded, and without control characters."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ MAX_BINARY = 2_048
 
 
 def inert_row(row: Model) -> None:
-    """Make the texts of a row inert that is shown and not saved, but for its primary key, which
-    addresses are made of."""
+    """Escape the control characters in the texts of a row that is shown and not saved, except in
+    its primary key, which is part of addresses.
+    """
     for field in row._meta.concrete_fields:
         value = row.__dict__.get(field.attname)
         if isinstance(value, str) and not field.primary_key:
@@ -32,14 +33,14 @@ def inert_row(row: Model) -> None:
 
 
 def inert_json(text: str) -> str:
-    """Escape such characters in a JSON text, whose meaning stays: for what is to be edited."""
+    """Escape control characters in a JSON text that is to be edited; its meaning stays."""
     if text.isprintable():
         return text
     return "".join(json.dumps(c)[1:-1] if is_active(c) else c for c in text)
 
 
 def show_text(text: str) -> SafeString:
-    """Return a block of text, cut where it gets too long."""
+    """Return a block of text, cut at a maximum length."""
     shown = inert(text[:MAX_TEXT])
     return format_html("<pre class='kjo-raw'>{}{}</pre>", shown, _more(len(text) - MAX_TEXT))
 
@@ -67,8 +68,7 @@ def show_bytes(data: Any) -> SafeString:
 
 
 def show_message(letter: DeadLetter) -> SafeString:
-    """Return what a dead letter's message said, without its secrets; what cannot be read as it
-    is, byte for byte."""
+    """Return a dead letter's message without its secrets; an unreadable one byte for byte."""
     if letter.value is None:
         return show_bytes(None)
     try:
@@ -91,7 +91,7 @@ def show_headers(headers: dict[str, bytes]) -> SafeString:
 
 
 def badge(kind: str, label: object) -> SafeString:
-    """Return a state; its meaning is in the text, the colour only helps."""
+    """Return a state's badge. Its text has the meaning; the colour only helps."""
     return format_html("<span class='kjo-state kjo-{}'>{}</span>", kind, label)
 
 

@@ -15,11 +15,11 @@ from kjo_django.models import DeadLetterReason, DeadLetterState
 from kjo_django.states import JobState
 
 WINDOW = 50_000
-"""Rows among which a filter without an index of its own looks, the newest of them."""
+"""Newest rows that a filter without an index searches."""
 
 
 class ChoiceFilter(admin.SimpleListFilter):
-    """Compares a column with one of the values known beforehand."""
+    """A filter that compares a column with one of a fixed set of values."""
 
     values: type[TextChoices]
 
@@ -38,11 +38,14 @@ class ChoiceFilter(admin.SimpleListFilter):
 
 
 class WindowedFilter(ChoiceFilter):
-    """A filter no index serves: a rare value would make the database read the whole table, so it
-    looks among the newest rows only, and its title says so."""
+    """A filter on a column without an index.
+
+    It searches the newest rows only, and its title says so: for a rare value the database would
+    read the whole table.
+    """
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Restrict the list to matches among the newest rows of what is selected so far."""
+        """Restrict the list to matches among its newest rows."""
         if self.value() is None:
             return queryset
         return super().queryset(request, newest(queryset))
@@ -80,22 +83,22 @@ class ReasonFilter(WindowedFilter):
 
 
 class QueueFilter(WindowedFilter):
-    """By queue, as far as settings and handlers name them."""
+    """By the queues that settings and handlers name."""
 
     title = _("queue (newest 50,000)")
     parameter_name = "queue"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
-        """Return the queues known."""
+        """Return the known queues."""
         return [(name, name) for name in registry.queue_names()]
 
 
 class HandlerFilter(WindowedFilter):
-    """By handler, as far as they are registered here."""
+    """By the handlers that are registered in this process."""
 
     title = _("handler (newest 50,000)")
     parameter_name = "handler"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
-        """Return the handlers known."""
+        """Return the registered handlers."""
         return [(handler.name, handler.name) for handler in registry.handlers()]

@@ -1,4 +1,4 @@
-"""Jobs: what they are and what became of them."""
+"""Jobs with their failed attempts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from kjo_django.operations.progress import progress_of
 from kjo_django.operations.safe_text import inert
 
 FAILURES_SHOWN = 100
-"""The newest; a job that is retried without end has thousands, each with its traceback."""
+"""Most failed attempts shown: a job that is retried without end has thousands, each with its
+traceback.
+"""
 PAYLOAD_FIELDS = ("shown_payload", "shown_result", "shown_headers")
 
 
@@ -46,7 +48,9 @@ class JobFailureInline(BaseInline):
         return self.get_fields(request, obj)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[JobFailure]:
-        """Do not load what is not shown, nor more than the newest of what may be thousands."""
+        """Load only the columns that are shown, and only the newest of what may be thousands of
+        rows.
+        """
         rows = super().get_queryset(request)
         if not may_see_payloads(request):
             rows = rows.defer("traceback")
@@ -65,7 +69,7 @@ class JobFailureInline(BaseInline):
             return None
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Who sees the job sees how it failed."""
+        """Allow it to users who may see the job."""
         return bool(request.user.has_perm("kjo_django.view_job"))
 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
@@ -94,7 +98,7 @@ def may_see_payloads(request: HttpRequest) -> bool:
 
 @admin.register(Job)
 class JobAdmin(KjoAdmin):
-    """Read-only, but for actions."""
+    """Read-only, except for actions."""
 
     list_display = ("handler", "shown_state", "queue", "unique_id", "shown_attempts", "created_at")
     list_filter = (JobStateFilter, QueueFilter, HandlerFilter)
@@ -112,7 +116,7 @@ class JobAdmin(KjoAdmin):
     where_it_is = ("topic", "partition", "offset", "content_type")
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Leave payload and result to those who may see them."""
+        """Hide payload and result from users who may not see them."""
         times = (*self.what_it_became, *self.how_it_ended)
         sections = [
             (None, {"fields": self.what_it_is}),
@@ -126,7 +130,7 @@ class JobAdmin(KjoAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Look up by primary key and by the unique constraint, whose first column is the queue."""
+        """Search by primary key and by the unique constraint, whose first column is the queue."""
         term = search_term.strip()
         if not term:
             return queryset, False
@@ -153,12 +157,12 @@ class JobAdmin(KjoAdmin):
 
     @admin.display(description=_("attempts"))
     def shown_attempts(self, job: Job) -> str:
-        """Return how many of how many."""
+        """Return the attempts and their limit."""
         return f"{job.attempts}/{job.max_attempts}"
 
     @admin.display(description=_("progress"))
     def shown_progress(self, job: Job) -> str:
-        """Return how far the running handler says it has got."""
+        """Return the progress that the running handler has reported."""
         progress = progress_of([job.pk]).get(str(job.pk))
         if progress is None:
             return "-"
@@ -172,15 +176,15 @@ class JobAdmin(KjoAdmin):
 
     @admin.display(description=_("payload"))
     def shown_payload(self, job: Job) -> SafeString:
-        """Return what the handler is given."""
+        """Return the payload."""
         return show_value(redaction.shown_payload(job))
 
     @admin.display(description=_("result"))
     def shown_result(self, job: Job) -> SafeString | str:
-        """Return what the handler returned."""
+        """Return the result."""
         return "-" if job.result is None else show_value(redaction.shown_result(job))
 
     @admin.display(description=_("headers"))
     def shown_headers(self, job: Job) -> SafeString:
-        """Return what is sent along."""
+        """Return the headers."""
         return show_value(redaction.shown_headers(job))

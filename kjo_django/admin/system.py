@@ -24,7 +24,7 @@ from kjo_django.operations.workers import alive_within
 
 @admin.register(QueueControl)
 class QueueControlAdmin(KjoAdmin):
-    """Every known queue, and what operators asked of it."""
+    """Every known queue, with the operators' limits."""
 
     list_display = (
         "shown_queue",
@@ -43,13 +43,13 @@ class QueueControlAdmin(KjoAdmin):
     # A queue nobody has touched has no row: looking shows it without one, a POST makes it.
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        """Let actions find queues nobody has touched yet."""
+        """Include queues without a row in the rows of an action."""
         if request.method == "POST" and self.has_view_permission(request):
             queues.ensure_rows()
         return super().changelist_view(request, extra_context)
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
-        """List queues nobody has touched yet too."""
+        """List known queues without a row, too."""
         changes = super().get_changelist_instance(request)
         if not changes.multi_page:
             known = {control.queue for control in changes.result_list}
@@ -60,7 +60,7 @@ class QueueControlAdmin(KjoAdmin):
         return changes
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
-        """Find queues nobody has touched yet too."""
+        """Return a known queue without a row, too."""
         if request.method == "POST":
             queues.ensure_rows()
         found = super().get_object(request, object_id, from_field)
@@ -77,12 +77,11 @@ class QueueControlAdmin(KjoAdmin):
         return "paused" if obj.is_paused else "running"
 
     def save_model(self, request: HttpRequest, obj: QueueControl, form: Any, change: bool) -> None:
-        """Ask for what the form holds, and nothing else of the row: somebody may have paused the
-        queue meanwhile."""
+        """Change only the fields of the form: another operator may have paused the queue meanwhile."""
         queues.set_policy(obj.queue, concurrency=obj.concurrency, actor=request.user.get_username())
 
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
-        """Let the form refuse what the operation would."""
+        """Validate the form with the operation's own check."""
         if db_field.name in self.changeable:
             _unit, most = queues.LIMITS[db_field.name]
             kwargs |= {"min_value": 1, "max_value": most}
@@ -115,7 +114,7 @@ class QueueControlAdmin(KjoAdmin):
 
 @admin.register(ProcessedEvent)
 class ProcessedEventAdmin(KjoAdmin):
-    """What took effect: duplicates of these are dropped."""
+    """Processed events; duplicates of these are dropped."""
 
     list_display = ("event_id", "event_type", "service_name", "processed_at")
     search_fields = ("=event_id",)
@@ -123,27 +122,27 @@ class ProcessedEventAdmin(KjoAdmin):
     never_listed = ("event_data",)
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Leave the data to those who may see payloads."""
+        """Hide the data from users who may not see payloads."""
         fields = ["id", "event_id", "event_type", "service_name", "processed_at", "created_at"]
         return fields + (["shown_data"] if may_see_payloads(request) else [])
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Look up exactly, by the unique constraint's first column."""
+        """Search by exact match on the unique constraint's first column."""
         term = search_term.strip()
         return (queryset.filter(event_id=term) if term else queryset), False
 
     @admin.display(description=_("event data"))
     def shown_data(self, event: ProcessedEvent) -> SafeString:
-        """Return what was stored along, without secrets."""
+        """Return the data stored with the event, without secrets."""
         hidden = redaction.hidden_by(event.event_type)
         return show_value(redaction.redacted(event.event_data, also=hidden))
 
 
 @admin.register(Worker)
 class WorkerAdmin(KjoAdmin):
-    """Processes and their signs of life."""
+    """Worker processes and their heartbeats."""
 
     subject = Subject.WORKERS
     list_display = (
@@ -177,12 +176,12 @@ class WorkerAdmin(KjoAdmin):
     )
 
     def state_of(self, obj: Worker) -> str:
-        """Return what it was asked to do, or its state."""
+        """Return the requested action, or its state."""
         return str(obj.wish or obj.state)
 
     @admin.display(description=_("state"))
     def shown_state(self, worker: Worker) -> SafeString:
-        """Return whether it lives."""
+        """Return whether its heartbeat is recent."""
         if worker.state == Worker.State.STOPPED:
             return badge("stopped", worker.get_state_display())
         if not worker.is_alive(alive_within()):
@@ -191,10 +190,10 @@ class WorkerAdmin(KjoAdmin):
 
     @admin.display(description=_("queues"))
     def shown_queues(self, worker: Worker) -> str:
-        """Return what it consumes."""
+        """Return its queues."""
         return inert(", ".join(map(str, worker.queues)))
 
     @admin.display(description=_("last error"))
     def shown_error(self, worker: Worker) -> str:
-        """Return what it met last."""
+        """Return its last error."""
         return inert(worker.last_error)

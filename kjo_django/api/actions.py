@@ -1,4 +1,4 @@
-"""The endpoints of the actions of the table: their bodies, and what they answer."""
+"""Endpoints of the table of actions: their bodies and their answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REFUSALS = {
     "gone": "The worker has stopped, or shows no sign of life.",
     "stopping": "The worker was asked to stop, which nothing undoes.",
 }
-"""By outcome: why one row was left as it is."""
+"""By outcome: the reason why one row was not changed."""
 
 
 # --- Bodies ---------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ Background = shape(
 
 
 def _perform(view: KjoView, action: Action, key: Any, inputs: dict[str, Any]) -> Report:
-    """Do an action to one row.
+    """Carry out an action on one row.
 
     :raises ValidationError: an input is not allowed.
     """
@@ -179,10 +179,11 @@ def _perform(view: KjoView, action: Action, key: Any, inputs: dict[str, Any]) ->
 
 
 def _outcome(action: Action, report: Report) -> str:
-    """Return what an action on one row ended with.
+    """Return the outcome of an action on one row.
 
     :raises Http404: the row was deleted meanwhile.
-    :raises PermissionDenied: it is an internal job, and the user may not do what that does.
+    :raises PermissionDenied: it is an internal job, and the user lacks the permission of its
+        action.
     :raises Conflict: it was refused.
     """
     assert not isinstance(report, ReplayReport)
@@ -252,13 +253,13 @@ def _change_worker(view: KjoView, action: Action, inputs: dict[str, Any], id: st
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the actions on rows of a subject are, and how they are done to one row."""
+    """The addresses of the actions on a subject's rows, and how they are carried out on one row."""
 
     module: Any
     path: str
     name: str
     prefix: str
-    """Of the operations' ids."""
+    """Prefix of the operations' ids."""
     answer: type[Any]
     change: Callable[..., Response]
 
@@ -318,7 +319,7 @@ def methods_at(subject: Subject) -> list[Method]:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Answer why it cannot be done in the background: no worker would do it."""
+    """Return the problem that no worker consumes the queue of internal jobs."""
     try:
         yield
     except ValueError as error:
@@ -374,7 +375,7 @@ def _foresee(action: Action, selection: Any, inputs: dict[str, Any]) -> dict[str
 
 
 def _in_background(view: KjoView, action: Action, job: Job, inputs: dict[str, Any]) -> Response:
-    """Answer with the job that does it, and write into its log what each letter's log would say."""
+    """Answer with the internal job, and write its log entry."""
     note = f": {inputs['note']}" if "note" in inputs else "."
     view.audit(f"{action.name.capitalize()}s dead letters{note}", is_new=True)([job])
     url = jobs.job_url(view.request, job.pk)
@@ -389,7 +390,9 @@ def _in_background(view: KjoView, action: Action, job: Job, inputs: dict[str, An
 
 
 def bulk_addresses() -> list[URLPattern]:
-    """Return the addresses of actions on many dead letters; to stand before that of one."""
+    """Return the addresses of actions on many dead letters. They must come before the address of
+    one.
+    """
     return [
         path(
             f"dead-letters/{action.name}/",

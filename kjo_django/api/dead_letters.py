@@ -1,4 +1,4 @@
-"""Dead letters: list, group, look at one."""
+"""Dead letters: list, group, and show one."""
 
 from __future__ import annotations
 
@@ -94,8 +94,9 @@ class Selection(Body):
     dry_run = Flag(default=False, help_text="Change nothing; tell what would be done.")
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """Refuse an empty selection, which is all of them, unless the body says `all`, and what
-        would take longer than a request should."""
+        """Refuse an empty selection unless the body has `all`, and a request that would take too
+        long.
+        """
         if selected(attrs).is_empty != attrs["all"]:
             raise serializers.ValidationError("Restrict the selection, or say `all`; not both.")
         limit, rate = attrs.get("limit"), attrs.get("rate")
@@ -239,7 +240,7 @@ def find(id: str) -> DeadLetter:
 
 
 def summary(view: KjoView, letter: DeadLetter) -> dict[str, Any]:
-    """Return what is told this user of a dead letter in a list."""
+    """Return a dead letter's members in a list, for this user."""
     if not view.sees_payloads:
         hide_texts([letter])
     return {name: getattr(letter, name) for name in (*COLUMNS, "state", "reason")} | {
@@ -248,7 +249,7 @@ def summary(view: KjoView, letter: DeadLetter) -> dict[str, Any]:
 
 
 def _selected(query: dict[str, Any]) -> tuple[QuerySet[DeadLetter], QuerySet[DeadLetter]]:
-    """Return the rows an index serves, and those of them that are wanted."""
+    """Return the rows that an index finds, and those of them that match."""
     restriction, state = selected(query), query["state"]
     if state == DeadLetterState.OPEN:
         rows = _rows().filter(state=state)

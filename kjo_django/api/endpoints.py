@@ -38,7 +38,7 @@ VIEW_PAYLOAD = "view_payload"
 
 
 ALWAYS = (400, 401, 403, 406, 429)
-"""Problems every endpoint may answer with; those that read a body add two."""
+"""Problems that every endpoint may answer with; those with a body have two more."""
 WITH_BODY = (413, 415)
 MEANINGS = {
     400: "The request is not valid; `errors` tells which fields. Nothing was changed.",
@@ -55,7 +55,7 @@ MEANINGS = {
 
 
 class BodyExtension(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
-    """Bodies say that they take no other members."""
+    """Request bodies allow no further members."""
 
     target_class = Body
     match_subclasses = True
@@ -101,7 +101,7 @@ def page_of(row: type[Any]) -> type[Any]:
 
 
 class HasPermissions(BasePermission):  # type: ignore[misc]
-    """Whoever may do it in the admin may do it here."""
+    """Asks for the permissions that the admin asks for."""
 
     def has_permission(self, request: Request, view: KjoView) -> bool:
         """Ask for every permission the view names for this method."""
@@ -113,7 +113,7 @@ class HasPermissions(BasePermission):  # type: ignore[misc]
 
 
 def may(request: Request, codename: str) -> bool:
-    """Whether the user has one of our permissions, such as ``view_payload``."""
+    """Return whether the user has a permission of the app, such as ``view_payload``."""
     return bool(request.user.has_perm(f"kjo_django.{codename}"))
 
 
@@ -130,7 +130,7 @@ class KjoView(APIView):  # type: ignore[misc]
 
     @property
     def throttle_scope(self) -> str | None:
-        """``kjo-read`` or ``kjo-write``, if the project has set a rate for it."""
+        """The throttle scope: ``kjo-read`` or ``kjo-write``, if the project has set a rate for it."""
         request = getattr(self, "request", None)
         is_reading = request is None or request.method in SAFE_METHODS
         scope = "kjo-read" if is_reading else "kjo-write"
@@ -138,13 +138,13 @@ class KjoView(APIView):  # type: ignore[misc]
         return scope if scope in (api_settings.DEFAULT_THROTTLE_RATES or {}) else None
 
     def get_exception_handler(self) -> Callable[..., Response | None]:
-        """Errors are told as problem details, whatever the project's other views do."""
+        """Answer errors as problem details, whatever the project's other views do."""
         return problems.handle
 
     def finalize_response(
         self, request: Request, response: Response, *args: Any, **kwargs: Any
     ) -> Response:
-        """Say what it is, so that nobody guesses, and that it is nobody else's."""
+        """Set the headers against content sniffing and shared caches."""
         response = super().finalize_response(request, response, *args, **kwargs)
         renderer = getattr(response, "accepted_renderer", None)
         if response.exception and getattr(renderer, "format", None) == "json":
@@ -176,13 +176,13 @@ class KjoView(APIView):  # type: ignore[misc]
 
     @property
     def sees_payloads(self) -> bool:
-        """Whether payloads, results and tracebacks are shown."""
+        """Return whether this user sees payloads, results and tracebacks."""
         return may(self.request, VIEW_PAYLOAD)
 
     def refuse_texts(self, values: Mapping[str, Any]) -> None:
-        """Refuse a filter that would tell what may quote a payload.
+        """Refuse a filter on a text that may quote a payload.
 
-        :raises PermissionDenied: it has one, and the user may not see payloads.
+        :raises PermissionDenied: there is one, and the user may not see payloads.
         """
         if values.get("error") is not None and not self.sees_payloads:
             raise PermissionDenied("To search error texts takes the permission to see payloads.")
@@ -191,12 +191,13 @@ class KjoView(APIView):  # type: ignore[misc]
 
     @property
     def actor(self) -> UserActor:
-        """Who asks, for signals, notes and the log."""
+        """The user, for signals, notes and the log."""
         return UserActor(self.request.user)
 
     def audit(self, message: str, *, is_new: bool = False) -> Callable[[Sequence[Any]], None]:
-        """Return an observer that writes who did it into the log of each object, as the admin does;
-        into our logger where the project has no admin."""
+        """Return an observer that writes a log entry with the user for each object; without the
+        admin, to the logger.
+        """
         user = self.request.user
 
         def write(rows: Sequence[Any]) -> None:
@@ -213,7 +214,7 @@ class KjoView(APIView):  # type: ignore[misc]
 def id_of(given: str) -> uuid.UUID:
     """Return the id in an address.
 
-    :raises Http404: it is none, so nothing has it.
+    :raises Http404: it is not an id.
     """
     try:
         return uuid.UUID(given)

@@ -1,4 +1,4 @@
-"""Fields that take what the schema says and nothing that merely resembles it."""
+"""Strict fields: they accept what the schema says, without conversion."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rest_framework import serializers
 from kjo_django.retries import LONGEST_DELAY
 
 NAME_PREFIX = "Kjo"
-"""Of every component in the schema: the project has components of its own."""
+"""Prefix of every component in the schema, since the project has components of its own."""
 
 
 class Shape(serializers.Serializer):  # type: ignore[misc]
-    """Members of an answer, each always there unless it says ``required=False``."""
+    """Members of an answer. Each is always present unless it has ``required=False``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -29,7 +29,7 @@ class Shape(serializers.Serializer):  # type: ignore[misc]
 
 
 def shape(name: str, about: str, /, *bases: type[Any], **members: Any) -> type[Any]:
-    """Return a shape with these members beside those of its bases; a plain one without bases.
+    """Return a shape with these members and those of its bases; a plain one without bases.
 
     :param about: its description in the schema.
     """
@@ -55,7 +55,7 @@ def _column(column: Any) -> serializers.Field:
 
 
 class Body(Shape):
-    """Members of a request's body; others are refused."""
+    """Members of a request's body; unknown ones are refused."""
 
     def to_internal_value(self, data: Any) -> Any:
         """Validate, unknown members too."""
@@ -68,15 +68,16 @@ class Body(Shape):
 
 
 class Query(Body):
-    """Parameters of a query; others are refused, because a filter with a slip in its name would
-    take everything."""
+    """Parameters of a query. Unknown ones are refused, because a filter with a typing error would
+    select everything.
+    """
 
 
 # --- Of bodies: JSON has types --------------------------------------------------------------------
 
 
 class Text(serializers.CharField):  # type: ignore[misc]
-    """A string, kept as it is: no numbers, no trimming; NUL and lone surrogates are refused."""
+    """A string without conversion or trimming; NUL and lone surrogates are refused."""
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("trim_whitespace", False)
@@ -92,7 +93,7 @@ class Text(serializers.CharField):  # type: ignore[misc]
 
 
 class Identifier(serializers.UUIDField):  # type: ignore[misc]
-    """A UUID as text; REST framework's own takes any number for one, and false."""
+    """A UUID as text; REST framework's own field also accepts numbers and false."""
 
     def to_internal_value(self, data: Any) -> Any:
         """Return the UUID."""
@@ -140,7 +141,7 @@ class QueryNumber(serializers.FloatField):  # type: ignore[misc]
 
 
 def finite(field: serializers.Field, value: Any) -> float:
-    """Return the number as a float; NaN passes every comparison, so limits would not stop it."""
+    """Return the number as a float; NaN is refused, since it passes every comparison with a limit."""
     try:
         number = float(value)
     except OverflowError:
@@ -165,17 +166,17 @@ class Seconds(Number):
         return timedelta(seconds=number)
 
     def run_validators(self, value: Any) -> None:
-        """Compare seconds; the duration they make was checked as such."""
+        """Check the bounds in seconds; the duration is checked already."""
         if not isinstance(value, timedelta):
             super().run_validators(value)
 
 
 EARLIEST, LATEST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
-"""Moments that every database and time zone can hold."""
+"""Bounds of times that every database and time zone can hold."""
 
 
 class Moment(serializers.DateTimeField):  # type: ignore[misc]
-    """An instant: a date and time with its offset."""
+    """A date and time with its offset."""
 
     default_error_messages = {
         "naive": "Give the offset too, as in 2030-01-31T12:00:00Z.",
@@ -183,7 +184,7 @@ class Moment(serializers.DateTimeField):  # type: ignore[misc]
     }
 
     def to_internal_value(self, value: Any) -> datetime:
-        """Return the instant."""
+        """Return the time."""
         if not isinstance(value, str):
             self.fail("invalid", format="ISO 8601")
         moment: datetime = super().to_internal_value(value)
@@ -192,7 +193,7 @@ class Moment(serializers.DateTimeField):  # type: ignore[misc]
         return moment
 
     def enforce_timezone(self, value: datetime) -> Any:
-        """Refuse a time that might be anybody's."""
+        """Refuse a time without an offset."""
         if timezone.is_naive(value):
             self.fail("naive")
         return super().enforce_timezone(value)
@@ -217,8 +218,9 @@ class JSONObject(serializers.Field):  # type: ignore[misc]
 
 @extend_schema_field(OpenApiTypes.ANY)
 class JSONValue(serializers.Field):  # type: ignore[misc]
-    """Any JSON. REST framework's own field writes it once to see whether it can be written, and
-    does not survive deep nesting."""
+    """Any JSON. REST framework's own field serializes the value to check it, which fails on deep
+    nesting.
+    """
 
     def to_internal_value(self, data: Any) -> Any:
         """Return it as it is."""
@@ -230,10 +232,10 @@ class JSONValue(serializers.Field):  # type: ignore[misc]
 
 
 class NamedChoice(Text):
-    """One of a few words.
+    """One of several fixed values.
 
-    :param name: of the component in the schema. A choice field would get one named after the field,
-        and ours would meet the project's.
+    :param name: of the component in the schema. A choice field's name would be made of the field's,
+        and could collide with the project's.
     """
 
     default_error_messages = {"unknown": "Not one of {words}."}

@@ -1,4 +1,4 @@
-"""Jobs: enqueue, list, look at one, wait for it."""
+"""Jobs: enqueue, list, show one, and wait for it."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from kjo_django.states import JobState, JobStatus
 
 TAG = "jobs"
 HISTORY = 100
-"""Failed attempts and dead letters shown of one job."""
+"""Most failed attempts and dead letters of one job in an answer."""
 LARGEST = 2**31 - 1
-"""Of a number that is stored in a column of four bytes."""
+"""The largest number in a column of four bytes."""
 WITH_PAYLOADS = "With the permission `view_payload`."
 
 # --- Requests -------------------------------------------------------------------------------------
@@ -323,10 +323,11 @@ OPTIONS = ("key", "queue", "delay", "run_at", "expires_at", "max_attempts", "res
 
 
 def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> EnqueueResult:
-    """Store the job a validated body describes; everything is checked before anything is written.
+    """Store the job in a validated body; everything is checked before anything is written.
 
     :param on_stored: called with a new job inside the transaction that stores it.
-    :raises ValidationError: no such handler, or it does not take these arguments or options.
+    :raises ValidationError: there is no such handler, or it does not take these arguments or
+        options.
     """
     job = _build(body)
     using = jobs_database()
@@ -338,10 +339,10 @@ def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) ->
 
 
 def is_for_callers(handler: registry.Handler) -> bool:
-    """Whether a program outside may enqueue it: what ``@job`` declares in the project.
+    """Return whether the API may enqueue a handler: those that the project declares with ``@job``.
 
-    Those of queues, events and tasks take messages that their own side makes and checks. Our own
-    do what needs more than the permission to enqueue, for whoever their payload names.
+    Queues, events and tasks make and check their messages themselves. Internal handlers do what
+    takes more permissions than the one to enqueue.
     """
     return type(handler) is registry.Handler and handler in registry.handlers()
 
@@ -386,15 +387,15 @@ def find(id: str) -> Job:
 
 
 def job_url(request: Request, id: Any) -> str:
-    """Return the address of a job, wherever the project has put ours."""
+    """Return the address of a job, under the project's prefix."""
     match = request.resolver_match
     return reverse(f"{match.namespace if match else 'kjo_django_api'}:job", args=(id,))
 
 
 def _filter(view: KjoView, query: dict[str, Any]) -> JobFilter:
-    """Return what is looked for: the search, and each parameter in it.
+    """Return the search of a query, and each of its parameters.
 
-    :raises ValidationError: they contradict each other, or the search cannot be understood.
+    :raises ValidationError: they contradict each other, or the search cannot be parsed.
     """
     try:
         found = search.parse(query.get("q", ""))
@@ -414,7 +415,7 @@ def _filter(view: KjoView, query: dict[str, Any]) -> JobFilter:
 
 
 def summaries(view: KjoView, rows: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return what is told this user of each job in a list."""
+    """Return the members of each job in a list, for this user."""
     status_of = shown_states(rows)
     if not view.sees_payloads:
         hide_texts(rows)
@@ -429,7 +430,7 @@ def summaries(view: KjoView, rows: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def detail(view: KjoView, id: str) -> dict[str, Any]:
-    """Return all that this user may be told of one job."""
+    """Return all members of one job that this user may see."""
     rows = Job.objects.using(jobs_database())
     if not view.sees_payloads:
         rows = rows.defer("payload", "result")

@@ -1,7 +1,7 @@
-"""Pages by key, newest first: no count and no offset, so the last costs what the first does.
+"""Keyset pages, newest first: no count and no offset, so the last page costs as much as the first.
 
-What no index serves is looked for within a window: the page then may hold less than was asked for,
-or nothing, and its cursor goes on where the window ended.
+A filter without an index searches within a window: the page may then have fewer rows than
+requested, or none, and its cursor continues where the window ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 50, 200
 
 
 def page_limit() -> serializers.IntegerField:
-    """Return the field that says how long a page may be."""
+    """Return the field for the size of a page."""
     return serializers.IntegerField(
         required=False,
         default=DEFAULT_LIMIT,
@@ -44,17 +44,17 @@ PageQuery = shape(
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Rows, and where the next ones are."""
+    """A page's rows, and the cursor of the next page."""
 
     rows: list[Any]
     next_cursor: str | None
 
 
 def page(rows: QuerySet[M], wanted: QuerySet[M], *, cursor: uuid.UUID | None, limit: int) -> Page:
-    """Return those of the newest ``rows`` before the cursor that are ``wanted`` too.
+    """Return those of the newest ``rows`` before the cursor that are also ``wanted``.
 
-    :param rows: what an index serves in the order of the key.
-    :param wanted: the same with every filter; ``rows`` itself if an index serves them all.
+    :param rows: rows that an index finds, in the order of the key.
+    :param wanted: these rows with all filters; ``rows`` itself if an index serves them all.
     """
     before = {} if cursor is None else {"pk__lt": cursor}
     floor = None

@@ -1,4 +1,4 @@
-"""Bodies that are read strictly, and errors as RFC 9457 problem details, for our views only."""
+"""Strict parsing of bodies, and errors as RFC 9457 problem details, for the views of this API only."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from kjo_django.exceptions import (
 
 CONTENT_TYPE = "application/problem+json"
 TYPE = "urn:kjo:problem:"
-"""What every ``type`` begins with; the code of the error follows."""
+"""Prefix of every ``type``; the code of the error follows."""
 
 
 class Conflict(exceptions.APIException):  # type: ignore[misc]
-    """What is asked cannot be done in the present state; nothing was changed."""
+    """The present state does not allow the request; nothing was changed."""
 
     status_code = status.HTTP_409_CONFLICT
     default_code = "conflict"
@@ -46,7 +46,7 @@ class TooLarge(exceptions.APIException):  # type: ignore[misc]
 
 
 class Unavailable(exceptions.APIException):  # type: ignore[misc]
-    """A server that is needed is away; try again later."""
+    """A needed server is away; try again later."""
 
     status_code = status.HTTP_503_SERVICE_UNAVAILABLE
     default_code = "unavailable"
@@ -61,7 +61,7 @@ _OURS: tuple[tuple[tuple[type[Exception], ...], type[exceptions.APIException]], 
 
 
 def handle(error: Exception, context: dict[str, Any]) -> Response | None:
-    """Return the problem an error is; None for one that is a fault of the server (500)."""
+    """Return the problem of an error; None for an error of the server itself (500)."""
     error = _as_api_exception(error)
     response = exception_handler(error, context)
     if response is None:
@@ -98,7 +98,7 @@ def _as_api_exception(error: Exception) -> Exception:
 
 
 def _errors(detail: Any, place: str) -> Iterator[dict[str, str]]:
-    """Walk through what REST framework nests by field."""
+    """Flatten REST framework's errors, which are nested by field."""
     if isinstance(detail, dict):
         for name, below in detail.items():
             # What is wrong with the whole body belongs to no field.
@@ -114,21 +114,21 @@ def _errors(detail: Any, place: str) -> Iterator[dict[str, str]]:
 # --- Bodies: JSON in UTF-8, of bounded size and depth ---------------------------------------------
 
 ROOM = 64 * 1024
-"""Bytes a body may have beside its payload."""
+"""Bytes of a body beside its payload."""
 
 
 DEEPEST = 200
-"""Levels: what walks through a payload does so by recursion."""
+"""Most levels of nesting, since payloads are walked by recursion."""
 TOO_DEEP = f"The body has more than {DEEPEST} levels."
 
 
 def longest_body() -> int:
-    """Return how many bytes a body may have: a payload that is allowed fits in, escaped too."""
+    """Return the most bytes of a body: an allowed payload fits, escaped too."""
     return 2 * get_settings().max_payload_bytes + ROOM
 
 
 class StrictJSONParser(BaseParser):  # type: ignore[misc]
-    """Refuses what is too long before it is read, and NaN, infinities and absurd nesting."""
+    """Refuses a body that is too long before it is read, NaN, infinities and deep nesting."""
 
     media_type = "application/json"
 
@@ -136,7 +136,7 @@ class StrictJSONParser(BaseParser):  # type: ignore[misc]
         """Return the decoded body.
 
         :raises TooLarge: it has more bytes than ``longest_body()``.
-        :raises ParseError: it is no JSON.
+        :raises ParseError: it is not JSON.
         """
         limit = longest_body()
         body = stream.read(limit + 1)

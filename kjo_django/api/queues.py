@@ -1,4 +1,4 @@
-"""Queues: list, look at one."""
+"""Queues: list, and show one."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def read_queue(view: KjoView, queue: str) -> Response:
 def find(name: str) -> dict[str, Any]:
     """Return a known queue.
 
-    :raises Http404: nothing names it; pausing it would make it known.
+    :raises Http404: it is unknown; pausing it would make it known.
     """
     for row in queues.overview():
         if row["queue"] == name:
@@ -122,7 +122,7 @@ def find(name: str) -> dict[str, Any]:
 
 
 def counted(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """Add to each queue what waits in it; also return whether a count is a lower bound."""
+    """Add the waiting jobs to each queue; also return whether a count is a lower bound."""
     now = timezone.now()
     counts, is_capped = status.count_by_state(now)
     letters, letters_capped = status.open_dead_letters()

@@ -1,4 +1,4 @@
-"""What programs are shown of payloads, results, keys and headers: whole, and without secrets."""
+"""Payloads, results, keys and headers in answers: complete, and without secrets."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import redaction
 
 LONGEST = 2**30
-"""Bytes: a program gets what it stored, however long."""
+"""Longest value in bytes: a program gets all that it stored."""
 
 
 def shown_payload(job: Job) -> Any:
-    """Return what the handler is given."""
+    """Return the payload."""
     return redaction.shown_payload(job, longest=LONGEST)
 
 
 def shown_result(job: Job) -> Any:
-    """Return what the handler returned."""
+    """Return the result."""
     return redaction.shown_result(job, longest=LONGEST)
 
 
 def shown_value(letter: DeadLetter) -> Any:
-    """Return what a dead letter holds."""
+    """Return a dead letter's payload."""
     return redaction.shown_value(letter, longest=LONGEST)
 
 
 def shown_event(data: Any, event_type: str) -> Any:
-    """Return what was stored along with an event's effects."""
+    """Return the data stored with an event."""
     shown = redaction.redacted(data, also=redaction.hidden_by(event_type))
     # A lone surrogate is what no encoding takes; some databases store it all the same.
     return json.loads(json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace"))
@@ -44,7 +44,7 @@ def shown_headers(headers: Any) -> dict[str, str]:
 
 
 def shown_text(value: Any) -> str:
-    """Return text as every encoding takes it, and bytes as text or else in hexadecimal."""
+    """Return text that every encoding can hold, and bytes as text or else in hexadecimal."""
     if isinstance(value, bytes | bytearray | memoryview):
         raw = bytes(value)
         try:

@@ -1,5 +1,4 @@
-"""The system: whether all is well, figures over time from the aggregates workers write, and what
-has taken effect."""
+"""The system: health checks, figures over time from the workers' aggregates, and processed events."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from kjo_django.runtime import jobs_database
 
 SYSTEM, METRICS = "system", "metrics"
 TIMEOUT = 5.0
-"""Seconds the checks may take in all."""
+"""Seconds for all checks."""
 MOST_EVENTS = 100
 HOUR, DAY = 3600, 86_400
 
@@ -136,7 +135,7 @@ def find_events(view: KjoView) -> Response:
 
 
 def seconds() -> serializers.FloatField:
-    """Return a field of seconds, null where nothing was measured."""
+    """Return a field of seconds, which is null where nothing was measured."""
     return serializers.FloatField(allow_null=True)
 
 
@@ -260,7 +259,7 @@ def metrics_by_handler(view: KjoView) -> Response:
 
 
 def length_of(view: KjoView) -> timedelta:
-    """Return the time that is asked for."""
+    """Return the requested period."""
     return timedelta(seconds=view.query(SummaryQuery)["length"])
 
 

@@ -1,4 +1,4 @@
-"""Workers: list, look at one."""
+"""Workers: list, and show one."""
 
 from __future__ import annotations
 
@@ -120,6 +120,6 @@ def find(id: str) -> WorkerRow:
 
 
 def summary(row: WorkerRow) -> dict[str, Any]:
-    """Return what is told of a worker in a list."""
+    """Return a worker's members in a list."""
     answer = {name: getattr(row, name) for name in (*COLUMNS, "id", "state", "wish", "queues")}
     return answer | {"is_alive": row.is_alive(alive_within())}

@@ -1,4 +1,4 @@
-"""What a project, or the author of a backend, needs to test against kjo_django.
+"""Helpers for tests of projects, and conformance suites for authors of backends.
 
 ``assert_enqueued``, ``refute_enqueued``, ``all_enqueued``, ``drain``, ``run_job`` and ``perform``
 are for a project's tests; ``conformance`` and ``coordination_conformance`` for backends. With

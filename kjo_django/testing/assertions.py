@@ -1,4 +1,4 @@
-"""What was enqueued."""
+"""Assertions about enqueued jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kjo_django.runtime import jobs_database
 
 Target = JobDefinition | Queue | str
 ANY: Any = type("ANY", (), {"__repr__": lambda self: "ANY"})()
-"""Whatever the payload is."""
+"""Matches any payload."""
 
 
 def all_enqueued(
@@ -44,10 +44,10 @@ def all_enqueued(
 def assert_enqueued(
     job: Target | None = None, payload: Any = ANY, *, count: int | None = None, **filters: Any
 ) -> Job:
-    """Return the newest open job that matches; fail, naming what there is, if none does.
+    """Return the newest open job that matches; fail, with the list of open jobs, if none does.
 
-    :param count: how many must match, exactly.
-    :param filters: further ones of ``all_enqueued``.
+    :param count: the exact number of matching jobs.
+    :param filters: further arguments of ``all_enqueued``.
     """
     __tracebackhide__ = True
     found = all_enqueued(job, payload, **filters)
@@ -71,14 +71,16 @@ def refute_enqueued(job: Target | None = None, payload: Any = ANY, **filters: An
 
 
 def name_of(job: Target) -> str:
-    """Return what the job's rows name as their handler."""
+    """Return the handler's name in the job's rows."""
     if isinstance(job, JobDefinition):
         return job.name
     return job.job_type if isinstance(job, Queue) else job
 
 
 def payload_of(job: Job) -> Any:
-    """Return a job's payload as its handler would get it; text saying why where it cannot be."""
+    """Return a job's payload as its handler would get it; a text with the reason if it cannot be
+    read.
+    """
     try:
         return serializer_for(job.content_type).loads(bytes(job.payload))
     except MessageError as error:

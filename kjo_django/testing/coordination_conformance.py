@@ -31,7 +31,7 @@ class CoordinationConformance:
     threads: ClassVar[int] = 10
 
     def make_coordination(self) -> Coordination:
-        """Return a new instance. All made in one test share what they hold."""
+        """Return a new instance. All instances of one test share their state."""
         raise NotImplementedError
 
     def end_thread(self) -> None:
@@ -45,7 +45,7 @@ class CoordinationConformance:
 
     @pytest.fixture
     def name(self) -> str:
-        """The name of a lease that is free."""
+        """The name of a free lease."""
         return f"CONS:{uuid.uuid4().hex[:12]}:7"
 
     def outlive(self, lifetime: timedelta) -> None:
@@ -276,7 +276,7 @@ class CoordinationConformance:
     # --- Wake-up calls ----------------------------------------------------------------------------
 
     def call_until(self, listener: Listener, channel: str, heard: set[str]) -> None:
-        """Wait for a call made just before."""
+        """Wait for a call that was made just before."""
         deadline = time.monotonic() + 5
         called: set[str] = set()
         while not called and time.monotonic() < deadline:

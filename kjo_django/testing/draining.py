@@ -1,4 +1,4 @@
-"""Running jobs in the test's own thread and transaction, through the pipeline workers use."""
+"""Running jobs in the test's own thread and transaction, through the flow that workers use."""
 
 from __future__ import annotations
 
@@ -48,39 +48,39 @@ class DrainedRun:
     job_id: str
     handler: str
     outcome: str
-    """completed, retried, dead, cancelled, duplicate or skipped."""
+    """``completed``, ``retried``, ``dead``, ``cancelled``, ``duplicate`` or ``skipped``."""
     result: Any = None
     error: BaseException | None = None
 
 
 @dataclass(slots=True)
 class Drained:
-    """What ``drain`` ran, in order."""
+    """The runs of ``drain``, in order."""
 
     runs: list[DrainedRun] = field(default_factory=list)
 
     def count(self, outcome: str) -> int:
-        """How many runs ended so."""
+        """Return the number of runs that ended so."""
         return sum(run.outcome == outcome for run in self.runs)
 
     @property
     def completed(self) -> int:
-        """Runs that completed."""
+        """The number of runs that completed."""
         return self.count("completed")
 
     @property
     def retried(self) -> int:
-        """Runs that failed with another attempt to come."""
+        """The number of runs that failed with another attempt to come."""
         return self.count("retried")
 
     @property
     def failed(self) -> int:
-        """Runs that ended in the dead letters."""
+        """The number of runs that ended in the dead letters."""
         return self.count("dead")
 
     @property
     def results(self) -> list[Any]:
-        """What the completed ones returned."""
+        """The results of the completed runs."""
         return [run.result for run in self.runs if run.outcome == "completed"]
 
 
@@ -176,7 +176,7 @@ def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fi
 
 
 def _companions(job: Job, due: QuerySet[Job]) -> list[Job]:
-    """Return what a worker would put in one batch with a job."""
+    """Return the jobs that a worker would put into one batch with a job."""
     handler = registry.find(job.handler)
     size = handler.options.batch if handler is not None else None
     if size is None:
@@ -276,7 +276,7 @@ def _runner() -> Iterator[_Runner]:
 
 
 def _delivery_of(job: Job) -> Delivery:
-    """Return what a transport would deliver of a job."""
+    """Return the record that a transport would deliver for a job."""
     queue = get_settings().queue(job.queue)
     sent = storing.record_of(job, queue)
     record = Record(

@@ -1,4 +1,4 @@
-"""The operations screen: what goes on, and the controls."""
+"""The operations screens: figures, lists and controls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCREENS: tuple[Screen, ...] = (
 
 @admin.register(Dashboard)
 class DashboardAdmin(BaseModelAdmin):
-    """No rows: its list is the dashboard."""
+    """An admin without rows; its list is the dashboard."""
 
     def get_urls(self) -> list[URLPattern]:
         """Return the screens; there is nothing to add, change or delete."""
@@ -48,7 +48,7 @@ class DashboardAdmin(BaseModelAdmin):
         ]
 
     def has_module_permission(self, request: HttpRequest) -> bool:
-        """Whoever may see it finds it in the index."""
+        """Show it in the index to users who may see it."""
         return self.has_view_permission(request)
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:

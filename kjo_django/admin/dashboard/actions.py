@@ -42,7 +42,7 @@ from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 SAMPLE = 10
 MOST_CHOSEN = 1000
 LOOKED_AT = 500
-"""Letters a preview looks at one by one; all are counted."""
+"""Dead letters that a preview reads one by one; all are counted."""
 
 
 # --- Carrying out ---------------------------------------------------------------------------------
@@ -55,9 +55,9 @@ def carry_out(
     inputs: dict[str, Any],
     *back: Any,
 ) -> HttpResponse:
-    """Do an action, show what came of it, and lead back to a screen.
+    """Carry out an action, show its result, and redirect to a screen.
 
-    :param selection: rows' ids, or a filter, for which an internal job may do it.
+    :param selection: rows' ids, or a filter, which an internal job may process.
     """
 
     def act() -> Any:
@@ -89,10 +89,10 @@ def _confirm(
     is_confirmed: bool,
     title: str,
 ) -> HttpResponse:
-    """Carry an action out if its form was posted; else show what it would be done to, with a form
-    for its inputs.
+    """Carry out an action if its form was posted; else show the affected rows with a form for its
+    inputs.
 
-    :param preview: returns what the template shows of the rows.
+    :param preview: returns the template's description of the rows.
     """
     form: forms.Form = form_of(action, many=True)(page.request.POST if is_confirmed else None)
     if is_confirmed and form.is_valid():
@@ -124,7 +124,7 @@ def _action_of_jobs(page: Page, name: str) -> Action:
 
 
 def change_one(action: Action, page: Page, job: UUID) -> HttpResponse:
-    """Do an action to one job."""
+    """Carry out an action on one job."""
     if not page.may("view_job"):
         raise PermissionDenied
     rows = Job.objects.using(jobs_database()).filter(pk=job).defer("payload", "result")
@@ -145,7 +145,7 @@ def change_one(action: Action, page: Page, job: UUID) -> HttpResponse:
 
 
 def change_chosen(page: Page, action: str) -> HttpResponse:
-    """Do an action to the jobs whose boxes were ticked."""
+    """Carry out an action on the selected jobs."""
     found = _action_of_jobs(page, action)
     chosen = page.request.POST.getlist("job")[:MOST_CHOSEN]
     if not chosen:
@@ -246,7 +246,7 @@ QUEUE_MESSAGES: dict[str, tuple[Any, Any]] = {
 
 
 def change_queue(action: Action, page: Page, queue: str) -> HttpResponse:
-    """Do an action to one queue."""
+    """Carry out an action on one queue."""
     if queue not in {row["queue"] for row in queues.overview()}:
         raise Http404(_("No queue has this name."))
     log = page.audit(action.log_entry({}))
@@ -262,7 +262,7 @@ def change_queue(action: Action, page: Page, queue: str) -> HttpResponse:
 
 
 def change_worker(action: Action, page: Page, worker: UUID) -> HttpResponse:
-    """Do an action to one worker."""
+    """Carry out an action on one worker."""
     if not Worker.objects.using(jobs_database()).filter(pk=worker).exists():
         raise Http404(_("There is no such worker."))
     answer = carry_out(page, action, [worker], {}, "consumers")

@@ -34,7 +34,7 @@ SPARK_WIDTH, SPARK_HEIGHT = 120, 24
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of values; None where nothing was measured.
+    """One series of values; None where nothing was measured.
 
     :param kind: names its colour in the style sheet.
     """
@@ -62,13 +62,13 @@ class Chart:
     marks: Sequence[tuple[datetime, str]] = field(default=())
 
     def render(self) -> SafeString:
-        """Return it as HTML."""
+        """Return the chart as HTML."""
         template = "admin/kjo_django/dashboard/chart.html"
         return render_to_string(template, {"chart": _geometry(self)})
 
 
 def sparkline(values: Sequence[float], summary: str) -> SafeString:
-    """Return a row of values as a line as high as a line of text."""
+    """Return a series as a sparkline."""
     top = max([*values, 1])
     step = SPARK_WIDTH / max(1, len(values) - 1)
     points = " ".join(
@@ -80,8 +80,9 @@ def sparkline(values: Sequence[float], summary: str) -> SafeString:
 
 
 def _geometry(chart: Chart) -> dict[str, Any]:
-    """Return what the template shows. Places are text already: a template would write numbers as
-    the language does, and SVG knows no decimal comma."""
+    """Return the template's values. Coordinates are text already: a template would localise
+    numbers, and SVG takes no decimal comma.
+    """
     count = len(chart.times)
     slot = (RIGHT - LEFT) / max(1, count)
     top = _ceiling(_highest(chart))
@@ -179,7 +180,7 @@ def _ceiling(value: float) -> float:
 
 
 def _bars(chart: Chart, up: Callable[[float], float], slot: float) -> list[dict[str, str]]:
-    """Return the outline of all bars of each line, stacked upon those of the lines before it."""
+    """Return the outline of the stacked bars of each series."""
     below = [0.0] * len(chart.times)
     bars = []
     for line in chart.lines:
@@ -200,7 +201,7 @@ def _bars(chart: Chart, up: Callable[[float], float], slot: float) -> list[dict[
 def _polylines(
     values: Sequence[float | None], up: Callable[[float], float], slot: float
 ) -> list[str]:
-    """Return the points of each stretch without a gap; a lone value gets a short line."""
+    """Return the points of each stretch without a gap; a single value gets a short line."""
     stretches: list[list[tuple[float, float]]] = [[]]
     for index, value in enumerate(values):
         if value is None:

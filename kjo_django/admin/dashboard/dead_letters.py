@@ -1,4 +1,4 @@
-"""Dead letters: by error, one by one, and one in full."""
+"""Dead letters: by error, as a list, and one in detail."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from kjo_django.runtime import jobs_database
 SIZE = 50
 GROUPS = 50
 FIELDS = ("queue", "handler", "reason", "error", "fingerprint")
-"""What a selection may say, as the fields of `DeadLetterFilter` are called."""
+"""The fields of `DeadLetterFilter` that a selection may have."""
 MOST_CHOSEN = 1000
 
 
 def selection_of(page: Page, given: QueryDict) -> DeadLetterFilter:
-    """Read which dead letters an address or a form means.
+    """Return the filter in an address or a form.
 
-    :raises PermissionDenied: it searches texts the operator may not see.
+    :raises PermissionDenied: it searches texts that the user may not see.
     """
     values: dict[str, Any] = {
         name: given.get(name, "").replace("\0", "").strip()[:255] or None for name in FIELDS
@@ -55,7 +55,7 @@ def selection_of(page: Page, given: QueryDict) -> DeadLetterFilter:
 
 
 def address_of(selection: DeadLetterFilter) -> str:
-    """Return the selection as an address carries it."""
+    """Return the selection as the query of an address."""
     pairs = [(name, value) for name in FIELDS if (value := getattr(selection, name))]
     return urlencode([*pairs, *(("letter", str(id)) for id in selection.ids or ())])
 
@@ -150,7 +150,7 @@ def find(letter: UUID) -> DeadLetter:
 
 
 def show_one(page: Page, letter: UUID) -> HttpResponse:
-    """Return a dead letter in full."""
+    """Show a dead letter in detail."""
     found = find(letter)
     may_see = page.may("view_payload")
     if not may_see:
@@ -208,11 +208,10 @@ def edit(page: Page, letter: UUID) -> HttpResponse:
 
 
 def _editable(letter: DeadLetter) -> tuple[str, str]:
-    """Return the payload as JSON to be edited, or why it cannot be: whoever replays what is in the
-    form replaces all of it.
+    """Return the payload as JSON to be edited, or the reason why it cannot be edited.
 
-    Secrets in it are replaced, and come back; what cannot be read is given as it is, to be
-    repaired.
+    The edited text replaces the whole payload. Secrets are replaced by a mark, and restored later.
+    An unreadable payload is returned unchanged, to be repaired.
     """
     raw = bytes(letter.value or b"")
     if is_internal(letter.handler):
@@ -230,9 +229,9 @@ def _editable(letter: DeadLetter) -> tuple[str, str]:
 
 
 def _written(letter: DeadLetter, text: str) -> bytes:
-    """Return edited JSON as the letter's content type has it.
+    """Return edited JSON in the dead letter's content type.
 
-    :raises MessageError: it is none.
+    :raises MessageError: it is not JSON.
     """
     serializer, data = _serializer_of(letter), text.encode()
     return data if serializer is JSON else serializer.dumps(JSON.loads(data))

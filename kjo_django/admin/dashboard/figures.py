@@ -27,12 +27,12 @@ def number(value: float | str | None) -> str:
 
 
 def exact(value: int | str | None) -> str:
-    """Return a whole number digit by digit: an offset is looked for, not weighed."""
+    """Return a whole number with all its digits, as an offset needs them."""
     return str(value) if isinstance(value, int) else NOTHING
 
 
 def capped(value: int, limit: int) -> str:
-    """Return a bounded count; at its limit it is a lower bound, and says so."""
+    """Return a bounded count; at its limit it is shown as a lower bound."""
     return f"{number(value)}+" if value >= limit else number(value)
 
 

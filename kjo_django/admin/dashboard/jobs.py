@@ -1,4 +1,4 @@
-"""Jobs: the list with its search and tabs by state, and one job with its way so far."""
+"""Jobs: the list with its search and tabs by state, and one job with its history."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHOWN_LETTERS = 10
 
 
 def show_list(page: Page) -> HttpResponse:
-    """Return a page of the jobs a search finds."""
+    """Show a page of the jobs that a search finds."""
     text, found, wrong = search_of(page)
     listed = None
     if found is not None:
@@ -67,7 +67,7 @@ def show_list(page: Page) -> HttpResponse:
 
 
 def search_of(page: Page) -> tuple[str, search.JobFilter | None, str]:
-    """Return the text of the search, its meaning, and why it has none."""
+    """Return the text of the search, the parsed search, and the error if it cannot be parsed."""
     text = page.request.GET.get("q", page.request.POST.get("q", "")).strip()
     try:
         found = search.parse(text)
@@ -120,7 +120,7 @@ def _links(text: str, listed: Any) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something that happened to a job, or will."""
+    """An event in a job's history, or a future one."""
 
     moment: datetime | None
     kind: str

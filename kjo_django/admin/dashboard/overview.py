@@ -1,4 +1,4 @@
-"""The first screen: is all well, and what goes on."""
+"""The first screen: failed checks, figures and charts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANGES: dict[str, tuple[Any, timedelta]] = {
 }
 USUAL_RANGE = "1h"
 HEALTH_SECONDS = 10.0
-"""How long an answer of the checks is shared: they ask the broker too."""
+"""Seconds for which a result of the checks is shared: they also ask the broker."""
 HEALTH_TIMEOUT = 1.5
 
 
@@ -41,13 +41,13 @@ class Tile:
 
 
 def chosen_range(page: Page) -> str:
-    """Return the time the charts show, as the address says."""
+    """Return the period of the charts that the address asks for."""
     wanted = page.request.GET.get("range", USUAL_RANGE)
     return wanted if wanted in RANGES else USUAL_RANGE
 
 
 def range_links(page: Page) -> list[dict[str, Any]]:
-    """Return the choices of the time the charts show."""
+    """Return the choices of the charts' period."""
     now = chosen_range(page)
     links = []
     for name, (label, _length) in RANGES.items():
@@ -90,7 +90,7 @@ def charts(length: timedelta, queue: str | None = None) -> list[Chart]:
 
 
 def failing_checks() -> list[health.Check]:
-    """Return the checks that are not well, as they were a moment ago."""
+    """Return the checks that failed, as of a moment ago."""
     found: list[health.Check] = shared(
         "health", lambda: health.health(HEALTH_TIMEOUT), HEALTH_SECONDS
     )
@@ -98,7 +98,7 @@ def failing_checks() -> list[health.Check]:
 
 
 def show(page: Page) -> HttpResponse:
-    """Return tiles, charts and what is not well."""
+    """Show tiles, charts and failed checks."""
     figures = shared("overview", overview.overview)
     length = RANGES[chosen_range(page)][1]
     return page.show(

@@ -37,7 +37,7 @@ from kjo_django.operations.internal import UserActor
 from kjo_django.operations.safe_text import inert
 
 CACHE_SECONDS = 2.0
-"""How long what a screen shows is shared: many who look cost one look a time."""
+"""Seconds for which a screen's data is shared between viewers."""
 
 PAGE = "admin/kjo_django/dashboard/page.html"
 
@@ -50,11 +50,11 @@ class Screen:
     path: str
     view: Callable[..., HttpResponse]
     permission: str = "view_dashboard"
-    """Asked beside ``view_dashboard``."""
+    """Permissions needed beside ``view_dashboard``."""
     title: Any = ""
-    """Of the navigation; empty: not in it."""
+    """Title in the navigation; empty: not in it."""
     is_action: bool = False
-    """POST only."""
+    """Whether it takes POST only."""
 
 
 class Page:
@@ -69,21 +69,21 @@ class Page:
     # --- Who --------------------------------------------------------------------------------------
 
     def may(self, permission: str) -> bool:
-        """Whether the operator has one of our permissions, such as ``retry_job``."""
+        """Return whether the operator has a permission of the app, such as ``retry_job``."""
         return bool(self.request.user.has_perm(f"kjo_django.{permission}"))
 
     @property
     def actor(self) -> UserActor:
-        """The operator, for the log and the notes."""
+        """The operator's name, for the log and the notes."""
         return UserActor(self.request.user)
 
     def buttons(
         self, subject: Subject, state: str, key: Any, name: str = ""
     ) -> list[dict[str, Any]]:
-        """Return the buttons of one row: what this operator may do to it in its state.
+        """Return the buttons of one row: the actions that this operator may do to it in its state.
 
         :param key: of the row, in the addresses.
-        :param name: of the row, for those who do not see which row the button stands in.
+        :param name: of the row, for screen readers.
         """
         return [
             {
@@ -98,7 +98,7 @@ class Page:
         ]
 
     def allows(self, action: Action) -> bool:
-        """Whether the operator has the permissions of an action."""
+        """Return whether the operator has the permissions of an action."""
         return action.is_allowed(self.request.user)
 
     # --- Answers ----------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Page:
         return reverse(f"admin:{address_name(name)}", args=arguments, current_app=self.site.name)
 
     def back(self, name: str, *arguments: Any) -> HttpResponse:
-        """Return to where the form says it came from, or else to a screen."""
+        """Redirect to the page that the form names, or else to a screen."""
         wanted = self.request.POST.get("next", "")
         hosts = {self.request.get_host()}
         if not url_has_allowed_host_and_scheme(
@@ -176,12 +176,13 @@ class Page:
         messages.add_message(self.request, level, inert(str(text)))
 
     def audit(self, message: str) -> Callable[[Sequence[Any]], None]:
-        """Return an observer that writes who did it into the log of each object."""
+        """Return an observer that writes a log entry with the user for each object."""
         return audited(self.request, message)
 
     def attempt(self, act: Callable[[], Any]) -> Any:
-        """Run an operation and return what it returns; an error that refuses it is shown, not
-        raised."""
+        """Return the result of an operation. An error that refuses it is shown as a message, and
+        None is returned.
+        """
         return attempted(self.message, act)
 
 
@@ -196,14 +197,16 @@ class _Permissions:
 
 
 def button_actions(subject: Subject) -> list[Action]:
-    """Return the actions on rows of a subject that have an address of their own. Limits of a queue,
-    and the payload of a dead letter, are edited on screens of their own."""
+    """Return the actions on rows of a subject that have an address of their own.
+
+    Limits of a queue, and the payload of a dead letter, are edited on screens of their own.
+    """
     found = actions_of(subject, Surface.DASHBOARD)
     return [action for action in found if action.name not in ("limit", "edit_and_replay")]
 
 
 def screen_of(action: Action) -> str:
-    """Return the name of the screen that carries an action out."""
+    """Return the name of the screen that carries out an action."""
     if action.subject == Subject.LETTERS:
         return action.name
     return f"{action.subject.removesuffix('s')}_{action.name}"
@@ -229,10 +232,10 @@ def opened(screen: Screen, site: AdminSite, screens: Sequence[Screen]) -> Callab
 
 
 def shared(name: str, compute: Callable[[], Any], seconds: float = CACHE_SECONDS) -> Any:
-    """Return what somebody computed a moment ago, or compute it. A cache that is away costs the
-    sharing, nothing else.
+    """Return a shared value, or compute it. Without the cache it is computed each time.
 
-    :param name: of what, and with which parameters; hashed, since these may come from outside.
+    :param name: identifies the value and its parameters; hashed, since parameters may come from
+        outside.
     """
     key = _key(name)
     try:
@@ -247,7 +250,7 @@ def shared(name: str, compute: Callable[[], Any], seconds: float = CACHE_SECONDS
 
 
 def forget(name: str) -> None:
-    """Let the next page compute it anew: the operator wants to see the change."""
+    """Drop a shared value, so that the next page shows the change."""
     with suppress(Exception):  # it is forgotten in seconds anyway
         cache.delete(_key(name))
 

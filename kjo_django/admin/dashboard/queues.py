@@ -1,4 +1,4 @@
-"""Queues: how each does, and its limits and retry policy."""
+"""Queues: figures of each, and its limits and retry policy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kjo_django.operations.monitoring import metrics, status
 from kjo_django.runtime import jobs_database
 
 MOST_COUNTED = 20_000
-"""Jobs of a state that are told apart by queue, for which their rows must be read."""
+"""Most jobs of a state that are counted by queue, for which their rows must be read."""
 LAG_SECONDS = 5.0
-"""How long a look at all queues is shared: it asks the broker."""
+"""Seconds for which the figures of all queues are shared: they also ask the broker."""
 
 
 def show(page: Page) -> HttpResponse:
-    """Return all queues."""
+    """Show all queues."""
     rows, _is_capped = shared("queues", lambda: status.queue_rows(limit=MOST_COUNTED), LAG_SECONDS)
     return page.show(
         "queues.html",
@@ -74,7 +74,7 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 
 def show_one(page: Page, queue: str) -> HttpResponse:
-    """Return one queue, and change its policy."""
+    """Show one queue, and change its policy."""
     known = {row["queue"]: row for row in queues.overview()}
     if queue not in known:
         raise Http404(_("No queue has this name."))

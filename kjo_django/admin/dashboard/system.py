@@ -1,5 +1,6 @@
-"""The system: workers and the partitions they hold by group, what has taken effect, and whether all
-is well."""
+"""The system: consumer groups, workers and their partitions; processed events; and the health
+checks.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ from kjo_django.store.counting import seconds_since
 
 SHOWN = 200
 PARTITIONS_SHOWN = 500
-"""Of one topic."""
+"""Most partitions of one topic that are shown."""
 RUNNING_SHOWN = 3
-"""Jobs of one worker that are named, those that have run longest."""
+"""Most running jobs of one worker that are shown: those that have run longest."""
 LAG_SECONDS = 5.0
 EVENTS_SHOWN = 50
 LONGEST_ID = 255
@@ -42,14 +43,14 @@ CHECKS_TIMEOUT = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker of a group, and what it holds there."""
+    """A worker of a group, and its partitions there."""
 
     worker: dict[str, Any]
     held: list[Assignment]
 
     @property
     def rebalanced_at(self) -> datetime | None:
-        """When that changed last, as far as its row says."""
+        """When its partitions changed last, as far as its row says."""
         return rebalanced_at(self.held)
 
 
@@ -147,12 +148,14 @@ def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) ->
 
 
 def _is_of(held: Assignment, group: str, topics: Iterable[str]) -> bool:
-    """Rows of an older release do not tell the group."""
+    """Return whether a row is of the group; rows of an older release do not name it."""
     return held.topic in topics and held.group in (group, None)
 
 
 def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) -> dict[str, Any]:
-    """Return a topic of a group; queues that share it share its partitions and its lag."""
+    """Return the figures of a group's topic. Queues that share the topic share its partitions and
+    its lag.
+    """
     first = queues[0]
     holders: dict[int, list[tuple[Assignment, Member]]] = {}
     for member in members:
@@ -204,7 +207,7 @@ def _given_at(holder: tuple[Assignment, Member]) -> float:
 
 
 def _state(holders: Sequence[tuple[Assignment, Member]], is_paused: bool) -> tuple[str, Any]:
-    """Return the kind of state, which has its colour, and its word."""
+    """Return the kind of the state, which has its colour, and its label."""
     now = timezone.now()
     if is_paused:
         return "paused", _("Paused")

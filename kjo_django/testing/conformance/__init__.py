@@ -26,7 +26,9 @@ from kjo_django.testing.conformance.suite import eventually, values  # noqa: E40
 
 
 class TransportConformance(Publishing, Groups, Consuming):
-    """Subclass it, implement ``make_transport`` and adjust the attributes that do not fit."""
+    """Subclass it, implement ``make_transport``, and adjust attributes where the defaults do not
+    fit.
+    """
 
 
 __all__ = ["EVERY_BYTE", "TransportConformance", "eventually", "name_bytes", "values"]

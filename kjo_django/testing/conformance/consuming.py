@@ -1,4 +1,4 @@
-"""What one subscription promises: polling, acknowledging, pausing, closing, reporting."""
+"""Promises of one subscription: polling, acknowledging, pausing, closing, reporting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every group sees every record; its subscriptions share them, also when they come and go."""
+"""Promises of groups: each sees every record, and its subscriptions share them, also when they come
+and go.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition, T
 
 
 class Groups(Suite):
-    """Where a group begins, how it is shared, and how partitions move."""
+    """The start of a group, its sharing, and moving partitions."""
 
     # --- Sharing ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What is published is read: whole, in order, and not before its time."""
+"""Promises of publishing: records are read complete, in order, and not before they are due."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ EVERY_BYTE = bytes(range(256))
 
 
 def name_bytes(value: bytes | None) -> str:
-    """Name a parameter without its bytes."""
+    """Return a parameter's name without its bytes."""
     return "None" if value is None else f"{len(value)}-bytes"
 
 
 class Publishing(Suite):
-    """Every byte, every outcome, every topic; delays and transactions where they are declared."""
+    """Values, outcomes and topics; delays and transactions where they are declared."""
 
     @pytest.mark.parametrize("value", [None, b"", b"text", EVERY_BYTE], ids=name_bytes)
     @pytest.mark.parametrize("key", [None, b"key", EVERY_BYTE], ids=name_bytes)

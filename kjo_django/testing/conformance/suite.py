@@ -1,4 +1,4 @@
-"""What the tests of every part stand on: what a transport's author provides, and the tools."""
+"""The base of the suite: what a transport's author provides, and the helpers of the tests."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def values(records: Iterable[Record]) -> list[bytes | None]:
 
 
 class Suite:
-    """The attributes and methods to adjust, the fixtures, and the sentences' verbs."""
+    """The attributes and methods to adjust, the fixtures, and the helpers."""
 
     within: ClassVar[float] = 20.0
-    """Seconds until something expected counts as missing; only failures wait so long."""
+    """Seconds until an expected event counts as missing; only failures wait so long."""
     quiet: ClassVar[float] = 0.5
-    """Seconds of polling after which a record counts as not handed out."""
+    """Seconds of polling after which a record counts as not delivered."""
     lease: ClassVar[timedelta] = timedelta(seconds=30)
-    """Given to ``subscribe``; after `abandon`, what was handed out must come back within
-    ``within``."""
+    """Seconds given to ``subscribe``; after `abandon`, delivered records must come again within
+    ``within``.
+    """
     rebalances: ClassVar[bool] = True
     """Whether partitions move between the subscriptions of a group while they are open."""
     publishers: ClassVar[int] = 4
@@ -67,7 +68,7 @@ class Suite:
         return name
 
     def abandon(self, subscription: Subscription) -> None:
-        """End ``subscription`` as a crash of its process would: no flush, no goodbye.
+        """End ``subscription`` as a crash of its process would, without a flush or a leave request.
 
         By default it is polled no longer, and `lease` has to end; set `lease` short then.
         """
@@ -110,7 +111,7 @@ class Suite:
         return subscription
 
     def publish(self, transport: Transport, records: Iterable[OutgoingRecord]) -> None:
-        """Publish, and insist that every record was accepted."""
+        """Publish, and assert that every record was accepted."""
         records = list(records)
         outcomes = transport.publish(records)
         assert [outcome.error for outcome in outcomes] == [None] * len(records)
@@ -128,7 +129,7 @@ class Suite:
         within: float | None = None,
         max_records: int = 500,
     ) -> list[Record]:
-        """Poll in turn until ``done`` records came, or ``done(records)`` is true."""
+        """Poll the subscriptions in turn until ``done`` records came, or ``done(records)`` is true."""
         if isinstance(subscriptions, Subscription):
             subscriptions = [subscriptions]
         enough = (lambda found: len(found) >= done) if isinstance(done, int) else done
@@ -149,15 +150,15 @@ class Suite:
     def read_until(
         self, subscriptions: Subscription | Sequence[Subscription], last: bytes
     ) -> list[Record]:
-        """Read until a record of value ``last`` came, and return what came before it.
+        """Read until a record of value ``last`` came, and return the records before it.
 
-        The sentence "X is not delivered" is tested by publishing a later record and meeting that.
+        To test that a record is not delivered, publish a later one and read up to that.
         """
         records = self.read(subscriptions, lambda found: last in values(found))
         return [record for record in records if record.value != last]
 
     def read_nothing(self, *subscriptions: Subscription) -> None:
-        """Poll for ``quiet`` seconds and insist on nothing."""
+        """Poll for ``quiet`` seconds and assert that no record comes."""
         deadline = time.monotonic() + self.quiet
         while time.monotonic() < deadline:
             for subscription in subscriptions:
@@ -169,7 +170,7 @@ class Suite:
         subscription.flush()
 
     def join(self, *subscriptions: Subscription, partitions: int | None = None) -> None:
-        """Poll until each has an assignment, together ``partitions`` without overlap."""
+        """Poll until each subscription has an assignment, together ``partitions`` without overlap."""
         held: list[Record] = []
 
         def everyone_has_some() -> bool:
