@@ -247,12 +247,12 @@ class NamedChoice(Text):
         extend_schema_field(schema, component_name=NAME_PREFIX + name)(self)
 
     def to_internal_value(self, data: Any) -> str:
-        """Return the word."""
+        """Return the value."""
         word = super().to_internal_value(data)
         if word not in self.words:
             self.fail("unknown", words=", ".join(self.words))
         return word
 
     def to_representation(self, value: Any) -> str:
-        """Return the word."""
+        """Return the value."""
         return str(value)
