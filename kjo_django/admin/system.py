@@ -77,7 +77,7 @@ class QueueControlAdmin(KjoAdmin):
         return "paused" if obj.is_paused else "running"
 
     def save_model(self, request: HttpRequest, obj: QueueControl, form: Any, change: bool) -> None:
-        """Change only the fields of the form: another operator may have paused the queue meanwhile."""
+        """Change only the form's fields: another operator may have paused the queue meanwhile."""
         queues.set_policy(obj.queue, concurrency=obj.concurrency, actor=request.user.get_username())
 
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:

@@ -130,7 +130,7 @@ class KjoView(APIView):  # type: ignore[misc]
 
     @property
     def throttle_scope(self) -> str | None:
-        """The throttle scope: ``kjo-read`` or ``kjo-write``, if the project has set a rate for it."""
+        """The throttle scope, ``kjo-read`` or ``kjo-write``, if the project has set its rate."""
         request = getattr(self, "request", None)
         is_reading = request is None or request.method in SAFE_METHODS
         scope = "kjo-read" if is_reading else "kjo-write"

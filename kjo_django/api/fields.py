@@ -141,7 +141,7 @@ class QueryNumber(serializers.FloatField):  # type: ignore[misc]
 
 
 def finite(field: serializers.Field, value: Any) -> float:
-    """Return the number as a float; NaN is refused, since it passes every comparison with a limit."""
+    """Return the number as a float; NaN is refused, since it passes every comparison."""
     try:
         number = float(value)
     except OverflowError:

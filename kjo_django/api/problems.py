@@ -1,4 +1,4 @@
-"""Strict parsing of bodies, and errors as RFC 9457 problem details, for the views of this API only."""
+"""Strict parsing of bodies, and errors as RFC 9457 problem details, for this API only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The system: health checks, figures over time from the workers' aggregates, and processed events."""
+"""The system: health checks, figures over time from aggregates, and processed events."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Suite:
         within: float | None = None,
         max_records: int = 500,
     ) -> list[Record]:
-        """Poll the subscriptions in turn until ``done`` records came, or ``done(records)`` is true."""
+        """Poll the subscriptions until ``done`` records came, or ``done(records)`` is true."""
         if isinstance(subscriptions, Subscription):
             subscriptions = [subscriptions]
         enough = (lambda found: len(found) >= done) if isinstance(done, int) else done
@@ -170,7 +170,7 @@ class Suite:
         subscription.flush()
 
     def join(self, *subscriptions: Subscription, partitions: int | None = None) -> None:
-        """Poll until each subscription has an assignment, together ``partitions`` without overlap."""
+        """Poll until each has an assignment, together ``partitions`` without overlap."""
         held: list[Record] = []
 
         def everyone_has_some() -> bool:
