@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from django.db import transaction
 from django.db.models import Case, F, QuerySet, Value, When
@@ -32,6 +32,7 @@ from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, t
 from kjo_django.operations import internal
 from kjo_django.operations.audit import log_change, send_signals
 from kjo_django.operations.rows import (
+    ChangeOptions,
     Observer,
     Progress,
     batched,
@@ -101,14 +102,7 @@ class Outcomes:
 # --- Cancel ---------------------------------------------------------------------------------------
 
 
-def cancel(
-    jobs: Selection,
-    *,
-    abort: bool = False,
-    actor: str = "",
-    on_changed: Observer | None = None,
-    progress: Progress = no_progress,
-) -> Outcomes:
+def cancel(jobs: Selection, *, abort: bool = False, **options: Unpack[ChangeOptions]) -> Outcomes:
     """Cancel open jobs; a final or running one is left as it is and counted as such.
 
     A message already with the broker cannot be withdrawn: its consumer finds the row cancelled and
@@ -117,8 +111,6 @@ def cancel(
     :param abort: ask running ones to end. They are still counted as processing: within two seconds
         ``context.aborted`` is true there; a handler that then fails ends as cancelled, with its
         writes undone, and one that completes has completed.
-    :param actor: who asked, for the log.
-    :param on_changed: called with the jobs of each chunk inside its transaction.
     :raises CoordinationError: running jobs cannot be asked; the others are cancelled.
     """
     busy: set[Any] = set()
@@ -134,15 +126,7 @@ def cancel(
         send_signals(signals.job_cancelled, changed)
 
     outcomes = change_open_jobs(
-        jobs,
-        change,
-        CancelResult.CANCELLED,
-        announce,
-        verb="Cancelled",
-        actor=actor,
-        on_changed=on_changed,
-        progress=progress,
-        busy=busy,
+        jobs, change, CancelResult.CANCELLED, announce, verb="Cancelled", busy=busy, **options
     )
     if abort and busy:
         rows = Job.objects.using(jobs_database()).filter(pk__in=busy)
@@ -307,9 +291,9 @@ def change_open_jobs(
     announce: Callable[[Sequence[Job]], None],
     *,
     verb: str,
-    actor: str,
-    on_changed: Observer | None,
-    progress: Progress,
+    actor: str = "",
+    on_changed: Observer | None = None,
+    progress: Progress = no_progress,
     busy: set[Any] | None = None,
 ) -> Outcomes:
     """Change the open jobs that nobody is processing, and count the others.

@@ -10,7 +10,7 @@ import enum
 import functools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 from django.db import IntegrityError, transaction
 from django.db.models import Q
@@ -29,7 +29,7 @@ from kjo_django.operations.jobs import (
     change_open_jobs,
     send,
 )
-from kjo_django.operations.rows import Observer, Progress, no_progress
+from kjo_django.operations.rows import ChangeOptions
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState
 
@@ -54,21 +54,14 @@ class ChangeResult(enum.StrEnum):
     PROCESSING = "processing"
 
 
-def run_now(
-    jobs: Selection,
-    *,
-    actor: str = "",
-    on_changed: Observer | None = None,
-    progress: Progress = no_progress,
-) -> Outcomes:
+def run_now(jobs: Selection, **options: Unpack[ChangeOptions]) -> Outcomes:
     """Let scheduled jobs, and failing ones that wait for their next attempt, run now.
 
-    No attempt is spent and none is given back: what comes is the attempt that was to come.
-
-    :param actor: who asked, for the signal and the log. For an internal job a ``UserActor`` needs
-        the permission of what it does; it still runs in the name of who asked for that.
-    :param on_changed: called with the jobs of each chunk inside its transaction.
+    No attempt is spent and none is given back: what comes is the attempt that was to come. For an
+    internal job a ``UserActor`` needs the permission of what it does; it still runs in the name of
+    who asked for that.
     """
+    actor = options.get("actor", "")
 
     def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
         now = timezone.now()
@@ -86,34 +79,17 @@ def run_now(
             send(ids, get_settings().queue(name))
         return later
 
-    return change_open_jobs(
-        jobs,
-        change,
-        ChangeResult.DUE,
-        functools.partial(send_signals, signals.job_run_now, actor=actor),
-        verb="Made due",
-        actor=actor,
-        on_changed=on_changed,
-        progress=progress,
-    )
+    announce = functools.partial(send_signals, signals.job_run_now, actor=actor)
+    return change_open_jobs(jobs, change, ChangeResult.DUE, announce, verb="Made due", **options)
 
 
-def change_queue(
-    jobs: Selection,
-    queue: str,
-    *,
-    actor: str = "",
-    on_changed: Observer | None = None,
-    progress: Progress = no_progress,
-) -> Outcomes:
+def change_queue(jobs: Selection, queue: str, **options: Unpack[ChangeOptions]) -> Outcomes:
     """Move open jobs to another queue, with the attempts they have spent and the time they are due.
 
     Each begins a new generation there, so the message it had never runs; its idempotency key is
     another one, as after a requeue.
 
     :param queue: where to; the jobs keep their handler, so a worker of that queue must have it.
-    :param actor: who asked, for the signal and the log.
-    :param on_changed: called with the jobs of each chunk inside its transaction.
     :raises ValueError: no queue has this name, or nobody here consumes it.
     """
     target = get_settings().queue(known_queue(queue))
@@ -136,25 +112,14 @@ def change_queue(
             send([job.pk for job in moved], target)
         return moved
 
-    return change_open_jobs(
-        jobs,
-        change,
-        ChangeResult.MOVED,
-        functools.partial(send_signals, signals.job_moved, actor=actor, to_queue=queue),
-        verb=f"Moved to {queue}",
-        actor=actor,
-        on_changed=on_changed,
-        progress=progress,
-    )
+    actor = options.get("actor", "")
+    announce = functools.partial(send_signals, signals.job_moved, actor=actor, to_queue=queue)
+    verb = f"Moved to {queue}"
+    return change_open_jobs(jobs, change, ChangeResult.MOVED, announce, verb=verb, **options)
 
 
 def change_expiry(
-    jobs: Selection,
-    expires_in: float | None,
-    *,
-    actor: str = "",
-    on_changed: Observer | None = None,
-    progress: Progress = no_progress,
+    jobs: Selection, expires_in: float | None, **options: Unpack[ChangeOptions]
 ) -> Outcomes:
     """Change until when open jobs may be started; a job that is not started by then fails.
 
@@ -162,8 +127,6 @@ def change_expiry(
     message is on its way.
 
     :param expires_in: seconds from now; None: the jobs never expire.
-    :param actor: who asked, for the signal and the log.
-    :param on_changed: called with the jobs of each chunk inside its transaction.
     """
     expires_at = None if expires_in is None else timezone.now() + timedelta(seconds=expires_in)
 
@@ -178,18 +141,12 @@ def change_expiry(
             rows.filter(state__in=states.OPEN).update(expires_at=expires_at)
         return changed
 
-    return change_open_jobs(
-        jobs,
-        change,
-        ChangeResult.CHANGED,
-        functools.partial(
-            send_signals, signals.job_expiry_changed, actor=actor, expires_at=expires_at
-        ),
-        verb="Changed the expiry of",
-        actor=actor,
-        on_changed=on_changed,
-        progress=progress,
+    actor = options.get("actor", "")
+    announce = functools.partial(
+        send_signals, signals.job_expiry_changed, actor=actor, expires_at=expires_at
     )
+    verb = "Changed the expiry of"
+    return change_open_jobs(jobs, change, ChangeResult.CHANGED, announce, verb=verb, **options)
 
 
 # --- Move -----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 from uuid import UUID
 
 from django.db import connections, transaction
@@ -24,6 +24,15 @@ Observer = Callable[[Sequence[Any]], None]
 """Called with the rows changed, inside the transaction that changes them: for audit trails."""
 Progress = Callable[[int, int | None], None]
 """Called with how many are done and how many there are in all, if that is known."""
+
+
+class ChangeOptions(TypedDict, total=False):
+    """What every change of rows takes besides them."""
+
+    actor: str
+    """Who asked, for the log and the signal."""
+    on_changed: Observer | None
+    progress: Progress
 
 
 def no_progress(done: int, total: int | None) -> None:
