@@ -270,9 +270,12 @@ def dumped(payload: Any, serializer: Serializer) -> bytes:
     return check_payload_size(serializer.dumps(payload))
 
 
-def known_queue(name: str) -> str:
-    """Return the name, or refuse a queue that no worker would ever consume."""
-    known = registry.queue_names()
+def known_queue(name: str, also: Iterable[str] = ()) -> str:
+    """Return the name, or refuse a queue that no worker would ever consume.
+
+    :param also: names that are allowed besides those of queues.
+    """
+    known = [*registry.queue_names(), *also]
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
 import time
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -87,18 +86,6 @@ seconds = _number(
     f"number of seconds above 0 and up to {LONGEST.days:,} days",
 )
 """A century at most: no thread can wait longer."""
-
-
-def check_queues(names: Iterable[str] | None, known: Collection[str]) -> None:
-    """Refuse queues that nothing names: what is asked of a misspelt one goes unnoticed.
-
-    :raises ValueError: saying which is near.
-    """
-    for name in names or ():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
-            raise ValueError(f"No queue is named {name!r}. {hint}")
 
 
 def plain(text: object) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.utils import autoreload
 
-from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.management.commands._shared import ParsedCommand, check_queues, positive, seconds
+from kjo_django.enqueue.definition import known_queue
+from kjo_django.management.commands._shared import ParsedCommand, positive, seconds
 from kjo_django.operations.monitoring.health import missing_tables
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import supervise
@@ -59,9 +58,15 @@ class Command(ParsedCommand):
     def _run(self, options: dict[str, Any]) -> int:
         # Before anything is forked: a child that ends of it would be started again and again.
         try:
-            check_queues(options["queues"], registry.queue_names())
-            _check_consumed(options["queues"])
-            _check_file(options["heartbeat_file"])
+            for name in options["queues"]:
+                # Of messages of other services, dead letters would be made.
+                if not get_settings().queue(known_queue(name)).consume:
+                    where = f"KJO['QUEUES'][{name!r}]"
+                    raise ValueError(
+                        f"{where} has consume=False: this service only publishes to it."
+                    )
+            if options["heartbeat_file"]:
+                _check_file(options["heartbeat_file"])
             if options["reload"] and options["processes"] > 1:
                 raise ValueError("--reload goes with a single process; leave --processes out.")
         except ValueError as error:
@@ -110,20 +115,10 @@ def _interval(text: str) -> float:
         raise ArgumentTypeError(f"{text!r} is no number of seconds; 0 for none") from None
 
 
-def _check_consumed(queues: Iterable[str]) -> None:
-    """Refuse what would make dead letters of other services' messages."""
-    for name in queues:
-        if not get_settings().queue(name).consume:
-            raise ValueError(
-                f"KJO['QUEUES'][{name!r}] has consume=False: this service only publishes to it."
-            )
-
-
-def _check_file(path: str | None) -> None:
+def _check_file(path: str) -> None:
     """Refuse at once what no probe would ever see."""
-    if path:
-        try:
-            Path(path).touch()
-        except OSError as error:
-            message = f"--heartbeat-file {path} cannot be written: {error.strerror}"
-            raise ValueError(message) from error
+    try:
+        Path(path).touch()
+    except OSError as error:
+        message = f"--heartbeat-file {path} cannot be written: {error.strerror}"
+        raise ValueError(message) from error

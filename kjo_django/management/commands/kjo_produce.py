@@ -14,10 +14,10 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.module_loading import import_string
 
 from kjo_django import registry
+from kjo_django.enqueue.definition import known_queue
 from kjo_django.enqueue.storing import OUTGOING
 from kjo_django.management.commands._shared import (
     ParsedCommand,
-    check_queues,
     command_errors,
     positive,
     seconds,
@@ -90,11 +90,11 @@ class Command(ParsedCommand):
     # --- The relay --------------------------------------------------------------------------------
 
     def _relay(self, queues: list[str], once: bool) -> None:
-        try:
-            check_queues(queues, [*registry.queue_names(), OUTGOING])
-        except ValueError as error:
-            unknown = next(name for name in queues if repr(name) in str(error))
-            raise ValueError(f"{error} {producer_hint(unknown)}".rstrip()) from error
+        for name in queues:
+            try:
+                known_queue(name, also=[OUTGOING])
+            except ValueError as error:
+                raise ValueError(f"{error} {producer_hint(name)}".rstrip()) from error
         last_error: list[str] = []
 
         def note(error: str | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from kjo_django.management.commands._shared import KjoCommand, check_queues
+from kjo_django.enqueue.definition import known_queue
+from kjo_django.management.commands._shared import KjoCommand
 from kjo_django.operations.monitoring.status import COUNTED, status
 from kjo_django.operations.queues import overview
 
@@ -22,8 +23,8 @@ class Command(KjoCommand):
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Ask."""
-        if options["queues"]:
-            check_queues(options["queues"], [row["queue"] for row in overview()])
+        for name in options["queues"]:
+            known_queue(name, also=[row["queue"] for row in overview()])
         return status(options["queues"] or None), True
 
     def show(self, answer: Any) -> None:

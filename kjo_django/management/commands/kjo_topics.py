@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from kjo_django import registry
-from kjo_django.management.commands._shared import KjoCommand, check_queues
+from kjo_django.enqueue.definition import known_queue
+from kjo_django.management.commands._shared import KjoCommand
 from kjo_django.operations.maintenance import topics
 
 
@@ -27,7 +27,8 @@ class Command(KjoCommand):
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Do what was asked, then look at what is there."""
-        check_queues(options["queues"], registry.queue_names())
+        for name in options["queues"] or ():
+            known_queue(name)
         changes = topics.create(options["queues"]) if options["action"] == "create" else []
         reports = topics.plan(options["queues"])
         is_ok = options["action"] == "plan" or all(report.is_ok for report in reports)
