@@ -353,14 +353,14 @@ def replay(
     report = ReplayReport("table")
     known = bounded_count(rows)
     total = min(limit, known) if limit is not None else None if known == COUNT_LIMIT else known
-    failures = 0
+    failures, every_open = 0, select(DeadLetterFilter()).defer("traceback")
     with reprocessing(mode) as reprocessor:
         replayer = Replayer(report, force, actor, on_changed, reprocessor)
         for key in (key for keys in chunks(rows) for key in keys):
             if limit is not None and report.replayed >= limit:
                 break
             pace.wait()
-            letter = select(DeadLetterFilter()).filter(pk=key).defer("traceback").first()
+            letter = every_open.filter(pk=key).first()
             if letter is None:
                 report.skipped += 1
                 continue
@@ -520,13 +520,14 @@ class Replayer:
     on_changed: Observer | None = None
     reprocessor: Reprocessor | None = None
     value: bytes | None = None
+    using: str = field(default_factory=jobs_database, init=False)
 
     def replay(self, letter: DeadLetter) -> None:
         """Replay a letter that the report has counted, or report why not."""
         if letter.replay_count >= get_settings().max_replays and not self.force:
             self._refuse(letter, REFUSED_LOOP, f"{letter.replay_count} times; --force replays it")
         elif letter.job_id is not None:
-            self._replay_job(letter, Job.objects.using(jobs_database()).filter(pk=letter.job_id))
+            self._replay_job(letter, Job.objects.using(self.using).filter(pk=letter.job_id))
         else:
             self._replay_message(letter)
 
@@ -535,15 +536,15 @@ class Replayer:
 
     def _is_mine(self, letter: DeadLetter) -> bool:
         """Lock a letter that is still open; count one that is not as skipped."""
-        is_mine = bool(lock(select(DeadLetterFilter()).only("pk", "state"), [letter.pk]))
+        rows = DeadLetter.objects.using(self.using).filter(state=DeadLetterState.OPEN)
+        is_mine = bool(lock(rows.only("pk", "state"), [letter.pk]))
         self.report.skipped += not is_mine
         return is_mine
 
     # --- Of a job ---------------------------------------------------------------------------------
 
     def _replay_job(self, letter: DeadLetter, rows: QuerySet[Job]) -> None:
-        using = jobs_database()
-        with transaction.atomic(using=using):
+        with transaction.atomic(using=self.using):
             if not self._is_mine(letter):
                 return
             job = rows.defer("payload", "result").first()
@@ -552,7 +553,7 @@ class Replayer:
             else:
                 again = self._store_again(letter, job)
         if again is not None and self.reprocessor is not None:
-            found = Job.objects.using(using).filter(pk=again).first()
+            found = Job.objects.using(self.using).filter(pk=again).first()
             if found is not None:
                 self.report.ended[self.reprocessor.run_job(found)] += 1
 
@@ -628,7 +629,7 @@ class Replayer:
         )
         # It is closed afterwards: a crash in between runs it again, which its marker absorbs.
         if self.reprocessor.run_dead(place, queue, self.report, str(letter.pk)) not in NOT_RUN:
-            with transaction.atomic(using=jobs_database()):
+            with transaction.atomic(using=self.using):
                 # If it died again there is a new dead letter of that.
                 self._close(letter)
 
@@ -640,27 +641,24 @@ class Replayer:
         Not on a database that would lock everybody else out while a broker is waited for (SQLite):
         there two replayers at once may publish a message twice, which its consumer absorbs.
         """
-        using = jobs_database()
         is_transactional = storing.is_transactional(queue)
-        features = connections[using].features
+        features = connections[self.using].features
         is_locked_first = is_transactional or features.has_select_for_update_skip_locked
         if not is_locked_first:
             publish_one(record, queue.transport)
-        with transaction.atomic(using=using):
+        with transaction.atomic(using=self.using):
             if not self._is_mine(letter):
                 return
             if is_locked_first:
                 publish_one(record, queue.transport)
             if is_transactional:
-                after_commit(using, storing.channel_of(queue))
+                after_commit(self.using, storing.channel_of(queue))
             self._close(letter)
 
     def _close(self, letter: DeadLetter) -> None:
-        close_as_replayed(
-            DeadLetter.objects.using(jobs_database()).filter(pk=letter.pk), self.actor
-        )
+        close_as_replayed(DeadLetter.objects.using(self.using).filter(pk=letter.pk), self.actor)
         announce = functools.partial(audit.send_signals, signals.message_replayed, [letter])
-        on_commit(jobs_database(), announce)
+        on_commit(self.using, announce)
         self._changed(letter)
 
     def _changed(self, letter: DeadLetter) -> None:

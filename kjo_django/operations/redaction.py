@@ -156,7 +156,7 @@ def shown_value(letter: DeadLetter, *, longest: int = LONGEST_SHOWN) -> Any:
 
 
 def _shown(data: bytes, decode: Callable[[bytes], Any], row: Job | DeadLetter, longest: int) -> Any:
-    def in_words(value: Any) -> str:
+    def as_text(value: Any) -> str:
         return f"<{len(value):,} bytes>" if isinstance(value, (bytes, bytearray)) else str(value)
 
     if len(data) > longest:
@@ -164,7 +164,7 @@ def _shown(data: bytes, decode: Callable[[bytes], Any], row: Job | DeadLetter, l
     try:
         value = redacted(decode(data), also=hidden_by(row.handler))
         # What other serializers than JSON's hold beside it is described.
-        text = json.dumps(value, default=in_words, skipkeys=True, ensure_ascii=False)
+        text = json.dumps(value, default=as_text, skipkeys=True, ensure_ascii=False)
         return json.loads(text.encode("utf-8", "replace"), parse_constant=str)
     except (MessageError, LookupError, TypeError, ValueError, RecursionError) as error:
         return f"<{len(data):,} bytes: {error}>"

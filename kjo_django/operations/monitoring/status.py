@@ -55,7 +55,7 @@ def state_counts() -> dict[str, int]:
 def overview() -> dict[str, Any]:
     """Return what the first screen shows; counts are lower bounds from 100,000 on."""
     now = timezone.now()
-    unpublished = backlog(now).jobs
+    unpublished, _is_needed = backlog(now)
     letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
     counts = bounded_counts({"letters": letters.order_by("pk"), "backlog": unpublished})
     queued = Job.objects.using(jobs_database()).filter(state=JobState.QUEUED)
@@ -208,40 +208,29 @@ def open_dead_letters(limit: int = COUNT_LIMIT) -> tuple[dict[str, OpenLetters],
     return {queue: OpenLetters(*found) for (queue,), found in groups.items()}, is_capped
 
 
-class Backlog(NamedTuple):
-    """The due jobs that the relay still has to publish."""
-
-    jobs: QuerySet[Job]
-    """Longest due first."""
-    is_possible: bool
-    """Whether any queue needs a relay."""
-
-
 def waiting_jobs(now: datetime) -> QuerySet[Job]:
     """Return the due jobs that no worker was given yet, longest due first."""
     jobs = Job.objects.using(jobs_database())
     return jobs.filter(state__in=AWAITING_PUBLISH, available_at__lte=now).order_by("available_at")
 
 
-def backlog(now: datetime) -> Backlog:
-    """Return the due jobs of queues that need a relay; nothing of them is read yet."""
+def backlog(now: datetime) -> tuple[QuerySet[Job], bool]:
+    """Return the due jobs that the relay still has to publish, longest due first, and whether any
+    queue needs a relay; nothing of them is read yet."""
     conf = get_settings()
     names = [row["queue"] for row in queue_operations.overview()]
     direct = [name for name in names if is_transactional(conf.queue(name))]
-    return Backlog(
-        waiting_jobs(now).exclude(queue__in=direct),
-        is_possible=len(direct) < len(names),
-    )
+    return waiting_jobs(now).exclude(queue__in=direct), len(direct) < len(names)
 
 
 def relay(now: datetime | None = None) -> dict[str, Any]:
     """Return what the relay still has to publish: due rows of queues that need one."""
     now = now or timezone.now()
-    found = backlog(now)
+    unpublished, is_needed = backlog(now)
     return {
-        "backlog": bounded_count(found.jobs),
-        "oldest_seconds": seconds_since(_first(found.jobs), now),
-        "is_needed": found.is_possible,
+        "backlog": bounded_count(unpublished),
+        "oldest_seconds": seconds_since(_first(unpublished), now),
+        "is_needed": is_needed,
     }
 
 
