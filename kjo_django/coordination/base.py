@@ -8,7 +8,8 @@ server cannot be reached; the caller decides what its absence means.
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
@@ -53,16 +54,12 @@ class Listener(abc.ABC):
 class Leases(abc.ABC):
     """Names that one owner at a time holds, for a while. The caller chooses names and tokens."""
 
-    @property
-    def writes_concurrently(self) -> bool:
-        """Whether leases can be written while a handler holds the jobs' database in a transaction.
-        False for SQLite, which knows one writer at a time."""
-        return True
-
-    def releases_within(self, using: str) -> bool:
-        """Whether ``release`` is to be called in the transaction of the jobs' database ``using``
-        that makes the outcomes durable: it is part of it then, and spares a transaction."""
-        return False
+    writes_concurrently: bool = True
+    """Whether leases can be written while a handler holds the jobs' database in a transaction.
+    False for SQLite, which knows one writer at a time."""
+    releases_within: str | None = None
+    """The jobs' database, by alias, in whose transaction that makes outcomes durable ``release`` is
+    to be called: it is part of it then, and spares a transaction. None: after the commit."""
 
     @abc.abstractmethod
     def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:
@@ -120,13 +117,9 @@ class WakeUps(abc.ABC):
     """Whether ``notify`` reaches other processes; without it they find out by polling."""
 
     @abc.abstractmethod
-    def notify(self, channel: str) -> None:
-        """Wake whoever listens on ``channel``. Best effort: losing a call costs time only."""
-
-    def notify_all(self, channels: Collection[str]) -> None:
-        """Wake whoever listens on any of the channels, in one round trip where that is possible."""
-        for channel in channels:
-            self.notify(channel)
+    def notify(self, *channels: str) -> None:
+        """Wake whoever listens on any of the channels, in one round trip where that is possible.
+        Best effort: losing a call costs time only."""
 
     @abc.abstractmethod
     def listen(self, channels: Sequence[str]) -> Listener:
@@ -159,3 +152,55 @@ class Coordination(Leases, Marks, WakeUps):
     def close(self) -> None:
         """Release what is held open. Idempotent."""
         return
+
+
+SLOW_FAILURE = 0.1
+"""Seconds. A call that fails more quickly, of a refused connection say, is tried each time."""
+LONGEST_PAUSE = 30.0
+"""Seconds, at most, until a call is tried again."""
+
+
+class CircuitBreaker:
+    """Opens with a call that failed slowly, and closes with the first that is answered.
+
+    While it is open one call at a time is tried for all: first after twice the time the failed one
+    took, then after twice as long each time. Thread-safe; while it is closed, a look costs nothing.
+    """
+
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open_until = 0.0
+        self._pause = 0.0
+        self._opened_at = 0.0
+
+    def is_open(self) -> bool:
+        """Return whether not to call now. Whoever gets False must call, and record how it went."""
+        if not self._open_until:
+            return False
+        with self._lock:
+            now = self._clock.monotonic()
+            if now < self._open_until:
+                return True
+            if self._open_until:
+                self._open_until = now + LONGEST_PAUSE
+            return False
+
+    def record_failure(self, began: float) -> None:
+        """Note that a call begun at that time (monotonic) got no answer."""
+        with self._lock:
+            now = self._clock.monotonic()
+            took = now - began
+            if took < SLOW_FAILURE:
+                self._open_until = self._pause = 0.0
+            elif began >= self._opened_at:  # else it is one of several calls of the same time
+                self._pause = min(LONGEST_PAUSE, 2 * (self._pause or took))
+                self._open_until, self._opened_at = now + self._pause, now
+
+    def record_success(self) -> bool:
+        """Note an answer; return whether it closed the breaker."""
+        if not self._open_until:
+            return False
+        with self._lock:
+            was_open, self._open_until, self._pause = bool(self._open_until), 0.0, 0.0
+            return was_open

@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -192,12 +192,7 @@ class RedisCoordination(Coordination):
 
     # --- Wake-up calls ----------------------------------------------------------------------------
 
-    def notify(self, channel: str) -> None:
-        """PUBLISH on the channel."""
-        with self._reached():
-            self._client().publish(self._prefix + channel, "")
-
-    def notify_all(self, channels: Collection[str]) -> None:
+    def notify(self, *channels: str) -> None:
         """PUBLISH on each, in one pipeline."""
         with self._reached():
             pipeline = self._client().pipeline(transaction=False)

@@ -12,8 +12,7 @@ from uuid import UUID
 from django.db import OperationalError, connections, transaction
 
 from kjo_django.conf import QueueConf
-from kjo_django.coordination.base import FIRST_CLAIM, Claim
-from kjo_django.coordination.circuit_breaker import CircuitBreaker
+from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim
 from kjo_django.engine.handler.connections import is_unusable
 from kjo_django.exceptions import CoordinationError
 from kjo_django.runtime import Runtime
@@ -212,7 +211,7 @@ class LeaseBook:
 
     def can_release_within(self, using: str) -> bool:
         """Return whether leases can be given back with a transaction of ``using``."""
-        return self._coordination.releases_within(using)
+        return self._coordination.releases_within == using
 
     def release_within(self, using: str, names: list[str]) -> None:
         """Give the leases back with the transaction of ``using`` that makes the outcomes durable;

@@ -33,8 +33,7 @@ from django.utils import timezone
 from kjo_django import garbage_collection, registry, signals, states, tracing
 from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.coordination.base import Coordination
-from kjo_django.coordination.circuit_breaker import CircuitBreaker
+from kjo_django.coordination.base import CircuitBreaker, Coordination
 from kjo_django.exceptions import CoordinationError, PayloadError, StorageError
 from kjo_django.ids import uuid7, uuid7s
 from kjo_django.messages import headers as names
@@ -596,10 +595,7 @@ def wake(*channels: str) -> None:
         return
     began = CLOCK.monotonic()
     try:
-        if len(channels) == 1:
-            coordination.notify(channels[0])
-        else:
-            coordination.notify_all(channels)
+        coordination.notify(*channels)
     except CoordinationError as error:
         breaker.record_failure(began)
         called = ", ".join(channels)

@@ -27,8 +27,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from kjo_django import registry, states
 from kjo_django.clock import Clock
 from kjo_django.conf import QueueConf
-from kjo_django.coordination.base import Listener
-from kjo_django.coordination.circuit_breaker import CircuitBreaker
+from kjo_django.coordination.base import CircuitBreaker, Listener
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import LISTEN_AGAIN, RELAY_CHANNEL
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
@@ -481,7 +480,7 @@ class Publications:
         self._wait()
         store = self._runtime.store
         jobs = [one for one in published if not one.job.destination]
-        is_beside = store.has_independent_writers and not store.connection.in_atomic_block
+        is_beside = store.has_independent_writers and not connections[store.alias].in_atomic_block
         if not is_beside or not jobs:
             self.record(published)
             return

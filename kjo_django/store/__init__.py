@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from django.db import connections
 
 from kjo_django.store.base import Store
@@ -12,8 +14,13 @@ _STORES: dict[str, type[Store]] = {"postgresql": PostgresStore, "sqlite": Sqlite
 
 
 def store_for(alias: str) -> Store:
-    """Return the store for a database's alias."""
-    return _STORES.get(connections[alias].vendor, Store)(alias)
+    """Return the store for a database's alias, which is made once."""
+    return _make(connections[alias].vendor, alias)
+
+
+@cache
+def _make(vendor: str, alias: str) -> Store:
+    return _STORES.get(vendor, Store)(alias)
 
 
 __all__ = ["Store", "store_for"]

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from django.db import connections, transaction
-from django.db.models import F, Q, QuerySet
+from django.db.models import F, Q
 from django.db.models.constants import OnConflict
 from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.models import EventKey, Job, Lease, ProcessedEvent, transition
 from kjo_django.states import JobState
-from kjo_django.store.rows import COLUMNS, NAMED_BY_OTHERS, Completion, DueJob, JobRow, Publication
+from kjo_django.store.rows import (
+    COLUMNS,
+    NAMED_BY_OTHERS,
+    Completion,
+    DueJob,
+    JobRow,
+    Place,
+    Publication,
+)
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -29,31 +37,58 @@ if TYPE_CHECKING:
 class Store:
     """The reference implementation; subclasses do the same in fewer round trips.
 
-    A store keeps nothing but the alias: any thread may use it, on its own connection.
+    A store keeps the alias and the texts of its statements: any thread may use it, on its own
+    connection.
 
     :param alias: of the database.
     """
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
-
-    @property
-    def connection(self) -> BaseDatabaseWrapper:
-        """The calling thread's connection."""
-        return connections[self.alias]
+        operations: Any = connections[alias].ops
+        quote = operations.quote_name
+        # To quote the names of all columns takes longer than to store a job.
+        columns = ", ".join(quote(field.column) for field in _JOB_FIELDS)
+        self._insert: dict[bool, tuple[str, str]] = {}
+        for ignores, conflicts in ((False, None), (True, OnConflict.IGNORE)):
+            begin = operations.insert_statement(on_conflict=conflicts)
+            end = operations.on_conflict_suffix_sql(_JOB_FIELDS, conflicts, [], [])
+            self._insert[ignores] = f"{begin} kjo_job ({columns}) VALUES ", f" {end}"
+        self._columns: list[tuple[str, Callable[..., Any] | None]] = [
+            (field.attname, field.get_db_prep_save) for field in _JOB_FIELDS
+        ]
+        """Each column of a job, and what makes its values those that the driver takes."""
+        place = [quote(column) for column in Place._fields]
+        self._publish = _update_one(
+            "publish",
+            f"{' = %s, '.join(place)} = %s",
+            "id = %s AND generation = %s AND attempts = %s",
+        )
+        self._complete = _update_one(
+            "complete",
+            "finished_at = %s, error = '', lease_token = '', lease_expires_at = NULL, "
+            "attempts = %s, started_at = %s, result = %s, result_ttl = %s, result_expires_at = %s, "
+            + ", ".join(f"{column} = COALESCE(%s, {column})" for column in place),
+            "id = %s AND generation = %s",
+        )
 
     # --- Transactions -----------------------------------------------------------------------------
 
-    @contextmanager
     def transaction(
-        self, *, savepoint: bool = True, durable: bool = False, calls_handlers: bool = False
-    ) -> Iterator[None]:
-        """Run the block in ``transaction.atomic()``.
+        self,
+        *,
+        savepoint: bool = True,
+        durable: bool = False,
+        calls_handlers: bool = False,
+        waits_for_disk: bool = True,
+    ) -> AbstractContextManager[None]:
+        """Return ``transaction.atomic()``.
 
         :param calls_handlers: whether code of the project's runs in the transaction.
+        :param waits_for_disk: False for what is written again if a crash of the server loses it:
+            where a database can, it commits before that is on the disk.
         """
-        with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
-            yield
+        return transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -68,29 +103,8 @@ class Store:
         :param model: any whose table this database has.
         """
 
-    def commit_without_disk(self) -> None:
-        """Let the current transaction be committed before it is on the disk, where a database can.
-
-        For leases, marks and what is written again if a crash of the server loses it.
-        """
-
     sends_several = False
     """Whether several statements can be sent as one."""
-
-    def is_aborted(self, connection: BaseDatabaseWrapper) -> bool:
-        """Return whether an error has made the connection's transaction unusable, by what the
-        driver knows without asking; False if that cannot be known."""
-        return False
-
-    def is_undone(self, connection: BaseDatabaseWrapper) -> bool:
-        """Return whether the database has undone the connection's transaction by itself, and goes
-        on without one."""
-        return False
-
-    def is_in_transaction(self, connection: BaseDatabaseWrapper) -> bool:
-        """Return whether the connection is in a transaction, or about to begin one, by what the
-        driver knows without asking; False if that cannot be known."""
-        return False
 
     def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
         """End the session of another thread's connection, which undoes its transaction.
@@ -117,11 +131,9 @@ class Store:
         """
         if not keys:
             return set()
-        return self._insert_markers(sorted(set(keys)), now or timezone.now())
-
-    def _insert_markers(self, keys: Sequence[EventKey], now: datetime) -> set[EventKey]:
+        now = now or timezone.now()
         times = {"processed_at": now, "created_at": now, "updated_at": now}
-        rows = [ProcessedEvent(**key._asdict(), **times) for key in keys]
+        rows = [ProcessedEvent(**key._asdict(), **times) for key in sorted(set(keys))]
         markers = ProcessedEvent.objects.using(self.alias)
         markers.bulk_create(rows, ignore_conflicts=True)
         # There is no ON CONFLICT … RETURNING: the new rows are those with the ids made above.
@@ -133,14 +145,12 @@ class Store:
         """Return those of the keys that are marked."""
         if not keys:
             return set()
-        ids = sorted({key.event_id for key in keys})
-        services = sorted({key.service_name for key in keys})
-        return {EventKey(*row) for row in self._markers_among(ids, services)}.intersection(keys)
-
-    def _markers_among(self, ids: list[str], services: list[str]) -> Sequence[Sequence[str]]:
-        markers = ProcessedEvent.objects.using(self.alias)
-        marked = markers.filter(service_name__in=services, event_id__in=ids).order_by()
-        return list(marked.values_list(*EventKey._fields))
+        marked = ProcessedEvent.objects.using(self.alias).filter(
+            service_name__in=sorted({key.service_name for key in keys}),
+            event_id__in=sorted({key.event_id for key in keys}),
+        )
+        found = marked.order_by().values_list(*EventKey._fields)
+        return {EventKey(*row) for row in found}.intersection(keys)
 
     def delete_markers(self, keys: Collection[EventKey]) -> None:
         """Delete markers of the current transaction: their handlers failed or must not run."""
@@ -159,7 +169,7 @@ class Store:
         :param lock: keep all others from changing the rows until the transaction ends.
         """
         rows = Job.objects.using(self.alias).filter(pk__in=ids).order_by("pk")
-        features = self.connection.features
+        features = connections[self.alias].features
         if lock and features.has_select_for_update:
             rows = rows.select_for_update(no_key=features.has_select_for_no_key_update)
         found = map(JobRow.read, rows.values_list(*COLUMNS))
@@ -245,7 +255,7 @@ class Store:
         """
         if not ids:
             return
-        features = self.connection.features
+        features = connections[self.alias].features
         with transaction.atomic(using=self.alias):
             jobs = Job.objects.using(self.alias).filter(pk__in=ids, lease_token=token)
             if features.has_select_for_update_skip_locked:
@@ -282,85 +292,38 @@ class Store:
         """
         if not completions:
             return set()
-        changed_lifetimes = [one for one in completions if one.result_ttl is not None]
-        is_last = is_last and not changed_lifetimes
-        changed = self._complete(completions, now, token, is_last=is_last)
-        recorded = {one.row.id for one in completions}
-        if changed != len(recorded):
-            ended = Job.objects.using(self.alias).filter(pk__in=recorded, finished_at=now)
-            ended = ended.filter(state=JobState.COMPLETED)
-            recorded = set(ended.values_list("pk", flat=True))
-        if not self.completes_places:
-            for one in completions:
-                if one.place is not None and one.row.id in recorded:
-                    jobs = Job.objects.using(self.alias).at(one.row.id, one.row.generation)
-                    jobs.update(**one.place._asdict())
-        for one in changed_lifetimes:
-            assert one.result_ttl is not None
-            expires_at = now + timedelta(milliseconds=one.result_ttl)
-            Job.objects.using(self.alias).at(one.row.id, one.row.generation).update(
-                result_ttl=one.result_ttl, result_expires_at=expires_at
-            )
-        return recorded
-
-    completes_places = False
-    """Whether ``_complete`` writes where the messages were, too."""
-
-    def _complete(
-        self, completions: Sequence[Completion], now: datetime, token: str | None, *, is_last: bool
-    ) -> int:
-        """Execute one statement for each job; return how many rows changed."""
-        connection = self.connection
+        connection = connections[self.alias]
         prepare = _FIELDS["finished_at"].get_db_prep_save
-        binary = _FIELDS["result"].get_db_prep_save
-        # What the jobs have in common is prepared once: that takes longer than to write it.
-        expiry = {
-            ttl: prepare(now + timedelta(milliseconds=ttl), connection)
-            for ttl in {one.row.result_ttl for one in completions}
-        }
-        common = [prepare(now, connection), "", "", None]
-        held = [] if token is None else [token]
-        return self._update_each(
-            "complete",
-            "finished_at error lease_token lease_expires_at "
-            "attempts started_at result result_expires_at",
-            [
+        prepare_id, binary = _FIELDS["id"].get_db_prep_save, _FIELDS["result"].get_db_prep_save
+        rows, moment = [], prepare(now, connection)
+        # The expiry is common to nearly all: to prepare it takes longer than to write it.
+        expiry: dict[int, Any] = {}
+        for one in completions:
+            ttl = one.row.result_ttl if one.result_ttl is None else one.result_ttl
+            if ttl not in expiry:
+                expiry[ttl] = prepare(now + timedelta(milliseconds=ttl), connection)
+            *place, since = one.place or _NOWHERE
+            rows.append(
                 (
-                    *common,
-                    one.attempt,
-                    prepare(one.started_at, connection),
+                    *(moment, one.attempt, prepare(one.started_at, connection)),
                     None if one.result is None else binary(one.result, connection),
-                    expiry[one.row.result_ttl],
-                    _FIELDS["id"].get_db_prep_save(one.row.id, connection),
-                    one.row.generation,
-                    *held,
+                    *(ttl, expiry[ttl], *place, since and prepare(since, connection)),
+                    *(prepare_id(one.row.id, connection), one.row.generation),
+                    *(() if token is None else (token,)),
                 )
-                for one in completions
-            ],
-            also="lease_token" if held else "",
-        )
-
-    def _update_each(
-        self, action: str, names: str, rows: Sequence[Sequence[Any]], *, also: str
-    ) -> int:
-        """Carry out an action on jobs whose state allows it, by one statement executed for each.
-
-        :param names: of the columns that are written besides the state.
-        :param rows: for each job the values of the columns, its id, its generation, and the value
-            that the column ``also`` must have.
-        :returns: how many rows changed.
-        """
-        quote_name = self.connection.ops.quote_name
-        assignments = ", ".join(f"{quote_name(name)} = %s" for name in names.split())
-        expected = "', '".join(states.TRANSITIONS[action])
-        condition = f" AND {also} = %s" if also else ""
-        with self.connection.cursor() as cursor:
-            cursor.executemany(
-                f"UPDATE kjo_job SET state = '{states.RESULT_OF[action]}', {assignments} "  # noqa: S608 - names of columns and states
-                f"WHERE id = %s AND generation = %s{condition} AND state IN ('{expected}')",
-                rows,
             )
-            return int(cursor.rowcount)
+        condition = "" if token is None else " AND lease_token = %s"
+        with connection.cursor() as cursor:
+            cursor.executemany(self._complete + condition, rows)
+            if cursor.rowcount == len(rows):
+                return {one.row.id for one in completions}
+        return self._completed_at(now, completions)
+
+    def _completed_at(self, now: datetime, completions: Sequence[Completion]) -> set[UUID]:
+        """Return the ids of the jobs that were recorded just now."""
+        ended = Job.objects.using(self.alias).filter(state=JobState.COMPLETED, finished_at=now)
+        ids = {one.row.id for one in completions}
+        return set(ended.filter(pk__in=ids).values_list("pk", flat=True))
 
     # --- New jobs ---------------------------------------------------------------------------------
 
@@ -372,40 +335,22 @@ class Store:
 
         :param ignore_conflicts: leave out rows whose unique id is taken.
         """
-        connection = self.connection
-        begin, end = self._around_values(ignore_conflicts)
+        connection = connections[self.alias]
+        begin, end = self._insert[ignore_conflicts]
         size = min(1000, (connection.features.max_query_params or 30_000) // len(_JOB_FIELDS))
         count = 0
         several = transaction.atomic(using=self.alias, savepoint=False)
         with several if len(jobs) > size else nullcontext(), connection.cursor() as cursor:
             for start in range(0, len(jobs), size):
                 chunk = jobs[start : start + size]
-                cursor.execute(
-                    begin + ", ".join([_JOB_PLACES] * len(chunk)) + end,
-                    [value for job in chunk for value in self._values_of(job)],
-                )
+                values = [
+                    prepare(getattr(job, name), connection) if prepare else getattr(job, name)
+                    for job in chunk
+                    for name, prepare in self._columns
+                ]
+                cursor.execute(begin + ", ".join([_JOB_PLACES] * len(chunk)) + end, values)
                 count += cursor.rowcount
         return count
-
-    def _values_of(self, job: Job) -> list[Any]:
-        """Return a row as the driver takes it."""
-        connection = self.connection
-        return [
-            field.get_db_prep_save(getattr(job, field.attname), connection) for field in _JOB_FIELDS
-        ]
-
-    def _around_values(self, ignore_conflicts: bool) -> tuple[str, str]:
-        """Return how the statement begins and ends. To quote the names takes longer than to make a
-        job."""
-        key = self.connection.vendor, ignore_conflicts
-        if key not in _AROUND_VALUES:
-            operations: Any = self.connection.ops
-            conflicts = OnConflict.IGNORE if ignore_conflicts else None
-            columns = ", ".join(operations.quote_name(field.column) for field in _JOB_FIELDS)
-            begin = operations.insert_statement(on_conflict=conflicts)
-            end = operations.on_conflict_suffix_sql(_JOB_FIELDS, conflicts, [], [])
-            _AROUND_VALUES[key] = f"{begin} kjo_job ({columns}) VALUES ", f" {end}"
-        return _AROUND_VALUES[key]
 
     def may_copy(self, count: int) -> bool:
         """Return whether ``copy_jobs`` can store so many rows, and pays."""
@@ -438,8 +383,9 @@ class Store:
         :param without: ids of rows to leave out.
         :param without_topics: destinations whose rows to leave out.
         """
-        rows = self._waiting(without, without_topics)
+        rows = Job.objects.using(self.alias).filter(state__in=states.AWAITING_PUBLISH)
         rows = rows.filter(queue__in=queues, available_at__lte=timezone.now())
+        rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         columns = rows.order_by("available_at", "id").values_list(*DueJob._fields)
         return [DueJob._make(row) for row in columns[:limit]]
 
@@ -456,9 +402,9 @@ class Store:
         it does not know of yet. With a queue that only might vary, the order is that of one index
         alone, and PostgreSQL does not walk through another queue's backlog by the index of all.
         """
-        rows = self._waiting(without, without_topics).filter(
-            queue__gte=queue, queue__lte=queue, available_at__lte=timezone.now()
-        )
+        rows = Job.objects.using(self.alias).filter(state__in=states.AWAITING_PUBLISH)
+        rows = rows.filter(queue__gte=queue, queue__lte=queue, available_at__lte=timezone.now())
+        rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         ordered = rows.order_by("queue", "available_at", "id")
         columns = ordered.values_list(*DueJob._fields)[:limit]
         return [DueJob._make(row) for row in columns.iterator(chunk_size=max(limit, 1))]
@@ -470,16 +416,10 @@ class Store:
         without_topics: Collection[str] = (),
     ) -> datetime | None:
         """Return when the first of these rows is due, or was; None when none waits."""
-        rows = self._waiting(without, without_topics).filter(queue__in=queues)
-        return rows.order_by("available_at").values_list("available_at", flat=True).first()
-
-    def _waiting(
-        self, without: Collection[UUID], without_topics: Collection[str]
-    ) -> QuerySet[Job, Job]:
         rows = Job.objects.using(self.alias).filter(state__in=states.AWAITING_PUBLISH)
-        if without:
-            rows = rows.exclude(pk__in=list(without))
-        return rows.exclude(destination__in=list(without_topics)) if without_topics else rows
+        rows = rows.filter(queue__in=queues).exclude(pk__in=list(without))
+        rows = rows.exclude(destination__in=list(without_topics)).order_by("available_at")
+        return rows.values_list("available_at", flat=True).first()
 
     def record_published(
         self, topic: str, published: Sequence[Publication], now: datetime
@@ -488,25 +428,24 @@ class Store:
 
         :returns: the jobs whose rows were locked, or are gone; nobody waits for a lock.
         """
+        connection = connections[self.alias]
         free = every = {one.job.id for one in published}
         with transaction.atomic(using=self.alias):
-            if self.connection.features.has_select_for_update_skip_locked:
+            if connection.features.has_select_for_update_skip_locked:
                 rows = Job.objects.using(self.alias).filter(pk__in=list(free))
                 free = set(rows.select_for_update(skip_locked=True).values_list("pk", flat=True))
-            connection = self.connection
-            moment = _FIELDS["queued_at"].get_db_prep_save(now, connection)
-            prepare = _FIELDS["id"].get_db_prep_save
-            places = [
+            since = _FIELDS["queued_at"].get_db_prep_save(now, connection)
+            prepare_id = _FIELDS["id"].get_db_prep_save
+            sent = [
                 (
-                    *(topic, partition, offset, moment),
-                    *(prepare(job.id, connection), job.generation, job.attempts),
+                    *(topic, partition, offset, since),
+                    *(prepare_id(job.id, connection), job.generation, job.attempts),
                 )
                 for job, _, partition, offset in published
                 if job.id in free
             ]
-            self._update_each(
-                "publish", "topic partition offset queued_at", places, also="attempts"
-            )
+            with connection.cursor() as cursor:
+                cursor.executemany(self._publish, sent)
         return every - free
 
     def complete_forwarded(self, published: Sequence[Publication], now: datetime) -> None:
@@ -540,21 +479,25 @@ class Store:
     def claim_leases(
         self, names: Sequence[str], token: str, ttl: timedelta
     ) -> dict[str, tuple[bool, int]]:
-        """Take the leases that are free or ``token``'s own, inside the caller's transaction.
+        """Take the leases that are free or ``token``'s own, in a transaction of their own.
 
         :param names: without repeats, in one order; no more than one statement binds.
         :returns: for each name whether it is ``token``'s now, and how often it was claimed.
+        :raises RuntimeError: in a transaction: nobody else would see the leases before its commit.
         """
-        found = self._lock_leases(names)
-        now = timezone.now()
-        ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
-        free = {n for n, row in found.items() if row.expires_at <= now}
-        if ours:
-            self._leases(ours).update(expires_at=now + ttl)
-        if free:
-            self._leases(free).update(
-                token=token, expires_at=now + ttl, deliveries=F("deliveries") + 1
-            )
+        # A lease lost in a crash of the server harms nobody.
+        with self.transaction(durable=True, waits_for_disk=False):
+            found = self._lock_leases(names)
+            now = timezone.now()
+            ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
+            free = {n for n, row in found.items() if row.expires_at <= now}
+            leases = Lease.objects.using(self.alias)
+            if ours:
+                leases.filter(name__in=ours).update(expires_at=now + ttl)
+            if free:
+                leases.filter(name__in=free).update(
+                    token=token, expires_at=now + ttl, deliveries=F("deliveries") + 1
+                )
         return {
             name: (
                 name in ours or name in free,
@@ -570,21 +513,19 @@ class Store:
         of failing on a stale snapshot. A row may be released (deleted) between the two statements;
         then it is inserted again.
         """
+        leases = Lease.objects.using(self.alias)
         found: dict[str, Lease] = {}
         missing = names
         for _ in range(3):
-            Lease.objects.using(self.alias).bulk_create(
+            leases.bulk_create(
                 [Lease(name=name, expires_at=_LONG_AGO) for name in missing], ignore_conflicts=True
             )
-            rows = self._leases(missing).order_by("name").select_for_update()
+            rows = leases.filter(name__in=missing).order_by("name").select_for_update()
             found.update({row.name: row for row in rows})
             missing = [name for name in names if name not in found]
             if not missing:
                 break
         return found
-
-    def _leases(self, names: Collection[str]) -> QuerySet[Lease]:
-        return Lease.objects.using(self.alias).filter(name__in=list(names))
 
     def delete_leases(self, names: Sequence[str], token: str) -> None:
         """Delete the leases that ``token`` still holds; Django would prepare each value for long.
@@ -592,7 +533,7 @@ class Store:
         :param names: no more than one statement binds.
         """
         places = ", ".join(["%s"] * len(names))
-        with self.connection.cursor() as cursor:
+        with connections[self.alias].cursor() as cursor:
             cursor.execute(
                 f"DELETE FROM kjo_lease WHERE name IN ({places}) AND token = %s",  # noqa: S608 - places
                 [*names, token],
@@ -635,14 +576,22 @@ class Store:
         where sessions have no names."""
         return None
 
-    @contextmanager
-    def streaming(self) -> Iterator[None]:
-        """Run a block that reads a result in chunks."""
-        yield
+    def streaming(self) -> AbstractContextManager[None]:
+        """Return a context in which to read a result in chunks."""
+        return nullcontext()
+
+
+def _update_one(action: str, assignments: str, condition: str) -> str:
+    """Return the statement that carries out an action on a job whose state allows it."""
+    expected = "', '".join(states.TRANSITIONS[action])
+    return (
+        f"UPDATE kjo_job SET state = '{states.RESULT_OF[action]}', {assignments} "  # noqa: S608 - names of columns and states
+        f"WHERE {condition} AND state IN ('{expected}')"
+    )
 
 
 _LONG_AGO = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
 _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
 _JOB_FIELDS = Job._meta.local_concrete_fields
 _JOB_PLACES = f"({', '.join(['%s'] * len(_JOB_FIELDS))})"
-_AROUND_VALUES: dict[tuple[str, bool], tuple[str, str]] = {}
+_NOWHERE = (None,) * len(Place._fields)

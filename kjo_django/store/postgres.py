@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from django.db import transaction
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 NOTIFY_CHANNEL = "kjo"
 """The one channel of the server; what is notified is the payload, so it needs no quoting."""
 _TIMESTAMPTZ = 1184
+_IDLE, _NO_PIPELINE = 0, 0
+"""States of libpq's: no transaction; no pipeline."""
 COPY_FROM = 20
 """Fewer rows are stored sooner by an INSERT, which needs no transaction of its own."""
 
@@ -47,46 +50,21 @@ def text_array(values: Sequence[str]) -> str | list[str]:
 
 
 @cache
-def is_psycopg3() -> bool:
-    """Return whether Django talks through psycopg 3."""
-    from django.db.backends.postgresql.psycopg_any import is_psycopg3 as answer
-
-    return bool(answer)
+def _psycopg() -> Any:
+    """Return psycopg 3, which is imported only where a database is PostgreSQL."""
+    try:
+        import psycopg
+    except ImportError as error:
+        raise ImproperlyConfigured("PostgreSQL needs psycopg 3: kjo-django[postgres]") from error
+    return psycopg
 
 
 def read_times_natively(cursor: Any) -> None:
     """Let this cursor read instants by psycopg's own loader, in C. Django's is in Python, and only
     differs in the class of the time zone: both give aware datetimes."""
-    if not is_psycopg3():
-        return
-    import psycopg
-
+    psycopg = _psycopg()
     loader = psycopg.adapters.get_loader(_TIMESTAMPTZ, psycopg.pq.Format.TEXT)
-    if loader is not None:
-        cursor.cursor.adapters.register_loader(_TIMESTAMPTZ, loader)
-
-
-class _Psycopg(NamedTuple):
-    """What is asked of psycopg 3 for every job: to import it again takes longer than to ask."""
-
-    client_cursor: Any
-    no_pipeline: int
-    in_error: int
-    idle: int
-    isolation_level: Any
-
-
-@cache
-def _psycopg() -> _Psycopg:
-    import psycopg
-
-    return _Psycopg(
-        psycopg.ClientCursor,
-        int(psycopg.pq.PipelineStatus.OFF),
-        int(psycopg.pq.TransactionStatus.INERROR),
-        int(psycopg.pq.TransactionStatus.IDLE),
-        psycopg.IsolationLevel,
-    )
+    cursor.cursor.adapters.register_loader(_TIMESTAMPTZ, loader)
 
 
 def takes_several(cursor: Any) -> bool:
@@ -96,12 +74,8 @@ def takes_several(cursor: Any) -> bool:
 
     :param cursor: the database's own, inside Django's wrapper.
     """
-    if not is_psycopg3():
-        return False
-    known = _psycopg()
-    return isinstance(cursor, known.client_cursor) and bool(
-        cursor.connection.pgconn.pipeline_status == known.no_pipeline
-    )
+    is_client_side = isinstance(cursor, _psycopg().ClientCursor)
+    return is_client_side and bool(cursor.connection.pgconn.pipeline_status == _NO_PIPELINE)
 
 
 def pass_over(cursor: Any, results: int) -> None:
@@ -115,25 +89,6 @@ def pass_over(cursor: Any, results: int) -> None:
     else:
         for _ in range(results):
             cursor.nextset()
-
-
-def execute_both(
-    cursor: Any, first: tuple[str, Sequence[Any]], second: tuple[str, Sequence[Any]]
-) -> int:
-    """Execute two statements, each with its parameters, in one round trip where that can be.
-
-    :returns: how many rows the first one changed; the second one's are left to be fetched.
-    """
-    (sql, parameters), (next_sql, next_parameters) = first, second
-    if takes_several(cursor.cursor):
-        cursor.execute(f"{sql}; {next_sql}", [*parameters, *next_parameters])
-        changed = int(cursor.rowcount)
-        cursor.nextset()
-    else:
-        cursor.execute(sql, parameters)
-        changed = int(cursor.rowcount)
-        cursor.execute(next_sql, next_parameters)
-    return changed
 
 
 class BeginAlong:
@@ -164,14 +119,14 @@ class BeginAlong:
         if many or not isinstance(sql, str) or not takes_several(cursor):
             return execute(sql, params, many, context)
         driver = cursor.connection
-        is_begun = driver.pgconn.transaction_status != _psycopg().idle
+        is_begun = driver.pgconn.transaction_status != _IDLE
         if is_begun or driver.autocommit:
             return execute(sql, params, many, context)
         driver.autocommit = True
         try:
             answer = execute(f"{_begin(driver)}; {sql}", params, many, context)
         finally:
-            if driver.pgconn.transaction_status == _psycopg().idle:
+            if driver.pgconn.transaction_status == _IDLE:
                 # Refused before it began: what comes next must begin a transaction still.
                 driver.autocommit = False
         pass_over(cursor, 1)
@@ -182,7 +137,7 @@ def _begin(driver: Any) -> str:
     """Return the statement a connection of psycopg 3 begins its transactions with."""
     words = ["BEGIN"]
     if driver.isolation_level is not None:
-        level = _psycopg().isolation_level(driver.isolation_level)
+        level = _psycopg().IsolationLevel(driver.isolation_level)
         words.append(f"ISOLATION LEVEL {level.name.replace('_', ' ')}")
     if driver.read_only is not None:
         words.append("READ ONLY" if driver.read_only else "READ WRITE")
@@ -191,59 +146,41 @@ def _begin(driver: Any) -> str:
     return " ".join(words)
 
 
-def execute_last(connection: Any, cursor: Any, sql: str, parameters: Sequence[Any]) -> None:
-    """Execute the last statement of a transaction, and commit in the same round trip where that can
-    be: not within a transaction that was open before. Django's own commit then has nothing to do.
-
-    :param connection: Django's, in the outermost ``atomic()`` of the transaction.
-    :param cursor: of this connection, for what the statement answers.
-    :raises DatabaseError: the statement or the commit failed; nothing has taken effect.
-    """
-    is_outermost = len(connection.atomic_blocks) == 1 and connection.commit_on_exit
-    ends = is_outermost and takes_several(cursor.cursor)
-    cursor.execute(f"{sql}; COMMIT" if ends else sql, parameters)
-
-
 class PostgresStore(Store):
     """Each statement's text stays the same however many rows it is for."""
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(alias)
+        _psycopg()  # Django alone would go on with psycopg2
+        # psycopg writes all values but JSON as the fields have them.
+        self._columns = [(name, how if name == "headers" else None) for name, how in self._columns]
 
     # --- Transactions -----------------------------------------------------------------------------
 
     @contextmanager
     def transaction(
-        self, *, savepoint: bool = True, durable: bool = False, calls_handlers: bool = False
+        self,
+        *,
+        savepoint: bool = True,
+        durable: bool = False,
+        calls_handlers: bool = False,
+        waits_for_disk: bool = True,
     ) -> Iterator[None]:
         """Run the block in ``transaction.atomic()``, whose ``BEGIN`` takes no round trip.
 
         :param calls_handlers: whether code of the project's runs in it, so that psycopg has to
             begin it in its own way.
         """
-        connection = self.connection
+        connection = connections[self.alias]
         with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
             is_outermost = len(connection.atomic_blocks) == 1
             with BeginAlong(connection) if is_outermost and not calls_handlers else nullcontext():
+                if is_outermost and not waits_for_disk:
+                    with connection.cursor() as cursor:
+                        cursor.execute("SET LOCAL synchronous_commit TO off")
                 yield
 
-    def commit_without_disk(self) -> None:
-        """Set ``synchronous_commit`` off for the current transaction."""
-        with self.connection.cursor() as cursor:
-            cursor.execute("SET LOCAL synchronous_commit TO off")
-
     sends_several = True
-
-    def is_aborted(self, connection: BaseDatabaseWrapper) -> bool:
-        """Ask psycopg 3."""
-        raw = connection.connection
-        if raw is None or not is_psycopg3():
-            return False
-        return bool(raw.pgconn.transaction_status == _psycopg().in_error)
-
-    def is_in_transaction(self, connection: BaseDatabaseWrapper) -> bool:
-        """Ask psycopg 3."""
-        raw = connection.connection
-        if raw is None or not is_psycopg3():
-            return False
-        return bool(raw.pgconn.transaction_status != _psycopg().idle or not raw.autocommit)
 
     def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
         """End also a session whose server process is busy and does not see that its client is gone.
@@ -254,28 +191,32 @@ class PostgresStore(Store):
         pid = connection.connection.info.backend_pid
         super().end_session(connection, terminates=terminates)
         if terminates:
-            with self.connection.cursor() as cursor:
-                cursor.execute(_TERMINATE, [pid])
+            self._execute(_TERMINATE, [pid])
+
+    def _execute(self, sql: str, parameters: Sequence[Any]) -> list[Any]:
+        """Execute a statement and return the rows it answers with."""
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(sql, parameters)
+            return list(cursor.fetchall()) if cursor.description else []
 
     # --- Markers of effects -----------------------------------------------------------------------
 
-    def _insert_markers(self, keys: Sequence[EventKey], now: datetime) -> set[EventKey]:
-        minted = text_array(uuid7_texts(len(keys)))
-        with self.connection.cursor() as cursor:
-            cursor.execute(_INSERT_MARKERS, _marker_parameters(keys, minted, now))
-            return _fresh(cursor, keys, minted, cursor.rowcount)
-
-    def _markers_among(self, ids: list[str], services: list[str]) -> Sequence[Sequence[str]]:
-        with self.connection.cursor() as cursor:
-            cursor.execute(_MARKERS_AMONG, [ids, services])
-            found: list[Sequence[str]] = cursor.fetchall()
-            return found
+    def insert_markers(
+        self, keys: Collection[EventKey], now: datetime | None = None
+    ) -> set[EventKey]:
+        """Insert all in one statement."""
+        if not keys:
+            return set()
+        ordered, minted = sorted(set(keys)), text_array(uuid7_texts(len(set(keys))))
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(_INSERT_MARKERS, _marker_parameters(ordered, minted, now))
+            return _fresh(cursor, ordered, minted, cursor.rowcount)
 
     # --- Rows of a group --------------------------------------------------------------------------
 
     def job_rows(self, ids: Sequence[str], *, lock: bool) -> dict[str, JobRow]:
         """Read rows without Django's converters; the server writes the ids as text."""
-        with self.connection.cursor() as cursor:
+        with connections[self.alias].cursor() as cursor:
             read_times_natively(cursor)
             cursor.execute(_ROWS_LOCKED if lock else _ROWS, [text_array(ids)])
             return {row[-1]: JobRow(*row) for row in cursor.fetchall()}
@@ -283,14 +224,16 @@ class PostgresStore(Store):
     def insert_markers_and_lock(
         self, keys: Sequence[EventKey], ids: Sequence[str]
     ) -> tuple[set[EventKey], dict[str, JobRow]]:
-        """Do both in one round trip."""
-        if not keys or not ids:
-            return super().insert_markers_and_lock(keys, ids)
-        ordered, minted = sorted(set(keys)), text_array(uuid7_texts(len(set(keys))))
-        inserting = _INSERT_MARKERS, _marker_parameters(ordered, minted, timezone.now())
-        with self.connection.cursor() as cursor:
+        """Do both in one round trip, where that can be."""
+        with connections[self.alias].cursor() as cursor:
+            if not keys or not ids or not takes_several(cursor.cursor):
+                return super().insert_markers_and_lock(keys, ids)
+            ordered, minted = sorted(set(keys)), text_array(uuid7_texts(len(set(keys))))
+            parameters = _marker_parameters(ordered, minted, None)
             read_times_natively(cursor)
-            inserted = execute_both(cursor, inserting, (_ROWS_LOCKED, [text_array(ids)]))
+            cursor.execute(f"{_INSERT_MARKERS}; {_ROWS_LOCKED}", [*parameters, text_array(ids)])
+            inserted = cursor.rowcount
+            cursor.nextset()
             found = {row[-1]: JobRow(*row) for row in cursor.fetchall()}
             return _fresh(cursor, ordered, minted, inserted), found
 
@@ -311,45 +254,56 @@ class PostgresStore(Store):
             [row.lease_expires_at for row in rows],
         ]
         open_states = text_array(sorted(map(str, states.OPEN)))
-        with self.connection.cursor() as cursor:
-            cursor.execute(
-                _TAKE_ROW_LEASES, [ids, token, expires_at, now, *judged, ids, open_states]
-            )
-            return {row[0] for row in cursor.fetchall()}
+        parameters = [ids, token, expires_at, now, *judged, ids, open_states]
+        return {id for (id,) in self._execute(_TAKE_ROW_LEASES, parameters)}
 
     def release_row_leases(self, ids: Collection[UUID], token: str) -> None:
         """Lock the rows in one order first, as ``take_row_leases`` does."""
         if ids:
-            with self.connection.cursor() as cursor:
-                cursor.execute(_RELEASE_ROW_LEASES, [array_text(ids), token])
+            self._execute(_RELEASE_ROW_LEASES, [array_text(ids), token])
 
     # --- Completions ------------------------------------------------------------------------------
 
-    completes_places = True
-
-    def _complete(
-        self, completions: Sequence[Completion], now: datetime, token: str | None, *, is_last: bool
-    ) -> int:
+    def complete(
+        self,
+        completions: Sequence[Completion],
+        now: datetime,
+        *,
+        token: str | None = None,
+        is_last: bool = False,
+    ) -> set[UUID]:
         """Complete all in one statement, committed in the same round trip if it is the last."""
-        results = [one.result for one in completions]
+        if not completions:
+            return set()
+        connection: Any = connections[self.alias]
         ids = text_array([one.row.id_text for one in completions])
-        columns: list[Any] = [
-            ids,
+        results = [one.result for one in completions]
+        lifetimes = [one.result_ttl for one in completions]
+        # Of arrays that end early, unnest takes NULL for the rest. In a backlog the relay has
+        # recorded all places.
+        places: Sequence[Any] = ("{}",) * len(Place._fields)
+        if any(one.place for one in completions):
+            columns = zip(*(one.place or _NOWHERE for one in completions), strict=True)
+            places = list(map(list, columns))
+        parameters = [
+            *(now, now, ids),
             array_text(one.row.generation for one in completions),
             array_text(one.attempt for one in completions),
             array_text(one.started_at for one in completions),
-            # Of arrays that end early, unnest takes NULL for the rest.
             "{}" if results.count(None) == len(results) else results,
-            *_places(completions),
+            "{}" if lifetimes.count(None) == len(lifetimes) else array_text(lifetimes),
+            *places,
+            *(ids, text_array(states.TRANSITIONS["complete"]), token, token),
         ]
-        open_states = text_array(states.TRANSITIONS["complete"])
-        parameters = [now, now, *columns, ids, open_states, token, token]
-        with self.connection.cursor() as cursor:
-            if is_last:
-                execute_last(self.connection, cursor, _COMPLETE, parameters)
-            else:
-                cursor.execute(_COMPLETE, parameters)
-            return int(cursor.rowcount)
+        with connection.cursor() as cursor:
+            # Within a transaction that was open before, nothing is committed. Where it is, Django's
+            # own commit has nothing to do.
+            is_outermost = len(connection.atomic_blocks) == 1 and connection.commit_on_exit
+            ends = is_last and is_outermost and takes_several(cursor.cursor)
+            cursor.execute(f"{_COMPLETE}; COMMIT" if ends else _COMPLETE, parameters)
+            if cursor.rowcount == len(completions):
+                return {one.row.id for one in completions}
+        return self._completed_at(now, completions)
 
     # --- New jobs ---------------------------------------------------------------------------------
 
@@ -363,18 +317,16 @@ class PostgresStore(Store):
         return len(jobs)
 
     def _values_of(self, job: Job) -> list[Any]:
-        """Return a row for psycopg 3, which writes all but JSON as the fields have it."""
-        if not is_psycopg3():
-            return super()._values_of(job)
-        values = [getattr(job, field.attname) for field in _JOB_FIELDS]
-        if job.headers is not None:
-            values[_HEADERS] = _JOB_FIELDS[_HEADERS].get_db_prep_save(job.headers, self.connection)
-        return values
+        connection = connections[self.alias]
+        return [
+            prepare(getattr(job, name), connection) if prepare else getattr(job, name)
+            for name, prepare in self._columns
+        ]
 
     def may_copy(self, count: int) -> bool:
         """COPY is not seen by query wrappers, such as the savepoint of a handler that enqueues
         first: the rows would survive the handler's failure."""
-        return count >= COPY_FROM and not self.connection.execute_wrappers and is_psycopg3()
+        return count >= COPY_FROM and not connections[self.alias].execute_wrappers
 
     def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
         """Write all rows by one COPY."""
@@ -386,10 +338,11 @@ class PostgresStore(Store):
     @contextmanager
     def _copying(self) -> Iterator[Any]:
         columns = ", ".join(f'"{field.column}"' for field in _JOB_FIELDS)
-        types = [str(field.db_type(self.connection)).partition("(")[0] for field in _JOB_FIELDS]
+        connection = connections[self.alias]
+        types = [str(field.db_type(connection)).partition("(")[0] for field in _JOB_FIELDS]
         with (
             transaction.atomic(using=self.alias, savepoint=False),
-            self.connection.cursor() as cursor,
+            connection.cursor() as cursor,
             cursor.copy(f"COPY kjo_job ({columns}) FROM STDIN (FORMAT BINARY)") as copy,
         ):
             copy.set_types(types)
@@ -408,16 +361,15 @@ class PostgresStore(Store):
     ) -> list[DueJob]:
         """Execute a statement ready-made: to build it by the ORM takes several times as long as to
         have it answered."""
-        parameters = [*_waiting_parameters(queues, without, without_topics), timezone.now(), limit]
-        with self.connection.cursor() as cursor:
-            cursor.execute(_DUE, parameters)
-            return [self._due_of(row) for row in cursor.fetchall()]
-
-    def _due_of(self, row: Sequence[Any]) -> DueJob:
-        due = DueJob._make(row)
-        if due.headers is None:
-            return due
-        return due._replace(headers=_read_headers(due.headers, None, self.connection))
+        parameters = [list(queues), list(without_topics), array_text(without)]
+        due = map(DueJob._make, self._execute(_DUE, [*parameters, timezone.now(), limit]))
+        connection = connections[self.alias]
+        return [
+            job._replace(headers=_read_headers(job.headers, None, connection))
+            if job.headers is not None
+            else job
+            for job in due
+        ]
 
     def next_due(
         self,
@@ -426,10 +378,8 @@ class PostgresStore(Store):
         without_topics: Collection[str] = (),
     ) -> datetime | None:
         """Execute a statement ready-made."""
-        with self.connection.cursor() as cursor:
-            cursor.execute(_NEXT, _waiting_parameters(queues, without, without_topics))
-            row = cursor.fetchone()
-        return row[0] if row else None
+        parameters = [list(queues), list(without_topics), array_text(without)]
+        return next((due for (due,) in self._execute(_NEXT, parameters)), None)
 
     def record_published(
         self, topic: str, published: Sequence[Publication], now: datetime
@@ -441,34 +391,24 @@ class PostgresStore(Store):
         ]
         columns = [array_text(column) for column in zip(*rows, strict=True)]
         expected = states.TRANSITIONS["publish"]
-        is_inside = self.connection.in_atomic_block
-        with self.connection.cursor() as cursor:
-            cursor.execute(
-                _RECORD_PUBLISHED, [columns[0], *columns, expected, topic, is_inside, columns[0]]
-            )
-            return {row[0] for row in cursor.fetchall()}
+        is_inside = connections[self.alias].in_atomic_block
+        parameters = [columns[0], *columns, expected, topic, is_inside, columns[0]]
+        return {id for (id,) in self._execute(_RECORD_PUBLISHED, parameters)}
 
     def complete_forwarded(self, published: Sequence[Publication], now: datetime) -> None:
         """Complete all in one statement."""
         if published:
             rows = [(job.id, job.generation, place, at) for job, _, place, at in published]
             columns = [array_text(column) for column in zip(*rows, strict=True)]
-            with self.connection.cursor() as cursor:
-                cursor.execute(
-                    _COMPLETE_FORWARDED, [now, now, *columns, states.TRANSITIONS["complete"]]
-                )
+            self._execute(_COMPLETE_FORWARDED, [now, now, *columns, states.TRANSITIONS["complete"]])
 
     # --- Sessions and wake-up calls ---------------------------------------------------------------
 
-    @property
-    def has_notify(self) -> bool:  # type: ignore[override]
-        """Through psycopg 3 only."""
-        return is_psycopg3()
+    has_notify = True
 
     def notify(self, payloads: Collection[str]) -> None:
         """Send all notifications in one query."""
-        with self.connection.cursor() as cursor:
-            cursor.execute(_NOTIFY, [NOTIFY_CHANNEL, list(payloads)])
+        self._execute(_NOTIFY, [NOTIFY_CHANNEL, list(payloads)])
 
     def name_session(self, connection: BaseDatabaseWrapper, name: str) -> bool:
         """Put the name before one of the project's own; the server cuts what is too long.
@@ -483,40 +423,31 @@ class PostgresStore(Store):
 
     def idle_transactions(self, prefix: str, width: int, since: timedelta) -> dict[int, str]:
         """Ask ``pg_stat_activity``."""
-        with self.connection.cursor() as cursor:
-            cursor.execute(_IDLE_TRANSACTIONS, [width, f"{prefix}%", since.total_seconds()])
-            return dict(cursor.fetchall())
+        return dict(self._execute(_IDLE_TRANSACTIONS, [width, f"{prefix}%", since.total_seconds()]))
 
     def end_sessions(self, pids: Sequence[int]) -> None:
         """Call ``pg_terminate_backend``."""
-        with self.connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT pg_terminate_backend(pid) FROM unnest(%s::int[]) AS pid", [list(pids)]
-            )
+        self._execute(
+            "SELECT pg_terminate_backend(pid) FROM unnest(%s::int[]) AS pid", [list(pids)]
+        )
 
     def session_counts(self, prefix: str) -> tuple[int, int] | None:
         """Ask ``pg_stat_activity``."""
-        with self.connection.cursor() as cursor:
-            cursor.execute(_SESSION_COUNTS, [f"{prefix}%", f"{prefix}%"])
-            named, others = cursor.fetchone()
+        ((named, others),) = self._execute(_SESSION_COUNTS, [f"{prefix}%", f"{prefix}%"])
         return named, others
 
-    @contextmanager
-    def streaming(self) -> Iterator[None]:
-        """Run the block in a transaction: behind a pooler in transaction mode a cursor at the
-        server needs one, and elsewhere it is the cheaper for it."""
-        with transaction.atomic(using=self.alias):
-            yield
+    def streaming(self) -> AbstractContextManager[None]:
+        """Return a transaction: behind a pooler in transaction mode a cursor at the server needs
+        one, and elsewhere it is the cheaper for it."""
+        return transaction.atomic(using=self.alias)
 
 
-def _waiting_parameters(
-    queues: Collection[str], without: Collection[UUID], without_topics: Collection[str]
-) -> list[Any]:
-    return [list(queues), list(without_topics), array_text(without)]
-
-
-def _marker_parameters(keys: Sequence[EventKey], minted: Any, now: datetime) -> list[Any]:
-    return [now, minted, *(text_array(column) for column in zip(*keys, strict=True))]
+def _marker_parameters(keys: Sequence[EventKey], minted: Any, now: datetime | None) -> list[Any]:
+    return [
+        now or timezone.now(),
+        minted,
+        *(text_array(column) for column in zip(*keys, strict=True)),
+    ]
 
 
 def _fresh(cursor: Any, keys: Sequence[EventKey], minted: Any, inserted: int) -> set[EventKey]:
@@ -531,15 +462,6 @@ def _fresh(cursor: Any, keys: Sequence[EventKey], minted: Any, inserted: int) ->
     return {EventKey(*row) for row in cursor.fetchall()}
 
 
-def _places(completions: Sequence[Completion]) -> Sequence[Any]:
-    """Return a column for each field of a place; empty if the relay has recorded all of them, as in
-    a backlog."""
-    if not any(one.place for one in completions):
-        return ("{}",) * len(Place._fields)
-    nowhere = (None,) * len(Place._fields)
-    return list(map(list, zip(*(one.place or nowhere for one in completions), strict=True)))
-
-
 _INSERT_MARKERS = """INSERT INTO processed_events
     (id, event_id, service_name, event_type, processed_at, created_at, updated_at)
 SELECT v.id, v.event_id, v.service_name, v.event_type, v.moment, v.moment, v.moment
@@ -552,11 +474,6 @@ FROM (
 _MARKERS_OF_IDS = """
 SELECT event_id, service_name, event_type FROM processed_events WHERE id = ANY(%s::uuid[])
 """
-_MARKERS_AMONG = """
-SELECT event_id, service_name, event_type FROM processed_events
-WHERE event_id = ANY(%s::text[]) AND service_name = ANY(%s::text[])
-"""
-
 _ROWS = f"""
 SELECT {", ".join(COLUMNS)}, id::text FROM kjo_job WHERE id = ANY(%s::uuid[])
 ORDER BY kjo_job.id
@@ -591,23 +508,26 @@ WHERE id IN (
 _COMPLETE = """
 UPDATE kjo_job SET state = 'completed', attempts = v.attempts, started_at = v.started_at,
     finished_at = %s, result = v.result, error = '', lease_token = '', lease_expires_at = NULL,
-    result_expires_at = %s::timestamptz + kjo_job.result_ttl * interval '1 millisecond',
+    result_ttl = COALESCE(v.result_ttl, kjo_job.result_ttl),
+    result_expires_at = %s::timestamptz
+        + COALESCE(v.result_ttl, kjo_job.result_ttl) * interval '1 millisecond',
     topic = COALESCE(v.topic, kjo_job.topic), partition = COALESCE(v.partition, kjo_job.partition),
     "offset" = COALESCE(v.position, kjo_job."offset"),
     queued_at = COALESCE(v.queued_at, kjo_job.queued_at)
-FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[],
+FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[], %s::bigint[],
             %s::text[], %s::int[], %s::bigint[], %s::timestamptz[])
-    AS v (id, generation, attempts, started_at, result, topic, partition, position, queued_at)
+    AS v (id, generation, attempts, started_at, result, result_ttl,
+          topic, partition, position, queued_at)
 WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
     WHEN kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
         AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
 """
 
 _JOB_FIELDS = Job._meta.local_concrete_fields
-_ID, _KEY, _PAYLOAD, _HEADERS = (
-    [field.attname for field in _JOB_FIELDS].index(name)
-    for name in ("id", "key", "payload", "headers")
+_ID, _KEY, _PAYLOAD = (
+    [field.attname for field in _JOB_FIELDS].index(name) for name in ("id", "key", "payload")
 )
+_NOWHERE = (None,) * len(Place._fields)
 _read_headers: Any = Job._meta.get_field("headers").from_db_value
 
 # What is due is few, a queue's jobs are millions: no plan is to begin with the queue, so its name

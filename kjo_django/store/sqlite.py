@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django.ids import uuid7s
@@ -34,18 +35,9 @@ class SqliteStore(Store):
         locked") if another wrote in between; one that starts with a write waits its turn. A
         statement that changes no row takes the lock all the same, and dirties no page.
         """
-        key = self.connection.ops.quote_name(str(model._meta.pk.column))
-        table = self.connection.ops.quote_name(model._meta.db_table)
-        with self.connection.cursor() as cursor:
+        table, key = model._meta.db_table, model._meta.pk.column
+        with connections[self.alias].cursor() as cursor:
             cursor.execute(f"UPDATE {table} SET {key} = {key} WHERE {key} IS NULL")  # noqa: S608 - names of columns
-
-    def is_undone(self, connection: BaseDatabaseWrapper) -> bool:
-        """As SQLite does when its disk is full: after that each statement is committed at once."""
-        return not getattr(connection.connection, "in_transaction", True)
-
-    def is_in_transaction(self, connection: BaseDatabaseWrapper) -> bool:
-        """Return what the driver says."""
-        return bool(connection.connection.in_transaction)
 
     def end_session(self, connection: BaseDatabaseWrapper, *, terminates: bool) -> None:
         """Interrupt, roll back and close; a database in memory would be gone with that."""
@@ -57,25 +49,30 @@ class SqliteStore(Store):
 
     # --- Markers of effects -----------------------------------------------------------------------
 
-    def _insert_markers(self, keys: Sequence[EventKey], now: datetime) -> set[EventKey]:
+    def insert_markers(
+        self, keys: Collection[EventKey], now: datetime | None = None
+    ) -> set[EventKey]:
         """Execute one statement for each key; which were new is asked if not all were."""
-        moment = self.connection.ops.adapt_datetimefield_value(now)
-        minted = dict(zip((id.hex for id in uuid7s(len(keys))), keys, strict=True))
-        with self.connection.cursor() as cursor:
-            rows = [(id, *key, moment, moment, moment) for id, key in minted.items()]
+        if not keys:
+            return set()
+        connection = connections[self.alias]
+        moment = connection.ops.adapt_datetimefield_value(now or timezone.now())
+        ordered = sorted(set(keys))
+        ids = [id.hex for id in uuid7s(len(ordered))]
+        with connection.cursor() as cursor:
+            rows = [
+                (id, *key, moment, moment, moment) for id, key in zip(ids, ordered, strict=True)
+            ]
             cursor.executemany(_INSERT_MARKER, rows)
-            if cursor.rowcount in (0, len(keys)):
-                return set(keys) if cursor.rowcount else set()
-            ids = list(minted)
-            fresh: set[EventKey] = set()
+            if cursor.rowcount in (0, len(ordered)):
+                return set(ordered) if cursor.rowcount else set()
+            stored: set[str] = set()
             for start in range(0, len(ids), _MOST_PARAMETERS):
                 chunk = ids[start : start + _MOST_PARAMETERS]
-                cursor.execute(
-                    f"SELECT id FROM processed_events WHERE id IN ({_places(chunk)})",  # noqa: S608 - places
-                    chunk,
-                )
-                fresh.update(minted[id] for (id,) in cursor.fetchall())
-        return fresh
+                places = ", ".join(["%s"] * len(chunk))
+                cursor.execute(f"SELECT id FROM processed_events WHERE id IN ({places})", chunk)  # noqa: S608 - places
+                stored.update(id for (id,) in cursor.fetchall())
+        return {key for id, key in zip(ids, ordered, strict=True) if id in stored}
 
     # --- Rows of a group --------------------------------------------------------------------------
 
@@ -84,19 +81,23 @@ class SqliteStore(Store):
 
         :param lock: nothing to do: the transaction has written, so it is the only one that may.
         """
-        connection: Any = self.connection
+        connection: Any = connections[self.alias]
+        zone = connection.timezone
         found: dict[str, JobRow] = {}
+        places = ", ".join(["%s"] * len(ids))
         with connection.cursor() as cursor:
             cursor.execute(
-                f"SELECT {', '.join(COLUMNS)} FROM kjo_job WHERE id IN ({_places(ids)})",  # noqa: S608 - names of columns
+                f"SELECT {', '.join(COLUMNS)} FROM kjo_job WHERE id IN ({places})",  # noqa: S608 - names of columns
                 [id.replace("-", "") for id in ids],
             )
             for values in cursor:
-                row = JobRow.read([UUID(values[0]), *values[1:]])
+                id = UUID(values[0])
+                columns = [id, *values[1:], str(id)]
+                row = JobRow(*columns)
+                found[row.id_text] = row
                 for name in _TIMES:
                     if (moment := getattr(row, name)) is not None:
-                        setattr(row, name, moment.replace(tzinfo=connection.timezone))
-                found[row.id_text] = row
+                        setattr(row, name, moment.replace(tzinfo=zone))
         return found
 
     # --- Leases of coordination -------------------------------------------------------------------
@@ -107,23 +108,24 @@ class SqliteStore(Store):
         self, names: Sequence[str], token: str, ttl: timedelta
     ) -> dict[str, tuple[bool, int]]:
         """Claim all names in one statement, where the library knows RETURNING (3.35)."""
-        connection = self.connection
+        connection = connections[self.alias]
         if not connection.features.can_return_columns_from_insert:
             return super().claim_leases(names, token, ttl)
-        # Only a transaction that may write knows what time it is: waiting for that takes seconds
-        # at times.
-        self.take_write_lock(Lease)
-        moment = timezone.now()
-        now = connection.ops.adapt_datetimefield_value(moment)
-        until = connection.ops.adapt_datetimefield_value(moment + ttl)
-        with connection.cursor() as cursor:
+        with transaction.atomic(using=self.alias, durable=True), connection.cursor() as cursor:
+            # Only a transaction that may write knows what time it is: waiting for that takes
+            # seconds at times.
+            self.take_write_lock(Lease)
+            moment = timezone.now()
+            now = connection.ops.adapt_datetimefield_value(moment)
+            until = connection.ops.adapt_datetimefield_value(moment + ttl)
             statement = _CLAIM_LEASES.format(names=", ".join(["(%s)"] * len(names)))
             cursor.execute(statement, [token, until, *names, now, now])
             claims = {name: (True, deliveries) for name, deliveries in cursor.fetchall()}
             held = [name for name in names if name not in claims]
             if held:
+                places = ", ".join(["%s"] * len(held))
                 cursor.execute(
-                    f"SELECT name, deliveries FROM kjo_lease WHERE name IN ({_places(held)})",  # noqa: S608 - places
+                    f"SELECT name, deliveries FROM kjo_lease WHERE name IN ({places})",  # noqa: S608 - places
                     held,
                 )
                 claims.update((name, (False, deliveries)) for name, deliveries in cursor)
@@ -144,7 +146,3 @@ _INSERT_MARKER = """INSERT INTO processed_events
 VALUES (%s, %s, %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING
 """
 _TIMES = ("available_at", "expires_at", "lease_expires_at", "created_at")
-
-
-def _places(values: Sequence[object]) -> str:
-    return ", ".join(["%s"] * len(values))

@@ -295,6 +295,18 @@ class CoordinationConformance:
         finally:
             listener.close()
 
+    def test_one_call_wakes_listeners_of_several_channels(
+        self, coordination: Coordination, name: str
+    ) -> None:
+        listeners = [coordination.listen([f"{name}:{each}"]) for each in "ab"]
+        try:
+            coordination.notify(f"{name}:a", f"{name}:b", f"{name}:c")
+            for listener, each in zip(listeners, "ab", strict=True):
+                assert listener.wait(5) == {f"{name}:{each}"}
+        finally:
+            for listener in listeners:
+                listener.close()
+
     def test_a_call_ends_a_wait_early(self, coordination: Coordination, name: str) -> None:
         listener = coordination.listen([name])
 

@@ -26,7 +26,7 @@ from kjo_django.coordination.base import Coordination
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.transports.base import Published, Subscription, Transport
 
-WITHOUT_IO = {"assignment", "holds", "wake", "releases_within", "close"}
+WITHOUT_IO = {"assignment", "holds", "wake", "close"}
 """Methods of the contracts that only ask what their process knows, or end its use of them."""
 
 

@@ -16,6 +16,7 @@ from asgiref.sync import async_to_sync
 from django.db import connections, transaction
 
 from kjo_django import Queue
+from kjo_django.enqueue.storing import REPLY_CHANNELS
 from kjo_django.exceptions import (
     JobCancelledError,
     JobFailedError,
@@ -57,8 +58,16 @@ def test_a_lost_notification_costs_time_only(
     """PJQ-46, PJQ-F7, PJQ-60: the row is read on a slow poll."""
     running.enqueue_and_wait("first", 1)
     # Given: nobody is ever told that a job has ended
-    lost: list[Any] = []
-    monkeypatch.setattr(get_coordination(), "notify", lost.append)
+    lost: list[str] = []
+    notify = get_coordination().notify
+
+    def lose_replies(*channels: str) -> None:
+        replies = [name for name in channels if name.startswith(REPLY_CHANNELS)]
+        lost.extend(replies)
+        if not replies:
+            notify(*channels)
+
+    monkeypatch.setattr(get_coordination(), "notify", lose_replies)
     # When, then
     assert running.enqueue_and_wait("second", 2, timeout=20) == 2
     assert lost

@@ -26,7 +26,7 @@ def test_without_coordination_it_polls(file_queue: Queue, monkeypatch: pytest.Mo
     def refuse(*arguments: Any) -> Any:
         raise CoordinationError("away")
 
-    for name in ("listen", "notify", "notify_all", "claim", "renew", "holders", "get_marks"):
+    for name in ("listen", "notify", "claim", "renew", "holders", "get_marks"):
         monkeypatch.setattr(get_coordination(), name, refuse)
     file_queue.execute(lambda job: job.payload)
     file_queue.start()

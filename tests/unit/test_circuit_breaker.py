@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kjo_django.clock import Clock
-from kjo_django.coordination.circuit_breaker import LONGEST, CircuitBreaker
+from kjo_django.coordination.base import LONGEST_PAUSE, CircuitBreaker
 
 
 class Time(Clock):
@@ -59,7 +59,7 @@ def test_after_a_rest_one_asks_for_all(clock):
 
 def test_the_rests_become_longer_up_to_a_limit(clock):
     breaker = CircuitBreaker(clock)
-    for rest in (2.0, 4.0, 8.0, 16.0, LONGEST, LONGEST):
+    for rest in (2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE, LONGEST_PAUSE):
         fail(breaker, clock, 1.0)
         clock.seconds += rest - 0.01
         assert breaker.is_open(), rest
@@ -87,7 +87,7 @@ def test_one_who_asks_for_all_and_never_tells_is_not_waited_for(clock):
     fail(breaker, clock, 1.0)
     clock.seconds += 2.01
     assert not breaker.is_open()
-    clock.seconds += LONGEST + 0.01
+    clock.seconds += LONGEST_PAUSE + 0.01
     assert not breaker.is_open()
 
 

@@ -20,7 +20,7 @@ from django.utils import timezone
 from kjo_django import signals
 from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
-from kjo_django.coordination.listeners import LocalListener
+from kjo_django.coordination.database.coordination import LocalListener
 from kjo_django.enqueue.storing import RELAY_CHANNEL, record_of, store_record, wake
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names

@@ -13,6 +13,7 @@ from django.test.utils import CaptureQueriesContext
 from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.enqueue.storing import after_commit
 from kjo_django.models import QueueControl
+from kjo_django.store import store_for
 from tests.ledger.models import Entry
 
 pytestmark = pytest.mark.usefixtures("real_database")
@@ -30,7 +31,7 @@ def group():
 @contextmanager
 def handler():
     """What a handler does runs inside."""
-    savepoint = LazySavepoint(connection)
+    savepoint = LazySavepoint(connection, store_for("default"))
     with savepoint.group(), savepoint:
         yield
 

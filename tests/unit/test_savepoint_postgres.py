@@ -14,6 +14,7 @@ from django.db.transaction import TransactionManagementError
 from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.models import Job, ProcessedEvent
+from kjo_django.store import store_for
 from kjo_django.store.postgres import text_array
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
@@ -32,7 +33,7 @@ class Failed(Exception):
 @contextmanager
 def group() -> Iterator[LazySavepoint]:
     """The transaction of a group, and the savepoint its handlers enter."""
-    savepoint = LazySavepoint(connection)
+    savepoint = LazySavepoint(connection, store_for("default"))
     with transaction.atomic(), savepoint.group():
         yield savepoint
 

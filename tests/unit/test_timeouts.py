@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kjo_django.coordination.listeners import LocalListener
+from kjo_django.coordination.database.coordination import LocalListener
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.timeouts import RunningCall, TimeoutWatch, with_limit
 from kjo_django.exceptions import HandlerTimeout, JobCancelledError, JobTimeoutError

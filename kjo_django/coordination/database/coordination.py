@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -31,13 +32,14 @@ from django.db.models import F, QuerySet
 
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Claim, Coordination, Listener
-from kjo_django.coordination.listeners import LocalListener, call_local_listeners
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Lease, Mark
 from kjo_django.probing import answer_within
 from kjo_django.store import store_for
 
 T = TypeVar("T")
+
+OUTAGES = (OperationalError, InterfaceError)
 
 _LONGEST_NAME = 255
 _BATCH = 900
@@ -60,20 +62,14 @@ class DatabaseCoordination(Coordination):
         """The alias of the database with the tables."""
         self._store = store_for(self.database)
         self.supports_wake_ups = self._store.has_notify
+        self.writes_concurrently = not self._store.has_one_writer
+        # Where there is more than one writer the rows would stay locked until the commit, in an
+        # order that claims do not keep.
+        self.releases_within = self.database if self._store.has_one_writer else None
         self._cannot_listen: CoordinationError | None = None
         # The first prune at a random moment: not every process of a deployment at once.
         delay = _PRUNE_EVERY * random.random()  # noqa: S311
         self._prune_at = self.clock.monotonic() + delay
-
-    @property
-    def writes_concurrently(self) -> bool:
-        """SQLite knows one writer at a time."""
-        return not self._store.has_one_writer
-
-    def releases_within(self, using: str) -> bool:
-        """On SQLite, where each transaction waits for the one writer. Elsewhere the rows would stay
-        locked until the commit, in an order that claims do not keep."""
-        return self._store.has_one_writer and self.database == using
 
     # --- Leases -----------------------------------------------------------------------------------
 
@@ -83,42 +79,28 @@ class DatabaseCoordination(Coordination):
         :raises RuntimeError: inside ``atomic``. Nobody else would see the leases before its commit,
             and they would block everybody who asks for the same names.
         """
-        stored = [_stored(name) for name in names]
-        claims: dict[str, tuple[bool, int]] = {}
-        for found in self._run(sorted(set(stored)), partial(self._claim, token, ttl)):
-            claims.update(found)
-        self._prune_sometimes()
-        return [Claim(*claims[name]) for name in stored]
-
-    def _claim(
-        self, token: str, ttl: timedelta, names: Sequence[str]
-    ) -> dict[str, tuple[bool, int]]:
-        with ExitStack() as stack:
-            try:
-                # Durable: Django itself refuses to nest it, but for the transaction of a TestCase.
-                stack.enter_context(self._store.transaction(durable=True))
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "claim() must be called outside transaction.atomic(): others would not see the "
-                    "lease before the commit"
-                ) from error
-            # A lease lost in a crash of the server harms nobody.
-            self._store.commit_without_disk()
-            return self._store.claim_leases(names, token, ttl)
+        try:
+            claims = self._run(names, partial(self._store.claim_leases, token=token, ttl=ttl))
+        except RuntimeError as error:
+            error.add_note("In transaction.atomic() others would not see what claim() has taken.")
+            raise
+        if self.clock.monotonic() >= self._prune_at:
+            self._prune_outside_transactions()
+        return [Claim(*claims[name]) for name in names]
 
     def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
         """Extend in one statement; a second one asks which, if not all were extended."""
-        stored = [_stored(name) for name in names]
-        held = set().union(*self._run(stored, partial(self._renew, token, ttl)))
-        return [name in held for name in stored]
 
-    def _renew(self, token: str, ttl: timedelta, names: Sequence[str]) -> set[str]:
-        now = self.clock.now()
-        live = self._leases.filter(name__in=names, token=token, expires_at__gt=now)
-        extended = live.update(expires_at=now + ttl)
-        if extended == len(set(names)):
-            return set(names)
-        return set(live.values_list("name", flat=True)) if extended else set()
+        def extend(batch: Sequence[str]) -> dict[str, str]:
+            now = self.clock.now()
+            live = self._leases.filter(name__in=batch, token=token, expires_at__gt=now)
+            extended = live.update(expires_at=now + ttl)
+            if extended == len(batch):
+                return dict.fromkeys(batch, token)
+            return dict(live.values_list("name", "token")) if extended else {}
+
+        held = self._run(names, extend)
+        return [name in held for name in names]
 
     def release(
         self,
@@ -129,26 +111,22 @@ class DatabaseCoordination(Coordination):
         undo_claim: bool = False,
     ) -> None:
         """Give up the leases in one statement."""
+        if not (undo_claim or count_delivery):
+            self._run(names, partial(self._store.delete_leases, token=token))
+            return
 
-        def give_up(batch: Sequence[str]) -> None:
-            if not (undo_claim or count_delivery):
-                self._store.delete_leases(batch, token)
-                return
+        def end(batch: Sequence[str]) -> None:
             held = self._leases.filter(name__in=batch, token=token)
             undone = {"deliveries": F("deliveries") - 1} if undo_claim else {}
             held.update(token="", expires_at=self.clock.now(), **undone)
 
-        self._run([_stored(name) for name in names], give_up)
+        self._run(names, end)
 
     def holders(self, names: Sequence[str]) -> dict[str, str]:
         """Return the token of each name that has a live lease."""
-        stored = {_stored(name): name for name in names}
         live = self._leases.filter(expires_at__gt=self.clock.now())
-        found = self._run(
-            list(stored),
-            lambda batch: list(live.filter(name__in=batch).values_list("name", "token")),
-        )
-        return {stored[name]: token for batch in found for name, token in batch}
+        pairs = live.values_list("name", "token")
+        return self._run(names, lambda batch: dict(pairs.filter(name__in=batch)))
 
     def names(self, prefix: str) -> Iterable[str]:
         """Return the names with a live lease that start with ``prefix``, taken literally.
@@ -156,8 +134,10 @@ class DatabaseCoordination(Coordination):
         A name beyond 255 characters is shown with its tail hashed.
         """
         live = self._leases.filter(expires_at__gt=self.clock.now(), name__startswith=prefix)
-        with self._reached():
+        try:
             names = list(live.order_by("name").values_list("name", flat=True))
+        except OUTAGES as error:
+            raise self._lost(error) from error
         # SQLite's and MySQL's LIKE ignore case.
         return [name for name in names if name.startswith(prefix)]
 
@@ -165,74 +145,86 @@ class DatabaseCoordination(Coordination):
     def _leases(self) -> QuerySet[Lease]:
         return Lease.objects.using(self.database)
 
-    def _run(self, names: Sequence[str], statement: Callable[[Sequence[str]], T]) -> list[T]:
+    def _run(
+        self, names: Collection[str], statement: Callable[[Sequence[str]], dict[str, T] | None]
+    ) -> dict[str, T]:
         """Run a statement for each batch of names, again where the database ended a deadlock.
 
         InnoDB also locks the gaps between names, in which others insert, and so finds deadlocks
         where no two transactions want the same name.
+
+        :param statement: takes names in order, as their column holds them.
+        :returns: what the statement found, by name as it was given.
         """
-        batches = [names[start : start + _BATCH] for start in range(0, len(names), _BATCH)]
-        results: list[T] = []
+        given = {n if len(n) <= _LONGEST_NAME else _stored(n): n for n in names}
+        waiting = sorted(given)
+        found: dict[str, T] = {}
         tries = _TRIES
-        with self._reached():
-            while len(results) < len(batches):
+        try:
+            while waiting:
                 try:
-                    results.append(statement(batches[len(results)]))
+                    found |= statement(waiting[:_BATCH]) or {}
+                    del waiting[:_BATCH]
                 except OperationalError as error:
                     tries -= 1
                     is_over = not tries or connections[self.database].in_atomic_block
                     if is_over or "deadlock" not in str(error).lower():
                         raise
                     time.sleep(random.uniform(0, 0.02))  # noqa: S311
-        return results
+        except OUTAGES as error:
+            raise self._lost(error) from error
+        # MySQL also finds a name that differs in case.
+        return {given[name]: value for name, value in found.items() if name in given}
+
+    def _lost(self, error: Exception) -> CoordinationError:
+        """Close the connection if it is broken; return what to raise for an outage."""
+        connection = connections[self.database]
+        if not connection.in_atomic_block:
+            connection.close_if_unusable_or_obsolete()
+        return CoordinationError(self._outage(error))
+
+    def _outage(self, error: Exception) -> str:
+        return f"Database {self.database!r} (KJO['COORDINATION']) cannot be used: {error}"
 
     # --- Marks ------------------------------------------------------------------------------------
 
     def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
         """Insert or replace, in one statement where the database takes them all."""
         expires_at = self.clock.now() + ttl
-        alias = self.database
-        rows = [
+        values = {_stored(name): value for name, value in marks.items()}
+        has_target = connections[self.database].features.supports_update_conflicts_with_target
+
+        def store(batch: Sequence[str]) -> None:
             # In one order, so that two writers of the same marks cannot deadlock.
-            Mark(name=_stored(name), value=value, expires_at=expires_at)
-            for name, value in sorted(marks.items())
-        ]
-        has_target = connections[alias].features.supports_update_conflicts_with_target
-        with self._reached():
-            Mark.objects.using(alias).bulk_create(
-                rows,
+            Mark.objects.using(self.database).bulk_create(
+                [Mark(name=name, value=values[name], expires_at=expires_at) for name in batch],
                 update_conflicts=True,
                 unique_fields=["name"] if has_target else None,
                 update_fields=["value", "expires_at"],
             )
-        self._prune_sometimes()
+
+        self._run(marks, store)
+        if self.clock.monotonic() >= self._prune_at:
+            self._prune_outside_transactions()
 
     def get_marks(self, names: Sequence[str]) -> dict[str, str]:
         """Return the live values among ``names``."""
-        stored = {_stored(name): name for name in names}
         live = Mark.objects.using(self.database).filter(expires_at__gt=self.clock.now())
-        found = self._run(
-            list(stored),
-            lambda batch: list(live.filter(name__in=batch).values_list("name", "value")),
-        )
-        return {stored[name]: value for batch in found for name, value in batch}
+        pairs = live.values_list("name", "value")
+        return self._run(names, lambda batch: dict(pairs.filter(name__in=batch)))
 
     # --- Wake-up calls ----------------------------------------------------------------------------
 
-    def notify(self, channel: str) -> None:
+    def notify(self, *channels: str) -> None:
         """Call the listeners when the caller's transaction commits, at once if there is none."""
-        self.notify_all([channel])
-
-    def notify_all(self, channels: Collection[str]) -> None:
-        """Call the listeners of several channels, in one query."""
-        alias = self.database
         if not self.supports_wake_ups:
-            for channel in channels:
-                call = partial(call_local_listeners, alias, channel)
-                transaction.on_commit(call, using=alias)
+            call = partial(call_local_listeners, self.database, channels)
+            transaction.on_commit(call, using=self.database)
             return
-        with self._reached():
+        try:
             self._store.notify(channels)
+        except OUTAGES as error:
+            raise self._lost(error) from error
 
     def listen(self, channels: Sequence[str]) -> Listener:
         """Open a listener; on PostgreSQL with a connection of its own.
@@ -259,46 +251,30 @@ class DatabaseCoordination(Coordination):
 
     def probe(self, timeout: float) -> str:
         """Look for a row."""
-        alias = self.database
 
         def look() -> str:
             self._leases.exists()
-            return f"{connections[alias].display_name} database {alias!r}"
+            return f"{connections[self.database].display_name} database {self.database!r}"
 
         try:
             return answer_within(timeout, look)
         except Exception as error:
-            raise CoordinationError(_unreachable(alias, error)) from error
+            raise CoordinationError(self._outage(error)) from error
+
+    def _prune_outside_transactions(self) -> None:
+        if not connections[self.database].in_atomic_block:
+            self._prune_at = self.clock.monotonic() + _PRUNE_EVERY
+            self.prune()
 
     def prune(self) -> int:
         """Delete what expired: marks at once, leases when their delivery counts are a day old."""
         now = self.clock.now()
-        with self._reached():
-            marks = Mark.objects.using(self.database).filter(expires_at__lte=now)
-            leases = self._leases.filter(expires_at__lte=now - _DELIVERIES_KEPT)
-            return marks._raw_delete(self.database) + leases._raw_delete(self.database)
-
-    def _prune_sometimes(self) -> None:
-        now = self.clock.monotonic()
-        if now >= self._prune_at and not connections[self.database].in_atomic_block:
-            self._prune_at = now + _PRUNE_EVERY
-            self.prune()
-
-    @contextmanager
-    def _reached(self) -> Iterator[None]:
-        """Turn an outage into ``CoordinationError`` and drop the connection if it is broken."""
-        alias = self.database
+        marks = Mark.objects.using(self.database).filter(expires_at__lte=now)
+        leases = self._leases.filter(expires_at__lte=now - _DELIVERIES_KEPT)
         try:
-            yield
-        except (OperationalError, InterfaceError) as error:
-            connection = connections[alias]
-            if not connection.in_atomic_block:
-                connection.close_if_unusable_or_obsolete()
-            raise CoordinationError(_unreachable(alias, error)) from error
-
-
-def _unreachable(alias: str, error: Exception) -> str:
-    return f"Database {alias!r} (KJO['COORDINATION']) cannot be used: {error}"
+            return marks._raw_delete(self.database) + leases._raw_delete(self.database)
+        except OUTAGES as error:
+            raise self._lost(error) from error
 
 
 def _stored(name: str) -> str:
@@ -307,3 +283,56 @@ def _stored(name: str) -> str:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()
     return f"{name[: _LONGEST_NAME - len(digest) - 1]}:{digest}"
+
+
+class LocalListener(Listener):
+    """Hears the calls of its own process.
+
+    :param space: keeps databases apart.
+    """
+
+    def __init__(self, space: str, channels: Sequence[str]) -> None:
+        self.space = space
+        self.channels = frozenset(channels)
+        # Callers take the lock itself, not the condition: a handler's timeout that is raised within
+        # the condition's own Python code would leave it locked for ever, and every caller waiting.
+        self.lock = threading.RLock()
+        self.condition = threading.Condition(self.lock)
+        self.called: set[str] = set()
+        self._is_woken = False
+        with _registry_lock:
+            _local_listeners.add(self)
+
+    def wait(self, timeout: float) -> set[str]:
+        """Wait for a call or for ``wake``."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.called or self._is_woken, timeout)
+            called, self.called, self._is_woken = self.called, set(), False
+        return called
+
+    def wake(self) -> None:
+        """Make ``wait`` return."""
+        with self.lock:
+            self._is_woken = True
+            self.condition.notify_all()
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        with _registry_lock:
+            _local_listeners.discard(self)
+        self.wake()
+
+
+_local_listeners: weakref.WeakSet[LocalListener] = weakref.WeakSet()
+_registry_lock = threading.Lock()
+
+
+def call_local_listeners(space: str, channels: Collection[str]) -> None:
+    """Wake the listeners of this process to any of the channels."""
+    with _registry_lock:
+        listeners = [each for each in _local_listeners if each.space == space]
+    for listener in listeners:
+        if called := listener.channels.intersection(channels):
+            with listener.lock:
+                listener.called |= called
+                listener.condition.notify_all()

@@ -76,8 +76,9 @@ def _is_left_open(connection: BaseDatabaseWrapper, around: int, *, is_own: bool)
     if connection.autocommit != connection.settings_dict["AUTOCOMMIT"]:
         return True
     # Django was torn from noting that it had begun one, or the handler did it by hand.
-    store = store_for(connection.alias)
-    return is_own and connection.autocommit and store.is_in_transaction(connection)
+    if not is_own or not connection.autocommit:
+        return False
+    return transaction_state(connection) in (OPEN, ABORTED)
 
 
 def sever(connection: BaseDatabaseWrapper, *, terminates: bool = True) -> None:
@@ -167,15 +168,38 @@ def is_broken(connection: BaseDatabaseWrapper) -> bool:
         return True
     if connection.needs_rollback:  # its savepoint was not there any more
         return True
-    if connection.in_atomic_block and store_for(connection.alias).is_undone(connection):
+    if connection.in_atomic_block and transaction_state(connection) == IDLE:
         return True
     return bool(connection.errors_occurred and not connection.is_usable())
 
 
 def is_unusable(connection: BaseDatabaseWrapper) -> bool:
     """Return whether an error was swallowed after which nothing can be committed here."""
-    store = store_for(connection.alias)
-    return connection.needs_rollback or store.is_aborted(connection) or store.is_undone(connection)
+    return connection.needs_rollback or transaction_state(connection) in (ABORTED, IDLE)
+
+
+OPEN, ABORTED, IDLE = "open", "aborted", "idle"
+
+
+def transaction_state(connection: BaseDatabaseWrapper) -> str | None:
+    """Return what the driver knows of the connection's transaction without asking the database.
+
+    ``OPEN``: there is one, or the next query begins it. ``ABORTED``: an error has made it unusable,
+    as on PostgreSQL. ``IDLE``: there is none, for nobody has begun one, or because the database
+    has undone it by itself, as SQLite does when its disk is full; whatever is written now is
+    committed at once. None: the driver does not know, or is neither psycopg 3 nor sqlite3.
+    """
+    raw: Any = connection.connection
+    if (server := getattr(raw, "pgconn", None)) is not None:
+        if server.transaction_status == _PQ_IN_ERROR:
+            return ABORTED
+        return IDLE if server.transaction_status == _PQ_IDLE and raw.autocommit else OPEN
+    is_open = getattr(raw, "in_transaction", None)
+    return None if is_open is None else OPEN if is_open else IDLE
+
+
+_PQ_IDLE, _PQ_IN_ERROR = 0, 3
+"""Of libpq's PGTransactionStatusType."""
 
 
 def answers(using: str) -> bool:

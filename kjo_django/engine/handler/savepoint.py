@@ -11,8 +11,9 @@ from typing import Any
 from django.db import Error, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from kjo_django.engine.handler.connections import ABORTED, transaction_state
 from kjo_django.exceptions import JobTimeoutError
-from kjo_django.store import store_for
+from kjo_django.store import Store
 from kjo_django.store.postgres import pass_over, takes_several
 
 CAUGHT = (
@@ -45,10 +46,9 @@ class LazySavepoint:
         the transaction unusable; its writes are undone.
     """
 
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+    def __init__(self, connection: BaseDatabaseWrapper, store: Store) -> None:
         self._connection = connection
-        self._store = store_for(connection.alias)
-        self._rides_along = self._store.sends_several
+        self._rides_along = store.sends_several
         self._left_open = ""
         self._name = ""
         self._sid: str | None = None
@@ -110,7 +110,7 @@ class LazySavepoint:
             # not, going back fails, which costs the group its transaction.
             raise
         except Exception:
-            if self._sid is not None and not self._store.is_aborted(self._connection):
+            if self._sid is not None and transaction_state(self._connection) != ABORTED:
                 # Refused before it was sent, by wrong parameters say.
                 self._connection.savepoint_ids.remove(self._sid)
                 self._sid, self._left_open, self._opens = None, left_open, True
@@ -135,7 +135,7 @@ class LazySavepoint:
                 self._undo()
             except Error:
                 pass  # the original error says why
-        elif connection.needs_rollback or (is_open and self._store.is_aborted(connection)):
+        elif connection.needs_rollback or (is_open and transaction_state(connection) == ABORTED):
             self._undo()
             raise transaction.TransactionManagementError(CAUGHT)
         elif is_open:

@@ -150,7 +150,7 @@ class TransactionRunner:
         has_repeats = len(set(keys.values())) < len(keys)
         ended: dict[EventKey, Attempt] = {}
         held_back = admission.HeldBack()
-        savepoint = None if known is None else LazySavepoint(connection)
+        savepoint = None if known is None else LazySavepoint(connection, store)
         behind = savepoint or _NOTHING
         watching = savepoint.group() if savepoint is not None else _NOTHING
         # Only where there are others.

@@ -242,14 +242,9 @@ class Claimer:
         if not due:
             self._may_have_more = False
             return []
-        connection = connections[self._alias]
-        is_nested = connection.in_atomic_block
-        with store_for(self._alias).transaction():
-            if connection.vendor == "postgresql" and not is_nested:
-                # A lease lost in a crash of the server is taken anew, as if it had expired: no need
-                # to wait for the server's disk.
-                with connection.cursor() as cursor:
-                    cursor.execute("SET LOCAL synchronous_commit TO off")
+        # A lease lost in a crash of the server is taken anew, as if it had expired: no need to wait
+        # for the server's disk.
+        with store_for(self._alias).transaction(waits_for_disk=False):
             topics = self._lock_topics(due)
             # Not before the locks: waiting for them takes time.
             now = self._clock.now()

@@ -21,8 +21,7 @@ def transport(request, settings):
 def calls(monkeypatch):
     """The channels woken, call by call."""
     woken: list[str] = []
-    monkeypatch.setattr(get_coordination(), "notify", woken.append)
-    monkeypatch.setattr(get_coordination(), "notify_all", woken.extend)
+    monkeypatch.setattr(get_coordination(), "notify", lambda *channels: woken.extend(channels))
     return woken
 
 

@@ -8,6 +8,7 @@ from django.test.utils import CaptureQueriesContext
 
 from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.models import Job
+from kjo_django.store import store_for
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import writing_nothing
 
@@ -102,7 +103,7 @@ def test_what_a_failing_handler_enqueued_first_thing_is_undone_however_many(post
     # Given: COPY is not seen by the wrapper that opens a handler's savepoint
     # When
     with transaction.atomic():
-        savepoint = LazySavepoint(connection)
+        savepoint = LazySavepoint(connection, store_for("default"))
         with pytest.raises(ZeroDivisionError), savepoint.group(), savepoint:
             write.enqueue_many([{"job": str(n)} for n in range(100)])
             raise ZeroDivisionError
