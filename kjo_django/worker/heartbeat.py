@@ -22,7 +22,6 @@ from kjo_django.models import Worker as WorkerRow
 from kjo_django.runtime import Runtime
 from kjo_django.worker.duties import OUTAGES, Duty
 from kjo_django.worker.sessions import end_sessions_of_dead_workers
-from kjo_django.worker.statistics import Statistics
 
 logger = logging.getLogger("kjo_django")
 
@@ -158,7 +157,7 @@ class LifeSign(Duty):
 
 class Heartbeat(Duty):
     """What a worker's database needs of it every second or every few: renewed leases in rows,
-    operators' wishes obeyed, running jobs looked after, the worker's own row and statistics.
+    what operators ask, running jobs looked after, the worker's own row.
 
     :param renewal: seconds between renewals of leases.
     :param describe: returns the worker's row, but for its heartbeat.
@@ -172,7 +171,6 @@ class Heartbeat(Duty):
         controls: Controls,
         leases: LeaseBook,
         watch: TimeoutWatch,
-        statistics: Statistics,
         *,
         renewal: float,
         describe: Callable[[], dict[str, Any]],
@@ -183,7 +181,6 @@ class Heartbeat(Duty):
         self._controls = controls
         self._leases = leases
         self._watch = watch
-        self._statistics = statistics
         self._renewal = renewal
         self._describe = describe
         self._obey = obey
@@ -217,7 +214,6 @@ class Heartbeat(Duty):
             if now >= self._beat_at:
                 self._beat_at = now + self._beat
                 self._write()
-                self._statistics.flush()
                 end_sessions_of_dead_workers(self._runtime, self._leases.alive_ttl)
         return self._due_at - clock.monotonic()
 
@@ -233,7 +229,7 @@ class Heartbeat(Duty):
             rows.create(pk=self._worker_id, **values)
 
     def end_worker(self) -> None:
-        """Give back leases of jobs that still run, write the last metrics and the row's end."""
+        """Give back leases of jobs that still run, and write the row's end."""
         queue_policies.leave()
         leases = self._leases
         try:
@@ -244,7 +240,6 @@ class Heartbeat(Duty):
             drop_broken_connections()
         leases.release_all()
         try:
-            self._statistics.flush()
             self._write()
         except Exception as error:
             is_outage = isinstance(error, OUTAGES)

@@ -131,7 +131,7 @@ class Worker:
         self.queues: list[QueueConf] = [
             conf.queue(queue) for queue in queues or registry.consumed_queue_names()
         ]
-        self.statistics = Statistics(self.id)
+        self.statistics = Statistics(runtime, self.id)
         self._owns_process = owns_process
         self._outages = OutageLog(on_error)
         self._installs_signal_handlers = install_signal_handlers
@@ -209,7 +209,6 @@ class Worker:
             self.controls,
             self.leases,
             self._watch,
-            self.statistics,
             renewal=renewal,
             describe=self._row,
             obey=self._obey_controls,
@@ -229,7 +228,7 @@ class Worker:
         ]
         self._alive_threads = [
             DutyThread(runtime, "kjo-alive", [life_sign]),
-            DutyThread(runtime, "kjo-heartbeat", [self._heartbeat]),
+            DutyThread(runtime, "kjo-heartbeat", [self._heartbeat, self.statistics]),
         ]
         self._poller_threads = [
             DutyThread(runtime, f"kjo-poll-{poller.group}", [poller]) for poller in self.pollers
@@ -237,7 +236,8 @@ class Worker:
         self._duty_threads = [DutyThread(runtime, "kjo-duties", asking)]
         if listener.is_needed:
             self._duty_threads.append(DutyThread(runtime, "kjo-listen", [listener]))
-        self.duties: list[Duty] = [life_sign, self._heartbeat, *asking, *self.pollers]
+        beating: list[Duty] = [life_sign, self._heartbeat, self.statistics]
+        self.duties = [*beating, *asking, *self.pollers]
         """Those that a test steps: all but the listener, which only wakes pollers."""
 
     # --- Life -------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from django.utils import timezone
 from django.utils.timesince import timesince
 
-from kjo_django.conf import get_settings
 from kjo_django.messages.serializers import one_line
 from kjo_django.worker.process import Worker
 from kjo_django.worker.statistics import memory_bytes, memory_limit
@@ -120,8 +119,9 @@ class StatusReporter:
     ) -> None:
         self._worker = worker
         self._out = out
-        default = get_settings().status_report_interval.total_seconds()
-        self._interval = default if interval is None else interval
+        if interval is None:
+            interval = worker.runtime.settings.status_report_interval.total_seconds()
+        self._interval = interval
         self._as_json = as_json
         self._due = time.monotonic() + self._interval
         self._reported = 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.dead_lettering import error_text
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.models.metric_bucket import BOUNDS, UPPER_MILLISECONDS
-from kjo_django.runtime import jobs_database
-from kjo_django.store import store_for
+from kjo_django.runtime import Runtime
+from kjo_django.worker.duties import Duty
 
 logger = logging.getLogger("kjo_django")
 
@@ -48,17 +47,27 @@ class _Bucket:
     run_seconds: float = 0.0
     wait_seconds: float = 0.0
 
+    def add(self, other: _Bucket) -> None:
+        for name, count in other.counts.items():
+            self.counts[name] += count
+        self.runs, self.waits = _sum(self.runs, other.runs), _sum(self.waits, other.waits)
+        self.run_seconds += other.run_seconds
+        self.wait_seconds += other.wait_seconds
 
-class Statistics:
-    """Thread-safe; ``flush`` writes what has come since the last one."""
 
-    def __init__(self, worker_id: UUID) -> None:
+class Statistics(Duty):
+    """Counts what a worker did, and adds it to the worker's rows once a heartbeat. Thread-safe."""
+
+    def __init__(self, runtime: Runtime, worker_id: UUID) -> None:
+        self._runtime = runtime
+        self._clock = runtime.clock
         self._worker_id = worker_id
         self._lock = threading.Lock()
         self._buckets: _Buckets = defaultdict(_Bucket)
         """What has come since the last flush, by minute, queue and handler."""
-        self._started = time.monotonic()
-        self.started_at = timezone.now()
+        self._due_at = 0.0
+        self._started = self._clock.monotonic()
+        self.started_at = self._clock.now()
         self.processed = 0
         self.failed = 0
         self.retried = 0
@@ -67,7 +76,7 @@ class Statistics:
 
     def add(self, attempts: Sequence[Attempt]) -> None:
         """Count attempts that are durable."""
-        now = timezone.now()
+        now = self._clock.now()
         minute = now.replace(second=0, microsecond=0)
         with self._lock:
             for attempt in attempts:
@@ -94,14 +103,26 @@ class Statistics:
 
     def skip(self, queue: QueueConf) -> None:
         """Count a record that was meant for others."""
-        minute = timezone.now().replace(second=0, microsecond=0)
+        minute = self._clock.now().replace(second=0, microsecond=0)
         with self._lock:
             self._buckets[minute, queue.name, ""].counts[_COUNTERS[Ending.SKIPPED]] += 1
 
     @property
     def uptime(self) -> float:
         """Seconds since the worker started."""
-        return time.monotonic() - self._started
+        return self._clock.monotonic() - self._started
+
+    def step(self) -> float:
+        """Write what has come, once a heartbeat."""
+        now = self._clock.monotonic()
+        if now >= self._due_at:
+            self._due_at = now + self._runtime.settings.heartbeat_interval.total_seconds()
+            self.flush()
+        return self._due_at - now
+
+    def close(self) -> None:
+        """Write what has come last."""
+        self.flush()
 
     def flush(self) -> None:
         """Add what has come to this worker's rows."""
@@ -109,66 +130,45 @@ class Statistics:
             buckets, self._buckets = self._buckets, defaultdict(_Bucket)
         if not buckets:
             return
-        using = jobs_database()
         try:
-            with store_for(using).writing():
+            with self._runtime.store.writing():
                 for key, bucket in buckets.items():
-                    self._write(using, key, bucket)
+                    self._write(key, bucket)
         except Exception:
-            self._take_back(buckets)
+            with self._lock:
+                for key, bucket in buckets.items():
+                    self._buckets[key].add(bucket)
             raise
 
-    def _write(self, using: str, key: tuple[datetime, str, str], bucket: _Bucket) -> None:
+    def _write(self, key: tuple[datetime, str, str], bucket: _Bucket) -> None:
         minute, queue, handler = key
-        self._add(MetricBucket.objects.using(using), minute, queue, handler, bucket)
+        using = self._runtime.database
+        which = {"queue": queue, "handler": handler, "worker_id": self._worker_id}
+        _add_to_row(MetricBucket.objects.using(using), bucket, minute=minute, **which)
         for minutes in MetricRollup.LENGTHS:
             start = minute.replace(minute=minute.minute // minutes * minutes)
             rows = MetricRollup.objects.using(using).filter(minutes=minutes)
-            self._add(rows, start, queue, handler, bucket, minutes=minutes)
+            _add_to_row(rows, bucket, minutes=minutes, minute=start, **which)
 
-    def _add(
-        self,
-        rows: QuerySet[Any],
-        start: datetime,
-        queue: str,
-        handler: str,
-        bucket: _Bucket,
-        **which: int,
-    ) -> None:
-        row, is_new = rows.get_or_create(
-            **which,
-            minute=start,
-            queue=queue,
-            handler=handler,
-            worker_id=self._worker_id,
-            defaults={
-                **bucket.counts,
-                "run_histogram": bucket.runs,
-                "wait_histogram": bucket.waits,
-                "run_seconds_sum": bucket.run_seconds,
-                "wait_seconds_sum": bucket.wait_seconds,
-            },
-        )
-        if is_new:
-            return
-        for name, count in bucket.counts.items():
-            setattr(row, name, getattr(row, name) + count)
-        row.run_histogram = _sum(row.run_histogram, bucket.runs)
-        row.wait_histogram = _sum(row.wait_histogram, bucket.waits)
-        row.run_seconds_sum += bucket.run_seconds
-        row.wait_seconds_sum += bucket.wait_seconds
-        row.save(using=rows.db)
 
-    def _take_back(self, buckets: dict[Any, _Bucket]) -> None:
-        with self._lock:
-            for key, bucket in buckets.items():
-                present = self._buckets[key]
-                for name, count in bucket.counts.items():
-                    present.counts[name] += count
-                present.runs = _sum(present.runs, bucket.runs)
-                present.waits = _sum(present.waits, bucket.waits)
-                present.run_seconds += bucket.run_seconds
-                present.wait_seconds += bucket.wait_seconds
+def _add_to_row(rows: QuerySet[Any], bucket: _Bucket, **which: Any) -> None:
+    first = {
+        **bucket.counts,
+        "run_histogram": bucket.runs,
+        "wait_histogram": bucket.waits,
+        "run_seconds_sum": bucket.run_seconds,
+        "wait_seconds_sum": bucket.wait_seconds,
+    }
+    row, is_new = rows.get_or_create(**which, defaults=first)
+    if is_new:
+        return
+    for name, count in bucket.counts.items():
+        setattr(row, name, getattr(row, name) + count)
+    row.run_histogram = _sum(row.run_histogram, bucket.runs)
+    row.wait_histogram = _sum(row.wait_histogram, bucket.waits)
+    row.run_seconds_sum += bucket.run_seconds
+    row.wait_seconds_sum += bucket.wait_seconds
+    row.save(using=rows.db)
 
 
 def _sum(left: Sequence[int], right: Sequence[int]) -> list[int]:

@@ -35,6 +35,7 @@ from kjo_django.exceptions import PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease, MetricBucket
 from kjo_django.operations import jobs as operations
+from kjo_django.runtime import current_runtime
 from kjo_django.testing import drain
 from kjo_django.transports.base import Record
 from kjo_django.worker.statistics import Statistics
@@ -269,7 +270,7 @@ def test_a_task_is_counted_by_a_name_that_can_be_stored(tasks: Any, postgres: No
     # Given
     handler = registry.find(NAME)
     assert isinstance(handler, TaskHandler)
-    statistics = Statistics(uuid7())
+    statistics = Statistics(current_runtime(), uuid7())
     record = Record("default", 0, 0, None, b"{}", {})
     # When
     for path in (b"a\0.b", b"a.\xff\xff", b"a\n.b", b"x" * 101, b"app.tasks.add"):

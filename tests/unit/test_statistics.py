@@ -19,6 +19,7 @@ from kjo_django.ids import uuid7
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.models.metric_bucket import BOUNDS, UPPER_MILLISECONDS
 from kjo_django.registry import find
+from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import Record
 from kjo_django.worker.statistics import Statistics
 from tests.unit.deliveries import Silent
@@ -39,7 +40,7 @@ def outcome(result: Ending = Ending.COMPLETED, *, handler="ledger.write", waited
 
 @pytest.fixture
 def statistics():
-    return Statistics(uuid7())
+    return Statistics(current_runtime(), uuid7())
 
 
 @given(st.floats(0, 1e6))
@@ -100,7 +101,7 @@ def test_a_flush_writes_a_row_per_minute_queue_and_handler(statistics):
 
 def test_a_second_flush_adds_to_the_same_minute(statistics, monkeypatch):
     now = timezone.now().replace(second=30)
-    monkeypatch.setattr(timezone, "now", lambda: now)
+    monkeypatch.setattr(statistics, "_clock", SimpleNamespace(now=lambda: now))
     for _ in range(2):
         statistics.add([outcome(waited=0, seconds=0.5)])
         statistics.flush()
@@ -113,7 +114,7 @@ def test_the_minutes_of_a_quarter_and_an_hour_are_rolled_up(statistics, monkeypa
     hour = timezone.now().replace(minute=0, second=30, microsecond=0)
     for minute in (1, 14, 16):
         now = hour.replace(minute=minute)
-        monkeypatch.setattr(timezone, "now", lambda now=now: now)
+        monkeypatch.setattr(statistics, "_clock", SimpleNamespace(now=lambda now=now: now))
         statistics.add([outcome(waited=0, seconds=0.5)])
         statistics.flush()
 
@@ -141,7 +142,7 @@ def test_nothing_new_writes_nothing(statistics, django_assert_num_queries):
 
 
 def test_each_worker_has_rows_of_its_own(statistics):
-    for one in (statistics, Statistics(uuid7())):
+    for one in (statistics, Statistics(current_runtime(), uuid7())):
         one.add([outcome()])
         one.flush()
     assert MetricBucket.objects.count() == 2
@@ -151,7 +152,7 @@ def test_what_an_outage_kept_from_being_written_is_written_later(statistics, mon
     # Given
     statistics.add([outcome(waited=0, seconds=0.5)])
 
-    def away(self, using, key, bucket):
+    def away(self, key, bucket):
         raise DatabaseError("away")
 
     with monkeypatch.context() as patch:

@@ -7,6 +7,7 @@ from django.db import connections
 
 from kjo_django.ids import uuid7
 from kjo_django.models import MetricBucket
+from kjo_django.runtime import current_runtime
 from kjo_django.worker import statistics as module
 from kjo_django.worker.statistics import Statistics
 from tests.ledger.models import Entry
@@ -17,7 +18,7 @@ from tests.unit.test_statistics import outcome
 def test_counts_are_kept_though_another_writes_meanwhile(monkeypatch):
     """Who has read and then writes is refused at once, however long he would wait."""
     # Given rows that are read and added to
-    statistics = Statistics(uuid7())
+    statistics = Statistics(current_runtime(), uuid7())
     statistics.add([outcome()])
     statistics.flush()
     statistics.add([outcome()])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from django.utils import timezone
 
+from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker import report
 from kjo_django.worker.report import StatusReporter, render, status_of
@@ -52,6 +53,7 @@ def worker(**changes):
             started_at=timezone.localtime().replace(hour=10, minute=45),
         ),
         pollers=[SimpleNamespace(partitions=facts["partitions"])],
+        runtime=current_runtime(),
         last_error=facts["last_error"],
         last_error_at=facts["last_error_at"],
     )
