@@ -169,7 +169,7 @@ def _check_errors(settings: Settings) -> Messages:
 def _check_topic_names(settings: Settings) -> Messages:
     for name in registry.queue_names():
         queue = settings.queue(name)
-        pattern = runtime.transport_class(queue.transport, settings).topic_name
+        pattern = runtime.transport_class(queue.transport).topic_name
         for topic in dict.fromkeys((queue.topic, queue.dead_letter_topic)):
             if pattern is not None and topic and not pattern.fullmatch(topic):
                 yield checks.Error(

@@ -78,24 +78,16 @@ def jobs_database() -> str:
     return current_runtime().database
 
 
-def transport_class(alias: str, conf: Settings | None = None) -> type[Transport]:
-    """Return the class of a transport without making one.
-
-    :param conf: settings that are not in force, as the checks read them.
-    """
-    if conf is None and alias in _classes:
-        return _classes[alias]
-    is_in_force, conf = conf is None, conf or get_settings()
-    try:
-        declared = conf.transports[alias]
-    except KeyError:
-        raise ImproperlyConfigured(
-            f"KJO['TRANSPORTS'] has no {alias!r}. Declared: {', '.join(conf.transports) or 'none'}."
-        ) from None
-    found: type[Transport] = _import(declared, f"KJO['TRANSPORTS'][{alias!r}]", Transport)
-    if is_in_force:
-        _classes[alias] = found
-    return found
+def transport_class(alias: str) -> type[Transport]:
+    """Return the class of a transport without making one."""
+    if alias not in _classes:
+        declared = get_settings().transports
+        if alias not in declared:
+            raise ImproperlyConfigured(
+                f"KJO['TRANSPORTS'] has no {alias!r}. Declared: {', '.join(declared) or 'none'}."
+            )
+        _classes[alias] = _import(declared[alias], f"KJO['TRANSPORTS'][{alias!r}]", Transport)
+    return _classes[alias]
 
 
 _REQUIRED = {"capabilities"}
@@ -134,7 +126,7 @@ def get_transport(alias: str = "default") -> Transport:
     with _lock:
         if alias not in _transports:
             conf = get_settings()
-            found = transport_class(alias, conf)
+            found = transport_class(alias)
             options = dict(conf.transports[alias].get("OPTIONS", {}))
             if found.capabilities.transactional:
                 options.setdefault("GROUPS", _declared_groups(conf, alias))

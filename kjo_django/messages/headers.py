@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextvars import ContextVar, Token
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -425,47 +426,53 @@ MAX_CORRELATION = 255
 """Characters of a correlation id that are inherited: an event's metadata takes no more."""
 INHERITED = (TRACEPARENT, TRACESTATE, CORRELATION_ID)
 
-_carried: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_carried", default=None)
+inheriting: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_inheriting", default=None)
+"""What a handler's own publications inherit while it runs."""
 
 
-def inheritable(headers: Mapping[str, bytes]) -> dict[str, str]:
-    """Return what of a record's headers is inherited."""
-    return {
-        name: headers[name].decode("utf-8", "replace") for name in INHERITED if headers.get(name)
+def inheritable(messages: Sequence[Mapping[str, bytes]]) -> dict[str, str]:
+    """Return what is inherited of the headers of messages that are handled together: what all of
+    them have in common."""
+    if not messages:
+        return {}
+    first, *others = messages
+    found = {
+        name: first[name].decode("utf-8", "replace")
+        for name in INHERITED
+        if first.get(name) and all(other.get(name) == first[name] for other in others)
     }
+    return _usable(found) if found else found
 
 
-class carrying:
-    """Let what is published within the block inherit from these headers.
+def _usable(given: Mapping[str, str]) -> dict[str, str]:
+    """Return what a row, and an event's metadata, can hold of it: others wrote it, and what they
+    wrote must not fail the publications of a handler."""
+    found = {}
+    for name, value in given.items():
+        usable = storable_text(value, MAX_CORRELATION if name == CORRELATION_ID else None)
+        if usable and not usable.isspace():
+            found[name] = usable
+    return found
 
-    Others wrote them, and what they wrote must not fail the publications of a handler: only what a
-    row, and an event's metadata, can hold is inherited.
 
-    :param others: further values, by ``inherited``'s names with underscores.
+@contextmanager
+def carrying(headers: Mapping[str, str], *, causation_id: str) -> Iterator[None]:
+    """Let what is published within the block inherit from these headers of an event.
+
+    :param causation_id: the event's id.
     """
-
-    __slots__ = ("_found", "_token")
-
-    def __init__(self, headers: Mapping[str, str], **others: str) -> None:
-        self._found: dict[str, str] = {}
-        given = {name: headers[name] for name in INHERITED if headers.get(name)}
-        given.update((name.replace("_", "-"), value) for name, value in others.items() if value)
-        for name, value in given.items():
-            usable = storable_text(value, MAX_CORRELATION if name == CORRELATION_ID else None)
-            if usable and not usable.isspace():
-                self._found[name] = usable
-
-    def __enter__(self) -> None:
-        self._token: Token[Mapping[str, str] | None] = _carried.set(self._found)
-
-    def __exit__(self, *error: object) -> None:
-        _carried.reset(self._token)
+    given = {name: headers[name] for name in INHERITED if headers.get(name)}
+    token = inheriting.set(_usable({**given, "causation-id": causation_id}))
+    try:
+        yield
+    finally:
+        inheriting.reset(token)
 
 
 def inherited() -> dict[str, str]:
     """Return the headers a message published now inherits; none outside a handler, but for the
     current trace where there is a tracer."""
-    held = _carried.get() or {}
+    held = inheriting.get() or {}
     found = {name: value for name, value in held.items() if name != "causation-id"}
     if tracing.tracer is None:
         return found
@@ -478,4 +485,4 @@ def inherited() -> dict[str, str]:
 
 def cause() -> str | None:
     """Return the id of the event being handled, or None."""
-    return (_carried.get() or {}).get("causation-id")
+    return (inheriting.get() or {}).get("causation-id")

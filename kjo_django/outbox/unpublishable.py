@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import traceback as tracebacks
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
 
 from django.db import DatabaseError, connections, transaction
 
@@ -38,16 +37,6 @@ from kjo_django.transports.base import OutgoingRecord, Published
 logger = logging.getLogger("kjo_django")
 
 
-class Unpublishable(NamedTuple):
-    """A row whose message was refused for good, or cannot be made."""
-
-    job: DueJob
-    record: OutgoingRecord | None
-    """None where it cannot be made."""
-    error: Exception
-    reason: DeadLetterReason
-
-
 def refusal_of(error: Exception) -> Published:
     """Return the answer for a record that cannot be made."""
     return Published(error=f"{type(error).__name__}: {text_of(error)}", is_final=True)
@@ -68,37 +57,40 @@ def fail(
     :raises DatabaseError: it could not be written; what was not is refused again another time.
     """
     using = runtime.database
-    for job, record, answer in zip(jobs, made, answers, strict=True):
+    for job, one, answer in zip(jobs, made, answers, strict=True):
         if not answer.is_final:
             continue
+        record = one if isinstance(one, OutgoingRecord) else None
+        error = PublishError(answer.error) if isinstance(one, OutgoingRecord) else one
         reason = DeadLetterReason.TOO_LARGE if answer.is_too_large else DeadLetterReason.FATAL
-        one = (
-            Unpublishable(job, record, PublishError(answer.error), reason)
-            if isinstance(record, OutgoingRecord)
-            else Unpublishable(job, None, record, reason)
-        )
-        failed: _Failed | None = None
+        failed: tuple[DeadLetter, str | None] | None = None
         try:
             with transaction.atomic(using=using):
-                failed = _fail(runtime, queue, one)
+                failed = _fail(runtime, queue, job, record, error, reason)
         except DatabaseError:
             # A COMMIT whose answer was lost may have taken effect, and is announced all the same.
             letters = DeadLetter.objects.using(using)
-            if failed is None or not letters.filter(pk=failed.dead_letter_id).exists():
+            if failed is None or not letters.filter(pk=failed[0].pk).exists():
                 raise
         if failed is not None:
-            announce = partial(_announce, one, failed)
+            announce = partial(_announce, job, record, error, *failed)
             transaction.on_commit(announce, using=using, robust=True)
 
 
-class _Failed(NamedTuple):
-    unique_id: str | None
-    dead_letter_id: str
+def _fail(
+    runtime: Runtime,
+    queue: QueueConf,
+    job: DueJob,
+    record: OutgoingRecord | None,
+    error: Exception,
+    reason: DeadLetterReason,
+) -> tuple[DeadLetter, str | None] | None:
+    """Write that a job has failed, and return its dead letter and its unique id; None: it has moved
+    on.
 
-
-def _fail(runtime: Runtime, queue: QueueConf, refused: Unpublishable) -> _Failed | None:
-    """Write that a job has failed; None: it has moved on."""
-    job, using, now = refused.job, runtime.database, runtime.clock.now()
+    :param record: its message as it was to be published; None where it cannot be made.
+    """
+    using, now = runtime.database, runtime.clock.now()
     rows = Job.objects.using(using).at(job.id, job.generation)
     rows = rows.filter(attempts=job.attempts, state__in=states.AWAITING_PUBLISH)
     locked = rows.only("unique_id", "result_ttl")
@@ -108,42 +100,32 @@ def _fail(runtime: Runtime, queue: QueueConf, refused: Unpublishable) -> _Failed
     row = locked.first()
     if row is None:
         return None
+    text = storable_text(f"Not published: {text_of(error)}", MAX_ERROR_LENGTH)
     transition(
         "fail",
         rows,
-        error=_text(refused.error),
+        error=text,
         finished_at=now,
         result_expires_at=now + timedelta(milliseconds=row.result_ttl),
     )
-    JobFailure.objects.using(using).create(
-        job_id=job.id,
-        generation=job.generation,
-        attempt=job.attempts + 1,
-        error_type=storable_text(import_path(type(refused.error)), 255),
-        error=_text(refused.error),
-        traceback=_traceback(refused.error),
-        failed_at=now,
-    )
-    letter = _letter_of(refused, queue, row.unique_id, now)
-    letter.release = runtime.settings.release
-    DeadLetter.objects.using(using).bulk_create([letter], ignore_conflicts=True)
-    message = "The message of job %s can never be published and is a dead letter: %s"
-    logger.error(message, job.id, _text(refused.error), extra=job.log_facts)
-    return _Failed(row.unique_id, str(letter.pk))
-
-
-def _letter_of(
-    refused: Unpublishable, queue: QueueConf, unique_id: str | None, now: datetime
-) -> DeadLetter:
-    """Return the unsaved dead letter: the message as it was to be published."""
-    job, record, error = refused.job, refused.record, refused.error
-    headers = dict(record.headers) if record is not None else {}
-    if unique_id and not job.destination:
-        # As in every dead letter of a job: its row may be given to another payload.
-        headers[names.UNIQUE_ID] = unique_id.encode()
     error_type = import_path(type(error))
-    return DeadLetter(
-        reason=refused.reason,
+    described = {
+        "error_type": storable_text(error_type, 255),
+        "error": text,
+        "traceback": storable_text("".join(tracebacks.format_exception(error)))
+        if error.__traceback__ is not None
+        else "",
+        "failed_at": now,
+    }
+    JobFailure.objects.using(using).create(
+        job_id=job.id, generation=job.generation, attempt=job.attempts + 1, **described
+    )
+    headers = dict(record.headers) if record is not None else {}
+    if row.unique_id and not job.destination:
+        # As in every dead letter of a job: its row may be given to another payload.
+        headers[names.UNIQUE_ID] = row.unique_id.encode()
+    letter = DeadLetter(
+        reason=reason,
         source_id=source_of_job(job.id, job.generation),
         job_id=job.id,
         message_id=storable_text(names.text(headers, names.ID), 255),
@@ -155,44 +137,41 @@ def _letter_of(
         content_type=job.content_type,
         consumer_group="" if job.destination else queue.consumer_group,
         topic=job.destination or queue.topic,
-        error_type=storable_text(error_type, 255),
-        error=_text(error),
-        traceback=_traceback(error),
-        fingerprint=fingerprint_of(job.handler, error_type, refused.reason),
+        fingerprint=fingerprint_of(job.handler, error_type, reason),
         attempts=job.attempts,
         replay_count=names.number(headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
-        failed_at=now,
+        release=runtime.settings.release,
+        **described,
     )
+    DeadLetter.objects.using(using).bulk_create([letter], ignore_conflicts=True)
+    message = "The message of job %s can never be published and is a dead letter: %s"
+    logger.error(message, job.id, text, extra=job.log_facts)
+    return letter, row.unique_id
 
 
-def _text(error: Exception) -> str:
-    return storable_text(f"Not published: {text_of(error)}", MAX_ERROR_LENGTH)
-
-
-def _traceback(error: Exception) -> str:
-    if error.__traceback__ is None:
-        return ""
-    return storable_text("".join(tracebacks.format_exception(error)))
-
-
-def _announce(refused: Unpublishable, failed: _Failed) -> None:
+def _announce(
+    job: DueJob,
+    record: OutgoingRecord | None,
+    error: Exception,
+    letter: DeadLetter,
+    unique_id: str | None,
+) -> None:
     """Call those who wait for the job, and send its signals."""
-    job, record = refused.job, refused.record
     if record is not None and names.REPLY_TO in record.headers:
         notify_waiters({names.text(record.headers, names.REPLY_TO)})
-    facts: dict[str, Any] = {"queue": job.queue, "handler": job.handler}
-    facts |= {"error": refused.error, "reason": str(refused.reason)}
+    facts = {"queue": job.queue, "handler": job.handler, "error": error}
+    facts["reason"] = str(letter.reason)
     signals.send(
         signals.job_failed,
         sender=job.handler,
         job_id=str(job.id),
-        unique_id=failed.unique_id,
+        unique_id=unique_id,
         attempt=job.attempts + 1,
         **facts,
     )
     signals.send(
         signals.message_dead_lettered,
         sender=job.handler,
-        dead_letter_id=failed.dead_letter_id,
+        dead_letter_id=str(letter.pk),
         **facts,
     )

@@ -32,7 +32,6 @@ from kjo_django.engine.handler.context import (
     BatchContext,
     BatchItem,
     JobContext,
-    common,
 )
 from kjo_django.engine.handler.timeouts import ENDINGS as ENDINGS
 from kjo_django.engine.handler.timeouts import (
@@ -43,7 +42,7 @@ from kjo_django.engine.handler.timeouts import (
 )
 from kjo_django.exceptions import PayloadError, PermanentError
 from kjo_django.messages import headers as names
-from kjo_django.messages.headers import carrying, inheritable
+from kjo_django.messages.headers import inheritable, inheriting
 from kjo_django.messages.serializers import dump_result, load_value, serializer_for
 from kjo_django.registry import Handler, handlers
 from kjo_django.running_job import running
@@ -245,15 +244,16 @@ def _surroundings(context: Context, tracer: Tracer | None) -> Iterator[None]:
     inherit headers of its message, of a batch those that all its messages have in common; and have
     the run traced."""
     runs = context.items if isinstance(context, BatchContext) else (context,)
-    inherited = [inheritable(run.delivery.record.headers) for run in runs if run.delivery]
+    inherited = inheritable([run.delivery.record.headers for run in runs if run.delivery])
     span: AbstractContextManager[object] = nullcontext()
     if tracer is not None:
         span = tracer.running([run.delivery for run in runs], runs)
-    log_token = running.set(context)
+    log_token, inherited_token = running.set(context), inheriting.set(inherited)
     try:
-        with carrying(inherited[0] if len(inherited) == 1 else common(inherited)), span:
+        with span:
             yield
     finally:
+        inheriting.reset(inherited_token)
         running.reset(log_token)
 
 
