@@ -199,7 +199,7 @@ def test_the_brokers_settings(setting):
 
 def test_the_notes_on_redis():
     """KJO-99."""
-    for words in ("500 MB for a million keys", "100 000\noperations", "Persistence", "expires"):
+    for words in ("500 MB for a million keys", "100 000\noperations", "Persistence", "expire"):
         assert words in PRODUCTION
 
 
