@@ -311,6 +311,7 @@ def replay_old(world: World, process: Process) -> None:
             process.work()
             world.clock.advance(2)
     world.is_mended = True
+    world.withdrawn.add("new")
     letter = DeadLetter.objects.order_by("id").first()
     if letter is not None:
         chosen = dead_letters.DeadLetterFilter(ids=[letter.pk])

@@ -88,7 +88,7 @@ class World:
         """What callers were told is committed: each must have one effect, or an end that says why
         not."""
         self.withdrawn: set[str] = set()
-        """What was rolled back: must have none."""
+        """What was rolled back, or failed and is not replayed: must have none."""
         self.many: set[str] = set()
         """What may take effect more than once: handlers outside a transaction."""
         self.keys: dict[str, list[str]] = {}
@@ -289,7 +289,7 @@ class World:
                 found.append(f"{name} has no effect, though its dead letter was replayed")
         for name, count in effects.items():
             if name in self.withdrawn:
-                found.append(f"{name} was rolled back, and has {count} effects")
+                found.append(f"{name} was not to run, and has {count} effects")
             if count > 1 and name not in self.many:
                 found.append(f"{name} has {count} effects")
         return found + self._disorder(jobs, happened) + self._problems_of_others()
