@@ -361,9 +361,13 @@ class World:
         for key, names in self.keys.items():
             expected = [name for name in names if name in wanted]
             order = [name for name in happened if name in expected]
-            if order != expected:
+            if not self._is_in_order(order, expected):
                 found.append(f"key {key} ran in the order {order}, not {expected}")
         return found
+
+    def _is_in_order(self, order: Sequence[str], expected: Sequence[str]) -> bool:
+        """Return whether jobs of one key took effect in an order that is kept."""
+        return order == expected
 
     # --- Means of scenarios -----------------------------------------------------------------------
 

@@ -118,8 +118,9 @@ class Simulated(Process):
         }
         return self._step(steps[name.removesuffix("-2")])
 
-    def turn(self) -> bool:
-        done = [self.part(name) for name in ("beat", "relay", "poll")]
+    def turn(self, *, beats: bool = True) -> bool:
+        done = [self.part("beat")] if beats else []
+        done += [self.part(name) for name in ("relay", "poll")]
         for name in ("lane", "loop", "record"):
             while self.part(name):
                 done.append(True)
@@ -222,6 +223,8 @@ class Simulation(World):
         self.is_calm = True
         self.has_refused = False
         self.trace: list[str] = []
+        self._spans: dict[str, tuple[int, int]] = {}
+        """When each request that enqueued a job began and ended."""
         self.struck_count = 0
         self._started = 0
         self.begin_empty()
@@ -415,23 +418,40 @@ class Simulation(World):
         process.fibers = {}
 
     def recover(self) -> None:
-        rounds = iter(ROUNDS)
+        rounds, beats = iter(ROUNDS), True
         while True:
-            if self._turn_all():
+            has_done, beats = self._turn_all(beats), False
+            if has_done:
                 rounds = iter(ROUNDS)  # each of many may ask to be waited for
             elif self.is_done() or (seconds := next(rounds, None)) is None:
                 break
             else:
                 self.clock.advance(seconds)
+                beats = True
         for _ in range(3):
             self.clock.advance(20)
             for process in self.processes:
                 process.part("beat")
 
-    def _turn_all(self) -> bool:
+    def _turn_all(self, beats: bool) -> bool:
         """Let each process take a turn; return whether anything was done."""
-        done = [process.turn() for process in self.processes]
+        done = [process.turn(beats=beats) for process in self.processes]
         return any(done)
+
+    def enqueue(self, process: Process, name: str, *arguments: Any, **options: Any) -> Any:
+        began = len(self.trace)
+        try:
+            return super().enqueue(process, name, *arguments, **options)
+        finally:
+            self._spans[name] = began, len(self.trace)
+
+    def _is_in_order(self, order: Sequence[str], expected: Sequence[str]) -> bool:
+        """Of two requests that overlapped, either job may be the first."""
+        return not any(
+            self._spans[later][1] <= self._spans[earlier][0]
+            for number, earlier in enumerate(order)
+            for later in order[number + 1 :]
+        )
 
     def _goes_out_once(self) -> bool:
         return self.is_calm

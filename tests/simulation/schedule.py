@@ -1,8 +1,8 @@
 """What a seed draws: a list of steps, each by itself, so that any of them can be left out.
 
-Each schedule has a character of its own (swarm testing, Groce et al. 2012): which kinds of jobs,
-endings and faults there are, and how often each thread of a process has its turn, differ widely
-from seed to seed. Jobs are few and share a key and two ids, so that they meet.
+Each schedule has a character of its own (swarm testing, Groce et al. 2012): what it is about, which
+kinds of jobs, endings and faults there are, and how often each thread of a process has its turn,
+differ widely from seed to seed. Jobs are few and share a key and two ids, so that they meet.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ KINDS = (
 ENDINGS = ("completed", "retried", "dead", "paused", "until-mended")
 MOST_PROCESSES = 3
 UNIQUE_IDS = ("u0", "u1")
+RELAYING = ("others", "produce", "relay", "enqueue")
+GROUPS = ("enqueue", "work", "lane", "lane-2", "loop", "record")
+REPLAYING = ("enqueue", "work", "replay", "time")
+THEMES = ((), (), RELAYING, GROUPS, GROUPS, REPLAYING)
+"""Actions that a schedule is mostly about; none: it is about any."""
 POINTS = {
     "web": ("", "", "INSERT", "UPDATE", "commit"),
     "produce": ("", "coordination", "transport.publish", "transport.publish", "UPDATE", "DELETE"),
@@ -44,8 +49,9 @@ POINTS = {
     "relay": ("", "coordination", "transport.publish", "transport.publish", "UPDATE", "DELETE"),
     "poll": ("", "subscription.poll", "UPDATE", "DELETE", "commit"),
     "lane": (
-        *("", "commit", "commit", "INSERT ledger", "INSERT processed", "INSERT kjo_jobfailure"),
+        *("", "commit", "commit", "INSERT ledger", "INSERT processed", "INSERT kjo_job_failure"),
         *("UPDATE kjo_job", "UPDATE kjo_job", "coordination", "subscription", "transport"),
+        "INSERT kjo_job_failure",
     ),
 }
 """How the names of the calls begin among which the one that something befalls is drawn."""
@@ -95,22 +101,32 @@ class _Draw:
         self._resume_rate = chance.choice((0.1, 0.25, 0.5))
         weights: dict[str, tuple[int, ...]] = dict.fromkeys(THREADS, (0, 0, 1, 4))
         weights |= dict.fromkeys(("time", "mend"), (0, 1, 3))
-        weights |= dict.fromkeys(("enqueue", "relay", "poll", "lane"), (2, 5, 10))
+        weights |= dict.fromkeys(("enqueue", "relay", "poll", "lane", "work"), (2, 5, 10))
         weights |= dict.fromkeys(("loop", "record"), (1, 3))
+        theme = chance.choice(THEMES)
+        if theme:
+            weights |= dict.fromkeys(weights, (0, 0, 0, 1)) | dict.fromkeys(theme, (2, 5))
+            weights["mend"] = (0,)
+        if theme is REPLAYING:
+            self._kinds, self._endings = ["unique", *self._kinds[:1]], ["until-mended", "completed"]
+        elif theme is GROUPS:
+            self._endings = ["completed", *self._endings[:1]]
         self._weights = {action: chance.choice(each) for action, each in weights.items()}
         self._process_weights = [chance.choice((1, 3)) for _ in range(MOST_PROCESSES)]
         self._alive = set(range(chance.choice((2, 2, 3))))
         self._paused: list[tuple[int, str]] = []
         self.steps = [Step("start", number) for number in sorted(self._alive)]
-        for number in range(count):
-            self.steps.append(self._step(number))
+        while len(self.steps) < count:
+            self.steps += self._step(len(self.steps))
+        if theme is REPLAYING or chance.random() < 0.2:
+            self.steps += [Step("mend"), *self._work(), *self._replay(), *self._work()]
 
-    def _step(self, number: int) -> Step:
+    def _step(self, number: int) -> list[Step]:
         chance = self._chance
         missing = set(range(MOST_PROCESSES)) - self._alive
         if not self._alive or (missing and chance.random() < self._end_rate):
             self._alive.add(min(missing))
-            return Step("start", min(missing))
+            return [Step("start", min(missing))]
         if self._paused and chance.random() < self._resume_rate:
             who, thread = self._paused.pop(chance.randrange(len(self._paused)))
             return self._with_fault(Step("go", who, (thread,)), thread)
@@ -118,13 +134,35 @@ class _Draw:
         (who,) = chance.choices(alive, [self._process_weights[each] for each in alive])
         if chance.random() < self._end_rate:
             self._alive.discard(who)
-            return Step("die" if chance.random() < self._death_rate else "stop", who)
+            return [Step("die" if chance.random() < self._death_rate else "stop", who)]
         (action,) = chance.choices(list(self._weights), list(self._weights.values()))
         if action == "time":
-            return Step("time", seconds=chance.choice(self._times))
+            return [Step("time", seconds=chance.choice(self._times))]
         if action == "mend":
-            return Step("mend")
+            return [Step("mend")]
+        if action == "work":
+            return self._work()
         return self._with_fault(Step(action, who, self._what(action, number)), THREADS[action])
+
+    def _work(self) -> list[Step]:
+        """Return the steps that bring jobs from one process to another's lane."""
+        sender, worker = self._chance.choices(sorted(self._alive) or [0], k=2)
+        actions = ("relay", "poll", "poll", "lane", self._chance.choice(("loop", "lane", "record")))
+        steps = [Step(each, sender if each == "relay" else worker) for each in actions]
+        return [each for step in steps for each in self._with_fault(step, THREADS[step.action])]
+
+    def _replay(self) -> list[Step]:
+        return [Step("replay", min(self._alive, default=0), self._what("replay", 0))]
+
+    def _meeting(self, who: int, thread: str) -> list[Step]:
+        """Return what others may do before this thread goes on, and may clash with it."""
+        actions = ["poll", "lane"]
+        if thread in ("relay", "produce"):
+            actions = self._chance.choice((["poll", "poll", "lane"], ["produce"], ["relay"]))
+        others = sorted(self._alive)
+        self._chance.shuffle(others)
+        meeting = [Step(action, each) for each in others for action in actions]
+        return [*meeting, Step("go", who, (thread,))]
 
     def _what(self, action: str, number: int) -> tuple[str, ...]:
         chance = self._chance
@@ -135,7 +173,7 @@ class _Draw:
         if action not in ("enqueue", "withdraw"):
             return ()
         jobs: list[str] = []
-        for each in range(chance.choice((1, 1, 2, 4))):
+        for each in range(chance.choice((1, 1, 2, 3, 4))):
             kind = chance.choice(self._kinds)
             if kind == "unique":
                 prefix = f"{chance.choice(UNIQUE_IDS)}-"
@@ -144,15 +182,19 @@ class _Draw:
             jobs += kind, f"{prefix}{number}.{each}", chance.choice(self._endings)
         return tuple(jobs)
 
-    def _with_fault(self, step: Step, thread: str) -> Step:
+    def _with_fault(self, step: Step, thread: str) -> list[Step]:
+        """Return the step with what befalls it, if anything does, and what others do meanwhile."""
         chance = self._chance
         if chance.random() > self._fault_rate:
-            return step
+            return [step]
         fault = chance.choice(self._faults)
+        at = chance.choice(POINTS.get(thread, POINTS["lane"]))
+        step = replace(step, fault=fault.value, at=at, nth=chance.choice(NTH))
+        if fault in CALM and chance.random() < 0.4:
+            return [step, *self._meeting(step.who, thread)]
         if fault in CALM:
             self._paused.append((step.who, thread))
-        at = chance.choice(POINTS.get(thread, POINTS["lane"]))
-        return replace(step, fault=fault.value, at=at, nth=chance.choice(NTH))
+        return [step]
 
 
 def dumped(steps: Sequence[Step]) -> str:
