@@ -10,45 +10,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 from kjo_django.transports.base import Record, TopicPartition
 
 
+@dataclass(slots=True, eq=False)
 class Assignment:
     """One partition under one epoch. Only the `Watermark` that made it changes its fields."""
 
-    __slots__ = (
-        "alive",
-        "delivered_count",
-        "epoch",
-        "in_order",
-        "next_offset",
-        "partition",
-        "unsettled",
-    )
-
-    def __init__(self, partition: TopicPartition, epoch: int) -> None:
-        self.partition = partition
-        self.epoch = epoch
-        self.alive = True
-        self.next_offset: int | None = None
-        self.in_order = True
-        """Whether the first key of ``unsettled`` is the lowest one."""
-        self.delivered_count = 0
-        self.unsettled: dict[int, int] = {}
-        """Offsets in the order of delivery, each with the number of records delivered before it."""
-
-    def position(self) -> int | None:
-        """Return the offset to commit, None before the first delivery."""
-        if not self.unsettled:
-            self.in_order = True
-            return self.next_offset
-        return next(iter(self.unsettled)) if self.in_order else min(self.unsettled)
+    partition: TopicPartition
+    epoch: int
+    alive: bool = True
+    next_offset: int | None = None
+    in_order: bool = True
+    """Whether the first key of ``unsettled`` is the lowest one."""
+    delivered_count: int = 0
+    unsettled: dict[int, int] = field(default_factory=dict)
+    """Offsets in the order of delivery, each with the number of records delivered before it."""
 
 
 class Watermark:
-    """The assignments of one subscription. Every method is thread-safe and free of I/O."""
+    """The assignments of one subscription, which may be its base class. Every method is thread-safe
+    and free of I/O."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,11 +59,7 @@ class Watermark:
         if assignment is not None:
             assignment.alive = False
 
-    def get(self, partition: TopicPartition) -> Assignment | None:
-        """Return the live assignment of ``partition``, None when it is not assigned."""
-        return self._assignments.get(partition)
-
-    def assigned(self) -> list[TopicPartition]:
+    def assignment(self) -> list[TopicPartition]:
         """Return the partitions assigned now."""
         with self._lock:
             return list(self._assignments)
@@ -122,13 +103,18 @@ class Watermark:
         :param partitions: only these; those not assigned are left out.
         """
         with self._lock:
-            wanted = self._assignments if partitions is None else partitions
             found = {}
-            for partition in wanted:
+            for partition in self._assignments if partitions is None else partitions:
                 assignment = self._assignments.get(partition)
-                position = assignment.position() if assignment else None
-                if position is not None:
-                    found[partition] = position
+                if assignment is None or assignment.next_offset is None:
+                    continue
+                if not assignment.unsettled:
+                    assignment.in_order = True
+                    found[partition] = assignment.next_offset
+                elif assignment.in_order:
+                    found[partition] = next(iter(assignment.unsettled))
+                else:
+                    found[partition] = min(assignment.unsettled)
             return found
 
     def uncommitted(self) -> dict[TopicPartition, int]:

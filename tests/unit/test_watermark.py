@@ -134,8 +134,7 @@ def test_revoked_partitions_are_forgotten():
 
     watermark.revoke([PARTITION])
 
-    assert watermark.assigned() == []
-    assert watermark.get(PARTITION) is None
+    assert watermark.assignment() == []
     assert watermark.positions() == watermark.positions([PARTITION]) == {}
     assert watermark.uncommitted() == {}
 

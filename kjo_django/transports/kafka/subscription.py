@@ -125,7 +125,7 @@ class KafkaSubscription(Subscription):
         self._reading.resume(partitions)
 
     def assignment(self) -> list[TopicPartition]:
-        return self._watermark.assigned()
+        return self._watermark.assignment()
 
     def uncommitted(self) -> dict[TopicPartition, int]:
         return self._watermark.uncommitted()

@@ -55,18 +55,26 @@ class Group:
     """Who owns which partition, who should, and what is committed."""
 
     def __init__(self) -> None:
+        self.version = 0
+        """Grows with every change of members, owners and targets."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew: nobody is a member, nothing is committed."""
+        self.version += 1
         self.members: list[MemorySubscription] = []
         self.owners: dict[TopicPartition, MemorySubscription] = {}
         self.targets: dict[TopicPartition, MemorySubscription] = {}
         self.committed: dict[TopicPartition, int] = {}
 
-    def remove(self, member: MemorySubscription) -> None:
-        """Remove a member; its partitions are free at once."""
-        self.members.remove(member)
-        self.owners = {each: owner for each, owner in self.owners.items() if owner is not member}
+    def remove(self, members: Sequence[MemorySubscription]) -> None:
+        """Remove members; their partitions are free at once."""
+        self.members = [each for each in self.members if each not in members]
+        self.owners = {each: owner for each, owner in self.owners.items() if owner not in members}
 
     def balance(self, topics: Mapping[str, Topic]) -> None:
         """Decide who should own what: as even as possible, moving as little as possible."""
+        self.version += 1
         self.targets = {}
         for name, topic in topics.items():
             load = {member: 0 for member in self.members if name in member.topics}
@@ -89,7 +97,7 @@ class Group:
                 self.targets[partition] = member
 
 
-class MemorySubscription(Subscription):
+class MemorySubscription(Watermark, Subscription):
     """A member of a group. See `MemoryTransport.subscribe`."""
 
     def __init__(
@@ -101,163 +109,131 @@ class MemorySubscription(Subscription):
         on_revoked: RevokedCallback | None,
         on_assigned: AssignedCallback | None,
     ) -> None:
+        super().__init__()
         self.topics = frozenset(topics)
         self.expires_at = log.clock.monotonic() + lease.total_seconds()
         """When the other members may take its partitions, on the monotonic clock."""
         self._log = log
-        self._group_name = group
         self._lease = lease.total_seconds()
         self._on_revoked = on_revoked
         self._on_assigned = on_assigned
-        self._watermark = Watermark()
-        self._next: dict[TopicPartition, int] = {}
-        """The offset to read next of each partition owned; the first of them is read first."""
         self._paused: set[TopicPartition] = set()
         self._is_woken = False
         self._is_closed = False
         with log.changed:
-            for topic in sorted(self.topics):
-                log.topic(topic)
-            self._join(log.group(group))
+            self._group = log.groups.setdefault(group, Group())
+            self._version = self._group.version
+            """That of the group when this member last looked who owns what."""
+            self._join()
 
     def poll(self, max_records: int, timeout: float) -> list[Record]:
-        clock = self._log.clock
+        log, clock, group = self._log, self._log.clock, self._group
         deadline = clock.monotonic() + timeout
         # A member that waits in here is alive however long it waits.
         self.expires_at = inf
         try:
             while not self._is_closed:
-                records = self._attempt(max_records, deadline)
-                if records is not None:
-                    return records
+                with log.changed:
+                    now = clock.monotonic()
+                    next_expiry = min((each.expires_at for each in group.members), default=inf)
+                    is_settled = group.version == self._version and next_expiry > now
+                    if is_settled:
+                        self.last_error = log.outage
+                        due = log.admit_due() if log.delayed else inf
+                        records = [] if log.outage else self._take(max_records)
+                        if records or self._is_woken or now >= deadline:
+                            self._is_woken = False
+                            return records
+                        clock.wait(log.changed, max(min(deadline - now, due, next_expiry - now), 0))
+                if not is_settled:
+                    self._rebalance()
             return []
         finally:
             self.expires_at = clock.monotonic() + self._lease
 
-    def _attempt(self, max_records: int, deadline: float) -> list[Record] | None:
-        """Move partitions, hand out records or wait once. None: try again."""
-        log = self._log
-        with log.changed:
-            group = log.group(self._group_name)
-            now = log.clock.monotonic()
-            expired = [each for each in group.members if each.expires_at <= now]
-            for member in expired:
-                group.remove(member)
-            self._join(group, is_changed=bool(expired))
-            mine = list(self._next)
-            lost = [each for each in mine if group.owners.get(each) is not self]
-            revoked = [
-                each
-                for each in mine
-                if group.owners.get(each) is self and group.targets.get(each) is not self
-            ]
-            assigned = [
-                each
-                for each, target in group.targets.items()
-                if target is self and each not in group.owners
-            ]
-            if not (lost or revoked or assigned):
-                self.last_error = log.outage
-                due = log.admit_due()
-                records = [] if log.outage else self._take(max_records)
-                remaining = deadline - now
-                if records or self._is_woken or remaining <= 0:
-                    self._is_woken = False
-                    return records
-                next_expiry = min(each.expires_at for each in group.members) - now
-                log.clock.wait(log.changed, max(min(remaining, due, next_expiry), 0))
-                return None
-        # Outside the lock: the callbacks wait for threads that acknowledge.
-        if lost:
-            self._forget(lost)
-            self._call(self._on_revoked, lost, True)
-        if revoked:
-            self._call(self._on_revoked, revoked, False)
-            self._release(revoked)
-        if assigned:
-            self._acquire(assigned)
-        return None
-
-    def _join(self, group: Group, *, is_changed: bool = False) -> None:
-        """Be a member, and distribute the partitions anew where that, or anything else, changed the
-        members."""
-        if self not in group.members:
-            group.members.append(self)
-            is_changed = True
-        if is_changed:
-            group.balance(self._log.topics)
-            self._log.changed.notify_all()
-
-    def _acquire(self, partitions: Iterable[TopicPartition]) -> None:
-        with self._log.changed:
-            group = self._log.group(self._group_name)
-            free = [
-                each
-                for each in partitions
-                if each not in group.owners and group.targets.get(each) is self
-            ]
-            for partition in free:
-                group.owners[partition] = self
-                self._watermark.assign(partition)
-                self._next[partition] = group.committed.get(partition, 0)
-        if free:
-            self._call(self._on_assigned, free)
-
-    def _release(self, partitions: Iterable[TopicPartition]) -> None:
-        with self._log.changed:
-            self._forget(partitions)
-            owners = self._log.group(self._group_name).owners
-            for partition in partitions:
-                if owners.get(partition) is self:
-                    del owners[partition]
-            self._log.changed.notify_all()
-
-    def _forget(self, partitions: Iterable[TopicPartition]) -> None:
-        self._watermark.revoke(partitions)
-        for partition in partitions:
-            self._next.pop(partition, None)
-
-    def _call(self, callback: Callable[..., None] | None, *arguments: Any) -> None:
-        if callback is None:
-            return
-        try:
-            callback(*arguments)
-        except Exception:
-            logger.exception("Consumer group %s: a rebalance callback failed", self._group_name)
-
     def _take(self, max_records: int) -> list[Record]:
         taken: list[Record] = []
-        for partition, start in list(self._next.items()):
+        for partition, assignment in list(self._assignments.items()):
             limit = max_records - len(taken)
             if limit <= 0:
                 break
-            assignment = self._watermark.get(partition)
-            if partition in self._paused or assignment is None:
+            if partition in self._paused:
                 continue
-            stored = self._log.topic(partition.topic).partitions[partition.partition]
+            start = assignment.next_offset or 0
+            stored = self._log.topics[partition.topic].partitions[partition.partition]
             batch = [
                 replace(each, headers=dict(each.headers), epoch=assignment.epoch, token=assignment)
                 for each in stored[start : start + limit]
             ]
             if batch:
-                self._watermark.deliver(assignment, [record.offset for record in batch])
+                self.deliver(assignment, [record.offset for record in batch])
                 # To the end of the dict, so that no partition starves another.
-                del self._next[partition]
-                self._next[partition] = start + len(batch)
+                self._assignments[partition] = self._assignments.pop(partition)
                 taken += batch
         return taken
+
+    def _join(self) -> None:
+        """Be a member, for whom partitions are distributed anew. The caller holds the lock."""
+        for topic in sorted(self.topics):
+            self._log.topic(topic)
+        self._group.members.append(self)
+        self._group.balance(self._log.topics)
+        self._log.changed.notify_all()
+
+    def _rebalance(self) -> None:
+        """Give up the partitions that are, or should be, another's; own those that are free."""
+        log, group = self._log, self._group
+        with log.changed:
+            now = log.clock.monotonic()
+            if expired := [each for each in group.members if each.expires_at <= now]:
+                group.remove(expired)
+                group.balance(log.topics)
+            if self not in group.members:
+                self._join()
+            self._version = group.version
+            lost = [each for each in self._assignments if group.owners.get(each) is not self]
+            self.revoke(lost)
+            revoked = [
+                each for each in list(self._assignments) if group.targets.get(each) is not self
+            ]
+        # Outside the lock: the callbacks wait for threads that acknowledge.
+        self._call(self._on_revoked, lost, True)
+        self._call(self._on_revoked, revoked, False)
+        with log.changed:
+            is_current = self._version == group.version
+            self.revoke(revoked)
+            for partition in revoked:
+                if group.owners.get(partition) is self:
+                    del group.owners[partition]
+            targets = group.targets.items()
+            free = [each for each, to in targets if to is self and each not in group.owners]
+            for partition in free:
+                group.owners[partition] = self
+                self.assign(partition).next_offset = group.committed.get(partition, 0)
+            if revoked or free:
+                group.version += 1
+                log.changed.notify_all()
+            if is_current:
+                self._version = group.version
+        self._call(self._on_assigned, free)
+
+    def _call(
+        self, callback: Callable[..., None] | None, partitions: list[TopicPartition], *more: bool
+    ) -> None:
+        if callback is None or not partitions:
+            return
+        try:
+            callback(partitions, *more)
+        except Exception:
+            logger.exception("A rebalance callback failed")
 
     def acknowledge(self, records: Iterable[Record]) -> None:
         """Settle ``records``; the watermark they move is durable when this returns."""
         with self._log.changed:
-            self._watermark.settle(records)
-            group = self._log.group(self._group_name)
-            for partition, position in self._watermark.positions().items():
-                if group.owners.get(partition) is self:
-                    group.committed[partition] = position
-
-    def holds(self, record: Record) -> bool:
-        return self._watermark.holds(record)
+            self.settle(records)
+            for partition, position in self.positions().items():
+                if self._group.owners.get(partition) is self:
+                    self._group.committed[partition] = position
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         with self._log.changed:
@@ -268,38 +244,27 @@ class MemorySubscription(Subscription):
             self._paused.difference_update(partitions)
             self._log.changed.notify_all()
 
-    def assignment(self) -> list[TopicPartition]:
-        return self._watermark.assigned()
-
-    def uncommitted(self) -> dict[TopicPartition, int]:
-        return self._watermark.uncommitted()
-
     def wake(self) -> None:
         with self._log.changed:
             self._is_woken = True
             self._log.changed.notify_all()
 
     def lag(self) -> dict[TopicPartition, int]:
-        return self._log.lag_of(self._group_name, self._watermark.assigned())
+        return self._log.lag_of(self._group, list(self._assignments))
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        partitions = self._watermark.assigned()
-        if partitions:
-            self._call(self._on_revoked, partitions, False)
-        self.crash()
+        if not self._is_closed:
+            self._call(self._on_revoked, list(self._assignments), False)
+            self.crash()
 
     def crash(self) -> None:
         """Vanish as a killed process does once its lease ends: no callback, nothing acknowledged
         any more. For tests."""
         with self._log.changed:
             self._is_closed = True
-            self._forget(self._watermark.assigned())
-            group = self._log.group(self._group_name)
-            if self in group.members:
-                group.remove(self)
-                group.balance(self._log.topics)
+            self.revoke(list(self._assignments))
+            self._group.remove([self])
+            self._group.balance(self._log.topics)
             self._log.changed.notify_all()
 
 
@@ -327,25 +292,29 @@ class MemoryTransport(Transport):
         self._sequence = count()
 
     def publish(self, records: Sequence[OutgoingRecord]) -> list[Published]:
+        outcomes = []
         with self.changed:
             if self.outage:
                 return [Published(error=self.outage) for _ in records]
-            outcomes = [self._accept(record) for record in records]
+            for record in records:
+                topic = self.topics.get(record.topic) or self.topic(record.topic)
+                if record.partition is not None and not (
+                    0 <= record.partition < len(topic.partitions)
+                ):
+                    refusal = f"topic {record.topic!r} has no partition {record.partition}"
+                    outcomes.append(Published(error=refusal))
+                elif record.available_at is not None and record.available_at > self.clock.now():
+                    # It enters the log when it is due, so until then it has no position.
+                    entry = record.available_at, next(self._sequence), record
+                    heapq.heappush(self.delayed, entry)
+                    outcomes.append(Published())
+                else:
+                    outcomes.append(self._append(record))
             self.changed.notify_all()
-            return outcomes
-
-    def _accept(self, record: OutgoingRecord) -> Published:
-        partitions = self.topic(record.topic).partitions
-        if record.partition is not None and not 0 <= record.partition < len(partitions):
-            return Published(error=f"topic {record.topic!r} has no partition {record.partition}")
-        if record.available_at is not None and record.available_at > self.clock.now():
-            # It enters the log when it is due, so until then it has no position.
-            heapq.heappush(self.delayed, (record.available_at, next(self._sequence), record))
-            return Published()
-        return self._append(record)
+        return outcomes
 
     def _append(self, record: OutgoingRecord) -> Published:
-        topic = self.topic(record.topic)
+        topic = self.topics[record.topic]
         partition = record.partition
         if partition is None and record.key is None:
             partition = next(topic.round_robin) % len(topic.partitions)
@@ -387,12 +356,6 @@ class MemoryTransport(Transport):
     ) -> MemorySubscription:
         """Join ``group``. Without a poll for ``lease``, another member takes its partitions."""
         return MemorySubscription(self, topics, group, lease, on_revoked, on_assigned)
-
-    def group(self, name: str) -> Group:
-        """Return a group, which its first use makes. The caller holds the lock."""
-        if name not in self.groups:
-            self.groups[name] = Group()
-        return self.groups[name]
 
     def close(self) -> None:
         """Do nothing: there is nothing to flush, and a log outlives its clients."""
@@ -445,13 +408,15 @@ class MemoryTransport(Transport):
                 if name in self.topics
                 for number in range(len(self.topics[name].partitions))
             ]
-            return self.lag_of(group, partitions)
+            return self.lag_of(self.groups.get(group), partitions)
 
-    def lag_of(self, group: str, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    def lag_of(
+        self, group: Group | None, partitions: Iterable[TopicPartition]
+    ) -> dict[TopicPartition, int]:
         """Return end minus committed for each partition."""
         with self.changed:
             self.admit_due()
-            committed = self.groups[group].committed if group in self.groups else {}
+            committed = group.committed if group else {}
             return {
                 each: len(self.topic(each.topic).partitions[each.partition])
                 - committed.get(each, 0)
@@ -476,7 +441,9 @@ class MemoryTransport(Transport):
         """Forget all topics, groups and records, and end an outage."""
         with self.changed:
             self.outage = None
-            self.topics, self.groups, self.delayed = {}, {}, []
+            self.topics, self.delayed = {}, []
+            for group in self.groups.values():
+                group.clear()
             self.changed.notify_all()
 
     def fail(self, reason: str | None) -> None:
