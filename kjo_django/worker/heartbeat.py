@@ -1,4 +1,4 @@
-"""How a worker shows that it lives, keeps its leases, and learns what operators want of it."""
+"""How a worker shows that it lives, keeps its leases, and reads what operators ask of it."""
 
 from __future__ import annotations
 
@@ -84,17 +84,17 @@ class Controls:
         rows = list(QueueControl.objects.using(using))
         own = WorkerRow.objects.using(using).filter(pk=self._worker_id)
         # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
-        wish = own.values_list("wish", flat=True).first() or ""
+        asked = own.values_list("wish", flat=True).first() or ""
         queue_policies.learn(rows)
         before = self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped
         self._rows_limits = {row.queue: row.concurrency for row in rows if row.concurrency}
         self._set_limits()
         self.paused_queues = frozenset(row.queue for row in rows if row.is_paused)
-        if wish == WorkerRow.Wish.STOP:
+        if asked == WorkerRow.Wish.STOP:
             if not self.is_stopped:
                 logger.info("An operator stops this worker: finishing what runs")
             self.is_stopped = True
-        elif self.is_quiet != (wish == WorkerRow.Wish.QUIET):
+        elif self.is_quiet != (asked == WorkerRow.Wish.QUIET):
             self.is_quiet = not self.is_quiet
             state = "quiet" if self.is_quiet else "back at work"
             logger.info("An operator wants this worker %s", state)
@@ -161,7 +161,7 @@ class Heartbeat(Duty):
 
     :param renewal: seconds between renewals of leases.
     :param describe: returns the worker's row, but for its heartbeat.
-    :param obey: called when the controls have changed.
+    :param on_controls_changed: called when operators have asked for something else.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Heartbeat(Duty):
         *,
         renewal: float,
         describe: Callable[[], dict[str, Any]],
-        obey: Callable[[], None],
+        on_controls_changed: Callable[[], None],
     ) -> None:
         self._runtime = runtime
         self._worker_id = worker_id
@@ -183,7 +183,7 @@ class Heartbeat(Duty):
         self._watch = watch
         self._renewal = renewal
         self._describe = describe
-        self._obey = obey
+        self._on_controls_changed = on_controls_changed
         self._beat = runtime.settings.heartbeat_interval.total_seconds()
         self._pause = min(CONTROL_INTERVAL, self._beat, renewal)
         self._due_at = self._beat_at = self._renew_at = 0.0
@@ -219,7 +219,7 @@ class Heartbeat(Duty):
 
     def _read_controls(self) -> None:
         if self._controls.read():
-            self._obey()
+            self._on_controls_changed()
             self._write()
 
     def _write(self) -> None:
@@ -243,4 +243,4 @@ class Heartbeat(Duty):
             self._write()
         except Exception as error:
             is_outage = isinstance(error, OUTAGES)
-            logger.error("The worker could not say goodbye: %s", error, exc_info=not is_outage)
+            logger.error("The end of the worker is not recorded: %s", error, exc_info=not is_outage)

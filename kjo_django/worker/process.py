@@ -6,7 +6,7 @@
     kjo-relay        publishes committed jobs, where a transport needs it
     kjo-listen       wakes pollers when something was published, where a transport needs it
     kjo-alive        sign of life, leases
-    kjo-heartbeat    leases in job rows, operators' wishes, metrics
+    kjo-heartbeat    leases in job rows, what operators ask, running jobs, metrics
     kjo-duties       one worker at a time: jobs whose message is gone, how far behind queues are
 
 Handlers bring threads of their own with them: ``kjo-timeouts`` for time limits, ``kjo-loop`` for
@@ -211,7 +211,7 @@ class Worker:
             self._watch,
             renewal=renewal,
             describe=self._row,
-            obey=self._obey_controls,
+            on_controls_changed=self._apply_controls,
         )
         self._topics = TopicCheck(
             runtime,
@@ -336,9 +336,9 @@ class Worker:
             self._end()
         else:
             # On SQLite a handler that still runs may keep everybody from writing.
-            farewell = threading.Thread(target=self._end_in_thread, name="kjo-end", daemon=True)
-            farewell.start()
-            farewell.join(HASTY_WAIT)
+            ending = threading.Thread(target=self._end_in_thread, name="kjo-end", daemon=True)
+            ending.start()
+            ending.join(HASTY_WAIT)
         signals.send(signals.worker_stopped, sender=self.name, worker_id=str(self.id))
         if is_drained and self._owns_process:
             close_backends()
@@ -401,7 +401,7 @@ class Worker:
             if record.topic in poller.topics:
                 poller.pause_for(partition, seconds)
 
-    def _obey_controls(self) -> None:
+    def _apply_controls(self) -> None:
         controls = self.controls
         if controls.is_stopped:
             self.stop()

@@ -223,7 +223,10 @@ def memory_bytes() -> int | None:
 
 def memory_limit(places: tuple[Path, ...] = (_CGROUP_V2, _CGROUP_V1)) -> int | None:
     """Return the container's limit in bytes, else the machine's memory; None: neither is known."""
-    total = _machine_memory()
+    try:
+        total: int | None = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        total = None
     for place in places:
         try:
             found = place.read_text().strip()
@@ -233,10 +236,3 @@ def memory_limit(places: tuple[Path, ...] = (_CGROUP_V2, _CGROUP_V1)) -> int | N
         if found.isdigit() and (total is None or int(found) < total):
             return int(found)
     return total
-
-
-def _machine_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None

@@ -17,7 +17,11 @@ from kjo_django import garbage_collection
 
 logger = logging.getLogger("kjo_django")
 
-STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
+STOP_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR2")
+    if hasattr(signal, name)  # not every system has the last one
+]
 LEFT_RUNNING = 3
 """Exit code of a worker an operator stopped while jobs went on past the grace period: it is not
 started again, as one that ends with 1 is."""
@@ -42,11 +46,7 @@ def stop_on_signals(stopping: threading.Event) -> Callable[[], None]:
         logger.info("%s: finishing what runs", signal.Signals(number).name)
         stopping.set()
 
-    previous = {
-        number: signal.signal(number, handle)
-        for name in STOP_SIGNALS
-        if (number := getattr(signal, name, None)) is not None
-    }
+    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
 
     def restore() -> None:
         for number, handler in previous.items():
@@ -71,15 +71,11 @@ def supervise(count: int, work: Callable[[], int]) -> int:
             close_pool()
     garbage_collection.set_apart()
     supervisor = _Supervisor(work)
-    for name in STOP_SIGNALS:
-        signal.signal(getattr(signal, name), supervisor.pass_on)
+    for number in STOP_SIGNALS:
+        signal.signal(number, supervisor.pass_on)
     for _ in range(count):
         supervisor.fork()
     return supervisor.wait()
-
-
-def _stop_numbers() -> list[int]:
-    return [getattr(signal, name) for name in STOP_SIGNALS]
 
 
 class _Supervisor:
@@ -97,7 +93,7 @@ class _Supervisor:
         sys.stderr.flush()
         # A stop that came between the fork and the note of it would reach every child but this one,
         # and the supervisor would wait for that one for ever.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _stop_numbers())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             if not self._is_stopping:
                 self._fork(before)
@@ -111,8 +107,8 @@ class _Supervisor:
             # A terminal's Ctrl-C reaches the parent only, which passes it on: a child that got it
             # twice would take it for the second, forcing signal.
             os.setpgid(0, 0)
-            for name in STOP_SIGNALS:
-                signal.signal(getattr(signal, name), signal.SIG_DFL)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             try:
                 code = self._work()
@@ -146,7 +142,7 @@ class _Supervisor:
             if started is None:
                 continue
             code = os.waitstatus_to_exitcode(status)
-            if self._is_stopping and -code in _stop_numbers():
+            if self._is_stopping and -code in STOP_SIGNALS:
                 code = 0  # It was told before it listened, and had begun nothing.
             if code in (0, LEFT_RUNNING) or self._is_stopping:
                 self._worst = self._worst or code

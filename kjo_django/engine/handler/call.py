@@ -154,17 +154,11 @@ async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) ->
     return result
 
 
-def call_batch(items: Sequence[BatchItem], watch: TimeoutWatch) -> Any:
-    """Call a batch handler from this thread; return what it returns."""
-    return _batch_call(items, watch, False)
+def call_batch(items: Sequence[BatchItem], watch: TimeoutWatch, *, on_loop: bool = False) -> Any:
+    """Call a batch handler from this thread, and return what it returns.
 
-
-async def acall_batch(items: Sequence[BatchItem], watch: TimeoutWatch) -> Any:
-    """Call an asynchronous batch handler on the loop this is awaited on; return what it returns."""
-    return await _batch_call(items, watch, True)
-
-
-def _batch_call(items: Sequence[BatchItem], watch: TimeoutWatch, on_loop: bool) -> Any:
+    :param on_loop: whether it is called by an event loop: then a coroutine is returned.
+    """
     first = items[0]
     assert first.delivery is not None
     assert first.delivery.handler is not None

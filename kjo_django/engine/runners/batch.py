@@ -20,7 +20,6 @@ from kjo_django.engine.handler.call import (
     ENDINGS,
     Ran,
     acall,
-    acall_batch,
     call_batch,
     is_interrupt,
     make_context,
@@ -113,7 +112,7 @@ class Batch:
         if not self.items:
             return self._endings([], timezone.now(), 0.0)
         started_at, clock = timezone.now(), time.perf_counter()
-        value = await acall_batch(self.items, watch)
+        value = await call_batch(self.items, watch, on_loop=True)
         return self._endings(value, started_at, time.perf_counter() - clock)
 
     def after(self, error: BaseException) -> list[Ran | Batch]:

@@ -13,10 +13,12 @@ GOOD = {"kjo_id": "foreign-1", "kjo_type": "ledger.write"}
 
 
 def reconfigured(settings, bench: Bench, **keys: object) -> Bench:
-    """A worker under other settings; changing them makes new transports."""
+    """The same worker under other settings, made anew: changing them makes new transports. Its
+    fixture closes it."""
     bench.close()
     settings.KJO = {**settings.KJO, **keys}
-    return Bench()
+    bench.__init__()  # type: ignore[misc]
+    return bench
 
 
 def settled(bench: Bench) -> bool:
