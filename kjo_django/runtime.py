@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -22,7 +22,7 @@ from django.utils.module_loading import import_string
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.conf import DEFAULT_COORDINATION, Settings, declared_queues, get_settings
 from kjo_django.coordination.base import Coordination
-from kjo_django.models import Job
+from kjo_django.models import Job, QueueControl
 from kjo_django.store import Store, store_for
 from kjo_django.transports.base import Transport
 from kjo_django.values import unknown_key
@@ -38,6 +38,8 @@ class Runtime:
     :param coordination: leases, marks and wake-ups.
     :param service: the name of this service, which its markers bear.
     :param clock: the system's, or a test's.
+    :param queue_controls: what operators asked of queues, by their names. Who runs jobs reads it
+        now and then, so that no job costs a query for it.
     """
 
     settings: Settings
@@ -46,6 +48,7 @@ class Runtime:
     coordination: Coordination
     service: str
     clock: Clock = CLOCK
+    queue_controls: dict[str, QueueControl] = field(default_factory=dict)
 
 
 _lock = threading.RLock()

@@ -1,23 +1,21 @@
-"""Whether a delivery may run, given its job's row and the deliveries before it."""
+"""Which deliveries of a group may run, judged by their jobs' rows and by the markers of effects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.engine import queue_policies
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
-from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
 from kjo_django.messages.headers import message_id
-from kjo_django.models import DeadLetterReason
+from kjo_django.models import DeadLetterReason, EventKey
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import NAMED_BY_OTHERS, JobRow
-from kjo_django.transports.base import TopicPartition
 
 _OPEN = frozenset(state.value for state in states.OPEN)
 
@@ -26,101 +24,96 @@ class ExpiredError(KjoError):
     """The job was not started by its ``expires_at``."""
 
 
+def admit_group(leases: LeaseBook, deliveries: Sequence[Delivery], *, marks: bool) -> list[Attempt]:
+    """Return the attempt of each delivery: without an ending where it may run.
+
+    :param leases: this worker's.
+    :param marks: insert the markers and lock the rows, in the transaction of the caller; False:
+        only read them.
+    """
+    runtime, now = leases.runtime, timezone.now()
+    keys = [delivery.event_key(runtime.service) for delivery in deliveries]
+    fresh, rows = load_rows(runtime, deliveries, keys if marks else ())
+    if not marks:
+        fresh = set(keys) - runtime.store.known_markers(keys)
+    attempts = []
+    for delivery, key in zip(deliveries, keys, strict=True):
+        row, is_fresh = rows.get(delivery), key in fresh
+        attempt = admit(delivery, row, is_fresh=is_fresh, leases=leases, now=now)
+        attempt.key, attempt.is_marked = key, marks and is_fresh
+        attempts.append(attempt)
+    return attempts
+
+
 def admit(
-    delivery: Delivery,
-    row: JobRow | None,
-    *,
-    is_fresh: bool,
-    leases: LeaseBook,
-    now: datetime | None = None,
+    delivery: Delivery, row: JobRow | None, *, is_fresh: bool, leases: LeaseBook, now: datetime
 ) -> Attempt:
     """Return the attempt to run a delivery: without an ending where it may run.
 
     :param row: its job's row, None when there is no row.
     :param is_fresh: whether its effects are not committed yet.
     :param leases: this worker's.
-    :param now: the moment it is judged at; when it is asked, if not given.
     """
-    message, handler = delivery.message, delivery.handler
+    message, handler, runtime = delivery.message, delivery.handler, leases.runtime
     assert message is not None
     assert handler is not None
     if not is_fresh and not handler.judges_itself:
         return Attempt(delivery, Ending.DUPLICATE, row=row)
-    if row is not None and row.generation == NAMED_BY_OTHERS:
-        return _dead(delivery, None, 0, named_like_ours(row), DeadLetterReason.INVALID)
     if row is None:
-        if message.job_id is not None and message.service == leases.runtime.service:
+        if message.job_id is not None and message.service == runtime.service:
             # Its row was here and was deleted by somebody who meant it.
             return Attempt(delivery, Ending.SKIPPED, "deleted")
+    elif row.generation == NAMED_BY_OTHERS:
+        # Should it run, its marker would say that our job is done.
+        text = f"Its id is that of the job {row.id} of this service, which has not ended"
+        error: KjoError = MessageError("invalid", text)
+        return Attempt(delivery, Ending.DEAD, DeadLetterReason.INVALID, error=error)
     else:
-        skipped = why_skip(delivery, row)
-        if skipped:
+        if skipped := why_skip(delivery, row):
             return Attempt(delivery, Ending.SKIPPED, skipped, row)
-        if row.lease_token and _is_held_by_another(row, leases, now or timezone.now()):
+        holder, until = row.lease_token, row.lease_expires_at
+        is_held = holder and holder != leases.token and until is not None and until > now
+        if is_held and not leases.is_vanished(holder):
             return Attempt(delivery, Ending.DEFERRED, "leased", row)
     refusal = handler.refusal(message, row) if handler.refusal is not None else None
     if refusal is not None:
         # Not the end of the job whose name it bears: that one is none the worse for it.
         return Attempt(delivery, Ending.DEAD, refusal.reason, error=refusal)
-    spent, limit = spent_and_limit(delivery, row)
-    number = spent + delivery.deliveries
-    expires_at = row.expires_at if row is not None else None
-    if expires_at is not None and expires_at <= (now or timezone.now()):
-        error: KjoError = ExpiredError(f"Not started by {expires_at.isoformat()}")
-        return _dead(delivery, row, spent, error, DeadLetterReason.EXPIRED)
-    if number > limit:
-        error = StalledError(
+    spent = row.attempts if row is not None else 0
+    own = row.max_attempts if row is not None else handler.max_attempts(delivery.queue)
+    limit = limit_of(runtime, delivery.queue.name, own, spent)
+    attempt = Attempt(delivery, row=row, number=spent + delivery.deliveries, limit=limit)
+    if row is not None and row.expires_at is not None:
+        end_expired(attempt, now)
+    if attempt.ending is None and attempt.number > limit:
+        attempt.ending, attempt.reason = Ending.DEAD, DeadLetterReason.STALLED
+        attempt.number = limit
+        attempt.error = StalledError(
             f"Its worker died or froze during attempt {limit} of {limit}, or could not record how "
             "that ended; it was not tried again"
         )
-        return _dead(delivery, row, limit, error, DeadLetterReason.STALLED)
-    return Attempt(delivery, row=row, number=number, limit=limit)
+    return attempt
 
 
-def refuse(runtime: Runtime, delivery: Delivery) -> Attempt:
-    """Return how a record ends that nobody can handle: it cannot be read, or no handler is
-    registered for it."""
-    problem, message = delivery.problem, delivery.message
-    if problem is None:
-        assert message is not None
-        problem = MessageError("unknown_type", f"No handler is registered for {message.type!r}")
-    row = None
-    if message is not None and message.job_id is not None:
-        rows = load_rows(runtime, [delivery], lock=False)
-        row = rows.get(row_id(delivery, runtime.service))
-        if row is not None and row.generation == NAMED_BY_OTHERS:
-            row = None
-        if row is not None and (skipped := why_skip(delivery, row)):
-            return Attempt(delivery, Ending.SKIPPED, skipped, row)
-    return _dead(delivery, row, row.attempts if row else 0, problem, problem.reason)
+def end_expired(attempt: Attempt, now: datetime) -> None:
+    """End an attempt that has not begun by its job's ``expires_at``, without spending it."""
+    row = attempt.row
+    if row is not None and row.expires_at is not None and row.expires_at <= now:
+        attempt.ending, attempt.reason = Ending.DEAD, DeadLetterReason.EXPIRED
+        attempt.error = ExpiredError(f"Not started by {row.expires_at.isoformat()}")
+        attempt.number = row.attempts
 
 
-def failed_outside(runtime: Runtime, delivery: Delivery, error: BaseException) -> Attempt:
-    """Return the attempt of a delivery that met an error outside its handler."""
-    row = load_rows(runtime, [delivery], lock=False).get(row_id(delivery, runtime.service))
-    spent, limit = spent_and_limit(delivery, row)
-    number = spent + delivery.deliveries
-    return Attempt(
-        delivery, row=row, number=number, limit=limit, error=error, started_at=timezone.now()
-    )
+def limit_of(runtime: Runtime, queue: str, own: int, spent: int) -> int:
+    """Return after how many attempts a job is dead-lettered.
 
-
-def named_like_ours(row: JobRow) -> MessageError:
-    """Return why a message of others that bears the id of an open job of ours is not run: its
-    marker would say that the job is done."""
-    text = f"Its id is that of the job {row.id} of this service, which has not ended"
-    return MessageError("invalid", text)
-
-
-def spent_and_limit(delivery: Delivery, row: JobRow | None) -> tuple[int, int]:
-    """Return how many attempts have an outcome that is recorded, and after how many it ends."""
-    if row is not None:
-        spent, own = row.attempts, row.max_attempts
-    else:
-        handler = delivery.handler
-        spent = 0
-        own = handler.max_attempts(delivery.queue) if handler else delivery.queue.max_attempts
-    return spent, queue_policies.limit_of(delivery.queue.name, own, spent)
+    :param own: the limit it was enqueued with.
+    :param spent: attempts whose outcome is recorded. One more has been promised: a limit lowered
+        below them ends the job with its next failure, and never without a run.
+    """
+    control = runtime.queue_controls.get(queue)
+    asked = control.max_attempts if control is not None else None
+    return max(own if asked is None else asked, spent + 1)
 
 
 def why_skip(delivery: Delivery, row: JobRow) -> str:
@@ -135,6 +128,24 @@ def why_skip(delivery: Delivery, row: JobRow) -> str:
     if message.generation != row.generation:
         return "generation"
     return "attempt" if message.attempt <= row.attempts else ""
+
+
+def refuse(runtime: Runtime, delivery: Delivery) -> Attempt:
+    """Return how a record ends that nobody can handle: it cannot be read, or no handler is
+    registered for it."""
+    problem, message = delivery.problem, delivery.message
+    if problem is None:
+        assert message is not None
+        problem = MessageError("unknown_type", f"No handler is registered for {message.type!r}")
+    row = None
+    if message is not None and message.job_id is not None:
+        row = load_rows(runtime, [delivery])[1].get(delivery)
+        if row is not None and row.generation == NAMED_BY_OTHERS:
+            row = None
+        if row is not None and (skipped := why_skip(delivery, row)):
+            return Attempt(delivery, Ending.SKIPPED, skipped, row)
+    spent = row.attempts if row is not None else 0
+    return Attempt(delivery, Ending.DEAD, problem.reason, row, spent, error=problem)
 
 
 def is_left_open(attempt: Attempt) -> bool:
@@ -152,45 +163,75 @@ def is_left_open(attempt: Attempt) -> bool:
     return not is_born_here and not why_skip(attempt.delivery, row)
 
 
-def _is_held_by_another(row: JobRow, leases: LeaseBook, now: datetime) -> bool:
-    holder, expires_at = row.lease_token, row.lease_expires_at
-    if not holder or holder == leases.token or expires_at is None or expires_at <= now:
-        return False
-    return not leases.is_vanished(holder)
+class HeldBack(set[object]):
+    """Of which keys and partitions nothing more of a group is to run: of a key whose earlier
+    delivery is deferred, so that the key's order is kept; of a partition where an attempt met an
+    error that pauses it, so that none spends an attempt on the same error."""
 
-
-def _dead(
-    delivery: Delivery, row: JobRow | None, number: int, error: KjoError, reason: str
-) -> Attempt:
-    return Attempt(delivery, Ending.DEAD, reason, row, number, error=error)
-
-
-class HeldBack:
-    """What of a group is not to run because of an earlier delivery of it: that of a key whose
-    earlier delivery is deferred, so that the key's order is kept; that of a partition where an
-    attempt met an error that pauses it, so that none spends an attempt on the same error."""
-
-    def __init__(self) -> None:
-        self._keys: set[object] = set()
-        self._partitions: set[TopicPartition] = set()
-
-    def __contains__(self, delivery: Delivery) -> bool:
-        return bool(self._keys or self._partitions) and (
-            delivery.shard in self._keys or delivery.place in self._partitions
-        )
+    def covers(self, delivery: Delivery) -> bool:
+        """Return whether a delivery is not to run."""
+        return delivery.shard in self or delivery.place in self
 
     def defer(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Hold back what comes after these deliveries, and return them."""
         deferred = list(deliveries)
-        self._keys.update(delivery.shard for delivery in deferred)
+        self.update(delivery.shard for delivery in deferred)
         return deferred
 
-    def after(self, attempts: list[Attempt]) -> list[Attempt]:
-        """Hold back what comes after these attempts, as far as their endings ask for it, and
-        return them."""
+    def after(self, attempts: Iterable[Attempt]) -> None:
+        """Hold back what comes after these attempts, as far as their endings ask for it."""
         for attempt in attempts:
             if attempt.pause_seconds:
-                self._partitions.add(attempt.delivery.place)
+                self.add(attempt.delivery.place)
             if attempt.ending is Ending.DEFERRED:
-                self._keys.add(attempt.delivery.shard)
-        return attempts
+                self.add(attempt.delivery.shard)
+
+
+# --- The rows of a group --------------------------------------------------------------------------
+
+_ID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_is_id = re.compile(_ID).fullmatch
+"""As we write them; whoever writes them otherwise has no row here."""
+_is_id_with_generation = re.compile(rf"({_ID})(?::\d+)?").fullmatch
+"""As the messages of our jobs are named."""
+
+
+def load_rows(
+    runtime: Runtime, deliveries: Sequence[Delivery], marking: Sequence[EventKey] = ()
+) -> tuple[set[EventKey], dict[Delivery, JobRow]]:
+    """Return the job rows of a group, read in one query, or in two when messages that nobody
+    enqueued here are among them.
+
+    :param marking: markers to insert first; then the rows are locked.
+    :returns: which of the markers were new, and the rows.
+    """
+    store, service = runtime.store, runtime.service
+    ours: dict[Delivery, str] = {}
+    # Another service's job has no row here, but for the one its first failure bore.
+    foreign: dict[Delivery, str] = {}
+    named: dict[Delivery, str] = {}
+    for delivery in deliveries:
+        message = delivery.message
+        assert message is not None
+        if message.job_id is None or message.service != service:
+            foreign[delivery] = message.row_name
+            if not message.unique_id and (match := _is_id_with_generation(message.id)):
+                named[delivery] = match[1]
+        elif _is_id(message.job_id):
+            ours[delivery] = message.job_id
+    fresh: set[EventKey] = set()
+    found: dict[str, JobRow] = {}
+    if marking:
+        fresh, found = store.insert_markers_and_lock(marking, list(ours.values()))
+    elif ours:
+        found = store.job_rows(list(ours.values()), lock=False)
+    rows = {delivery: found[id] for delivery, id in ours.items() if id in found}
+    if foreign:
+        of_failures, open_jobs = store.rows_of_foreign(
+            deliveries[0].queue.retries, set(foreign.values()), set(named.values())
+        )
+        for delivery, name in foreign.items():
+            row = of_failures.get(name) or open_jobs.get(named.get(delivery, ""))
+            if row is not None:
+                rows[delivery] = row
+    return fresh, rows

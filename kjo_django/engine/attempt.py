@@ -38,7 +38,6 @@ class Delivery:
     """
 
     __slots__ = (
-        "_lease",
         "attempt",
         "batch",
         "deliveries",
@@ -46,9 +45,11 @@ class Delivery:
         "is_orphan",
         "is_settled",
         "kind",
+        "lease",
         "message",
         "mode",
         "paused_since",
+        "place",
         "problem",
         "queue",
         "record",
@@ -76,7 +77,7 @@ class Delivery:
         self.problem = problem
         self.deliveries = deliveries
         self.attempt: Attempt | None = None
-        """The last attempt, while its way is not known to be over; see ``Attempt.is_in_hand``."""
+        """The last attempt, while its way is not known to be over; see ``Attempt.must_not_run``."""
         self.paused_since: datetime | None = None
         """When it first met an error that pauses its partition; None: not in this worker."""
         self.is_settled = False
@@ -87,38 +88,32 @@ class Delivery:
         """When it came to the lanes (monotonic)."""
         self.trace: Any = None
         """What a tracer keeps of its run until that is settled."""
-        self.kind = ""
-        """Its handler's name, by which its run time is estimated."""
+        self.place = TopicPartition(record.topic, record.partition)
+        """The partition it came from."""
+        self.kind, self.mode = "", Mode.POISON
+        """The name of its handler, by which its run time is estimated; and how it is run."""
         self.batch: int | None = None
         """Most deliveries its handler takes in one call; None for a handler of one."""
-        if handler is not None:
+        if handler is not None and problem is None:
             self.kind, self.batch = handler.options.name, handler.options.batch
-        self.mode = _mode_of(handler, problem)
-        """How it is run."""
+            outside = Mode.CONCURRENT if handler.is_async else Mode.PLAIN
+            self.mode = Mode.ATOMIC if handler.options.atomic else outside
+        self.lease = ""
+        """The name of its lease."""
         self.shard: object
         """What its order is kept by: its record's key, or the item several keys speak of. A record
         without either asks for no order and is a shard of its own, the same one should it be handed
         out again while it still runs here."""
-        if message is not None and message.lease_id:
-            self.shard = (record.topic, message.lease_id)
+        lease_id = None
+        if message is not None:
+            lease_id = message.lease_id
+            self.lease = lease_name(queue, lease_id or message.id)
+        if lease_id:
+            self.shard = (record.topic, lease_id)
         elif record.key is not None:
             self.shard = (record.topic, record.key)
         else:
             self.shard = (*record.position, queue.consumer_group)
-        self._lease = ""
-
-    @property
-    def lease(self) -> str:
-        """Its lease's name."""
-        if not self._lease:
-            assert self.message is not None
-            self._lease = lease_name(self.queue, self.message.lease_id or self.message.id)
-        return self._lease
-
-    @property
-    def place(self) -> TopicPartition:
-        """The partition it came from."""
-        return TopicPartition(self.record.topic, self.record.partition)
 
     def event_key(self, service: str) -> EventKey:
         """Its row in ``processed_events``."""
@@ -126,14 +121,6 @@ class Delivery:
         assert message is not None
         owner = handler.service if handler is not None else ""
         return EventKey(message.id, owner or service, message.type)
-
-
-def _mode_of(handler: Handler | None, problem: MessageError | None) -> Mode:
-    if problem is not None or handler is None:
-        return Mode.POISON
-    if handler.options.atomic:
-        return Mode.ATOMIC
-    return Mode.CONCURRENT if handler.is_async else Mode.PLAIN
 
 
 def delivery_of(record: Record, queue: QueueConf, max_bytes: int) -> Delivery | None:
@@ -164,6 +151,7 @@ class Ending(enum.Enum):
     """Not now: it stays unacknowledged and comes up again here."""
 
 
+NO_KEY = EventKey("", "", "")
 FAILURES = (Ending.RETRIED, Ending.DEAD, Ending.CANCELLED)
 """Endings that are written after the run, in a transaction of their own."""
 
@@ -202,6 +190,8 @@ class Attempt:
     born_id: UUID | None = None
     """Of the row that its failure has made for a message nobody enqueued here."""
     dead_letter_id: str = ""
+    key: EventKey = NO_KEY
+    """Of its marker in ``processed_events``."""
 
     is_published: bool = False
     """Whether its dead letter is on the topic, or need not be."""
@@ -216,7 +206,7 @@ class Attempt:
     is_released: bool = False
 
     @property
-    def is_in_hand(self) -> bool:
+    def must_not_run(self) -> bool:
         """Whether all that is left to do, should its delivery come up again, is to settle it. Of a
         completion whose COMMIT was not answered, the database has to be asked first."""
         return self.ending is not Ending.COMPLETED or self.is_announced

@@ -1,36 +1,29 @@
-"""Judging failures and writing them down. An acknowledgement follows only what is durable here."""
+"""What becomes of failures: judging them, writing them down, and their dead letters.
+
+An acknowledgement follows only what is durable here. A dead letter holds the message as it was, and
+why it died.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import uuid
+import traceback as tracebacks
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.conf import get_settings
-from kjo_django.engine import queue_policies
-from kjo_django.engine.admission import spent_and_limit
+from kjo_django.engine.admission import limit_of, load_rows
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
-from kjo_django.engine.completion import publication
-from kjo_django.engine.dead_lettering import (
-    dead_letter_of,
-    error_facts,
-    error_text,
-    origin_headers,
-    reason_of,
-    record_for_topic,
-    source_id,
-    traceback_text,
-)
-from kjo_django.engine.handler.call import ENDINGS, Ran, is_interrupt
+from kjo_django.engine.handler.call import ENDINGS, CallResult, is_interrupt
 from kjo_django.engine.handler.connections import is_unusable
 from kjo_django.engine.handler.context import Abort, facts_of
-from kjo_django.engine.job_rows import load_rows, row_id
+from kjo_django.engine.recorder import publication
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import only_in_rows, row_key
 from kjo_django.exceptions import (
@@ -39,28 +32,46 @@ from kjo_django.exceptions import (
     MessageError,
     PublishError,
     StalledError,
+    text_of,
 )
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
-from kjo_django.messages.serializers import storable_text
-from kjo_django.models import DeadLetter, DeadLetterReason, Job, JobFailure, transition
+from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, one_line, storable_text
+from kjo_django.models import (
+    DeadLetter,
+    DeadLetterReason,
+    Job,
+    JobFailure,
+    fingerprint_of,
+    source_of_job,
+    transition,
+)
 from kjo_django.models.job import ORIGIN_ID
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, Decision, RetryPolicy, import_path
-from kjo_django.runtime import Runtime, get_coordination, get_transport, jobs_database
-from kjo_django.store import store_for
-from kjo_django.transports.base import Record
+from kjo_django.runtime import Runtime, get_transport
+from kjo_django.transports.base import OutgoingRecord, Record
 
 logger = logging.getLogger("kjo_django")
 
+MAX_TRACEBACK_LENGTH = 20_000
+MAX_CODE_LENGTH = 100
+MAX_DETAILS = 10_000
+"""Bytes of JSON; larger details of an error are not kept."""
+MAX_TOPIC = 249
+MAX_HEADER_MESSAGE = 1_000
+MAX_HEADER_STACKTRACE = 4_000
 
-def policy(handler: Handler | None = None, queue: str = "") -> RetryPolicy:
+
+def policy(runtime: Runtime, handler: Handler | None, queue: str) -> RetryPolicy:
     """Return the retry policy: the handler's own back-off if it has one, else what an operator
     asked of the queue, else the settings'."""
-    conf = get_settings()
+    conf, control = runtime.settings, runtime.queue_controls.get(queue)
+    base = conf.backoff_base
+    if control is not None and control.backoff_base:
+        base = timedelta(seconds=control.backoff_base)
     own = handler.options.backoff if handler is not None else None
-    base = queue_policies.policy_of(queue).backoff_base or conf.backoff_base
     return RetryPolicy(
         own or Backoff(base, max(base, conf.backoff_max), conf.backoff_jitter),
         conf.error_recovery_delays,
@@ -68,44 +79,50 @@ def policy(handler: Handler | None = None, queue: str = "") -> RetryPolicy:
     )
 
 
-def judge(attempt: Attempt, ran: Ran) -> Attempt:
+def judge(runtime: Runtime, attempt: Attempt, called: CallResult) -> None:
     """Note how the handler's call ended, and decide what the attempt ends with."""
-    attempt.started_at, attempt.seconds = ran.started_at, ran.seconds
-    attempt.result, attempt.error, attempt.result_ttl = ran.value, ran.error, ran.result_ttl
-    if ran.error is None:
+    attempt.started_at, attempt.seconds = called.started_at, called.seconds
+    attempt.result, attempt.result_ttl = called.value, called.result_ttl
+    if called.error is None:
         attempt.ending = Ending.COMPLETED
-    elif ran.abort_reason is Abort.CANCELLED:
-        attempt.ending, attempt.reason = Ending.CANCELLED, "aborted"
-    elif isinstance(ran.error, JobCancelledError) and ran.abort_reason in _HANDED_BACK:
-        # It obeyed: what it did is undone, and the attempt is not spent.
-        attempt.ending, attempt.reason = Ending.DEFERRED, "interrupted"
     else:
-        judge_error(attempt)
-    return attempt
+        judge_error(runtime, attempt, called.error, called.abort_reason)
 
 
 _HANDED_BACK = (Abort.SHUTDOWN, Abort.LOST)
 
 
-def judge_error(attempt: Attempt, error: BaseException | None = None) -> Attempt:
+def judge_error(
+    runtime: Runtime, attempt: Attempt, error: BaseException, abort_reason: Abort | None = None
+) -> Attempt:
     """Decide whether a failed attempt is followed by another one or by the job's death.
 
-    :param error: what it failed with; its own if not given.
+    :param error: what it failed with.
+    :param abort_reason: why its run was asked to end early, if it was.
     """
-    if error is not None:
-        attempt.error, attempt.result = error, None
-    error = attempt.error
-    assert error is not None
-    queue = attempt.delivery.queue.name
+    attempt.error, attempt.result = error, None
+    delivery, conf = attempt.delivery, runtime.settings
+    if abort_reason is Abort.CANCELLED:
+        attempt.ending, attempt.reason = Ending.CANCELLED, "aborted"
+        return attempt
+    if isinstance(error, JobCancelledError) and abort_reason in _HANDED_BACK:
+        # It obeyed: what it did is undone, and the attempt is not spent.
+        attempt.ending, attempt.reason = Ending.DEFERRED, "interrupted"
+        return attempt
     try:
         # Asked again: an operator may have changed it since the attempt began.
-        limit = queue_policies.limit_of(queue, attempt.limit, attempt.number - 1)
-        decision = policy(attempt.delivery.handler, queue).decide(error, attempt.number, limit)
+        limit = limit_of(runtime, delivery.queue.name, attempt.limit, attempt.number - 1)
+        rules = policy(runtime, delivery.handler, delivery.queue.name)
+        decision = rules.decide(error, attempt.number, limit)
     except Exception:
         # A back-off of somebody's own, or an error that raises when it is looked at. Were the
         # attempt not counted, the job would run for ever.
         logger.exception("An error could not be judged, it is retried", extra=_facts(attempt))
-        decision = _by_settings(attempt.number, attempt.limit)
+        if attempt.number >= attempt.limit:
+            decision = Decision(False, timedelta(0), None, "exhausted")
+        else:
+            backoff = Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter)
+            decision = Decision(True, backoff.delay(attempt.number), None, "retry")
     if decision.pause is not None:
         attempt.pause_seconds = decision.pause.total_seconds()
     if decision.retry:
@@ -119,57 +136,58 @@ def judge_error(attempt: Attempt, error: BaseException | None = None) -> Attempt
     return attempt
 
 
-def _by_settings(attempt: int, limit: int) -> Decision:
-    """Decide by the number of attempts and the settings alone."""
-    if attempt >= limit:
-        return Decision(False, timedelta(0), None, "exhausted")
-    conf = get_settings()
-    backoff = Backoff(conf.backoff_base, conf.backoff_max, conf.backoff_jitter)
-    return Decision(True, backoff.delay(attempt), None, "retry")
+def failed_outside(runtime: Runtime, delivery: Delivery, error: BaseException) -> Attempt:
+    """Return the failed attempt of a delivery that met an error outside its handler."""
+    row = load_rows(runtime, [delivery])[1].get(delivery)
+    spent, own = 0, delivery.queue.max_attempts
+    if row is not None:
+        spent, own = row.attempts, row.max_attempts
+    elif delivery.handler is not None:
+        own = delivery.handler.max_attempts(delivery.queue)
+    limit = limit_of(runtime, delivery.queue.name, own, spent)
+    number = spent + delivery.deliveries
+    attempt = Attempt(delivery, row=row, number=number, limit=limit, started_at=timezone.now())
+    return judge_error(runtime, attempt, error)
 
 
 PAUSE_KEPT_BEYOND = timedelta(days=7)
 """How long the moment is remembered after the budget is used up: time for the attempts left."""
 
 
-def keeps_place(attempt: Attempt) -> bool:
+def keeps_place(runtime: Runtime, attempt: Attempt) -> bool:
     """Return whether a failed attempt that pauses its partition leaves its message where it is, its
-    attempt unspent: for ``KJO["PAUSE_BUDGET"]`` from the message's first pause on."""
-    message = attempt.delivery.message
+    attempt unspent: for ``KJO["PAUSE_BUDGET"]`` from the message's first pause on.
+
+    That moment is a mark in coordination, which foreign messages can have as well as jobs with a
+    row, and which outlives the worker. Where it is lost the time begins anew.
+    """
+    delivery, message = attempt.delivery, attempt.delivery.message
     if attempt.pause_seconds is None or message is None:
         return False
-    conf, now = get_settings(), timezone.now()
-    began_at = _paused_since(
-        attempt.delivery, message.id, now, conf.pause_budget + PAUSE_KEPT_BEYOND
-    )
-    if now - began_at >= conf.pause_budget:
+    conf, now, coordination = runtime.settings, timezone.now(), runtime.coordination
+    if delivery.paused_since is None:
+        name = f"PAUSED:{delivery.queue.key_prefix}:{message.id}"
+        delivery.paused_since = now
+        try:
+            found = coordination.get_marks([name]).get(name)
+            if found is None:
+                ttl = conf.pause_budget + PAUSE_KEPT_BEYOND
+                coordination.set_marks({name: now.isoformat()}, ttl)
+            else:
+                delivery.paused_since = datetime.fromisoformat(found)
+        except (CoordinationError, ValueError) as error:
+            logger.warning("When %s was paused first is known to this worker only: %s", name, error)
+    if now - delivery.paused_since >= conf.pause_budget:
         return False
     # An error of no class in particular has no delay of its own.
     attempt.pause_seconds = attempt.pause_seconds or conf.backoff_base.total_seconds()
     return True
 
 
-def _paused_since(delivery: Delivery, message_id: str, now: datetime, ttl: timedelta) -> datetime:
-    """Return when the message was paused first: now, if it never was.
-
-    The moment is a mark in coordination, which foreign messages can have as well as jobs with a
-    row, and which outlives the worker. Where it is lost the time begins anew.
-    """
-    if delivery.paused_since is None:
-        name = f"PAUSED:{delivery.queue.key_prefix}:{message_id}"
-        delivery.paused_since = now
-        try:
-            found = get_coordination().get_marks([name]).get(name)
-            if found is None:
-                get_coordination().set_marks({name: now.isoformat()}, ttl)
-            else:
-                delivery.paused_since = datetime.fromisoformat(found)
-        except (CoordinationError, ValueError) as error:
-            logger.warning("When %s was paused first is known to this worker only: %s", name, error)
-    return delivery.paused_since
+# --- Recording ------------------------------------------------------------------------------------
 
 
-def publish_dead_letters(attempts: Iterable[Attempt]) -> None:
+def publish_dead_letters(runtime: Runtime, attempts: Iterable[Attempt]) -> None:
     """Send the dead to their dead-letter topics and wait for the reports; first of the two steps of
     dead-lettering, so that a crash between them repeats a record and never loses one. An attempt
     whose record is refused is left unpublished: it must not be acknowledged.
@@ -185,12 +203,19 @@ def publish_dead_letters(attempts: Iterable[Attempt]) -> None:
             by_transport.setdefault(attempt.delivery.queue.transport, []).append(attempt)
         else:
             attempt.is_published = True
-    _note_published([attempt for dead in by_transport.values() for attempt in dead])
+    sources = {
+        source_id(a.delivery, None if a.row is None else a.row.id): a
+        for dead in by_transport.values()
+        for a in dead
+    }
+    letters = DeadLetter.objects.using(runtime.database).filter(source_id__in=sources)
+    for source in letters.values_list("source_id", flat=True) if sources else ():
+        sources[source].is_published = True
     for alias, dead in by_transport.items():
         dead = [attempt for attempt in dead if not attempt.is_published]
         try:
             answers = storing.publish(
-                get_transport(alias), [record_for_topic(attempt) for attempt in dead]
+                get_transport(alias), [record_for_topic(runtime, attempt) for attempt in dead]
             )
         except PublishError as error:
             logger.error("Dead letters not published, trying again: %s", error)
@@ -206,35 +231,17 @@ def publish_dead_letters(attempts: Iterable[Attempt]) -> None:
                 logger.error(why, answer.error, extra=_facts(attempt))
 
 
-def _note_published(dead: Sequence[Attempt]) -> None:
-    """Note which of the dead have a dead letter's row: that is written after its record."""
-    sources = {_source_of(attempt): attempt for attempt in dead}
-    letters = DeadLetter.objects.using(jobs_database()).filter(source_id__in=sources)
-    for source in letters.values_list("source_id", flat=True) if sources else ():
-        sources[source].is_published = True
-
-
-def _source_of(attempt: Attempt) -> str:
-    message, job = attempt.delivery.message, attempt.row
-    job_id = None if job is None else job.id
-    return source_id(attempt.delivery, job_id, message.generation if message else 1)
-
-
 def record_lost_attempts(runtime: Runtime, delivery: Delivery) -> None:
     """Write a failure for each attempt that was begun and has no outcome: its worker died."""
-    using = runtime.database
-    row = load_rows(runtime, [delivery], lock=False).get(row_id(delivery, runtime.service))
+    row = load_rows(runtime, [delivery])[1].get(delivery)
     if row is None or row.state not in states.OPEN:
         return
-    spent, limit = spent_and_limit(delivery, row)
+    limit = limit_of(runtime, delivery.queue.name, row.max_attempts, row.attempts)
     # That of the last attempt is written with the dead letter.
-    lost = range(spent + 1, min(spent + delivery.deliveries, limit))
-    failures = JobFailure.objects.using(using)
-    known = set(
-        failures.filter(job_id=row.id, generation=row.generation, attempt__in=lost).values_list(
-            "attempt", flat=True
-        )
-    )
+    lost = range(row.attempts + 1, min(row.attempts + delivery.deliveries, limit))
+    failures = JobFailure.objects.using(runtime.database)
+    written = failures.filter(job_id=row.id, generation=row.generation, attempt__in=lost)
+    known = set(written.values_list("attempt", flat=True))
     failures.bulk_create(
         JobFailure(
             job_id=row.id,
@@ -248,44 +255,52 @@ def record_lost_attempts(runtime: Runtime, delivery: Delivery) -> None:
     )
 
 
-def record_failures(using: str, attempts: Sequence[Attempt], worker: str) -> None:
+def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) -> None:
     """Write retries, deaths and cancellations in the caller's transaction: the failure, the job,
     the dead letter, and on a transactional transport the retry's message."""
+    using = runtime.database
     # A transaction that has read would be refused its first write on a busy SQLite.
-    store_for(using).take_write_lock()
+    runtime.store.take_write_lock()
     now = timezone.now()
     failures, letters = [], []
     for attempt in attempts:
-        if _was_recorded(using, attempt):
+        if attempt.is_in_doubt and _was_recorded(using, attempt):
             continue
-        job_id, is_current = _record_job(using, attempt, now)
+        job_id, is_current = _record_job(runtime, attempt, now)
         if not is_current:
-            # Cancelled or requeued meanwhile: the row tells, nothing is to be added.
+            # Cancelled or requeued meanwhile: its row says so, nothing is to be added.
             attempt.ending, attempt.reason = Ending.SKIPPED, "changed"
             continue
         if job_id is not None and attempt.ending in (Ending.RETRIED, Ending.DEAD):
             failures.append(_failure(attempt, job_id, now, worker))
-        _call_hook(using, attempt)
+        handler = attempt.delivery.handler
+        if handler is not None and handler.observes:
+            try:
+                with transaction.atomic(using=using):
+                    handler.on_failure(attempt)
+            except ENDINGS as error:
+                if is_interrupt(error):
+                    raise
+                facts = _facts(attempt)
+                logger.exception("The failure hook of %s failed", handler.name, extra=facts)
         if is_unusable(connections[using]):
             # What comes now would be committed without what was before it.
-            raise OperationalError("The transaction was lost while a handler was told of a failure")
+            raise OperationalError("The transaction was lost while a failure hook was called")
         if attempt.ending is Ending.DEAD:
-            letter = dead_letter_of(attempt, job_id, now)
+            letter = dead_letter_of(runtime, attempt, job_id, now)
             attempt.dead_letter_id = str(letter.pk)
             letters.append(letter)
     JobFailure.objects.using(using).bulk_create(failures)
     DeadLetter.objects.using(using).bulk_create(letters, ignore_conflicts=True)
     for attempt in attempts:
         if attempt.ending is Ending.DEAD:
-            logger.error("Dead-lettered %s", reason_of(attempt), extra=_facts(attempt))
+            logger.error("Dead-lettered %s", _line_of(attempt), extra=_facts(attempt))
 
 
 def _was_recorded(using: str, attempt: Attempt) -> bool:
     """Return whether a transaction that wrote this failure was committed, although its COMMIT was
     not answered: it is to be announced like any other."""
     job = attempt.row
-    if not attempt.is_in_doubt:
-        return False  # it is written for the first time
     if job is None:
         born = attempt.born_id
         # Not the row that sent the message, whose id the new one takes.
@@ -302,19 +317,6 @@ def _facts(attempt: Attempt) -> dict[str, Any]:
     return facts_of(attempt.delivery, attempt.number)
 
 
-def _call_hook(using: str, attempt: Attempt) -> None:
-    handler = attempt.delivery.handler
-    if handler is None or not handler.observes:
-        return
-    try:
-        with transaction.atomic(using=using):
-            handler.on_failure(attempt)
-    except ENDINGS as error:
-        if is_interrupt(error):
-            raise
-        logger.exception("The failure hook of %s failed", handler.name, extra=_facts(attempt))
-
-
 _ACTIONS: dict[Ending | None, str] = {
     Ending.RETRIED: "retry",
     Ending.DEAD: "fail",
@@ -322,9 +324,9 @@ _ACTIONS: dict[Ending | None, str] = {
 }
 
 
-def _record_job(using: str, attempt: Attempt, now: datetime) -> tuple[Any, bool]:
+def _record_job(runtime: Runtime, attempt: Attempt, now: datetime) -> tuple[Any, bool]:
     """Write the attempt's ending into its row; return its id and whether the row was still ours."""
-    job, delivery = attempt.row, attempt.delivery
+    using, job, delivery = runtime.database, attempt.row, attempt.delivery
     action = _ACTIONS[attempt.ending]
     is_retry = action == "retry"
     changes: dict[str, Any] = {
@@ -341,7 +343,7 @@ def _record_job(using: str, attempt: Attempt, now: datetime) -> tuple[Any, bool]
     if job is None:
         if delivery.message is None:
             return None, True
-        row = _birth(using, attempt, changes, now)
+        row = _birth(runtime, attempt, changes, now)
         if row is None:
             return None, True
         attempt.born_id = row.pk
@@ -351,7 +353,7 @@ def _record_job(using: str, attempt: Attempt, now: datetime) -> tuple[Any, bool]
             # Another worker had the message meanwhile, and its row was born first.
             return None, False
         if is_retry:
-            _send_retry(using, row)
+            _send_retry(runtime, row)
         return row.pk, True
     if not is_retry:
         changes["result_ttl"] = job.result_ttl if attempt.result_ttl is None else attempt.result_ttl
@@ -368,26 +370,28 @@ def _record_job(using: str, attempt: Attempt, now: datetime) -> tuple[Any, bool]
         rows = rows.filter(lease_token__in=("", attempt.row_lease))
     changed = transition(action, rows, **changes)
     if changed and is_retry:
-        _send_retry(using, Job.objects.using(using).get(pk=job.id))
+        _send_retry(runtime, Job.objects.using(using).get(pk=job.id))
     return job.id, bool(changed)
 
 
-def _send_retry(using: str, job: Job) -> None:
-    """Hand a retry over: published for its time where the transport can, else left to the relay,
-    which finds it by ``available_at``."""
-    queue = get_settings().queue(job.queue)
+def _send_retry(runtime: Runtime, job: Job) -> None:
+    """Publish a retry for its time where the transport can; else the relay finds it by its
+    ``available_at``."""
+    queue = runtime.settings.queue(job.queue)
     if storing.is_transactional(queue):
         storing.dispatch_jobs([job], queue)
 
 
-def _birth(using: str, attempt: Attempt, changes: dict[str, Any], now: datetime) -> Job | None:
+def _birth(
+    runtime: Runtime, attempt: Attempt, changes: dict[str, Any], now: datetime
+) -> Job | None:
     """Return the row of a foreign message's first failure; None where a dead letter says it all.
 
     Where a row of this service sent the message, as a stream's producer does, this one takes its
     place and id: people see one row for one task, and its state is the task's.
     """
     delivery, message, record = attempt.delivery, attempt.delivery.message, attempt.delivery.record
-    handler = delivery.handler
+    using, handler = runtime.database, delivery.handler
     assert message is not None
     if handler is None:
         return None
@@ -432,7 +436,7 @@ def _birth(using: str, attempt: Attempt, changes: dict[str, Any], now: datetime)
         offset=delivery.record.offset,
         **changes,
     )
-    sent = storing.record_of(row, get_settings().queue(row.queue)).headers
+    sent = storing.record_of(row, runtime.settings.queue(row.queue)).headers
     if envelope := names.origin_envelope(theirs, sent):
         row.headers = {**(row.headers or {}), **names.for_row(envelope)}
     return row
@@ -444,12 +448,12 @@ def _headers_for_row(headers: Mapping[str, bytes], record: Record) -> dict[str, 
     return names.for_row({**names.in_order(headers), **only_in_rows(record.key, record.value)})
 
 
-def _id_for(using: str, message: Message, record: Record) -> uuid.UUID:
+def _id_for(using: str, message: Message, record: Record) -> UUID:
     """Return the message's id for its row, or a fresh one: others name their messages as they like,
     also by the id of a job that exists. Not counting the row that sent this very message."""
     if not message.unique_id:
         try:
-            id = uuid.UUID(message.id)
+            id = UUID(message.id)
         except ValueError:
             return uuid7()
         others = Job.objects.using(using).filter(pk=id).exclude(destination=record.topic)
@@ -476,3 +480,198 @@ def _failure(attempt: Attempt, job_id: Any, now: datetime, worker: str) -> JobFa
         failed_at=now,
         retry_at=attempt.retry_at,
     )
+
+
+# --- Dead letters ---------------------------------------------------------------------------------
+
+
+def error_text(error: BaseException | None, limit: int = MAX_ERROR_LENGTH) -> str:
+    """Return what is shown of an error: its text, or its type when it has none."""
+    if error is None:
+        return ""
+    return storable_text(text_of(error), limit)
+
+
+def error_facts(error: BaseException | None) -> tuple[str, Any]:
+    """Return an error's own code and details, as far as a row can hold them: its ``code``, and what
+    its ``to_dict()`` returns, or else its ``details``."""
+    try:
+        described = getattr(error, "to_dict", None)
+        told = described() if callable(described) else getattr(error, "details", None)
+        details = _storable_json(told)
+    except Exception:
+        details = None
+    try:
+        code = getattr(error, "code", None)
+        if code is None and isinstance(details, dict):
+            code = details.get("code")
+        is_code = isinstance(code, (str, int)) and not isinstance(code, bool)
+        return (storable_text(str(code), MAX_CODE_LENGTH) if is_code else ""), details
+    except Exception:
+        return "", details
+
+
+def _storable_json(value: Any) -> Any:
+    """Return a value as JSON gives it back; None where a row cannot hold it."""
+    data = JSON.dumps(value)
+    is_storable = len(data) <= MAX_DETAILS and storable_text(text := data.decode()) == text
+    # Escaped in JSON, but no text of PostgreSQL.
+    return JSON.loads(data) if is_storable and "\\u0000" not in text else None
+
+
+def traceback_text(error: BaseException | None, limit: int = MAX_TRACEBACK_LENGTH) -> str:
+    """Return the traceback; a long one loses its beginning, not the line that raised."""
+    if error is None or error.__traceback__ is None:
+        return ""
+    try:
+        lines = tracebacks.format_exception(error)
+    except Exception:
+        # Notes that raise, a SyntaxError of other things than text: where it was is left.
+        lines = [*tracebacks.format_tb(error.__traceback__), type(error).__name__]
+    return storable_text("".join(lines))[-limit:]
+
+
+def fingerprint(handler: str, error: BaseException | None) -> str:
+    """Return an id shared by failures of one kind: handler, exception type, innermost frame."""
+    if error is None:
+        return ""
+    frames = tracebacks.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].name}" if frames else getattr(error, "reason", "")
+    return fingerprint_of(handler, import_path(type(error)), place)
+
+
+def source_id(delivery: Delivery, job_id: UUID | None) -> str:
+    """Return the digest that makes recording this death twice impossible.
+
+    Of a job: its generation. Of a foreign record: its place and time in its topic; the time tells
+    records of a topic that was deleted and created again apart.
+    """
+    message, record = delivery.message, delivery.record
+    if job_id is not None:
+        return source_of_job(job_id, message.generation if message else 1)
+    time = record.timestamp.isoformat() if record.timestamp else ""
+    identity = "\0".join([delivery.queue.consumer_group, *map(str, record.position), time])
+    return hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()
+
+
+def dead_letter_of(
+    runtime: Runtime, attempt: Attempt, job_id: UUID | None, now: datetime
+) -> DeadLetter:
+    """Return the unsaved row of a delivery that died."""
+    delivery, record = attempt.delivery, attempt.delivery.record
+    message = delivery.message
+    handler = message.type if message is not None else names.text(record.headers, names.TYPE)
+    topic, partition, offset = first_place(record)
+    return DeadLetter(
+        reason=attempt.reason,
+        source_id=source_id(delivery, job_id),
+        job_id=job_id,
+        message_id=storable_text(
+            message.id if message is not None else names.text(record.headers, names.ID), 255
+        ),
+        queue=delivery.queue.name,
+        handler=storable_text(handler, 100),
+        key=record.key,
+        value=record.value,
+        headers=names.to_json(names.in_order({**record.headers, **_unique_id(attempt)})),
+        content_type=storable_text(names.text(record.headers, names.CONTENT_TYPE), 50),
+        consumer_group=delivery.queue.consumer_group,
+        topic=topic,
+        partition=partition,
+        offset=offset,
+        error_type=storable_text(import_path(type(attempt.error)), 255) if attempt.error else "",
+        error=error_text(attempt.error),
+        traceback=traceback_text(attempt.error),
+        fingerprint=fingerprint(handler, attempt.error),
+        release=runtime.settings.release,
+        attempts=attempt.number,
+        replay_count=names.number(record.headers, names.REPLAY_COUNT, 0, names.MAX_REPLAYS),
+        failed_at=now,
+    )
+
+
+def _unique_id(attempt: Attempt) -> dict[str, bytes]:
+    """Return the header that keeps the id a job was enqueued under: only its row knows it, and
+    that may be given to another payload, or pruned, before the dead letter is replayed."""
+    message, row = attempt.delivery.message, attempt.row
+    if message is None or row is None or not row.unique_id:
+        return {}
+    if row.unique_id == message.row_name:
+        return {}  # a message nobody enqueued here: its own id
+    return names.encode({names.UNIQUE_ID: row.unique_id})
+
+
+def first_place(record: Record) -> tuple[str, int, int]:
+    """Return topic, partition and offset of where a record was read before its retries and replays.
+
+    As far as its headers say: to be shown, not to be believed.
+    """
+    told = record.headers
+    topic = names.identifier(told, names.DLQ_ORIGINAL_TOPIC, MAX_TOPIC)
+    if not topic:
+        return record.position
+    return (
+        topic,
+        names.number(told, names.DLQ_ORIGINAL_PARTITION, record.partition),
+        names.number(told, names.DLQ_ORIGINAL_OFFSET, record.offset, most=names.MAX_OFFSET),
+    )
+
+
+def origin_headers(record: Record) -> dict[str, bytes]:
+    """Return the headers that say where a record was read first."""
+    return names.encode(
+        {
+            names.DLQ_ORIGINAL_TOPIC: record.topic,
+            names.DLQ_ORIGINAL_PARTITION: record.partition,
+            names.DLQ_ORIGINAL_OFFSET: record.offset,
+            names.DLQ_ORIGINAL_TIMESTAMP: record.timestamp and record.timestamp.isoformat(),
+        }
+    )
+
+
+def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
+    """Return the record for the dead-letter topic: key, value and every header as they were, with
+    ours added or replaced, never appended, and the first origin kept."""
+    delivery, record, error = attempt.delivery, attempt.delivery.record, attempt.error
+    now = timezone.now().isoformat()
+    message = delivery.message
+    told = names.encode(
+        {
+            names.DLQ_GROUP: delivery.queue.consumer_group,
+            names.DLQ_HANDLER: message.type if message else None,
+            names.DLQ_MESSAGE_ID: message.id if message else None,
+            names.DLQ_JOB_ID: message.job_id if message else None,
+            names.DLQ_ATTEMPTS: attempt.number,
+            names.DLQ_FIRST_FAILED_AT: now,
+            names.DLQ_LAST_FAILED_AT: now,
+            names.DLQ_REASON: str(attempt.reason),
+            names.DLQ_EXCEPTION_TYPE: import_path(type(error)) if error else None,
+            names.DLQ_EXCEPTION_MESSAGE: error_text(error, MAX_HEADER_MESSAGE) if error else None,
+            names.DLQ_EXCEPTION_STACKTRACE: traceback_text(error, MAX_HEADER_STACKTRACE) or None,
+        }
+    )
+    kept = {name: record.headers[name] for name in names.FIRST_WINS if name in record.headers}
+    headers = {
+        **record.headers,
+        **_unique_id(attempt),
+        **origin_headers(record),
+        **told,
+        **kept,
+    }
+    if not runtime.settings.dead_letter_exception_headers:
+        # Nor those of an earlier death, which travel with the message.
+        for name in (names.DLQ_EXCEPTION_MESSAGE, names.DLQ_EXCEPTION_STACKTRACE):
+            headers.pop(name, None)
+    return OutgoingRecord(
+        topic=delivery.queue.dead_letter_topic,
+        key=record.key,
+        value=record.value,
+        headers=headers,
+    )
+
+
+def _line_of(attempt: Attempt) -> str:
+    """Return one line for the log, and no more than one, whatever others wrote."""
+    delivery = attempt.delivery
+    which = delivery.message.id if delivery.message else delivery.record.position
+    return one_line(f"{which}: {attempt.reason}: {error_text(attempt.error)}")

@@ -8,10 +8,14 @@
     announce     hooks, signals, waiters, statistics
     release      the leases
 
-A runner takes the claimed through the steps in the middle: ``TransactionRunner`` admits, runs and
-records completions in one transaction, ``LeasedRunner`` and ``LoopRunner`` outside of one. Failures
-are always recorded here. When a group's transaction fails as a whole, its deliveries run again one
-by one, so one bad job never takes others with it.
+Where the kinds of handlers differ:
+
+- Atomic ones are admitted, run and recorded in the group's transaction. Should that fail as a
+  whole, its deliveries run again one by one, so one bad job never takes others with it.
+- Those outside a transaction are admitted under leases in their jobs' rows. What has ended waits in
+  a queue, and is settled together by the lane that ran it, or by the recorder while that is busy.
+- Coroutines leave their lane when they start. The recorder settles what has ended since its last
+  look.
 
 Each attempt says how far it has come, so what is raised in one step is resumed at that step: no
 handler runs again whose effects are committed, and nothing that is committed goes unannounced.
@@ -21,42 +25,50 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from uuid import UUID
 
-from django.db import DatabaseError
+from django.db import DatabaseError, OperationalError, connections
 from django.utils import timezone
 
 from kjo_django import signals, tracing
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
-from kjo_django.engine import admission, completion, failures
+from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.admission import HeldBack
 from kjo_django.engine.attempt import FAILURES, Attempt, Delivery, Ending, Mode
-from kjo_django.engine.handler.call import ENDINGS, is_interrupt
+from kjo_django.engine.handler.call import ENDINGS, is_interrupt, leaving_no_blocks
 from kjo_django.engine.handler.connections import (
     answers,
     drop_broken_connections,
     freshen_connections,
 )
 from kjo_django.engine.handler.context import JobContext, facts_of
+from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.engine.handler.timeouts import TimeoutWatch
-from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.engine.outage_retry import OUTAGES, Next, OutageRetry
-from kjo_django.engine.recorder import Recorder
+from kjo_django.engine.recorder import OUTAGES, EndedQueue, Next, OutageRetry, Recorder
 from kjo_django.engine.runners.leased import LeasedRunner
 from kjo_django.engine.runners.loop import LoopRunner
-from kjo_django.engine.runners.transaction import TransactionRunner
+from kjo_django.engine.runners.transaction import ConnectionLost, RolledBack, TransactionRunner
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
+from kjo_django.models import EventKey
 
 logger = logging.getLogger("kjo_django")
 
 HELD_ELSEWHERE_DELAY = 1.0
 """Seconds until a delivery somebody else holds is looked at again."""
+SETTLED_TOGETHER = 1000
+"""Most coroutines that are settled in one transaction."""
+_OF_GROUP = (Ending.COMPLETED, Ending.DUPLICATE, Ending.SKIPPED)
+"""Endings that the group's own transaction makes durable."""
 
 Listener = Callable[[Sequence[Attempt]], None]
 """Is called with attempts whose endings are durable."""
@@ -71,7 +83,7 @@ class Pipeline:
     :param on_pause: is called with each attempt whose partition is to be paused for its
         ``pause_seconds``, before its message may be run again.
     :param stopping: set when the worker stops. Without it ``run_once`` raises all outages; with it,
-        those that ``atomic=False`` handlers meet are waited out, their endings in hand.
+        those that ``atomic=False`` handlers meet are waited out, and what has run is kept.
     :param on_settled: where given, coroutines outside a transaction run on an event loop of their
         own: ``run`` returns while they do. It is called with the deliveries whose coroutines have
         ended, and those of them that are deferred.
@@ -92,7 +104,7 @@ class Pipeline:
         on_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self._leases = leases
-        self._runtime = leases.runtime
+        self._runtime = runtime = leases.runtime
         self._worker = worker
         self._watch = watch
         self._listeners = listeners
@@ -100,21 +112,14 @@ class Pipeline:
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
         self._recorder = Recorder(on_thread)
-        self._transaction = TransactionRunner(leases, watch, on_measure)
+        self._transaction = TransactionRunner(runtime, watch, on_measure)
         self._leased = LeasedRunner(
-            leases, watch, on_measure, self._settle, self._recorder, stopping
+            runtime, watch, on_measure, self._stopping, is_own=self._is_workers
         )
         self._loop: LoopRunner | None = None
         if on_settled is not None:
-            self._loop = LoopRunner(
-                self._leased,
-                leases,
-                watch,
-                self._settle,
-                self._recorder,
-                on_settled=on_settled,
-                on_thread=on_thread,
-            )
+            ended = EndedQueue(partial(self._settle_coroutines, on_settled), 0.0, self._recorder)
+            self._loop = LoopRunner(runtime, watch, ended, self._recorder, on_thread)
 
     def close(self, timeout: float) -> None:
         """End the threads it started, waiting so many seconds for them."""
@@ -133,12 +138,14 @@ class Pipeline:
 
         :param running: those whose coroutines run on after the return are added to it.
         """
-        left, retry = list(deliveries), OutageRetry(self._stopping)
+        left, retry = list(deliveries), None
         while True:
             try:
                 return self.run_once(left, mode, running)
             except OUTAGES as error:
-                following = retry.after(error, "The group cannot be settled", 1)
+                retry = retry or OutageRetry(self._stopping)
+                using = self._runtime.database
+                following = retry.after(error, using, "The group cannot be settled", 1)
                 left = _unsettled(left, running)
                 # What a database that is there refuses again and again must not keep a lane.
                 if following is not Next.AGAIN:
@@ -157,18 +164,22 @@ class Pipeline:
     ) -> list[Delivery]:
         """Run a group to its durable end; an outage is raised. Returns the deferred."""
         freshen_connections(is_own=self._is_workers)
-        held_back = HeldBack()
-        deferred, left = self._resume(deliveries, held_back)
+        held_back, deferred, left = HeldBack(), [], list(deliveries)
+        # What has ended is only to be settled.
+        ended = [d.attempt for d in left if d.attempt is not None and d.attempt.must_not_run]
+        if ended:
+            deferred = held_back.defer(self._settle(ended))
+            left = [d for d in left if not d.is_settled and d not in deferred]
+            deferred += [delivery for delivery in left if held_back.covers(delivery)]
+            left = [delivery for delivery in left if not held_back.covers(delivery)]
         if not left:
             return deferred
         if mode is Mode.POISON:
-            return deferred + self._settle(
-                [admission.refuse(self._runtime, delivery) for delivery in left]
-            )
+            refused = [admission.refuse(self._runtime, delivery) for delivery in left]
+            return deferred + self._settle(refused)
         is_orphan = len(left) == 1 and (left[0].is_orphan or not self._is_workers)
         left[0].is_orphan = False  # deferred once more, it waits as others do
-        names = [delivery.lease for delivery in left]
-        claims = self._leases.claim(names, left[0].queue.processing_ttl)
+        claims = self._leases.claim([d.lease for d in left], left[0].queue.processing_ttl)
         if claims.count(FIRST_CLAIM) == len(claims):
             for delivery in left:
                 delivery.deliveries = 1
@@ -183,17 +194,38 @@ class Pipeline:
             self._leases.release([delivery.lease for delivery in waiting])
         return deferred + waiting
 
-    def _resume(
-        self, deliveries: Sequence[Delivery], held_back: HeldBack
-    ) -> tuple[list[Delivery], list[Delivery]]:
-        """Settle the attempts that are in hand; return the deferred, and what is to be run."""
-        in_hand = [d.attempt for d in deliveries if d.attempt is not None and d.attempt.is_in_hand]
-        if not in_hand:
-            return [], list(deliveries)
-        deferred = held_back.defer(self._settle(in_hand))
-        others = [d for d in deliveries if not d.is_settled and d not in deferred]
-        deferred += [delivery for delivery in others if delivery in held_back]
-        return deferred, [delivery for delivery in others if delivery not in held_back]
+    def abandon(
+        self,
+        deliveries: Sequence[Delivery],
+        hung: Sequence[tuple[JobContext, float, Delivery]],
+    ) -> list[Delivery]:
+        """Judge handlers that have hung as failed, and take their group from the thread that ran
+        it; returns what is to come up again: that settles the failures, and runs the others.
+
+        :param deliveries: the group, whose thread has no database session any more.
+        :param hung: the runs that did not end, and for how many seconds they have lasted.
+        """
+        runtime = self._runtime
+        left = _unsettled(deliveries, None)
+        _, rows = admission.load_rows(runtime, left)
+        ids = [row.id for row in rows.values() if row.lease_token == self._leases.token]
+        self._leases.let_rows_go(ids)
+        runtime.store.release_row_leases(ids, self._leases.token)
+        for context, seconds, delivery in hung:
+            attempt = Attempt(
+                delivery,
+                row=rows.get(delivery),
+                number=context.attempt,
+                limit=context.max_attempts,
+                started_at=timezone.now() - timedelta(seconds=seconds),
+                seconds=seconds,
+            )
+            error = HandlerTimeout(
+                "The handler exceeded its timeout and could not be interrupted; its thread was "
+                f"given up after {seconds:.0f} s"
+            )
+            delivery.attempt = failures.judge_error(runtime, attempt, error)
+        return self._defer(left, ())
 
     # --- Claim ------------------------------------------------------------------------------------
 
@@ -217,7 +249,7 @@ class Pipeline:
         deferred: list[Delivery] = []
         for delivery, claim in zip(deliveries, claims, strict=True):
             delivery.deliveries = max(1, claim.deliveries)
-            if delivery in held_back:
+            if held_back.covers(delivery):
                 deferred.append(delivery)
             elif delivery.lease in abandoned or (claim.acquired and claim.deliveries > 1):
                 orphans.append(delivery)
@@ -255,7 +287,7 @@ class Pipeline:
         """Begin what a dead worker had begun, which counts as a delivery; False: somebody else
         has."""
         ttl = delivery.queue.processing_ttl
-        (claim,) = self._leases.take_over([delivery.lease], ttl)
+        (claim,) = self._leases.claim([delivery.lease], ttl, takes_over=True)
         delivery.deliveries = max(1, claim.deliveries)
         if claim.acquired and delivery.deliveries > 1:
             try:
@@ -266,49 +298,41 @@ class Pipeline:
                 drop_broken_connections()
         return claim.acquired
 
-    # --- Admit and run ----------------------------------------------------------------------------
+    # --- Admit, run and record, in the group's transaction ----------------------------------------
 
     def _run_claimed(
         self, deliveries: list[Delivery], mode: Mode, running: set[Delivery] | None
     ) -> list[Delivery]:
-        """Run what nobody else holds; returns the deferred."""
-        if mode is Mode.ATOMIC:
-            return self._run_in_transaction(deliveries)
-        if mode is Mode.PLAIN or self._loop is None or running is None:
-            return self._leased.run(deliveries)
-        attempts = self._leased.admit(deliveries)
-        if admitted := [attempt for attempt in attempts if attempt.ending is None]:
-            running.update(attempt.delivery for attempt in admitted)
-            self._loop.run(admitted)
-        return self._settle([a for a in attempts if a.delivery not in running])
-
-    def _run_in_transaction(self, deliveries: list[Delivery]) -> list[Delivery]:
-        """Run a group in its transaction and, should that fail, each delivery in its own."""
-        if len(deliveries) > 1:
-            attempts: list[Attempt] = []
-            try:
-                self._transaction.run(deliveries, attempts)
-            except Exception as error:
-                if isinstance(error, OUTAGES) and not isinstance(error, DatabaseError):
-                    raise
-                logger.warning(
-                    "A group of %d failed and runs again one by one: %s",
-                    len(deliveries),
-                    error,
-                    exc_info=not isinstance(error, DatabaseError),
-                )
-                freshen_connections(is_own=self._is_workers)
-            else:
-                return self._settle(attempts)
+        """Admit, run and settle what nobody else holds; returns the deferred."""
+        if mode is not Mode.ATOMIC:
+            return self._run_leased(deliveries, mode, running)
+        if len(deliveries) == 1:
+            return self._settle([self._run_alone(deliveries[0])])
+        try:
+            attempts = self._run_in_transaction(deliveries)
+        except Exception as error:
+            if isinstance(error, OUTAGES) and not isinstance(error, DatabaseError):
+                raise
+            logger.warning(
+                "A group of %d failed and runs again one by one: %s",
+                len(deliveries),
+                error,
+                exc_info=not isinstance(error, DatabaseError),
+            )
+            freshen_connections(is_own=self._is_workers)
+        else:
+            return self._settle(attempts)
         deferred: list[Delivery] = []
         held_back = HeldBack()
         refused: DatabaseError | None = None
         for delivery in deliveries:
-            if delivery in held_back:
+            if held_back.covers(delivery):
                 deferred.append(delivery)
                 continue
             try:
-                waiting = self._settle(held_back.after([self._transaction.run_alone(delivery)]))
+                attempt = self._run_alone(delivery)
+                held_back.after([attempt])
+                waiting = self._settle([attempt])
             except DatabaseError as error:
                 if not answers(self._runtime.database):
                     raise
@@ -320,38 +344,276 @@ class Pipeline:
             raise refused
         return deferred
 
-    def abandon(
+    def _run_in_transaction(self, deliveries: Sequence[Delivery]) -> list[Attempt]:
+        """Admit, run and record a group in one transaction.
+
+        Without savepoints where every handler of the group has no effect that a roll-back does not
+        undo: the first that fails undoes all, and all run again, each behind its own.
+
+        :raises DatabaseError: the transaction failed as a whole; nothing has taken effect.
+        """
+        attempts: list[Attempt] = []
+        ended: Sequence[Attempt] = ()
+        if all(d.handler is not None and d.handler.options.database_only for d in deliveries):
+            try:
+                self._transact(deliveries, attempts)
+                return attempts
+            except RolledBack as rolled_back:
+                ended = rolled_back.ended
+                attempts.clear()
+        self._transact(deliveries, attempts, ended, savepoints=True)
+        return attempts
+
+    def _run_alone(self, delivery: Delivery) -> Attempt:
+        """Admit, run and record a delivery in its own transaction. What its commit raises is its
+        own failure, and so is any error of ours.
+
+        :raises DatabaseError: the database is away.
+        """
+        attempts: list[Attempt] = []
+        try:
+            self._transact([delivery], attempts, savepoints=delivery.batch is not None)
+            return attempts[0]
+        except RolledBack as rolled_back:
+            # Was that the handler's doing, or the database's, which is away?
+            if not answers(self._runtime.database):
+                raise OperationalError("The database went away") from rolled_back
+            return attempts[0]
+        except OUTAGES as error:
+            attempt = attempts[0] if attempts else None
+            is_ran = attempt is not None and attempt.ending is Ending.COMPLETED
+            is_judged = isinstance(error, ConnectionLost)
+            # A database that answers again at once was not down: the job broke its connection or
+            # its commit, and would do so for ever if that did not count as an attempt.
+            if (
+                attempt is None
+                or not isinstance(error, DatabaseError)
+                or not (is_ran or is_judged)
+                or not answers(self._runtime.database)
+            ):
+                raise
+            if is_judged:
+                return attempt
+            if attempt.is_in_doubt and self._is_committed(attempt):
+                attempt.is_recorded = attempt.is_confirmed = True
+                return attempt
+            return failures.judge_error(self._runtime, attempt, error)
+        except Exception as error:
+            logger.exception("An attempt of %s could not be judged; it counts", delivery.kind)
+            return failures.failed_outside(self._runtime, delivery, error)
+
+    def _is_committed(self, attempt: Attempt) -> bool:
+        """Return whether the COMMIT of a completion that was not answered has taken effect."""
+        handler = attempt.delivery.handler
+        if handler is None or (handler.judges_itself and not attempt.is_marked):
+            return False  # its marker is of an earlier message
+        return attempt.key in self._runtime.store.known_markers([attempt.key])
+
+    def _transact(
         self,
         deliveries: Sequence[Delivery],
-        hung: Sequence[tuple[JobContext, float, Delivery]],
-    ) -> list[Delivery]:
-        """Judge handlers that have hung as failed, and take their group from the thread that ran
-        it; returns what is to come up again: that settles the failures, and runs the others.
+        attempts: list[Attempt],
+        ended: Sequence[Attempt] = (),
+        *,
+        savepoints: bool = False,
+    ) -> None:
+        """Admit, run and record a group in one transaction. The markers are its first write, the
+        update of the jobs' rows its last: what a handler wrote is committed together with the
+        record that it has run, or not at all.
 
-        :param deliveries: the group, whose thread has no database session any more.
-        :param hung: the runs that did not end, and for how many seconds they have lasted.
+        :param attempts: one of each delivery is added to it.
+        :param ended: those that ended in an earlier transaction, and are not to run again.
+        :param savepoints: whether each handler runs behind one.
+        :raises RolledBack: a handler has failed that has no savepoint.
         """
-        runtime = self._runtime
-        left = _unsettled(deliveries, None)
-        rows = load_rows(runtime, left, lock=False)
-        ids = [row.id for row in rows.values() if row.lease_token == self._leases.token]
-        self._leases.let_rows_go(ids)
-        runtime.store.release_row_leases(ids, self._leases.token)
-        for context, seconds, delivery in hung:
-            attempt = Attempt(
-                delivery,
-                row=rows.get(row_id(delivery, runtime.service)),
-                number=context.attempt,
-                limit=context.max_attempts,
-                started_at=timezone.now() - timedelta(seconds=seconds),
-                seconds=seconds,
+        self._watch.check()
+        store, using = self._runtime.store, self._runtime.database
+        connection = connections[using]
+        savepoint = LazySavepoint(connection, store) if savepoints else None
+        with (
+            recorder.recording(store, calls_handlers=True) as recorded,
+            leaving_no_blocks(connection),
+            savepoint.group() if savepoint is not None else nullcontext(),
+        ):
+            admitted = admission.admit_group(self._leases, deliveries, marks=True)
+            earlier = {attempt.delivery: attempt for attempt in ended}
+            attempts += [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
+            self._transaction.run(attempts, savepoint)
+            self._watch.check()
+            completed = [a for a in attempts if a.ending is Ending.COMPLETED]
+            if len(completed) < len(attempts):
+                # A marker left behind would make every later attempt look like a duplicate.
+                marked = {attempt.key for attempt in attempts if attempt.is_marked}
+                store.delete_markers(marked - {attempt.key for attempt in completed})
+            durable = [a for a in attempts if a.ending in _OF_GROUP]
+            recorder.acknowledge_within(durable)
+            # But for those that have a hook to be called under their leases.
+            leased = [
+                a for a in durable if not (a.delivery.handler and a.delivery.handler.observes)
+            ]
+            leases = [attempt.delivery.lease for attempt in leased]
+            is_released = self._leases.release_within(using, leases)
+            recorded += completed
+            recorder.complete(store, completed, is_last=True)
+        if is_released:
+            self._leases.forget(leases)
+            for attempt in leased:
+                attempt.is_released = True
+
+    # --- Admit and run outside a transaction ------------------------------------------------------
+
+    def _run_leased(
+        self, deliveries: list[Delivery], mode: Mode, running: set[Delivery] | None
+    ) -> list[Delivery]:
+        """Run a group under leases in rows until each of its attempts is settled, or its coroutine
+        runs; returns the deferred.
+
+        An admission is good for the groups' budget: what has not begun by then is judged again
+        first. When the worker stops, nothing begins any more but the first of a group.
+        """
+        if mode is Mode.CONCURRENT and self._loop is not None and running is not None:
+            attempts = self._admit_leased(deliveries)
+            if admitted := [attempt for attempt in attempts if attempt.ending is None]:
+                running.update(attempt.delivery for attempt in admitted)
+                self._loop.run(admitted)
+            return self._settle([a for a in attempts if a.delivery not in running])
+        # One that comes up twice keeps its lease until the last has been.
+        counts = Counter(delivery.lease for delivery in deliveries)
+        twice = {name for name, count in counts.items() if count > 1}
+        ended = EndedQueue(
+            partial(self._settle, keep=twice),
+            self._runtime.settings.group_budget.total_seconds(),
+            self._recorder if self._is_workers else None,
+        )
+        left, size, has_begun, retry = deliveries, len(deliveries), False, None
+        while left and not (has_begun and self._stopping.is_set()):
+            ended.deferred += [d for d in left if ended.held_back.covers(d)]
+            left = [d for d in left if not ended.held_back.covers(d)]
+            part = self._without_repeats(left[:size])
+            try:
+                attempts = self._admit_leased(part) if part else []
+            except OUTAGES as error:
+                retry = retry or OutageRetry(self._stopping if self._is_workers else None)
+                using = self._runtime.database
+                following = retry.after(error, using, "Jobs cannot be admitted", len(part))
+                if following is Next.STOPPED:
+                    break
+                if following is Next.SPLIT:
+                    size = 1
+                elif following is Next.REFUSED:
+                    # It must not keep those behind it, nor the lane.
+                    ended.deferred += ended.held_back.defer(part)
+                    left, retry = left[len(part) :], None
+                continue
+            retry = None
+            self._run_admitted(attempts, ended)
+            not_begun = [a.delivery for a in attempts if a.ending is None]
+            has_begun = has_begun or any(a.started_at is not None for a in attempts)
+            # It took longer than was thought when the group was formed.
+            size = max(1, 2 * (len(part) - len(not_begun)))
+            left = not_begun + left[len(part) :]
+        if twice:
+            self._leases.release(list(twice))
+        return ended.deferred + left
+
+    def _run_admitted(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
+        """Run what was admitted as long as that is good, and settle what has ended."""
+        try:
+            self._leased.run(attempts, ended)
+        finally:
+            self._recorder.forget(ended)
+            try:
+                ended.settle()
+            finally:
+                self._release_rows(attempts, {*ended.deferred})
+
+    def _without_repeats(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Return the first of a group, and no message twice: its second record is judged when what
+        the first ended with is recorded."""
+        service = self._runtime.service
+        first: dict[EventKey, Delivery] = {}
+        for delivery in deliveries:
+            if first.setdefault(delivery.event_key(service), delivery) is not delivery:
+                break
+        return list(first.values())
+
+    def _admit_leased(self, deliveries: Sequence[Delivery]) -> list[Attempt]:
+        """Decide what may run and lease its rows, which is renewed until ``_release_rows``.
+
+        Of two records of one job one is deferred.
+        """
+        leases, now = self._leases, timezone.now()
+        attempts = admission.admit_group(leases, deliveries, marks=False)
+        judged = {a.row.id: a.row for a in attempts if a.ending is None and a.row is not None}
+        # Another record of a job may be with another lane, and its lease is this worker's too.
+        free = leases.hold_rows(judged)
+        won: set[UUID] = set()
+        try:
+            # Whoever else changed a row since, and be it by leasing it, has it.
+            won = self._runtime.store.take_row_leases(
+                [row for id, row in judged.items() if id in free],
+                leases.token,
+                now,
+                now + leases.ttl,
             )
-            error = HandlerTimeout(
-                "The handler exceeded its timeout and could not be interrupted; its thread was "
-                f"given up after {seconds:.0f} s"
-            )
-            delivery.attempt = failures.judge_error(attempt, error)
-        return self._defer(left, ())
+        finally:
+            leases.let_rows_go(free - won)
+        for attempt in attempts:
+            if attempt.ending is not None:
+                continue
+            if attempt.row is None or attempt.row.id in won:
+                attempt.row_lease = leases.token
+                if attempt.row is not None:
+                    won.discard(attempt.row.id)  # a second record of the job waits for the first
+            else:
+                attempt.ending, attempt.reason = Ending.DEFERRED, "leased"
+        return attempts
+
+    def _release_rows(self, attempts: Sequence[Attempt], deferred: Collection[Delivery]) -> None:
+        """Stop renewing the row leases, and let others have at once what was admitted and has no
+        ending that was recorded; its lease would expire by itself."""
+        if self._watch.is_abandoned:
+            return  # they may be another thread's by now
+        held = [a for a in attempts if a.row is not None and a.row_lease is not None]
+        self._leases.let_rows_go(a.row.id for a in held if a.row is not None)
+        ids = [
+            attempt.row.id
+            for attempt in held
+            if attempt.row is not None
+            and (attempt.started_at is None or attempt.delivery in deferred)
+        ]
+        if not ids:
+            return
+        try:
+            self._runtime.store.release_row_leases(ids, self._leases.token)
+        except OUTAGES as error:
+            logger.warning("Leases of %d jobs are not given back: %s", len(ids), error)
+            drop_broken_connections()
+
+    def _settle_coroutines(
+        self,
+        on_settled: Callable[[Sequence[Delivery], Collection[Delivery]], None],
+        attempts: list[Attempt],
+    ) -> list[Delivery]:
+        """Settle coroutines that have ended, in the recorder's thread."""
+        loop = self._loop
+        for start in range(0, len(attempts), SETTLED_TOGETHER):
+            if loop is None or loop.is_closed:
+                break
+            some = attempts[start : start + SETTLED_TOGETHER]
+            deliveries = [attempt.delivery for attempt in some]
+            back = set(deliveries)
+            try:
+                loop.judge(some)
+                back = set(self._settle(some))
+            except Exception:
+                # Nothing was acknowledged: they run again, and so it is seen.
+                logger.exception("%d coroutines could not be settled", len(deliveries))
+                self._leases.release([d.lease for d in deliveries], count_delivery=True)
+            finally:
+                self._release_rows(some, back)
+                on_settled(deliveries, back)
+        return []
 
     # --- Record -----------------------------------------------------------------------------------
 
@@ -368,17 +630,24 @@ class Pipeline:
         completed: list[Attempt] = []
         failed: list[Attempt] = []
         waiting: list[Delivery] = []
-        for attempt in map(_resolved, attempts):
-            is_in_hand = attempt is attempt.delivery.attempt
-            if attempt.pause_seconds is not None and self._is_workers and not is_in_hand:
-                self._pause(attempt)
+        for attempt in attempts:
+            earlier = attempt.delivery.attempt
+            if earlier is not None and earlier is not attempt:
+                attempt = _resolved(attempt, earlier)
+            is_judged_now = attempt is not attempt.delivery.attempt
+            if attempt.pause_seconds is not None and self._is_workers and is_judged_now:
+                # Leave the message in its place there if its time allows.
+                if failures.keeps_place(self._runtime, attempt):
+                    attempt.ending, attempt.reason = Ending.DEFERRED, "paused"
+                if attempt.pause_seconds:
+                    self._on_pause(attempt)
             if attempt.ending is Ending.DEFERRED:
                 waiting.append(attempt.delivery)
-            elif attempt.is_recorded:
-                durable.append(attempt)
-            elif attempt.ending is Ending.COMPLETED:
+                continue
+            is_new = not attempt.is_recorded
+            if is_new and attempt.ending is Ending.COMPLETED:
                 completed.append(attempt)
-            elif attempt.ending in FAILURES or admission.is_left_open(attempt):
+            elif is_new and (attempt.ending in FAILURES or admission.is_left_open(attempt)):
                 failed.append(attempt)
             else:
                 durable.append(attempt)
@@ -391,32 +660,27 @@ class Pipeline:
             deferred += self._record_failures(failed, keep)
         return deferred
 
-    def _pause(self, attempt: Attempt) -> None:
-        """Pause its partition, and leave the message in its place there if its time allows."""
-        if failures.keeps_place(attempt):
-            attempt.ending, attempt.reason = Ending.DEFERRED, "paused"
-        if attempt.pause_seconds:
-            self._on_pause(attempt)
-
     def _record_completions(
         self, attempts: Sequence[Attempt], keep: Collection[str]
     ) -> list[Delivery]:
         """Make completions outside a transaction durable, and finish them. One that the database
         refuses again and again is a failure of its attempt. Returns the deferred: they run again.
         """
+        using = self._runtime.database
         retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
         while True:
             try:
                 freshen_connections(is_own=self._is_workers)
-                self._leased.record(attempts)
+                self._watch.check()
+                recorder.record_completions(self._runtime, attempts, self._leases.token)
                 break
             except Exception as error:
-                following = retry.after(error, "Endings cannot be recorded", len(attempts))
+                following = retry.after(error, using, "Endings cannot be recorded", len(attempts))
                 if following is Next.SPLIT:
                     return [d for one in attempts for d in self._record_completions([one], keep)]
                 if following is Next.REFUSED:
                     for attempt in attempts:
-                        failures.judge_error(attempt, error)
+                        failures.judge_error(self._runtime, attempt, error)
                     break
                 if following is Next.STOPPED:
                     return self._defer([attempt.delivery for attempt in attempts], keep)
@@ -427,6 +691,7 @@ class Pipeline:
     ) -> list[Delivery]:
         """Make failures durable, and finish them; returns the deferred: with their attempt in hand,
         which is recorded should they come up here again."""
+        using = self._runtime.database
         retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
         if tracing.tracer is not None:
             tracing.tracer.failing([a for a in attempts if a.ending in FAILURES])
@@ -437,7 +702,7 @@ class Pipeline:
             except Exception as error:
                 for attempt in attempts:
                     attempt.delivery.attempt = attempt
-                following = retry.after(error, "Failures cannot be recorded", len(attempts))
+                following = retry.after(error, using, "Failures cannot be recorded", len(attempts))
                 if following is Next.SPLIT:
                     return [d for one in attempts for d in self._record_failures([one], keep)]
                 if following is Next.REFUSED:
@@ -460,34 +725,24 @@ class Pipeline:
     def _write_failures(self, attempts: Sequence[Attempt]) -> None:
         """Publish the dead letters, then commit everything about these attempts but those whose
         dead letter was refused by its topic."""
-        failures.publish_dead_letters([a for a in attempts if a.ending is Ending.DEAD])
+        runtime = self._runtime
+        failures.publish_dead_letters(runtime, [a for a in attempts if a.ending is Ending.DEAD])
         writable = [a for a in attempts if a.is_published or a.ending is not Ending.DEAD]
-        using, store = self._runtime.database, self._runtime.store
-        with completion.recording(store, calls_handlers=True) as recorded:
+        with recorder.recording(runtime.store, calls_handlers=True) as recorded:
             recorded += writable
-            completion.close_known(using, [a for a in writable if a.ending is Ending.DUPLICATE])
+            duplicates = [attempt for attempt in writable if attempt.ending is Ending.DUPLICATE]
+            recorder.complete_open_rows(runtime.database, duplicates)
             failed = [attempt for attempt in writable if attempt.ending in FAILURES]
-            failures.record_failures(using, failed, self._worker)
-            completion.acknowledge_within(writable)
+            failures.record_failures(runtime, failed, self._worker)
+            recorder.acknowledge_within(writable)
 
     # --- Acknowledge, announce, release -----------------------------------------------------------
 
     def _finish(self, attempts: Sequence[Attempt], keep: Collection[str]) -> list[Delivery]:
         """Acknowledge, announce and release what is durable. Nothing that is raised here undoes
         that; returns what could not be acknowledged, which is to be done when it comes up again."""
-        deferred = self._acknowledge(attempts)
-        # Before anybody hears of a failure, since a retry may come to another worker at once.
-        self._release([a for a in attempts if a.ending in FAILURES], keep)
-        try:
-            self._announce([attempt for attempt in attempts if not attempt.is_announced])
-        finally:
-            self._release(attempts, keep)
-        return deferred
-
-    def _acknowledge(self, attempts: Sequence[Attempt]) -> list[Delivery]:
-        """Acknowledge, by subscription; returns what could not be."""
         deferred: list[Delivery] = []
-        for subscription, group in completion.by_subscription(attempts):
+        for subscription, group in recorder.by_subscription(attempts):
             try:
                 subscription.acknowledge(
                     [a.delivery.record for a in group if not a.is_acknowledged]
@@ -502,6 +757,18 @@ class Pipeline:
                     attempt.is_acknowledged = attempt.is_recorded = True
                     attempt.delivery.attempt = None
                     attempt.delivery.is_settled = True
+        held = [a for a in attempts if not a.is_released and a.delivery.lease not in keep]
+        # Before anybody hears of a failure, since a retry may come to another worker at once.
+        if failed := [a.delivery.lease for a in held if a.ending in FAILURES and a.delivery.lease]:
+            self._leases.release(failed)
+        try:
+            self._announce([attempt for attempt in attempts if not attempt.is_announced])
+        finally:
+            others = [a.delivery.lease for a in held if a.ending not in FAILURES]
+            if leases := [lease for lease in others if lease]:
+                self._leases.release(leases)
+            for attempt in held:
+                attempt.is_released = True
         return deferred
 
     def _announce(self, attempts: Sequence[Attempt]) -> None:
@@ -518,19 +785,10 @@ class Pipeline:
                 # The state is committed; a hook cannot take it back.
                 facts = facts_of(attempt.delivery, attempt.number)
                 _call_isolated(handler.on_settled, attempt, handler.name, facts)
-        log_skipped(attempts)
+            if attempt.ending is Ending.SKIPPED or attempt.reason == "lease lost":
+                _log_skipped(attempt)
         for listener in self._listeners:
             _call_isolated(listener, attempts, f"{len(attempts)} attempts", {})
-
-    def _release(self, attempts: Sequence[Attempt], keep: Collection[str]) -> None:
-        """Release the leases that have not been released yet."""
-        held = [a for a in attempts if a.delivery.message is not None and not a.is_released]
-        if keep:
-            held = [attempt for attempt in held if attempt.delivery.lease not in keep]
-        for attempt in held:
-            attempt.is_released = True
-        if held:
-            self._leases.release([attempt.delivery.lease for attempt in held])
 
     def _defer(
         self, deliveries: list[Delivery], keep: Collection[str], *, count_delivery: bool = False
@@ -539,9 +797,8 @@ class Pipeline:
 
         :param count_delivery: their attempts count, though they have no ending.
         """
-        names = [d.lease for d in deliveries if d.message is not None]
-        names = [name for name in names if name not in keep]
-        self._leases.release(names, count_delivery=count_delivery)
+        leases = [d.lease for d in deliveries if d.lease and d.lease not in keep]
+        self._leases.release(leases, count_delivery=count_delivery)
         if tracing.tracer is not None:
             tracing.tracer.given_back(deliveries)
         return deliveries
@@ -552,13 +809,13 @@ def _unsettled(deliveries: Sequence[Delivery], running: set[Delivery] | None) ->
     return [d for d in deliveries if not d.is_settled and not (running and d in running)]
 
 
-def _resolved(attempt: Attempt) -> Attempt:
+def _resolved(attempt: Attempt, earlier: Attempt) -> Attempt:
     """Return what a delivery ended with, given how it was judged after a COMMIT that was not
-    answered: its completion, where that had taken effect."""
-    delivery, earlier = attempt.delivery, attempt.delivery.attempt
-    if earlier is None or earlier is attempt:
-        return attempt
-    delivery.attempt = None
+    answered: its completion, where that had taken effect.
+
+    :param earlier: the attempt that was in that transaction.
+    """
+    attempt.delivery.attempt = None
     if earlier.ending is not Ending.COMPLETED or earlier.is_announced:
         return attempt
     if attempt.ending is Ending.DUPLICATE:
@@ -592,24 +849,22 @@ _WHY_SKIPPED = {
 """Where the reason of an ending is no word for people, as a job's state is."""
 
 
-def log_skipped(attempts: Sequence[Attempt]) -> None:
-    """Leave a line in the log for each message that was acknowledged without a run, and for each
-    result that came too late."""
-    for attempt in attempts:
-        is_late = attempt.reason == "lease lost"
-        if attempt.ending is Ending.SKIPPED or is_late:
-            delivery, why = attempt.delivery, attempt.reason
-            which = delivery.message.id if delivery.message else delivery.record.position
-            line = f"Skipped {which}: {_WHY_SKIPPED.get(why, why)}"
-            # What such a handler did outside the database has been done twice.
-            level = logging.WARNING if is_late else logging.INFO
-            logger.log(level, one_line(line), extra=facts_of(delivery, attempt.number))
+def _log_skipped(attempt: Attempt) -> None:
+    """Leave a line in the log for a message that was acknowledged without a run, or for a result
+    that came too late."""
+    is_late = attempt.reason == "lease lost"
+    delivery, why = attempt.delivery, attempt.reason
+    which = delivery.message.id if delivery.message else delivery.record.position
+    line = f"Skipped {which}: {_WHY_SKIPPED.get(why, why)}"
+    # What such a handler did outside the database has been done twice.
+    level = logging.WARNING if is_late else logging.INFO
+    logger.log(level, one_line(line), extra=facts_of(delivery, attempt.number))
 
 
 def notify_waiters(attempts: Sequence[Attempt]) -> None:
     """Call those who wait for a job that has ended; duplicates too, since the worker before may
     have died between its commit and its call. Costs nothing where nobody waits."""
-    ended = (o.delivery.record.headers for o in attempts if o.ending is not Ending.RETRIED)
+    ended = (a.delivery.record.headers for a in attempts if a.ending is not Ending.RETRIED)
     channels = {
         names.text(headers, names.REPLY_TO) for headers in ended if names.REPLY_TO in headers
     }
@@ -617,20 +872,14 @@ def notify_waiters(attempts: Sequence[Attempt]) -> None:
         storing.notify_waiters(channels)
 
 
-def send_signals(attempts: Sequence[Attempt]) -> None:
-    """Send the signals of durable attempts."""
-    wanted = (
-        signals.job_completed,
-        signals.job_retried,
-        signals.job_failed,
-        signals.job_stalled,
-        signals.job_cancelled,
-        signals.message_dead_lettered,
-    )
-    if not any(one.receivers for one in wanted):
-        return
-    for attempt in attempts:
-        _send_signals_of(attempt)
+_SIGNALS = (
+    signals.job_completed,
+    signals.job_retried,
+    signals.job_failed,
+    signals.job_stalled,
+    signals.job_cancelled,
+    signals.message_dead_lettered,
+)
 
 
 def result_of(attempt: Attempt) -> Any:
@@ -641,52 +890,56 @@ def result_of(attempt: Attempt) -> Any:
     return load_result(attempt.result, serializer_for(message.content_type))
 
 
-def _send_signals_of(attempt: Attempt) -> None:
-    delivery, message = attempt.delivery, attempt.delivery.message
-    facts: dict[str, Any] = {
-        "job_id": (message.job_id or message.id) if message else None,
-        "unique_id": attempt.row.unique_id if attempt.row else None,
-        "queue": delivery.queue.name,
-        "handler": message.type if message else "",
-    }
-    sender = facts["handler"]
-    if attempt.delivery.deliveries > 1:
-        signals.send(signals.job_stalled, sender=sender, attempt=attempt.number, **facts)
-    if attempt.ending is Ending.COMPLETED:
-        signals.send(
-            signals.job_completed,
-            sender=sender,
-            result=result_of(attempt),
-            attempt=attempt.number,
-            seconds=attempt.seconds,
-            **facts,
-        )
-    elif attempt.ending is Ending.RETRIED:
-        signals.send(
-            signals.job_retried,
-            sender=sender,
-            error=attempt.error,
-            attempt=attempt.number,
-            retry_at=attempt.retry_at,
-            **facts,
-        )
-    elif attempt.ending is Ending.CANCELLED:
-        signals.send(signals.job_cancelled, sender=sender, **facts)
-    elif attempt.ending is Ending.DEAD:
-        signals.send(
-            signals.job_failed,
-            sender=sender,
-            error=attempt.error,
-            attempt=attempt.number,
-            reason=str(attempt.reason),
-            **facts,
-        )
-        signals.send(
-            signals.message_dead_lettered,
-            sender=sender,
-            dead_letter_id=attempt.dead_letter_id or None,
-            queue=facts["queue"],
-            handler=facts["handler"],
-            reason=str(attempt.reason),
-            error=attempt.error,
-        )
+def send_signals(attempts: Sequence[Attempt]) -> None:
+    """Send the signals of durable attempts."""
+    if not any(signal.receivers for signal in _SIGNALS):
+        return
+    for attempt in attempts:
+        delivery, message = attempt.delivery, attempt.delivery.message
+        facts: dict[str, Any] = {
+            "job_id": (message.job_id or message.id) if message else None,
+            "unique_id": attempt.row.unique_id if attempt.row else None,
+            "queue": delivery.queue.name,
+            "handler": message.type if message else "",
+        }
+        sender = facts["handler"]
+        if attempt.delivery.deliveries > 1:
+            signals.send(signals.job_stalled, sender=sender, attempt=attempt.number, **facts)
+        if attempt.ending is Ending.COMPLETED:
+            signals.send(
+                signals.job_completed,
+                sender=sender,
+                result=result_of(attempt),
+                attempt=attempt.number,
+                seconds=attempt.seconds,
+                **facts,
+            )
+        elif attempt.ending is Ending.RETRIED:
+            signals.send(
+                signals.job_retried,
+                sender=sender,
+                error=attempt.error,
+                attempt=attempt.number,
+                retry_at=attempt.retry_at,
+                **facts,
+            )
+        elif attempt.ending is Ending.CANCELLED:
+            signals.send(signals.job_cancelled, sender=sender, **facts)
+        elif attempt.ending is Ending.DEAD:
+            signals.send(
+                signals.job_failed,
+                sender=sender,
+                error=attempt.error,
+                attempt=attempt.number,
+                reason=str(attempt.reason),
+                **facts,
+            )
+            signals.send(
+                signals.message_dead_lettered,
+                sender=sender,
+                dead_letter_id=attempt.dead_letter_id or None,
+                queue=facts["queue"],
+                handler=facts["handler"],
+                reason=str(attempt.reason),
+                error=attempt.error,
+            )

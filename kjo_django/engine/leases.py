@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from uuid import UUID
 
-from django.db import OperationalError, connections, transaction
+from django.db import OperationalError, connections
 
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim
@@ -84,29 +84,49 @@ class LeaseBook:
             self._warn_at = now + WARNING_INTERVAL
             logger.warning("%s: %s", consequence, error)
 
-    def claim(self, names: list[str], ttl: timedelta | None = None) -> list[Claim]:
+    def claim(
+        self, names: list[str], ttl: timedelta | None = None, *, takes_over: bool = False
+    ) -> list[Claim]:
         """Claim all names that are free; see ``abandoned`` for the rest.
 
         :param ttl: of these leases, where their queue has its own.
+        :param takes_over: claim abandoned names, too. That counts as a delivery, so do it when
+            their run begins: what waits beside a job that kills the worker must not be counted with
+            it.
         """
         ttl = ttl or self.ttl
         if self._breaker.is_open():
             return [FIRST_CLAIM] * len(names)
-        began = self._clock.monotonic()
+        began, acquired = self._clock.monotonic(), names
         try:
+            if takes_over:
+                self._release_abandoned(names)
             claims = self._coordination.claim(names, self.token, ttl)
         except CoordinationError as error:
             self._breaker.record_failure(began)
             self._warn("Going on without leases, the database decides", error)
             # It may do yet what it was asked: then there is something to give back.
-            self._note_held(names, ttl)
-            return [FIRST_CLAIM] * len(names)
-        self._breaker.record_success()
-        acquired: Iterable[str] = names
-        if claims.count(FIRST_CLAIM) != len(claims):
-            acquired = (name for name, claim in zip(names, claims, strict=True) if claim.acquired)
-        self._note_held(acquired, ttl)
+            claims = [FIRST_CLAIM] * len(names)
+        else:
+            self._breaker.record_success()
+            if claims.count(FIRST_CLAIM) != len(claims):
+                each = zip(names, claims, strict=True)
+                acquired = [name for name, claim in each if claim.acquired]
+        with self._lock:
+            self._held.update(dict.fromkeys(acquired, ttl))
+            if self._unreleased:
+                self._unreleased.difference_update(self._held)
         return claims
+
+    def _release_abandoned(self, names: Sequence[str]) -> None:
+        """Release what dead workers hold of these names; the deliveries they began stay counted."""
+        owners = self._coordination.holders(names)
+        theirs = {name for name, owner in owners.items() if owner != self.token}
+        left_by: dict[str, list[str]] = {}
+        for name in self.abandoned(theirs):
+            left_by.setdefault(owners[name], []).append(name)
+        for owner, left in left_by.items():
+            self._coordination.release(left, owner, count_delivery=True)
 
     def abandoned(self, names: Collection[str]) -> set[str]:
         """Return those of the refused names whose owner shows no sign of life, or let go since."""
@@ -145,39 +165,6 @@ class LeaseBook:
         if self._has_shown:
             self._uncertain_until = self._clock.monotonic() + self.alive_ttl.total_seconds()
 
-    def take_over(self, names: Sequence[str], ttl: timedelta | None = None) -> list[Claim]:
-        """Claim abandoned names. That counts as a delivery, so do it when their run begins: what
-        waits beside a job that kills the worker must not be counted with it."""
-        coordination = self._coordination
-        ttl = ttl or self.ttl
-        if self._breaker.is_open():
-            return [FIRST_CLAIM] * len(names)
-        began = self._clock.monotonic()
-        try:
-            owners = coordination.holders(names)
-            theirs = {name for name, owner in owners.items() if owner != self.token}
-            left_by: dict[str, list[str]] = {}
-            for name in self.abandoned(theirs):
-                left_by.setdefault(owners[name], []).append(name)
-            for owner, left in left_by.items():
-                coordination.release(left, owner, count_delivery=True)
-            claims = coordination.claim(names, self.token, ttl)
-        except CoordinationError as error:
-            self._breaker.record_failure(began)
-            self._warn("Going on without leases, the database decides", error)
-            self._note_held(names, ttl)
-            return [FIRST_CLAIM] * len(names)
-        self._breaker.record_success()
-        acquired = (name for name, claim in zip(names, claims, strict=True) if claim.acquired)
-        self._note_held(acquired, ttl)
-        return claims
-
-    def _note_held(self, names: Iterable[str], ttl: timedelta) -> None:
-        with self._lock:
-            self._held.update(dict.fromkeys(names, ttl))
-            if self._unreleased:
-                self._unreleased.difference_update(self._held)
-
     def is_vanished(self, token: str) -> bool:
         """Return whether the worker with this token shows no sign of life any more.
 
@@ -205,30 +192,29 @@ class LeaseBook:
         if names and self._breaker.is_open():
             self._release_later(names)
             return
-        self._forget(names)
+        self.forget(names)
         if names:
             self._release_now(names, count_delivery=count_delivery, undo_claim=undo_claim)
 
-    def can_release_within(self, using: str) -> bool:
-        """Return whether leases can be given back with a transaction of ``using``."""
-        return self._coordination.releases_within == using
-
-    def release_within(self, using: str, names: list[str]) -> None:
-        """Give the leases back with the transaction of ``using`` that makes the outcomes durable;
-        rolled back, they are still held.
+    def release_within(self, using: str, names: list[str]) -> bool:
+        """Give the leases back with the transaction of ``using`` that makes the outcomes durable,
+        and return True; ``forget`` them when it is committed. False: coordination cannot.
 
         :raises OperationalError: that failed, and the transaction with it. SQLite undoes one by
             itself when a statement meets a full disk; what comes after it would be committed
             without what was before it.
         """
+        if self._coordination.releases_within != using:
+            return False
         began = self._clock.monotonic()
         try:
-            self._coordination.release(names, self.token)
+            if names:
+                self._coordination.release(names, self.token)
         except CoordinationError as error:
             if is_unusable(connections[using]):
                 raise OperationalError(f"Leases cannot be released: {error}") from error
             self._not_released(names, began, error)
-        transaction.on_commit(lambda: self._forget(names), using=using)
+        return True
 
     def _release_now(
         self, names: list[str], *, count_delivery: bool = False, undo_claim: bool = False
@@ -263,7 +249,8 @@ class LeaseBook:
         for start in range(0, len(names), RELEASED_AT_ONCE):
             self._release_now(names[start : start + RELEASED_AT_ONCE])
 
-    def _forget(self, names: list[str]) -> None:
+    def forget(self, names: Iterable[str]) -> None:
+        """Renew these leases no longer: they have been given back."""
         with self._lock:
             for name in names:
                 self._held.pop(name, None)
@@ -311,7 +298,7 @@ class LeaseBook:
         with self._lock:
             held = [*self._held, *self._unreleased, alive_name(self.token)]
             self._unreleased = set()
-        self._forget(held)
+        self.forget(held)
         self._release_now(held)
 
     def renew(self) -> None:

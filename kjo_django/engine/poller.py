@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kjo_django import registry
 from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import Delivery
-from kjo_django.engine.dead_lettering import error_text
+from kjo_django.engine.failures import error_text
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import MessageError
 from kjo_django.runtime import Runtime

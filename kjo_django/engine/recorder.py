@@ -1,40 +1,288 @@
-"""Settling what has ended outside a transaction, while those who ran it go on."""
+"""Recording what has ended: the transactions, what to do when one fails, and the recorder's thread.
+
+The recorder settles what has ended outside a transaction, while those who ran it go on.
+"""
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
+from django.utils import timezone
 
-from kjo_django.engine.attempt import Attempt
+from kjo_django import states
+from kjo_django.engine.admission import HeldBack
+from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.handler.connections import answers, drop_broken_connections, is_busy
+from kjo_django.exceptions import PublishError
+from kjo_django.models import Job, transition
+from kjo_django.runtime import Runtime
+from kjo_django.store import Store
+from kjo_django.store.rows import Completion, JobRow, Place
+from kjo_django.transports.base import Record, Subscription
 
 logger = logging.getLogger("kjo_django")
 
+OUTAGES = (DatabaseError, InterfaceError, OSError, PublishError)
+"""What is raised while a server is away; or refuses, which the database tells apart."""
+REFUSALS = 3
+"""Times a database that is there may refuse to record one outcome before that counts."""
+DELAY_MIN, DELAY_MAX = 0.2, 30.0
+"""Seconds before the first try after an outage, and the most this grows to by doubling."""
+UNRECORDED = 0.1
+"""Part of its patience for which what has run may stay unrecorded when another handler starts."""
 KEPT_CONNECTED = 5.0
 """Seconds for which the recorder keeps its database connection when it has nothing to do."""
+_AWAITING = frozenset(state.value for state in states.AWAITING_PUBLISH)
+
+
+# --- Transactions ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def recording(store: Store, *, calls_handlers: bool = False) -> Iterator[list[Attempt]]:
+    """A transaction that makes endings durable. A worker's is always the outermost; within a test's
+    own, a savepoint keeps a failure from breaking that one.
+
+    Yields a list for the attempts it records: recorded with its commit; should it raise, in doubt,
+    since nobody knows whether the COMMIT took effect.
+
+    :param calls_handlers: whether handlers, or hooks of theirs, are called in it.
+    """
+    attempts: list[Attempt] = []
+    try:
+        with store.transaction(calls_handlers=calls_handlers):
+            yield attempts
+    except Exception:
+        for attempt in attempts:
+            attempt.is_in_doubt = True
+            attempt.delivery.attempt = attempt
+        raise
+    for attempt in attempts:
+        attempt.is_recorded = True
+
+
+def record_completions(runtime: Runtime, completed: Sequence[Attempt], token: str) -> None:
+    """Commit completions outside a transaction with their markers; those that have lost their row's
+    lease are none any more.
+
+    :param token: of the row leases.
+    """
+    store = runtime.store
+    for attempt in completed:  # as before an earlier try, which was undone
+        attempt.ending, attempt.reason = Ending.COMPLETED, ""
+    with recording(store) as recorded:
+        fresh = store.insert_markers([attempt.key for attempt in completed])
+        winners = []
+        for attempt in completed:
+            handler = attempt.delivery.handler
+            if attempt.key in fresh:
+                winners.append(attempt)
+            elif attempt.is_in_doubt and attempt.is_marked:
+                attempt.is_confirmed = True
+            elif handler is not None and handler.judges_itself:
+                winners.append(attempt)
+            else:
+                attempt.ending, attempt.reason = Ending.DUPLICATE, "lease lost"
+            attempt.is_marked = attempt.is_marked or attempt.key in fresh
+        written = complete(store, winners, token)
+        lost = [a for a in winners if a.row is not None and a.row.id not in written]
+        for attempt in lost:
+            attempt.ending, attempt.reason = Ending.SKIPPED, "lease lost"
+        store.delete_markers([attempt.key for attempt in lost if attempt.key in fresh])
+        acknowledge_within(completed)
+        recorded += [a for a in completed if a.ending is Ending.COMPLETED]
+
+
+def complete(
+    store: Store, attempts: Sequence[Attempt], token: str | None = None, *, is_last: bool = False
+) -> set[Any]:
+    """Record completions of jobs in one statement, inside the caller's transaction.
+
+    :param token: of a row lease that must still be held; those who lost it are refused.
+    :param is_last: the caller does nothing more but commit, and what it would do about a refusal is
+        nothing either: the commit may go along with the statement.
+    :returns: the ids of the jobs recorded.
+    """
+    completions = [
+        Completion(
+            row,
+            attempt.number,
+            attempt.started_at,
+            attempt.result,
+            _place_of(row, attempt.delivery.record) if row.state in _AWAITING else None,
+            attempt.result_ttl,
+        )
+        for attempt in attempts
+        if (row := attempt.row) is not None
+    ]
+    return store.complete(completions, timezone.now(), token=token, is_last=is_last)
+
+
+def complete_open_rows(using: str, duplicates: Sequence[Attempt]) -> None:
+    """Complete the open rows of messages that have taken effect without them: another copy of a
+    foreign message has, while this one failed and left a row for its retries.
+
+    Nothing else would ever end such a row: each of its attempts is a duplicate.
+    """
+    now = timezone.now()
+    for attempt in duplicates:
+        job = attempt.row
+        assert job is not None
+        transition(
+            "complete",
+            Job.objects.using(using).at(job.id, job.generation).filter(attempts=job.attempts),
+            finished_at=now,
+            error="",
+            lease_token="",
+            lease_expires_at=None,
+            result_expires_at=now + timedelta(milliseconds=job.result_ttl),
+            **publication(attempt),
+        )
+
+
+def _place_of(job: JobRow, record: Record) -> Place:
+    """Return where the message was and since when.
+
+    The message at hand is the one the row speaks of: an earlier one would not have run.
+    """
+    # Some clocks are read to the millisecond only: nothing is published before it is there.
+    since = max(record.timestamp or job.created_at, job.created_at)
+    return Place(record.topic, record.partition, record.offset, since)
+
+
+def publication(attempt: Attempt) -> dict[str, Any]:
+    """Return the columns that say where the message was, if the relay has not written them yet."""
+    job = attempt.row
+    if job is None or job.state not in _AWAITING:
+        return {}
+    return _place_of(job, attempt.delivery.record)._asdict()
+
+
+def acknowledge_within(attempts: Sequence[Attempt]) -> None:
+    """Acknowledge in the transaction that makes the endings durable, where the transport can join
+    it."""
+    joining = [a for a in attempts if a.delivery.subscription.joins_transactions]
+    for subscription, group in by_subscription(joining):
+        subscription.acknowledge_in_transaction([a.delivery.record for a in group])
+        for attempt in group:
+            attempt.is_acknowledged = True
+
+
+def by_subscription(attempts: Sequence[Attempt]) -> list[tuple[Subscription, list[Attempt]]]:
+    """Return the attempts of each subscription."""
+    groups: dict[int, list[Attempt]] = {}
+    for attempt in attempts:
+        groups.setdefault(id(attempt.delivery.subscription), []).append(attempt)
+    return [(group[0].delivery.subscription, group) for group in groups.values()]
+
+
+# --- Outages --------------------------------------------------------------------------------------
+
+
+class Next(enum.Enum):
+    """What to do after outcomes could not be recorded."""
+
+    AGAIN = "again"
+    SPLIT = "split"
+    """Record them one by one: the database is there and refuses something among them."""
+    REFUSED = "refused"
+    """This one can never be recorded as it is."""
+    STOPPED = "stopped"
+    """The worker stops, and the server is still away."""
+
+
+class OutageRetry:
+    """Waits for servers that are away, longer each time and no longer than the worker lives, and
+    decides whether to try again.
+
+    :param stopping: set when the worker stops; None: every error is raised.
+    :param has_run: whether handlers have run, so that a worker that stops tries once more: a COMMIT
+        without an answer may have taken effect, and nobody else would announce what it recorded.
+    """
+
+    def __init__(self, stopping: threading.Event | None, *, has_run: bool = False) -> None:
+        self._stopping = stopping
+        self._has_run = has_run
+        self._refusals = self._waits = 0
+        self._delay = DELAY_MIN
+
+    def after(self, error: Exception, using: str, what: str, count: int) -> Next:
+        """Return what to do after this error, having waited where that is to try again.
+
+        :param using: the alias of the database.
+        :param what: what cannot be done, for the log.
+        :param count: how many outcomes were to be recorded together.
+        :raises Exception: the error itself, where outages are not waited out.
+        """
+        if self._stopping is None:
+            raise error
+        is_outage = isinstance(error, OUTAGES)
+        # Not what somebody else's lock was in the way of: that passes, like an outage.
+        is_refused = not is_outage or (
+            isinstance(error, DatabaseError) and not is_busy(error) and answers(using)
+        )
+        if is_refused and count > 1:
+            logger.warning("%s, now one by one (%d of them): %s", what, count, error)
+            return Next.SPLIT
+        drop_broken_connections()
+        self._refusals += is_refused
+        if self._refusals > REFUSALS:
+            logger.error("%s: refused %d times: %s", what, self._refusals, error)
+            return Next.REFUSED
+        if not is_outage:  # a bug: waiting does not make it pass
+            logger.exception("%s", what)
+            return Next.AGAIN
+        logger.error("%s, trying again in %.1f s: %s", what, self._delay, error)
+        self._waits += 1
+        delay, self._delay = self._delay, min(self._delay * 2, DELAY_MAX)
+        is_last_try = self._has_run and self._waits == 1
+        return Next.STOPPED if self._stopping.wait(delay) and not is_last_try else Next.AGAIN
+
+
+# --- The recorder's thread ------------------------------------------------------------------------
 
 
 class EndedQueue:
     """Attempts that have ended and are not settled yet, in order.
 
-    :param settle: settles attempts.
+    :param settle: settles attempts; returns the deferred.
     :param patience: seconds from the begin of an attempt after which the recorder settles it, if
         the thread that has put it here has not.
+    :param recorder: the recorder, where there is one.
     """
 
-    def __init__(self, settle: Callable[[list[Attempt]], None], patience: float) -> None:
+    def __init__(
+        self,
+        settle: Callable[[list[Attempt]], list[Delivery]],
+        patience: float,
+        recorder: Recorder | None,
+    ) -> None:
         self.patience = patience
+        self.held_back = HeldBack()
+        self.deferred: list[Delivery] = []
+        """Of what was settled."""
         self._settle = settle
+        self._recorder = recorder
         self._ended: deque[tuple[float, Sequence[Attempt]]] = deque()
+        self._not_run: deque[Attempt] = deque()
         self._settling = threading.Lock()
 
     def put(self, began: float, attempts: Sequence[Attempt]) -> None:
         """Add attempts that began then (monotonic)."""
         self._ended.append((began, attempts))
+
+    def put_not_run(self, attempts: Sequence[Attempt]) -> None:
+        """Add attempts that have ended without a run; they are settled together with others."""
+        self._not_run += attempts
 
     def has_any_from_before(self, moment: float) -> bool:
         """Return whether an attempt waits here that began before then."""
@@ -43,19 +291,28 @@ class EndedQueue:
         except IndexError:
             return False
 
-    def settle(self, others: Sequence[Attempt] = (), *, again: bool = False) -> None:
+    def before_handler(self) -> None:
+        """Settle what waits here, if it began some time ago, before another handler starts; else
+        let the recorder do that should the handler take long."""
+        now = time.monotonic()
+        if self.has_any_from_before(now - UNRECORDED * self.patience):
+            self.settle()
+        elif self._recorder is not None and self.has_any_from_before(now):
+            self._recorder.watch(self)
+
+    def settle(self, *, again: bool = False) -> None:
         """Settle what waits here; if another thread does, wait for it.
 
-        :param others: are settled before these, together with them.
         :param again: what could not be settled is put back, for another thread.
         """
         with self._settling:
             taken = [self._ended.popleft() for _ in range(len(self._ended))]
-            ended = [*others, *(attempt for _, attempts in taken for attempt in attempts)]
+            ended = [self._not_run.popleft() for _ in range(len(self._not_run))]
+            ended += [attempt for _, attempts in taken for attempt in attempts]
             if not ended:
                 return
             try:
-                self._settle(ended)
+                self.deferred += self.held_back.defer(self._settle(ended))
             except BaseException:
                 if again:
                     self._ended.extendleft(reversed(taken))
@@ -118,23 +375,23 @@ class Recorder:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _has_work(self) -> bool:
-        return bool(self._queues) or self._is_closed
-
     def _run(self) -> None:
+        def has_work() -> bool:
+            return bool(self._queues) or self._is_closed
+
         self._on_thread()
         try:
             while not self._is_closed:
                 wait = self.step()
                 with self._changed:
                     if wait is None:
-                        is_idle = not self._changed.wait_for(self._has_work, KEPT_CONNECTED)
+                        is_idle = not self._changed.wait_for(has_work, KEPT_CONNECTED)
                     elif not self._is_closed:
                         self._changed.wait(wait)
                 if wait is None and is_idle:
                     # A connection kept meanwhile would be one more for each worker.
                     connections.close_all()
                     with self._changed:
-                        self._changed.wait_for(self._has_work)
+                        self._changed.wait_for(has_work)
         finally:
             connections.close_all()

@@ -26,7 +26,6 @@ from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
-from kjo_django.engine import queue_policies
 from kjo_django.engine.attempt import Attempt, Ending, delivery_of
 from kjo_django.engine.group import Pipeline, notify_waiters, send_signals
 from kjo_django.engine.handler.timeouts import TimeoutWatch
@@ -683,7 +682,10 @@ class Reprocessor:
 
     def __init__(self, watch: TimeoutWatch) -> None:
         self._ended: list[Attempt] = []
-        self._leases = LeaseBook(current_runtime(), uuid7().hex)
+        rows = QueueControl.objects.using(jobs_database())
+        controls = {row.queue: row for row in rows}
+        runtime = replace(current_runtime(), queue_controls=controls)
+        self._leases = LeaseBook(runtime, uuid7().hex)
         self._pipeline = Pipeline(
             self._leases,
             watch,
@@ -726,12 +728,9 @@ def reprocessing(mode: Mode) -> Iterator[Reprocessor | None]:
         yield None
         return
     watch = TimeoutWatch()
-    queue_policies.join()
     try:
-        queue_policies.learn(QueueControl.objects.using(jobs_database()))
         yield Reprocessor(watch)
     finally:
-        queue_policies.leave()
         watch.stop()
 
 

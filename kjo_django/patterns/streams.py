@@ -37,7 +37,7 @@ from django.utils.translation import gettext as _
 from kjo_django import registry
 from kjo_django.conf import declare_queue
 from kjo_django.engine.attempt import Attempt, Ending
-from kjo_django.engine.dead_lettering import error_text
+from kjo_django.engine.failures import error_text
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.storing import store_record
 from kjo_django.exceptions import MessageError

@@ -11,7 +11,6 @@ from uuid import UUID
 from django.db import DatabaseError, InterfaceError
 
 from kjo_django.conf import QueueConf
-from kjo_django.engine import queue_policies
 from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.handler.running import look_after
 from kjo_django.engine.handler.timeouts import TimeoutWatch
@@ -85,7 +84,11 @@ class Controls:
         own = WorkerRow.objects.using(using).filter(pk=self._worker_id)
         # Its row is gone when somebody emptied the table; the next heartbeat writes it again.
         asked = own.values_list("wish", flat=True).first() or ""
-        queue_policies.learn(rows)
+        # How its retries are limited is read from there for every attempt that fails.
+        controls = self._runtime.queue_controls
+        controls.update({row.queue: row for row in rows})
+        for queue in controls.keys() - {row.queue for row in rows}:
+            del controls[queue]
         before = self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped
         self._rows_limits = {row.queue: row.concurrency for row in rows if row.concurrency}
         self._set_limits()
@@ -191,7 +194,6 @@ class Heartbeat(Duty):
     def register(self) -> None:
         """Make the worker known and learn the controls before the first job is started."""
         self._leases.show_alive()
-        queue_policies.join()
         try:
             self._write()
             self._read_controls()
@@ -230,7 +232,6 @@ class Heartbeat(Duty):
 
     def end_worker(self) -> None:
         """Give back leases of jobs that still run, and write the row's end."""
-        queue_policies.leave()
         leases = self._leases
         try:
             # What is handed back must not look as if it were processed.

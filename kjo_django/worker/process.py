@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -118,7 +119,8 @@ class Worker:
         on_error: Callable[[str, str], None] = lambda source, error: None,
         runtime: Runtime | None = None,
     ) -> None:
-        self.runtime = runtime = runtime or current_runtime()
+        runtime = replace(runtime or current_runtime(), queue_controls={})
+        self.runtime = runtime
         conf = runtime.settings
         known = registry.queue_names()
         unknown = [queue for queue in queues or () if queue not in known]

@@ -370,9 +370,9 @@ def test_each_job_of_a_group_has_a_span_of_its_own(bench, spans):
 
 def test_a_group_that_was_rolled_back_says_so_and_then_how_it_ended(bench, spans, monkeypatch):
     """One bad commit: the jobs run again one by one, and no span is lost or lies."""
-    from kjo_django.engine import completion
+    from kjo_django.engine import recorder
 
-    complete, failed = completion.complete, []
+    complete, failed = recorder.complete, []
 
     def refuse_the_group(using, done, *arguments, **options):
         if len(done) > 1 and not failed:
@@ -380,7 +380,7 @@ def test_a_group_that_was_rolled_back_says_so_and_then_how_it_ended(bench, spans
             raise OperationalError("deadlock")
         return complete(using, done, *arguments, **options)
 
-    monkeypatch.setattr(completion, "complete", refuse_the_group)
+    monkeypatch.setattr(recorder, "complete", refuse_the_group)
     for name in "ab":
         ledger.write.enqueue(job=name)
     bench.run()

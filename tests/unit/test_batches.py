@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kjo_django import PermanentError, job, registry
+from kjo_django.engine.attempt import Attempt
 from kjo_django.engine.handler.context import Abort
 from kjo_django.engine.runners.batch import in_steps
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import JobCancelledError, RateLimitExceededError
-from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
+from kjo_django.models import DeadLetter, EventKey, Job, JobFailure, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.testing import drain, perform
 from tests.ledger.models import Entry
@@ -341,7 +342,10 @@ def test_steps_hold_everything_once_in_the_order_of_its_key(wanted):
     )
     deliveries = [delivery(key, handler=many if is_many else one) for key, is_many in wanted]
     # When
-    steps = in_steps(deliveries, {one: one for one in deliveries})
+    attempts = [
+        Attempt(one, key=EventKey(str(number), "", "")) for number, one in enumerate(deliveries)
+    ]
+    steps = [[attempt.delivery for attempt in step] for step in in_steps(attempts)]
     # Then
     flat = [one for step in steps for one in step]
     assert sorted(map(id, flat)) == sorted(map(id, deliveries))

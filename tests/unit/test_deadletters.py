@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
-from kjo_django.engine.dead_lettering import (
+from kjo_django.engine.failures import (
     MAX_HEADER_MESSAGE,
     MAX_TRACEBACK_LENGTH,
     dead_letter_of,
@@ -27,7 +27,9 @@ from kjo_django.exceptions import MessageError
 from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import read_message
-from kjo_django.transports.base import Record
+from kjo_django.models import DeadLetter, source_of_job
+from kjo_django.runtime import current_runtime
+from kjo_django.transports.base import OutgoingRecord, Record
 from tests.unit.deliveries import Silent
 
 HEADERS = {names.ID: b"m-1", names.TYPE: b"shop.pay", "traceparent": b"00-1", "odd": b"\xff\x00"}
@@ -54,6 +56,14 @@ def outcome(
     return Attempt(delivery, Ending.DEAD, number=attempt, error=error, reason="exhausted")
 
 
+def letter_of(outcome: Attempt) -> DeadLetter:
+    return dead_letter_of(current_runtime(), outcome, None, timezone.now())
+
+
+def topic_record_of(outcome: Attempt) -> OutgoingRecord:
+    return record_for_topic(current_runtime(), outcome)
+
+
 def raised(error: BaseException) -> BaseException:
     try:
         raise error
@@ -65,7 +75,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_the_row_keeps_key_value_and_headers_byte_for_byte():
-    letter = dead_letter_of(outcome(raised(ValueError("no"))), None, timezone.now())
+    letter = letter_of(outcome(raised(ValueError("no"))))
     assert (letter.key, letter.value) == (b"k\xff", b"\xfe value")
     assert names.from_json(letter.headers) == HEADERS
     assert (letter.topic, letter.partition, letter.offset) == ("pay", 3, 7)
@@ -78,9 +88,7 @@ def test_the_row_keeps_key_value_and_headers_byte_for_byte():
 
 def test_the_row_of_what_could_not_be_read_says_what_there_is():
     headers = {names.TYPE: b"\xffodd\x00type", names.ID: b"i" * 1000, names.REPLAY_COUNT: b"2"}
-    letter = dead_letter_of(
-        outcome(MessageError("invalid", "x"), headers=headers), None, timezone.now()
-    )
+    letter = letter_of(outcome(MessageError("invalid", "x"), headers=headers))
     assert "odd" in letter.handler
     assert "\x00" not in letter.handler
     assert len(letter.message_id) == 255
@@ -95,7 +103,7 @@ def test_every_text_of_the_row_fits_its_column_whatever_the_headers(headers):
         names.TYPE: b"\xff" * 999,
         names.CONTENT_TYPE: b"x" * 99,
     }
-    letter = dead_letter_of(outcome(MessageError("x", "y"), headers=named), None, timezone.now())
+    letter = letter_of(outcome(MessageError("x", "y"), headers=named))
     for field in letter._meta.fields:
         value = getattr(letter, field.attname)
         if isinstance(value, str) and field.max_length:
@@ -109,16 +117,16 @@ def test_every_text_of_the_row_fits_its_column_whatever_the_headers(headers):
 def test_a_death_is_recorded_once_by_the_job_and_its_generation():
     id = uuid7()
     one = outcome().delivery
-    assert source_id(one, id, 1) == source_id(outcome(offset=9).delivery, id, 1)
-    assert source_id(one, id, 1) != source_id(one, id, 2)
-    assert source_id(one, id, 1) != source_id(one, uuid7(), 1)
+    assert source_id(one, id) == source_id(outcome(offset=9).delivery, id)
+    assert source_id(one, id) != source_of_job(id, 2)
+    assert source_id(one, id) != source_id(one, uuid7())
 
 
 def test_a_foreign_death_is_told_by_its_place():
-    one = source_id(outcome().delivery, None, 1)
-    assert one == source_id(outcome().delivery, None, 1)
+    one = source_id(outcome().delivery, None)
+    assert one == source_id(outcome().delivery, None)
     for place in ({"offset": 8}, {"partition": 4}, {"topic": "paid"}):
-        assert source_id(outcome(**place).delivery, None, 1) != one
+        assert source_id(outcome(**place).delivery, None) != one
 
 
 def test_failures_of_one_kind_share_a_fingerprint():
@@ -167,7 +175,7 @@ def test_a_long_traceback_loses_its_beginning_and_not_the_line_that_raised():
 
 def test_the_record_keeps_everything_and_adds_why():
     """KDLQ; X-5."""
-    record = record_for_topic(outcome(raised(ValueError("no"))))
+    record = topic_record_of(outcome(raised(ValueError("no"))))
     assert (record.topic, record.key, record.value) == ("pay-dlq", b"k\xff", b"\xfe value")
     assert {name: record.headers[name] for name in HEADERS} == HEADERS
     expected = {
@@ -192,27 +200,29 @@ def test_the_record_keeps_everything_and_adds_why():
 def test_a_message_that_dies_again_keeps_its_first_origin(name):
     """KDLQ-F3."""
     first = outcome(headers=HEADERS | {name: b"first"})
-    assert record_for_topic(first).headers[name] == b"first"
+    assert topic_record_of(first).headers[name] == b"first"
 
 
 def test_everything_else_tells_of_the_last_death_and_is_replaced_not_appended():
     """KDLQ-F2."""
     old = {names.DLQ_REASON: b"fatal", names.DLQ_ATTEMPTS: b"99", names.DLQ_EXCEPTION_TYPE: b"Old"}
-    headers = record_for_topic(outcome(raised(ValueError("new")), headers=HEADERS | old)).headers
+    headers = record_for_topic(
+        current_runtime(), outcome(raised(ValueError("new")), headers=HEADERS | old)
+    ).headers
     assert headers[names.DLQ_REASON] == b"exhausted"
     assert headers[names.DLQ_ATTEMPTS] == b"2"
     assert headers[names.DLQ_EXCEPTION_TYPE] == b"ValueError"
 
 
 def test_headers_about_the_error_are_bounded():
-    headers = record_for_topic(outcome(raised(ValueError("ü" * 5000)))).headers
+    headers = topic_record_of(outcome(raised(ValueError("ü" * 5000)))).headers
     assert len(headers[names.DLQ_EXCEPTION_MESSAGE].decode()) == MAX_HEADER_MESSAGE
     assert len(headers[names.DLQ_EXCEPTION_STACKTRACE].decode()) <= 4000
 
 
 def test_the_row_says_in_which_release_it_failed(settings):
     settings.KJO = {**settings.KJO, "RELEASE": "2026.11"}
-    assert dead_letter_of(outcome(ValueError("no")), None, timezone.now()).release == "2026.11"
+    assert letter_of(outcome(ValueError("no"))).release == "2026.11"
 
 
 def test_the_headers_need_not_quote_an_exception():
@@ -220,10 +230,10 @@ def test_the_headers_need_not_quote_an_exception():
     error = raised(ValueError("Key (email)=(ada@example.org) already exists"))
     before = {names.DLQ_EXCEPTION_MESSAGE: b"an earlier ada@example.org"}
     for headers in (None, {**HEADERS, **before}):
-        told = record_for_topic(outcome(error, headers=headers)).headers
+        told = topic_record_of(outcome(error, headers=headers)).headers
         assert b"ada@example.org" in told[names.DLQ_EXCEPTION_MESSAGE]
         assert b"ada@example.org" in told[names.DLQ_EXCEPTION_STACKTRACE]
         with override_settings(KJO={"DEAD_LETTER_EXCEPTION_HEADERS": False}):
-            told = record_for_topic(outcome(error, headers=headers)).headers
+            told = topic_record_of(outcome(error, headers=headers)).headers
         assert told[names.DLQ_EXCEPTION_TYPE] == b"ValueError"
         assert b"ada@example.org" not in b"".join(told.values())

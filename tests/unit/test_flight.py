@@ -15,9 +15,9 @@ from asgiref.sync import sync_to_async
 from django.db import IntegrityError, OperationalError, connection, transaction
 
 from kjo_django import PermanentError, registry
+from kjo_django.engine import recorder
 from kjo_django.engine.attempt import Mode
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.engine.runners.leased import LeasedRunner
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.engine.scheduler import GroupScheduler, QueueLimit
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
@@ -245,11 +245,11 @@ def test_a_loop_that_cannot_be_made_is_tried_again_after_a_while(configured, mon
 
     monkeypatch.setattr(LoopRunner, "_run_loop", broken)
     monkeypatch.setattr("kjo_django.engine.runners.loop.RESTART_DELAY", 0.2)
-    flight = LoopRunner(None, None, None, None, None, on_settled=None, on_thread=lambda: None)
+    flight = LoopRunner(None, None, None, None, on_thread=lambda: None)
     thread = threading.Thread(target=flight._run)
     thread.start()
     wait_until(lambda: len(tries) >= 3)
-    flight._is_closed = True
+    flight.is_closed = True
     flight._has_closed.set()
     thread.join(WAIT)
     assert tries[2] - tries[0] >= 0.4
@@ -343,18 +343,18 @@ def test_a_job_cancelled_in_the_air_is_cancelled(configured):
 @pytest.mark.parametrize("failures", [1, 3])
 def test_an_outage_while_landing_runs_nothing_again(configured, monkeypatch, failures):
     # Given
-    ran, record, left = [], LeasedRunner.record, [failures]
+    ran, record, left = [], recorder.record_completions, [failures]
 
-    def away(self, attempts):
+    def away(runtime, attempts, token):
         if left[0]:
             left[0] -= 1
             raise OperationalError("server closed the connection unexpectedly")
-        return record(self, attempts)
+        return record(runtime, attempts, token)
 
     async def note(number):
         ran.append(number)
 
-    monkeypatch.setattr(LeasedRunner, "record", away)
+    monkeypatch.setattr(recorder, "record_completions", away)
     as_job(note, atomic=False).enqueue(number=1)
     with running():
         wait_until(settled)
@@ -363,34 +363,34 @@ def test_an_outage_while_landing_runs_nothing_again(configured, monkeypatch, fai
 
 def test_one_ending_that_cannot_be_recorded_takes_no_others_with_it(configured, monkeypatch):
     # Given
-    record, landed = LeasedRunner.record, []
+    record, landed = recorder.record_completions, []
 
-    def refuse(self, attempts):
+    def refuse(runtime, attempts, token):
         if any(b"poison" in one.delivery.message.payload for one in attempts):
             raise IntegrityError("not this one")
         landed.append(len(attempts))
-        return record(self, attempts)
+        return record(runtime, attempts, token)
 
     async def well(job):
         await asyncio.sleep(0.05)
 
-    monkeypatch.setattr(LeasedRunner, "record", refuse)
-    monkeypatch.setattr("kjo_django.engine.outage_retry.DELAY_MIN", 0.01)
+    monkeypatch.setattr(recorder, "record_completions", refuse)
+    monkeypatch.setattr("kjo_django.engine.recorder.DELAY_MIN", 0.01)
     as_job(well, atomic=False).enqueue_many({"job": name} for name in ("a", "poison", "b"))
     with running():
         wait_until(lambda: Job.objects.filter(state="completed").count() == 2)
         # Then it is tried again, and lands when it can
-        monkeypatch.setattr(LeasedRunner, "record", record)
+        monkeypatch.setattr(recorder, "record_completions", record)
         wait_until(settled)
     assert set(states()) == {"completed"}
 
 
 def test_endings_are_settled_together(configured, monkeypatch):
-    groups, record = [], LeasedRunner.record
+    groups, record = [], recorder.record_completions
 
-    def count(self, attempts):
+    def count(runtime, attempts, token):
         groups.append(len(attempts))
-        return record(self, attempts)
+        return record(runtime, attempts, token)
 
     gate = threading.Event()
 
@@ -398,7 +398,7 @@ def test_endings_are_settled_together(configured, monkeypatch):
         while not gate.is_set():
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(LeasedRunner, "record", count)
+    monkeypatch.setattr(recorder, "record_completions", count)
     as_job(together, atomic=False).enqueue_many([{"number": n} for n in range(300)])
     with running() as worker:
         wait_until(lambda: worker.scheduler.outstanding == 300)
@@ -513,8 +513,8 @@ def test_what_waits_for_room_in_the_air_holds_up_nothing_else():
 def test_a_flight_that_never_began_closes():
     from unittest import mock
 
-    others = [mock.Mock() for _ in range(5)]
-    flight = LoopRunner(*others, on_settled=mock.Mock(), on_thread=lambda: None)
+    others = [mock.Mock() for _ in range(4)]
+    flight = LoopRunner(*others, on_thread=lambda: None)
     flight.close(0.1)
 
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 from django.db import OperationalError
 
-from kjo_django.engine import outage_retry
-from kjo_django.engine.outage_retry import Next, OutageRetry
+from kjo_django.engine import recorder
+from kjo_django.engine.recorder import Next, OutageRetry
 
 GONE = OperationalError("the connection is lost")
 
@@ -14,8 +14,8 @@ GONE = OperationalError("the connection is lost")
 @pytest.fixture
 def stopping(monkeypatch):
     """A worker that stops while its database is away."""
-    monkeypatch.setattr(outage_retry, "answers", lambda alias: False)
-    monkeypatch.setattr(outage_retry, "drop_broken_connections", lambda: None)
+    monkeypatch.setattr(recorder, "answers", lambda alias: False)
+    monkeypatch.setattr(recorder, "drop_broken_connections", lambda: None)
     event = threading.Event()
     event.set()
     return event
@@ -24,8 +24,11 @@ def stopping(monkeypatch):
 def test_a_worker_that_stops_tries_once_more_to_record_what_has_run(stopping):
     """Its COMMIT may have taken effect without an answer: nobody else would announce that."""
     retry = OutageRetry(stopping, has_run=True)
-    assert [retry.after(GONE, "Not recorded", 1) for _ in range(2)] == [Next.AGAIN, Next.STOPPED]
+    assert [retry.after(GONE, "default", "Not recorded", 1) for _ in range(2)] == [
+        Next.AGAIN,
+        Next.STOPPED,
+    ]
 
 
 def test_a_worker_that_stops_does_not_try_again_what_has_not_run(stopping):
-    assert OutageRetry(stopping).after(GONE, "Not claimed", 1) is Next.STOPPED
+    assert OutageRetry(stopping).after(GONE, "default", "Not claimed", 1) is Next.STOPPED

@@ -7,11 +7,13 @@ from datetime import timedelta
 import pytest
 
 from kjo_django.conf import get_settings
-from kjo_django.engine import failures, queue_policies
+from kjo_django.engine import failures
+from kjo_django.engine.admission import limit_of
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.models import QueueControl
 from kjo_django.registry import Handler, HandlerOptions
 from kjo_django.retries import Backoff
+from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import Record
 from tests.unit.deliveries import Silent
 
@@ -19,14 +21,13 @@ HOUR = timedelta(hours=1)
 
 
 @pytest.fixture(autouse=True)
-def _reader():
-    queue_policies.join()
+def _forgotten():
     yield
-    queue_policies.leave()
+    current_runtime().queue_controls.clear()
 
 
 def ask(**limits) -> None:
-    queue_policies.learn([QueueControl(queue="ledger", **limits)])
+    current_runtime().queue_controls["ledger"] = QueueControl(queue="ledger", **limits)
 
 
 def failed(
@@ -35,11 +36,8 @@ def failed(
     handler = Handler(lambda: None, options or HandlerOptions("tests.fails"))
     queue = get_settings().queue("ledger")
     delivery = Delivery(Record("ledger", 0, 0, None, b"", {}), Silent(), queue, None, handler)
-    outcome = Attempt(
-        delivery, Ending.COMPLETED, number=attempt, limit=max_attempts, error=ValueError("no")
-    )
-    failures.judge_error(outcome)
-    return outcome
+    outcome = Attempt(delivery, number=attempt, limit=max_attempts)
+    return failures.judge_error(current_runtime(), outcome, ValueError("no"))
 
 
 @pytest.mark.parametrize(
@@ -63,13 +61,13 @@ def test_the_limit_asked_goes_before_the_jobs_own(asked, attempt, result):
 
 def test_a_limit_lowered_below_what_is_spent_still_grants_the_run_that_was_promised():
     ask(max_attempts=2)
-    assert queue_policies.limit_of("ledger", own=9, spent=4) == 5
-    assert queue_policies.limit_of("other", own=9, spent=4) == 9
+    assert limit_of(current_runtime(), "ledger", own=9, spent=4) == 5
+    assert limit_of(current_runtime(), "other", own=9, spent=4) == 9
 
 
 def test_so_does_a_limit_that_is_taken_back():
     """Or the job would end as stalled, whose worker never died."""
-    assert queue_policies.limit_of("ledger", own=3, spent=4) == 5
+    assert limit_of(current_runtime(), "ledger", own=3, spent=4) == 5
 
 
 def test_the_back_off_asked_goes_before_the_settings_and_behind_the_handlers(settings):
@@ -77,18 +75,9 @@ def test_the_back_off_asked_goes_before_the_settings_and_behind_the_handlers(set
     settings.KJO = {**settings.KJO, "BACKOFF_BASE": 1, "BACKOFF_MAX": 60, "BACKOFF_JITTER": 0}
     own = HandlerOptions("tests.own", backoff=Backoff(timedelta(seconds=7), HOUR, 0))
     ask(backoff_base=600)
-    # Then
-    assert failures.policy(None, "ledger").backoff.delay(1) == timedelta(minutes=10)
-    assert failures.policy(None, "other").backoff.delay(1) == timedelta(seconds=1)
     handler = Handler(lambda: None, own)
-    assert failures.policy(handler, "ledger").backoff.delay(1) == timedelta(seconds=7)
-
-
-def test_they_are_forgotten_with_their_last_reader():
-    ask(max_attempts=9)
-    queue_policies.join()
-    queue_policies.leave()
-    assert queue_policies.policy_of("ledger").max_attempts == 9
-    queue_policies.leave()
-    assert queue_policies.policy_of("ledger") == queue_policies.AS_CONFIGURED
-    queue_policies.join()
+    # Then
+    runtime = current_runtime()
+    assert failures.policy(runtime, None, "ledger").backoff.delay(1) == timedelta(minutes=10)
+    assert failures.policy(runtime, None, "other").backoff.delay(1) == timedelta(seconds=1)
+    assert failures.policy(runtime, handler, "ledger").backoff.delay(1) == timedelta(seconds=7)

@@ -28,14 +28,9 @@ NOUNS_OF_THE_FIELD = {"RestSchema", "_has_word", "_words", "in_words"}
 """Names that only look like one of these: REST is an interface, and texts have words."""
 
 STILL_METAPHORS = {
-    "engine": {"is_in_hand"},
     "models": {"Wish"},
 }
-STILL_BESIDE_THEIR_NEIGHBOUR = {"engine"}
-"""Rooms with a docstring that begins with "The same"."""
-
 REQUIREMENT = re.compile(r"\b(KJO|PJQ|KII|RST|KDLQ)-F?\d+")
-STILL_WITH_REQUIREMENT_IDS = {"engine"}
 
 ROLES = {"__init__", "__main__", "apps", "base", "checks", "urls", "views"}
 """Names of modules that Django gives, or that hold what a package's other modules share."""
@@ -79,7 +74,6 @@ def test_docstrings_do_not_begin_with_the_same():
     found = {
         f"{module}:{node.lineno}"
         for module, tree in modules().items()
-        if module.partition(".")[0] not in STILL_BESIDE_THEIR_NEIGHBOUR
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
@@ -92,7 +86,6 @@ def test_requirement_ids_are_for_tests_and_decisions():
     found = {
         f"{module}: {match[0]}"
         for module in modules()
-        if module.partition(".")[0] not in STILL_WITH_REQUIREMENT_IDS
         for match in REQUIREMENT.finditer(source(module))
     }
     assert not found, "an IDE shows docstrings to users, who do not know these ids"

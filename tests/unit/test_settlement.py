@@ -10,12 +10,13 @@ from django.db import ProgrammingError, connection, transaction
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.engine import completion, failures
+from kjo_django.engine import failures, recorder
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
 from kjo_django.models import DeadLetter, Job, JobFailure
 from kjo_django.registry import find
+from kjo_django.runtime import current_runtime
 from kjo_django.store import store_for
 from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import Record
@@ -44,13 +45,13 @@ def a_job(**columns) -> Job:
 
 
 def complete(*outcomes: Attempt, token: str | None = None) -> set:
-    with completion.recording(store_for("default")):
-        return completion.complete(store_for("default"), outcomes, token)
+    with recorder.recording(store_for("default")):
+        return recorder.complete(store_for("default"), outcomes, token)
 
 
 def fail(*outcomes: Attempt) -> None:
-    with completion.recording(store_for("default")):
-        failures.record_failures("default", outcomes, "worker")
+    with recorder.recording(store_for("default")):
+        failures.record_failures(current_runtime(), outcomes, "worker")
 
 
 # --- Success --------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def test_failures_and_letters_are_one_transaction():
     job = a_job()
     outcome = outcome_of(job, Ending.DEAD, error=ValueError("no"), reason="exhausted")
     with pytest.raises(RuntimeError), transaction.atomic():
-        failures.record_failures("default", [outcome], "worker")
+        failures.record_failures(current_runtime(), [outcome], "worker")
         raise RuntimeError
     job.refresh_from_db()
     assert job.state == "queued"
@@ -222,8 +223,8 @@ def test_failures_and_letters_are_one_transaction():
     ],
 )
 def test_a_failed_attempt_is_judged_by_the_policy(error, attempt, result, reason):
-    outcome = outcome_of(a_job(), error=error, number=attempt, limit=5)
-    failures.judge_error(outcome)
+    outcome = outcome_of(a_job(), number=attempt, limit=5)
+    failures.judge_error(current_runtime(), outcome, error)
     assert (outcome.ending, outcome.reason) == (result, reason)
     assert (outcome.retry_at is not None) == (result is Ending.RETRIED)
 
@@ -237,7 +238,7 @@ def test_the_policy_is_that_of_the_settings(settings):
         "ERROR_RECOVERY_DELAYS": {"network": 11},
         "PAUSABLE_ERRORS": ["builtins.KeyError", "KeyError"],
     }
-    policy = failures.policy()
+    policy = failures.policy(current_runtime(), None, "ledger")
     assert policy.decide(ValueError(), 1, 5).delay == timedelta(seconds=7)
     assert policy.decide(ValueError(), 4, 5).delay == timedelta(seconds=9)
     assert policy.decide(ConnectionError(), 1, 5).delay == timedelta(seconds=11)

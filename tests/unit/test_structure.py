@@ -57,6 +57,24 @@ def test_only_the_store_and_the_database_transport_ask_which_database_it_is():
     assert found == set()
 
 
+INTERNALS = {
+    *("atomic_blocks", "autocommit", "closed_in_transaction", "errors_occurred", "in_atomic_block"),
+    *("needs_rollback", "run_on_commit", "savepoint_ids"),
+}
+"""What Django does not document of a connection."""
+
+
+def test_in_the_engine_only_its_handler_package_touches_the_internals_of_a_connection():
+    found = {
+        f"{path}: {node.attr}"
+        for path, tree in outside("engine/handler/")
+        if path.startswith("engine/")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in INTERNALS
+    }
+    assert found == set()
+
+
 def test_sql_is_recognised():
     for text in (
         "SELECT id FROM kjo_job",

@@ -15,9 +15,9 @@ from django.db import IntegrityError, OperationalError, connection, transaction
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.engine import failures
+from kjo_django.engine import failures, recorder
 from kjo_django.engine.attempt import Ending
-from kjo_django.engine.runners.leased import LeasedRunner
+from kjo_django.engine.group import Pipeline
 from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from kjo_django.runtime import get_coordination
@@ -77,20 +77,20 @@ def settled(bench: Bench) -> bool:
 @contextmanager
 def refusing_to_record(monkeypatch, error, is_refused=lambda attempt: True):
     """Neither a completion nor a failure of these attempts can be recorded."""
-    record, record_failures = LeasedRunner.record, failures.record_failures
+    record, record_failures = recorder.record_completions, failures.record_failures
 
-    def refuse(self, attempts):
+    def refuse(runtime, attempts, token):
         if any(map(is_refused, attempts)):
             raise error
-        return record(self, attempts)
+        return record(runtime, attempts, token)
 
-    def refuse_failures(using, attempts, worker):
+    def refuse_failures(runtime, attempts, worker):
         if any(map(is_refused, attempts)):
             raise error
-        return record_failures(using, attempts, worker)
+        return record_failures(runtime, attempts, worker)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LeasedRunner, "record", refuse)
+        patch.setattr(recorder, "record_completions", refuse)
         patch.setattr(failures, "record_failures", refuse_failures)
         yield
 
@@ -264,16 +264,16 @@ def test_endings_a_bug_kept_from_being_recorded_beside_the_lane_are_recorded_by_
     """Nobody else knows of them: dropped, they would hold back their partition until a restart."""
     # Given
     # With a budget so long that on a busy machine, too, the lane is not the first to record.
-    bench, record = make_bench(SHORT * 10), LeasedRunner.record
+    bench, record = make_bench(SHORT * 10), recorder.record_completions
     failed = threading.Event()
 
-    def fail_once(self, attempts):
+    def fail_once(runtime, attempts, token):
         if not failed.is_set():
             failed.set()
             raise TypeError("a bug")
-        return record(self, attempts)
+        return record(runtime, attempts, token)
 
-    monkeypatch.setattr(LeasedRunner, "record", fail_once)
+    monkeypatch.setattr(recorder, "record_completions", fail_once)
 
     def look(number):
         if number == 1:
@@ -377,7 +377,7 @@ def test_of_two_workers_that_judge_a_group_at_once_each_job_is_one_s(make_bench,
     def take_after_the_other(self, rows, token, *times):
         if token == "bench":
             monkeypatch.setattr(store, "take_row_leases", take)
-            attempts = another.pipeline._leased.admit(theirs)
+            attempts = another.pipeline._admit_leased(theirs)
             assert [attempt.ending for attempt in attempts] == [None, None]
         return take(self, rows, token, *times)
 
@@ -465,16 +465,16 @@ def test_behind_one_of_its_key_that_is_held_elsewhere_nothing_runs_and_nothing_i
 @pytest.mark.parametrize("failures", [1, 3])
 def test_an_outage_while_recording_runs_nothing_again(make_bench, monkeypatch, failures):
     # Given
-    bench, ran, left, record = make_bench(AMPLE), [], [failures], LeasedRunner.record
+    bench, ran, left, record = make_bench(AMPLE), [], [failures], recorder.record_completions
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
 
-    def away(self, attempts):
+    def away(runtime, attempts, token):
         if left[0]:
             left[0] -= 1
             raise OperationalError("server closed the connection unexpectedly")
-        return record(self, attempts)
+        return record(runtime, attempts, token)
 
-    monkeypatch.setattr(LeasedRunner, "record", away)
+    monkeypatch.setattr(recorder, "record_completions", away)
     as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
     # When
     bench.run()
@@ -525,18 +525,18 @@ def test_a_lock_in_the_way_of_the_record_is_waited_out_and_runs_nothing_again(
 def test_an_outage_that_was_waited_out_is_no_refusal(make_bench, monkeypatch):
     """The database comes back between the attempt to record and the look whether it is there."""
     # Given
-    bench, ran, record = make_bench(AMPLE), [], LeasedRunner.record
+    bench, ran, record = make_bench(AMPLE), [], recorder.record_completions
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     is_there = iter([False] * 5 + [True] * 2)
     failures = iter(range(7))
 
-    def away(self, attempts):
+    def away(runtime, attempts, token):
         if next(failures, None) is not None:
             raise OperationalError("server closed the connection unexpectedly")
-        return record(self, attempts)
+        return record(runtime, attempts, token)
 
-    monkeypatch.setattr(LeasedRunner, "record", away)
-    monkeypatch.setattr("kjo_django.engine.outage_retry.answers", lambda using: next(is_there))
+    monkeypatch.setattr(recorder, "record_completions", away)
+    monkeypatch.setattr("kjo_django.engine.recorder.answers", lambda using: next(is_there))
     as_job(noting(ran), "bench.note", atomic=False).enqueue(number=0)
     # When
     deferred = bench.run()
@@ -572,10 +572,10 @@ def test_a_completion_that_cannot_be_recorded_is_a_failure_of_its_attempt(make_b
     bench, ran = make_bench(AMPLE), []
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
 
-    def refuse(self, attempts):
+    def refuse(runtime, attempts, token):
         raise IntegrityError("not this one")
 
-    monkeypatch.setattr(LeasedRunner, "record", refuse)
+    monkeypatch.setattr(recorder, "record_completions", refuse)
     as_job(noting(ran), "bench.note", atomic=False).enqueue(number=0)
     # When
     deferred = bench.run()
@@ -607,7 +607,7 @@ def test_behind_an_ending_that_cannot_be_recorded_its_key_waits(make_bench, monk
 
 def test_a_lease_two_records_share_is_kept_until_the_last_has_ended(make_bench, monkeypatch):
     # Given
-    bench, held, claim = make_bench(NEXT_TO_NONE), [], LeasedRunner.admit
+    bench, held, claim = make_bench(NEXT_TO_NONE), [], Pipeline._admit_leased
     as_job(lambda: None, "bench.once", atomic=False).enqueue()
     (delivery,) = bench.poll()
 
@@ -615,7 +615,7 @@ def test_a_lease_two_records_share_is_kept_until_the_last_has_ended(make_bench, 
         held.append(len(get_coordination().holders([delivery.lease])))
         return claim(self, deliveries)
 
-    monkeypatch.setattr(LeasedRunner, "admit", look)
+    monkeypatch.setattr(Pipeline, "_admit_leased", look)
     # When
     bench.run([delivery, bench.read(delivery.record)])
     # Then
@@ -626,7 +626,7 @@ def test_a_lease_two_records_share_is_kept_until_the_last_has_ended(make_bench, 
 def test_one_that_cannot_be_claimed_keeps_neither_its_lane_nor_others(make_bench, monkeypatch):
     """What the database refuses for what it is, it refuses for ever."""
     # Given
-    bench, ran, claim, waits = make_bench(AMPLE), [], LeasedRunner.admit, []
+    bench, ran, claim, waits = make_bench(AMPLE), [], Pipeline._admit_leased, []
 
     def refuse(self, deliveries):
         if any(b'"n":1' in delivery.message.payload for delivery in deliveries):
@@ -638,7 +638,7 @@ def test_one_that_cannot_be_claimed_keeps_neither_its_lane_nor_others(make_bench
         assert len(waits) < 10, "it keeps its lane for ever"
         return False
 
-    monkeypatch.setattr(LeasedRunner, "admit", refuse)
+    monkeypatch.setattr(Pipeline, "_admit_leased", refuse)
     monkeypatch.setattr(bench.stopping, "wait", wait)
     job = as_job(lambda key, n: ran.append(n), "bench.keyed", atomic=False, key="key")
     for number, key in enumerate("okko"):
@@ -650,7 +650,7 @@ def test_one_that_cannot_be_claimed_keeps_neither_its_lane_nor_others(make_bench
     assert ran == [0, 3]
     assert deferred == [deliveries[1], deliveries[2]]
     assert (leased(), list(get_coordination().names("CONS:"))) == (0, [])
-    monkeypatch.setattr(LeasedRunner, "admit", claim)
+    monkeypatch.setattr(Pipeline, "_admit_leased", claim)
     assert bench.run(deferred) == []
     assert ran == [0, 3, 1, 2]
 
@@ -665,8 +665,8 @@ def test_an_outage_before_they_begin_spends_nothing(make_bench, monkeypatch):
         raise OperationalError("server closed the connection unexpectedly")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kjo_django.engine.runners.leased.load_rows", away)
-        patch.setattr("kjo_django.engine.outage_retry.answers", lambda using: False)
+        patch.setattr("kjo_django.engine.admission.load_rows", away)
+        patch.setattr("kjo_django.engine.recorder.answers", lambda using: False)
         deferred = bench.run(deliveries)
     # Then
     assert (bench.stopping.waits, deferred, ran) == (1, deliveries, [])
@@ -679,7 +679,7 @@ def test_an_outage_before_they_begin_spends_nothing(make_bench, monkeypatch):
 
 
 def test_a_claim_the_database_refuses_is_made_one_by_one(make_bench, monkeypatch):
-    bench, ran, claim, sizes = make_bench(AMPLE), [], LeasedRunner.admit, []
+    bench, ran, claim, sizes = make_bench(AMPLE), [], Pipeline._admit_leased, []
 
     def refuse_many(self, deliveries):
         sizes.append(len(deliveries))
@@ -687,7 +687,7 @@ def test_a_claim_the_database_refuses_is_made_one_by_one(make_bench, monkeypatch
             raise IntegrityError("not these")
         return claim(self, deliveries)
 
-    monkeypatch.setattr(LeasedRunner, "admit", refuse_many)
+    monkeypatch.setattr(Pipeline, "_admit_leased", refuse_many)
     as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
     bench.run()
     assert (ran, sizes, bench.stopping.waits) == ([0, 1, 2], [3, 1, 2], 0)

@@ -384,7 +384,7 @@ def test_a_handler_that_panics_takes_no_lane_with_it(options):
 def test_a_lane_that_failed_holds_no_leases(monkeypatch):
     """They would be renewed for ever, although a rebalance may have taken the records away."""
     # Given: a bug, in what runs a job
-    from kjo_django.engine.runners.transaction import TransactionRunner
+    from kjo_django.engine.group import Pipeline
 
     failed = threading.Event()
 
@@ -392,7 +392,7 @@ def test_a_lane_that_failed_holds_no_leases(monkeypatch):
         failed.set()
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(TransactionRunner, "run_alone", fail)
+    monkeypatch.setattr(Pipeline, "_run_alone", fail)
     write.enqueue(job="a")
     # When
     with Running(concurrency=1) as running:

@@ -10,17 +10,20 @@ asynchronous too, on an event loop of its own, whose database calls come back to
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured, MiddlewareNotUsed
 from django.core.signals import setting_changed
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
@@ -54,6 +57,8 @@ Call = Callable[[Any], Any]
 Middleware = Callable[[Call], Call]
 C = TypeVar("C", bound=JobContext)
 
+logger = logging.getLogger("kjo_django")
+
 
 def is_interrupt(error: BaseException) -> bool:
     """Return whether this is not the handler's: its thread was given up, or somebody pressed Ctrl-C
@@ -65,6 +70,36 @@ def is_interrupt(error: BaseException) -> bool:
         isinstance(error, KeyboardInterrupt)
         and threading.current_thread() is threading.main_thread()
     )
+
+
+@contextmanager
+def leaving_no_blocks(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """End with this block the blocks of ``atomic()`` that handlers have entered within it and not
+    left: the transaction around it would take itself for one of them, and never be committed.
+
+    What their ``on_commit`` callbacks raise is logged from then on: the commit stands, and the
+    callbacks of others in the group come after it.
+    """
+    savepoints, blocks = len(connection.savepoint_ids), len(connection.atomic_blocks)
+    try:
+        yield
+        callbacks: list[Any] = connection.run_on_commit
+        callbacks[:] = [(sids, partial(_call_isolated, call), False) for sids, call, _ in callbacks]
+    finally:
+        del connection.savepoint_ids[savepoints:]
+        del connection.atomic_blocks[blocks:]
+
+
+def _call_isolated(callback: Callable[[], Any]) -> None:
+    """Log what a callback raises. Django's own robust callbacks fail when they log one without a
+    ``__qualname__``, such as a partial."""
+    try:
+        callback()
+    except ENDINGS as error:
+        if is_interrupt(error):
+            raise
+        # Also what would end the process.
+        logger.exception("An on_commit callback failed: %r", callback)
 
 
 @dataclass(slots=True)
@@ -81,9 +116,6 @@ class CallResult:
     result_ttl: int | None = None
     """Milliseconds its outcome is kept, where the run changed that."""
 
-
-Ran = CallResult
-"""The old name, until nobody uses it."""
 
 # --- The call -------------------------------------------------------------------------------------
 

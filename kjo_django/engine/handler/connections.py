@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, Error, InterfaceError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
@@ -106,14 +106,35 @@ def open_blocks() -> dict[str, int]:
     }
 
 
-def refusal_of(connection: BaseDatabaseWrapper, blocks: int) -> TransactionManagementError:
-    """Return what to raise for a handler that has broken the transaction it runs in, and forget the
-    blocks it has entered: their savepoints go with its own.
+@contextmanager
+def keeping_transaction(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """Refuse what breaks the transaction that a handler runs in: to close the connection, or to
+    enter blocks of ``atomic()`` and not leave them. These are forgotten: their savepoints go with
+    the handler's own.
 
-    :param blocks: in how many it was called.
+    :raises TransactionManagementError: the handler has done so.
     """
-    del connection.atomic_blocks[blocks:]
-    return _left(connection)
+    blocks, met = len(connection.atomic_blocks), None
+    try:
+        yield
+    except Error as error:
+        if not connection.closed_in_transaction:
+            raise
+        # It says less than that the handler has closed the connection.
+        met = error
+    if connection.closed_in_transaction or len(connection.atomic_blocks) > blocks:
+        del connection.atomic_blocks[blocks:]
+        raise _left(connection) from met
+
+
+def may_be_left_open(connections: Iterable[BaseDatabaseWrapper]) -> bool:
+    """Return whether somebody is in a transaction on one of these connections, or has left one."""
+    return any(
+        each.in_atomic_block
+        or each.closed_in_transaction
+        or (each.connection is not None and each.autocommit != each.settings_dict["AUTOCOMMIT"])
+        for each in connections
+    )
 
 
 def _left(connection: BaseDatabaseWrapper) -> TransactionManagementError:
@@ -140,18 +161,6 @@ def _abandon(connection: BaseDatabaseWrapper, around: int) -> None:
     # Closed by the handler itself, it is still there as far as Django knows.
     connection.connection = None
     connection.closed_in_transaction = False
-
-
-@contextmanager
-def leaving_no_blocks(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """End with this block the blocks of ``atomic()`` that handlers have entered within it and not
-    left: the transaction around it would take itself for one of them, and never be committed."""
-    savepoints, blocks = len(connection.savepoint_ids), len(connection.atomic_blocks)
-    try:
-        yield
-    finally:
-        del connection.savepoint_ids[savepoints:]
-        del connection.atomic_blocks[blocks:]
 
 
 def drop_broken_connections() -> None:

@@ -12,9 +12,9 @@ import logging
 from datetime import timedelta
 from typing import NamedTuple
 
+from kjo_django.engine.admission import load_rows
 from kjo_django.engine.handler.context import Abort
 from kjo_django.engine.handler.timeouts import RunningJob, TimeoutWatch
-from kjo_django.engine.job_rows import load_rows, row_id
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import storable_text
 from kjo_django.runtime import Runtime
@@ -116,9 +116,9 @@ def _abort_unwanted(jobs: list[RunningJob], runtime: Runtime, token: str) -> Non
     service = runtime.service
     keys = [job.delivery.event_key(service) for job in unheld]
     known = runtime.store.known_markers(keys)
-    rows = load_rows(runtime, [job.delivery for job in unheld], lock=False)
+    _, rows = load_rows(runtime, [job.delivery for job in unheld])
     for job, key in zip(unheld, keys, strict=True):
-        row, handler = rows.get(row_id(job.delivery, service)), job.delivery.handler
+        row, handler = rows.get(job.delivery), job.delivery.handler
         judges_itself = handler is not None and handler.judges_itself
         if (key in known and not judges_itself) or (row is not None and row.lease_token != token):
             job.context.abort(Abort.LOST)

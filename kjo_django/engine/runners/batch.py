@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from django.utils import timezone
 
-from kjo_django.engine.attempt import Attempt, Delivery
+from kjo_django.engine.attempt import Attempt
 from kjo_django.engine.handler.call import (
     ENDINGS,
-    Ran,
+    CallResult,
     acall,
     call_batch,
     is_interrupt,
@@ -36,33 +36,30 @@ UNWANTED = (Abort.CANCELLED, Abort.SHUTDOWN, Abort.LOST)
 """Reasons to end for which nobody is to run it again now."""
 
 
-def in_steps(
-    deliveries: Sequence[Delivery], keys: Mapping[Delivery, object]
-) -> Sequence[list[Delivery]]:
-    """Arrange a group: each step is one call, of one delivery or of a batch handler's several.
+def in_steps(attempts: Sequence[Attempt]) -> Sequence[Sequence[Attempt]]:
+    """Arrange a group: each step is one call, of one handler or of a batch handler's several.
 
     A batch has at most one item of a key, and of two records of one message at most one: the later
     one's step comes later.
-
-    :param keys: what tells the deliveries' messages apart.
     """
-    if not any(delivery.batch for delivery in deliveries):
-        return [[delivery] for delivery in deliveries]
-    steps: list[list[Delivery]] = []
+    if not any(attempt.delivery.batch for attempt in attempts):
+        return [[attempt] for attempt in attempts]
+    steps: list[list[Attempt]] = []
     last: dict[object, int] = {}
     open_steps: dict[object, list[int]] = {}
-    for delivery in deliveries:
-        order = (delivery.shard, keys[delivery])
+    for attempt in attempts:
+        delivery = attempt.delivery
+        order = (delivery.shard, attempt.key)
         earliest = 1 + max((last.get(one, -1) for one in order), default=-1)
         limit = delivery.batch or 1
         mine = open_steps.setdefault(delivery.handler, []) if delivery.batch else []
         at = bisect_left(mine, earliest)
         if at < len(mine):
             number = mine[at]
-            steps[number].append(delivery)
+            steps[number].append(attempt)
         else:
             number = len(steps)
-            steps.append([delivery])
+            steps.append([attempt])
             mine.append(number)
         if len(steps[number]) >= limit:
             mine.remove(number)
@@ -79,7 +76,7 @@ class Batch:
         assert handler is not None
         self.handler = handler
         self.items: list[BatchItem] = []
-        self._ended: dict[Attempt, Ran] = {}
+        self._ended: dict[Attempt, CallResult] = {}
         self._items: dict[Attempt, BatchItem] = {}
         for attempt in attempts:
             item, message = make_context(BatchItem, attempt), attempt.delivery.message
@@ -88,12 +85,12 @@ class Batch:
                 payload = load_value(message.payload, message.content_type)
                 ((item.payload,), _) = handler.arguments(payload)
             except Exception as error:
-                self._ended[attempt] = Ran(timezone.now(), 0.0, error=error)
+                self._ended[attempt] = CallResult(timezone.now(), 0.0, error=error)
             else:
                 self._items[attempt] = item
                 self.items.append(item)
 
-    def call(self, watch: TimeoutWatch) -> list[Ran]:
+    def call(self, watch: TimeoutWatch) -> list[CallResult]:
         """Call the handler and return how each attempt ended.
 
         :raises Exception: what the handler raises.
@@ -104,7 +101,7 @@ class Batch:
         value = call_batch(self.items, watch)
         return self._endings(value, started_at, time.perf_counter() - clock)
 
-    async def acall(self, watch: TimeoutWatch) -> list[Ran]:
+    async def acall(self, watch: TimeoutWatch) -> list[CallResult]:
         """Call the handler on an event loop and return how each attempt ended.
 
         :raises Exception: what the handler raises.
@@ -115,7 +112,7 @@ class Batch:
         value = await call_batch(self.items, watch, on_loop=True)
         return self._endings(value, started_at, time.perf_counter() - clock)
 
-    def after(self, error: BaseException) -> list[Ran | Batch]:
+    def after(self, error: BaseException) -> list[CallResult | Batch]:
         """Return for each attempt how it ended when the call raised, or the batch of it alone that
         is to be called instead."""
         if len(self.items) > 1:
@@ -130,7 +127,7 @@ class Batch:
                     "queue": self.attempts[0].delivery.queue.name,
                 },
             )
-        parts: list[Ran | Batch] = []
+        parts: list[CallResult | Batch] = []
         for attempt in self.attempts:
             if attempt in self._ended:
                 parts.append(self._ended[attempt])
@@ -140,22 +137,22 @@ class Batch:
                 parts.append(Batch([attempt]))
         return parts
 
-    def aborted(self, error: BaseException) -> dict[Delivery, Ran]:
+    def aborted(self, error: BaseException) -> dict[Attempt, CallResult]:
         """Return how those have ended that were asked to when the call raised."""
         asked = (a for a, item in self._items.items() if item.abort_reason in UNWANTED)
-        return {attempt.delivery: self._failed(attempt, error) for attempt in asked}
+        return {attempt: self._failed(attempt, error) for attempt in asked}
 
-    def _failed(self, attempt: Attempt, error: BaseException) -> Ran:
+    def _failed(self, attempt: Attempt, error: BaseException) -> CallResult:
         item = self._items[attempt]
         if len(self.items) > 1 and not isinstance(error, JobCancelledError):
             # Another's error, maybe: asked to end, it has.
-            told = f"{type(error).__name__}: {text_of(error)}"
-            error = JobCancelledError(f"The batch of job {item.job_id} was aborted: {told}")
-        ran = Ran(timezone.now(), 0.0, error=error)
+            why = f"{type(error).__name__}: {text_of(error)}"
+            error = JobCancelledError(f"The batch of job {item.job_id} was aborted: {why}")
+        ran = CallResult(timezone.now(), 0.0, error=error)
         ran.abort_reason, ran.result_ttl = item.abort_reason, item.result_ttl
         return ran
 
-    def _endings(self, value: Any, started_at: Any, seconds: float) -> list[Ran]:
+    def _endings(self, value: Any, started_at: Any, seconds: float) -> list[CallResult]:
         """Give each item its ending, and its share of the time.
 
         :raises PermanentError: the handler did not return one result for each item, or one that
@@ -180,7 +177,7 @@ class Batch:
                 endings.append(self._ended[attempt])
                 continue
             result = next(results)
-            ran = Ran(started_at, seconds / count, error=item.error)
+            ran = CallResult(started_at, seconds / count, error=item.error)
             if item.error is None:
                 ran.value = wrapped(attempt.delivery, result)
             ran.abort_reason, ran.result_ttl = item.abort_reason, item.result_ttl
@@ -190,9 +187,9 @@ class Batch:
 
 def run_batch(
     batch: Batch,
-    attempt: Callable[[Batch], list[Ran]],
+    attempt: Callable[[Batch], list[CallResult]],
     passing: tuple[type[BaseException], ...] = (),
-) -> list[Ran]:
+) -> list[CallResult]:
     """Run a batch, and its items one by one if it fails; return how each ended.
 
     :param attempt: calls a batch, undoing its writes if it raises.
@@ -206,30 +203,25 @@ def run_batch(
         if is_interrupt(error):
             raise
         return [
-            part if isinstance(part, Ran) else run_batch(part, attempt, passing)[0]
+            part if isinstance(part, CallResult) else run_batch(part, attempt, passing)[0]
             for part in batch.after(error)
         ]
 
 
-async def arun_batch(batch: Batch, attempt: Callable[[Batch], Awaitable[list[Ran]]]) -> list[Ran]:
-    """The same on an event loop."""
+async def arun_batch(
+    batch: Batch, attempt: Callable[[Batch], Awaitable[list[CallResult]]]
+) -> list[CallResult]:
+    """Run a batch on an event loop, and its items one by one if it fails; return how each ended."""
     try:
         return await attempt(batch)
     except ENDINGS as error:
         return [
-            part if isinstance(part, Ran) else (await arun_batch(part, attempt))[0]
+            part if isinstance(part, CallResult) else (await arun_batch(part, attempt))[0]
             for part in batch.after(error)
         ]
 
 
-def concurrent_steps(attempts: Sequence[Attempt]) -> list[list[Attempt]]:
-    """Arrange what is to run at the same time: each step is one call."""
-    attempt_of = {attempt.delivery: attempt for attempt in attempts}
-    steps = in_steps(list(attempt_of), {delivery: delivery for delivery in attempt_of})
-    return [[attempt_of[delivery] for delivery in step] for step in steps]
-
-
-async def call_step(step: Sequence[Attempt], watch: TimeoutWatch) -> list[Ran]:
+async def call_step(step: Sequence[Attempt], watch: TimeoutWatch) -> list[CallResult]:
     """Make one call on the loop this is awaited on; return how each of the step ended."""
     first = step[0]
     if first.delivery.batch is not None:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from asgiref.sync import async_to_sync, sync_to_async
@@ -27,21 +27,21 @@ from django.db.transaction import TransactionManagementError
 from django.utils import timezone
 
 from kjo_django.engine import failures
-from kjo_django.engine.attempt import Attempt, Delivery
-from kjo_django.engine.handler.call import Ran
-from kjo_django.engine.handler.connections import freshen_connections
+from kjo_django.engine.attempt import Attempt
+from kjo_django.engine.handler.call import CallResult
+from kjo_django.engine.handler.connections import (
+    freshen_connections,
+    may_be_left_open,
+)
 from kjo_django.engine.handler.timeouts import TimeoutWatch
-from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.recorder import EndedQueue, Recorder
-from kjo_django.engine.runners.batch import call_step, concurrent_steps
-from kjo_django.engine.runners.leased import LeasedRunner, Settle
+from kjo_django.engine.runners.batch import call_step, in_steps
+from kjo_django.runtime import Runtime
 
 logger = logging.getLogger("kjo_django")
 
 RESTART_DELAY = 1.0
 """Seconds before another event loop begins when one has ended."""
-RECORDED_TOGETHER = 1000
-"""Most endings that are recorded in one transaction."""
 
 
 class TaskExited(RuntimeError):
@@ -86,36 +86,28 @@ def _contained_task(
 class LoopRunner:
     """One worker's coroutines, on an event loop in a thread that starts with the first.
 
-    :param leased: admits them, and gives back what was admitted.
-    :param settle: settles what has ended.
-    :param recorder: calls that in its thread.
-    :param on_settled: called with the deliveries that have ended, and those of them that are
-        deferred.
+    :param ended: takes what has ended.
+    :param recorder: settles what waits there.
     :param on_thread: called first in the loop's thread.
     """
 
     def __init__(
         self,
-        leased: LeasedRunner,
-        leases: LeaseBook,
+        runtime: Runtime,
         watch: TimeoutWatch,
-        settle: Settle,
+        ended: EndedQueue,
         recorder: Recorder,
-        *,
-        on_settled: Callable[[Sequence[Delivery], Collection[Delivery]], None],
         on_thread: Callable[[], None],
     ) -> None:
-        self._leased = leased
-        self._leases = leases
+        self._runtime = runtime
         self._watch = watch
-        self._settle = settle
+        self._ended = ended
         self._recorder = recorder
-        self._on_settled = on_settled
         self._on_thread = on_thread
-        self._waiting: deque[list[Attempt]] = deque()
-        self._results: dict[Attempt, Ran] = {}
-        self._ended = EndedQueue(self._settle_ended, 0.0)
-        self._is_closed = False
+        self._waiting: deque[Sequence[Attempt]] = deque()
+        self._results: dict[Attempt, CallResult] = {}
+        self.is_closed = False
+        """Whether what has not ended is nobody's any more."""
         self._has_closed = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -133,7 +125,7 @@ class LoopRunner:
                 self._thread = threading.Thread(target=self._run, name="kjo-loop", daemon=True)
                 self._thread.start()
         self._is_up.wait()
-        self._waiting.extend(concurrent_steps(attempts))
+        self._waiting.extend(in_steps(attempts))
         self._call()
 
     def close(self, timeout: float) -> None:
@@ -142,7 +134,7 @@ class LoopRunner:
         :param timeout: seconds to wait for its thread.
         """
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             self._has_closed.set()
             thread = self._thread
         if thread is not None:
@@ -164,7 +156,7 @@ class LoopRunner:
     def _run(self) -> None:
         self._on_thread()
         try:
-            while not self._is_closed:
+            while not self.is_closed:
                 try:
                     async_to_sync(self._run_loop)()
                 except BaseException:
@@ -180,15 +172,15 @@ class LoopRunner:
         self._loop.set_task_factory(_contained_task)  # type: ignore[arg-type]
         self._wake.set()
         self._is_up.set()
-        tasks: dict[asyncio.Task[None], list[Attempt] | None] = {}
+        tasks: dict[asyncio.Task[None], Sequence[Attempt] | None] = {}
 
         def ended(task: asyncio.Task[None]) -> None:
             step = tasks.pop(task)
-            if step is not None and task.cancelled() and not self._is_closed:
+            if step is not None and task.cancelled() and not self.is_closed:
                 # With the loop itself, before it had begun: the next loop's.
                 self._waiting.append(step)
 
-        def spawn(coroutine: Any, step: list[Attempt] | None = None) -> None:
+        def spawn(coroutine: Any, step: Sequence[Attempt] | None = None) -> None:
             task = asyncio.create_task(coroutine)
             tasks[task] = step
             task.add_done_callback(ended)
@@ -196,7 +188,7 @@ class LoopRunner:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._is_closed:
+            if self.is_closed:
                 break
             # In its turn, ahead of what the handlers that start now will ask of the database.
             spawn(sync_to_async(self._freshen)())
@@ -206,23 +198,23 @@ class LoopRunner:
         for task in tasks:
             task.cancel()
 
-    async def _run_step(self, step: list[Attempt]) -> None:
+    async def _run_step(self, step: Sequence[Attempt]) -> None:
         began, undone = time.monotonic(), len(self._undone)
         try:
-            ran = await call_step(step, self._watch)
-            if self._may_be_left_open():
+            results = await call_step(step, self._watch)
+            if may_be_left_open(self._connections):
                 # In its turn: what another one is doing in a block of its own is left by then.
                 await sync_to_async(self._freshen)()
             if len(self._undone) > undone:
                 # Whoever did it, what this one has written may have been undone with it.
-                for one in ran:
-                    one.error = one.error or self._undone[-1]
+                for result in results:
+                    result.error = result.error or self._undone[-1]
         except BaseException as error:
             # Even what is to end a process ends one attempt here: the loop is everybody's.
-            if self._is_closed:
+            if self.is_closed:
                 raise
-            ran = [Ran(timezone.now(), 0.0, error=error) for _ in step]
-        self._results.update(zip(step, ran, strict=True))
+            results = [CallResult(timezone.now(), 0.0, error=error) for _ in step]
+        self._results.update(zip(step, results, strict=True))
         self._ended.put(began, step)
         self._recorder.watch(self._ended)
 
@@ -233,37 +225,8 @@ class LoopRunner:
             what = f"One of the coroutines that ran at the same time: {left}"
             self._undone.append(TransactionManagementError(what))
 
-    def _may_be_left_open(self) -> bool:
-        return any(
-            each.in_atomic_block
-            or each.closed_in_transaction
-            or (each.connection is not None and each.autocommit != each.settings_dict["AUTOCOMMIT"])
-            for each in self._connections
-        )
-
-    # --- In the recorder's thread -----------------------------------------------------------------
-
-    def _settle_ended(self, attempts: list[Attempt]) -> None:
-        for start in range(0, len(attempts), RECORDED_TOGETHER):
-            if self._is_closed:
-                return
-            self._settle_some(attempts[start : start + RECORDED_TOGETHER])
-
-    def _settle_some(self, attempts: list[Attempt]) -> None:
-        deliveries = [attempt.delivery for attempt in attempts]
-        deferred: Sequence[Delivery] = deliveries
-        try:
-            for attempt in attempts:
-                # Here, and not on the loop: a back-off of somebody's own may take its time.
-                failures.judge(attempt, self._results.pop(attempt))
-            deferred = self._settle(attempts, ())
-        except Exception:
-            # Nothing was acknowledged: they run again, and so it is seen.
-            logger.exception("%d coroutines could not be settled", len(deliveries))
-            names = [delivery.lease for delivery in deliveries]
-            self._leases.release(names, count_delivery=True)
-        finally:
-            back = set(deferred)
-            self._leased.give_back([a for a in attempts if a.delivery in back])
-            self._leased.stop_renewing(attempts)
-            self._on_settled(deliveries, back)
+    def judge(self, attempts: Sequence[Attempt]) -> None:
+        """Judge how coroutines have ended. Not on the loop: a back-off of somebody's own may take
+        its time."""
+        for attempt in attempts:
+            failures.judge(self._runtime, attempt, self._results.pop(attempt))

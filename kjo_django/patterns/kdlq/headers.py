@@ -13,7 +13,7 @@ from datetime import datetime
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.engine.dead_lettering import error_text
+from kjo_django.engine.failures import error_text
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH
 from kjo_django.patterns.kdlq.config import DlqConfig
 from kjo_django.retries import import_path

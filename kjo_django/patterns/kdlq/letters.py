@@ -11,7 +11,7 @@ from django.db.models import F, QuerySet
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.engine.dead_lettering import error_text, fingerprint, traceback_text
+from kjo_django.engine.failures import error_text, fingerprint, traceback_text
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState

@@ -241,7 +241,7 @@ def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
     for name in ("claim", "renew", "release", "holders"):
         monkeypatch.setattr(get_coordination(), name, away)
     # As one that is elsewhere, which can be away while the database is there.
-    monkeypatch.setattr(LeaseBook, "can_release_within", lambda self, using: False)
+    monkeypatch.setattr(LeaseBook, "release_within", lambda self, using, names: False)
     ran = []
 
     def fail_once(job: str) -> None:
@@ -254,10 +254,10 @@ def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
     deliveries = bench.poll()
     publish, copies = failures.publish_dead_letters, iter([list(deliveries)])
 
-    def let_the_other_go_first(outcomes):
+    def let_the_other_go_first(runtime, outcomes):
         for copy in next(copies, ()):
             another.run([another.read(copy.record)])
-        return publish(outcomes)
+        return publish(runtime, outcomes)
 
     monkeypatch.setattr(failures, "publish_dead_letters", let_the_other_go_first)
     # When

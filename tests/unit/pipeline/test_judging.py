@@ -134,7 +134,7 @@ def test_an_outcome_that_can_never_be_recorded_ends_as_stalled(
 ):
     """Its failure cannot be, or its completion cannot be."""
     # Given
-    from kjo_django.engine import completion
+    from kjo_django.engine import recorder
 
     def maybe():
         if failing:
@@ -156,7 +156,7 @@ def test_an_outcome_that_can_never_be_recorded_ends_as_stalled(
 
     record = failures.record_failures
     monkeypatch.setattr(failures, "record_failures", refusing(record, {Ending.RETRIED}))
-    monkeypatch.setattr(completion, "complete", refusing(completion.complete, {Ending.COMPLETED}))
+    monkeypatch.setattr(recorder, "complete", refusing(recorder.complete, {Ending.COMPLETED}))
     # When
     run_to_its_end(bench)
     # Then

@@ -26,7 +26,7 @@ def test_an_outage_of_the_database_spends_no_attempt_and_loses_nothing(bench, mo
 
     # When
     with monkeypatch.context() as patch:
-        patch.setattr("kjo_django.engine.runners.transaction.mark_and_load", away)
+        patch.setattr("kjo_django.engine.admission.load_rows", away)
         deferred = bench.run(deliveries)
     # Then: it was waited for, and what could not be settled is handed back
     assert bench.stopping.waits == 1
