@@ -56,9 +56,10 @@ class SimulatedBoundary(Boundary):
         """Loops of its worker whose threads are not started: the schedule takes their steps."""
         self.loops: list[LoopRunner] = []
 
-    def uses(self, connection: Any, cursor: Any = None) -> None:
-        if current_fiber() is not None:
-            super().uses(connection, cursor)
+    def uses(self, connection: Any, cursor: Any = None) -> Any:
+        if current_fiber() is None:
+            return contextlib.nullcontext()
+        return super().uses(connection, cursor)
 
     def cross(
         self, name: str, effect: Callable[[], Any], fail: Callable[[bool], Any] | None = None
