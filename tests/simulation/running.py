@@ -22,7 +22,7 @@ from django.db import connections, transaction
 from django.test import override_settings
 
 from kjo_django import registry, states
-from kjo_django.engine.runners.batch import concurrent_steps
+from kjo_django.engine.runners.batch import in_steps
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters
@@ -461,7 +461,7 @@ class Simulation(World):
 def _wait_for_the_loop(runner: LoopRunner, attempts: Any) -> None:
     boundary = current()
     assert isinstance(boundary, SimulatedBoundary)
-    runner._waiting.extend(concurrent_steps(attempts))
+    runner._waiting.extend(in_steps(attempts))
     if runner not in boundary.loops:
         boundary.loops.append(runner)
 
