@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+import time
 from _thread import allocate_lock
 from collections.abc import Callable
 from math import inf
@@ -231,7 +232,8 @@ class Threading:
 
 
 def install(monkeypatch: Any) -> None:
-    """Let fibers wait in virtual time, and leave threads to the schedule that it steps."""
+    """Let fibers wait in virtual time."""
+    monkeypatch.setattr(threading, "_time", lambda: time.monotonic())  # of ``wait_for``
     for owner, name in ((threading.Event, "wait"), (threading.Condition, "wait")):
         monkeypatch.setattr(owner, name, _virtual(getattr(owner, name)))
 

@@ -22,7 +22,6 @@ from django.db import connections, transaction
 from django.test import override_settings
 
 from kjo_django import registry, states
-from kjo_django.engine.runners.batch import in_steps
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters
@@ -55,6 +54,7 @@ class SimulatedBoundary(Boundary):
         self.steppers: list[Any] = []
         """Loops of its worker whose threads are not started: the schedule takes their steps."""
         self.loops: list[LoopRunner] = []
+        """Of which the schedule runs the coroutines."""
 
     def uses(self, connection: Any, cursor: Any = None) -> Any:
         if current_fiber() is None:
@@ -191,14 +191,17 @@ class Simulation(World):
     def install(self, monkeypatch: Any) -> None:
         """Leave threads, waits and locks to the schedule."""
         fibers.install(monkeypatch)
-        monkeypatch.setattr(LoopRunner, "run", _wait_for_the_loop)
+        monkeypatch.setattr(LoopRunner, "_call", lambda runner: None)
         monkeypatch.setattr("kjo_django.engine.recorder.threading", fibers.Threading())
         start, join = threading.Thread.start, threading.Thread.join
 
         def start_unless_stepped(thread: threading.Thread) -> None:
             boundary, target = current(), getattr(thread, "_target", None)
             owner = getattr(target, "__self__", None)
-            if isinstance(boundary, SimulatedBoundary) and hasattr(owner, "step"):
+            if isinstance(boundary, SimulatedBoundary) and isinstance(owner, LoopRunner):
+                owner._is_up.set()
+                boundary.loops.append(owner)
+            elif isinstance(boundary, SimulatedBoundary) and hasattr(owner, "step"):
                 boundary.steppers.append(owner)
             elif thread.name != "kjo-relay-leases":
                 start(thread)
@@ -456,14 +459,6 @@ class Simulation(World):
 
     def _goes_out_once(self) -> bool:
         return self.is_calm
-
-
-def _wait_for_the_loop(runner: LoopRunner, attempts: Any) -> None:
-    boundary = current()
-    assert isinstance(boundary, SimulatedBoundary)
-    runner._waiting.extend(in_steps(attempts))
-    if runner not in boundary.loops:
-        boundary.loops.append(runner)
 
 
 def _produce_once() -> None:

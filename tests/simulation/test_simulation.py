@@ -136,6 +136,19 @@ def test_coroutines_outside_a_transaction_are_stepped(simulation: Simulation) ->
 
 
 @in_memory
+def test_a_thread_that_waits_gives_up_in_virtual_time(simulation: Simulation) -> None:
+    # Given a poller that loses its subscription while a coroutine runs
+    steps = [
+        Step("start", 0),
+        Step("enqueue", 0, ("coroutine", "f1", "completed")),
+        *(Step(action, 0) for action in ("relay", "poll", "poll", "lane")),
+        Step("poll", 0, fault="raises-before"),
+    ]
+    # Then it waits for the coroutine as long as it may, and no longer
+    assert seen_after(simulation, steps)[-1] == 0
+
+
+@in_memory
 def test_what_breaks_a_promise_is_found_and_shrunk(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
