@@ -34,7 +34,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def uuid7() -> uuid.UUID:
     """Return a UUIDv7; within one process each is greater than the one before."""
-    return uuid.UUID(int=_values(1)[0])
+    return uuid.UUID(int=uuid7_values(1)[0])
 
 
 def uuid7s(count: int) -> list[uuid.UUID]:
@@ -42,17 +42,17 @@ def uuid7s(count: int) -> list[uuid.UUID]:
 
     They count on from it, 4096 for each millisecond: more of them are ahead of it by so much.
     """
-    return [uuid.UUID(int=value) for value in _values(count)]
+    return [uuid.UUID(int=value) for value in uuid7_values(count)]
 
 
 def uuid7_texts(count: int) -> list[str]:
     """Return so many as text, at a third of the price: all that a statement for many rows needs."""
-    texts = [f"{value:032x}" for value in _values(count)]
+    texts = [f"{value:032x}" for value in uuid7_values(count)]
     return [f"{t[:8]}-{t[8:12]}-{t[12:16]}-{t[16:20]}-{t[20:]}" for t in texts]
 
 
-def _values(count: int) -> list[int]:
-    """Return so many values of UUIDs.
+def uuid7_values(count: int) -> list[int]:
+    """Return so many as whole numbers.
 
     The 12 bits after the millisecond carry its fraction (RFC 9562, method 3), pushed forward by
     one when the clock stands still or steps back, so ids keep the order of their creation.

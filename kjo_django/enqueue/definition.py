@@ -23,6 +23,7 @@ from kjo_django.enqueue.storing import (
     milliseconds,
     store,
     store_alike,
+    too_large,
 )
 from kjo_django.exceptions import PayloadError
 from kjo_django.ids import uuid7
@@ -210,7 +211,9 @@ class JobDefinition:
             if key:
                 _check_storable(key, f"{self.name}: the key")
         data = self.handler.options.serializer.dumps(payload)
-        return key, check_payload_size(data, runtime.settings.max_payload_bytes)
+        if len(data) > runtime.settings.max_payload_bytes:
+            raise too_large(len(data), runtime.settings.max_payload_bytes)
+        return key, data
 
     def _row(self, key: str, payload: bytes, runtime: Runtime) -> Job:
         declared, given = self.handler.options, self.options

@@ -81,19 +81,20 @@ MAX_RESULT_TTL = 100 * 365 * 86_400_000
 """Milliseconds. A moment that no database can hold would fail the job after it has run."""
 
 
-def check_payload_size(payload: bytes, limit: int | None = None) -> bytes:
-    """Return the payload, or raise ``PayloadError`` when it is over the limit.
-
-    :param limit: bytes; by default ``MAX_PAYLOAD_BYTES``.
-    """
-    if limit is None:
-        limit = get_settings().max_payload_bytes
+def check_payload_size(payload: bytes) -> bytes:
+    """Return the payload, or raise ``PayloadError`` when it is over ``MAX_PAYLOAD_BYTES``."""
+    limit = get_settings().max_payload_bytes
     if len(payload) > limit:
-        raise PayloadError(
-            f"The payload has {len(payload)} bytes; KJO['MAX_PAYLOAD_BYTES'] allows {limit}. "
-            "Store the data and pass its id."
-        )
+        raise too_large(len(payload), limit)
     return payload
+
+
+def too_large(size: int, limit: int) -> PayloadError:
+    """Return the error for a payload of so many bytes."""
+    return PayloadError(
+        f"The payload has {size} bytes; KJO['MAX_PAYLOAD_BYTES'] allows {limit}. "
+        "Store the data and pass its id."
+    )
 
 
 def milliseconds(value: timedelta | int) -> int:
