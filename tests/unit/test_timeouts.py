@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kjo_django.coordination.database.coordination import LocalListener
+from kjo_django.coordination.database.coordination import LocalListener, call_local_listeners
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.engine.handler.timeouts import RunningCall, TimeoutWatch, with_limit
 from kjo_django.exceptions import HandlerTimeout, JobCancelledError, JobTimeoutError
@@ -199,15 +199,15 @@ def test_a_wake_up_call_that_a_timeout_tears_leaves_no_lock_behind():
 
     def call() -> None:
         try:
-            listener.call("here", "a")
+            call_local_listeners("here", ["a"])
         except HandlerTimeout:
             pass
 
-    listener._condition.__class__ = Torn
+    listener.condition.__class__ = Torn
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(10)
-    listener._condition.__class__ = threading.Condition
+    listener.condition.__class__ = threading.Condition
     # When, then
     heard: list[set[str]] = []
     waiting = threading.Thread(target=lambda: heard.append(listener.wait(0)), daemon=True)
