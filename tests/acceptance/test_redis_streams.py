@@ -14,7 +14,7 @@ import redis
 from kjo_django.conf import get_settings
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
-from kjo_django.transports.redis_streams.subscription import trim
+from kjo_django.transports.redis_streams.transport import trim
 from tests.acceptance.engine import Engine, Servers
 from tests.ledger import jobs
 

@@ -20,8 +20,7 @@ from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from kjo_django.transports.database import DatabaseTransport
-from kjo_django.transports.database.message_table import Claimer, key_hash
-from kjo_django.transports.database.subscription import DatabaseSubscription
+from kjo_django.transports.database.subscription import DatabaseSubscription, key_hash
 from kjo_django.transports.database.transport import forget_groups
 
 
@@ -177,15 +176,15 @@ def test_rows_of_a_claim_whose_answer_was_lost_are_handed_out_after_all(
     nobody has them: renewed with the others, they would wait for the end of its process."""
     subscription = subscribe()
     publish(transport, "a1", "a2", "b1", "a3")
-    claim, is_lost = Claimer.claim, iter([False, True])
+    claim, is_lost = DatabaseSubscription._claim, iter([False, True])
 
-    def lose(self: Claimer, limit: int) -> list[Record]:
+    def lose(self: DatabaseSubscription, limit: int) -> list[Record]:
         records = claim(self, limit)
         if next(is_lost, False):
             raise OperationalError("server closed the connection unexpectedly")
         return records
 
-    monkeypatch.setattr(Claimer, "claim", lose)
+    monkeypatch.setattr(DatabaseSubscription, "_claim", lose)
     found = subscription.poll(1, 0)
     assert subscription.poll(2, 0) == []
     assert eventually(lambda: found.extend(subscription.poll(10, 0.1)) or len(found) >= 3)
@@ -218,7 +217,7 @@ def test_rows_renewed_during_a_claim_are_left_alone(
     publish(transport, "a2")
     time.sleep(0.3)
     rows = TransportMessage.objects.using(alias)
-    choose = Claimer._choose
+    choose = DatabaseSubscription._choose
 
     def renewed_meanwhile(self: Any, *arguments: Any) -> Any:
         rows_chosen = choose(self, *arguments)
@@ -226,7 +225,7 @@ def test_rows_renewed_during_a_claim_are_left_alone(
         return rows_chosen
 
     with monkeypatch.context() as patched:
-        patched.setattr(Claimer, "_choose", renewed_meanwhile)
+        patched.setattr(DatabaseSubscription, "_choose", renewed_meanwhile)
         assert second.poll(10, 0) == []
     assert list(rows.values_list("lease_token", flat=True).order_by("id"))[1] == ""
 

@@ -17,7 +17,7 @@ from kjo_django.clock import CLOCK
 from kjo_django.testing.conformance import TransportConformance
 from kjo_django.transports.base import OutgoingRecord, Subscription
 from kjo_django.transports.database import DatabaseTransport, subscription
-from kjo_django.transports.database.message_table import CommitWatcher
+from kjo_django.transports.database.subscription import CommitWatcher
 from tests.conformance.databases import SQLITE
 
 

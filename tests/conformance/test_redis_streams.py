@@ -13,7 +13,7 @@ from django.test import override_settings
 
 from kjo_django.testing.conformance import TransportConformance, eventually
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
-from kjo_django.transports.redis_streams import subscription as redis_subscription
+from kjo_django.transports.redis_streams import transport as redis_transport
 
 pytestmark = pytest.mark.redis
 
@@ -60,11 +60,11 @@ class TestRedisStreams(TransportConformance):
             stream = transport.stream("t")
             self.client.xdel(stream, self.client.xrange(stream)[3][0])
             assert self.client.xinfo_groups(stream)[0]["lag"] is None
-        monkeypatch.setattr(redis_subscription, "PAGE", 5)
+        monkeypatch.setattr(redis_transport, "PAGE", 5)
         # When, then
         assert transport.lag(["t"], "g") == {TopicPartition("t", 0): 24}
         # And when there are more than are worth counting
-        monkeypatch.setattr(redis_subscription, "MOST_COUNTED", 15)
+        monkeypatch.setattr(redis_transport, "MOST_COUNTED", 15)
         assert transport.lag(["t"], "g") == {TopicPartition("t", 0): 15}
 
     def test_what_a_crash_left_is_found_behind_what_others_are_busy_with(self) -> None:

@@ -2,58 +2,67 @@
 
 Many processes share a group: each claims rows under its own token, for as long as it shows signs of
 life. Clocks are the hosts' own, so they must agree to well within the lease.
+
+A key is at one consumer at a time: claims of one topic and group follow one another, each sees the
+leases of those before it, and a claim that meets an owner come back to life takes nothing at all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 import random
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
+from typing import Any
 
-from django.db import connections, transaction
+from django.db import DatabaseError, InterfaceError, OperationalError, connections, transaction
+from django.db.models import Count, Q, QuerySet, Value
+from django.db.models.functions import Coalesce
 
 from kjo_django.clock import Clock
-from kjo_django.models import TransportSubscription
+from kjo_django.messages.headers import from_json
+from kjo_django.models import TransportMessage, TransportSubscription
 from kjo_django.retries import Backoff
+from kjo_django.store import store_for
 from kjo_django.transports.base import (
     AssignedCallback,
     Record,
     RevokedCallback,
-    Subscription,
     TopicKey,
     TopicPartition,
 )
-from kjo_django.transports.database.message_table import (
-    OUTAGES,
-    Claimer,
-    Collision,
-    CommitWatcher,
-    batches,
-    count_lag,
-    delete_held,
-    group_rows,
-    held_rows,
-    is_locked,
-    mend_connection,
-)
+from kjo_django.transports.leased_records import LeasedSubscription
 
 logger = logging.getLogger("kjo_django.transports.database")
 
+OUTAGES = (OperationalError, InterfaceError)
+"""What a database raises when it is away, restarting, locked, or when it broke a deadlock."""
 SHORTEST_WAIT = 0.005
 """Seconds until the table is looked at again after activity; each wait is twice the one before."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
+"""Seconds between two looks at SQLite's counter. The look is a few microseconds, waking up for it a
+hundred: an idle worker does that ten times a second."""
 _AFTER_OUTAGE = Backoff(timedelta(seconds=0.1), timedelta(seconds=5), jitter=0.5)
 _BETWEEN_WRITES = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=500), jitter=0.5)
 _MOST_WRITES = 5
 _HOUSEKEEPING = 2.0
 _MOST_LOCK_ERRORS = 2
 """Lock errors in a row that are not reported: each has waited for SQLite's own timeout."""
+_LOCKED = ("database is locked", "database table is locked", "database schema is locked")
+_BATCH = 5_000
+_COLUMNS = ("id", "topic", "key", "value", "headers", "published_at")
 
 
-class DatabaseSubscription(Subscription):
-    """See ``Subscription``. Each topic is one partition; there is no rebalancing.
+class Collision(Exception):
+    """A row chosen was renewed or settled by its late owner before it could be taken."""
+
+
+class DatabaseSubscription(LeasedSubscription):
+    """See ``Subscription``. A record's token is the consumer's, and the id of its row.
 
     :param joins_transactions: whether the jobs are in the same database. In another one an
         acknowledgement would be durable before the outcome is.
@@ -75,56 +84,29 @@ class DatabaseSubscription(Subscription):
         on_revoked: RevokedCallback | None = None,
         on_assigned: AssignedCallback | None = None,
     ) -> None:
+        super().__init__(topics, group, on_revoked=on_revoked, on_assigned=on_assigned, clock=clock)
         self._alias = alias
         self.joins_transactions = joins_transactions
-        self._topics = list(dict.fromkeys(topics))
-        self._group = group
         self._lease = lease
         self._poll_interval = poll_interval
-        self._clock = clock
         self._token = uuid.uuid4().hex
         self._on_registered = on_registered
-        self._on_revoked = on_revoked
-        self._on_assigned = on_assigned
-        self._lock = threading.Lock()
-        self._held: set[int] = set()
-        self._settled: set[int] = set()
-        self._woken = threading.Event()
         self._next_wait = SHORTEST_WAIT
         self._outage_count = 0
         self._retry_at = 0.0
         self._commits = CommitWatcher(alias, clock)
-        self._claimer = Claimer(alias, self._topics, group, self._token, lease, clock)
+        self._skipped: dict[str, set[int]] = {}
+        self._claim_count = 0
+        self._may_have_more = True
+        """Whether something may be due: then it is claimed without being looked for first."""
         self._may_have_strays = False
+        """Whether there may be rows of this consumer that were never handed out, since the answer
+        to the commit of their claim was lost."""
         self._renew_at = 0.0
         self._housekeep_at = 0.0
-        self._closed = False
-        self._attempt(0)
+        self._attempt(0, 0.0)
 
     # --- Polling ----------------------------------------------------------------------------------
-
-    def poll(self, max_records: int, timeout: float) -> list[Record]:
-        """Claim rows that are due. While it waits it renews leases and writes acknowledgements.
-
-        It looks by a plain SELECT, every ``POLL_INTERVAL`` at least, and on SQLite soon after
-        somebody has committed: an idle consumer writes nothing. A database that is away or locked
-        makes it wait longer, see ``last_error``.
-        """
-        if self._closed:
-            return []
-        deadline = self._clock.monotonic() + timeout
-        callback, self._on_assigned = self._on_assigned, None
-        if callback is not None:
-            callback(self.assignment())
-        while True:
-            records = self._attempt(max_records)
-            remaining = deadline - self._clock.monotonic()
-            if records or remaining <= 0:
-                return records
-            if self._wait(remaining):
-                self._woken.clear()
-                self._next_wait = SHORTEST_WAIT
-                return []
 
     def _wait(self, longest: float) -> bool:
         """Wait to be woken, for a commit, or until the next look; return whether it was woken."""
@@ -132,39 +114,44 @@ class DatabaseSubscription(Subscription):
         seconds = self._next_wait * random.uniform(0.75, 1.0)  # noqa: S311
         self._next_wait = min(self._poll_interval, self._next_wait * 2)
         outage = self._retry_at - self._clock.monotonic()
-        if outage > 0:
-            return self._clock.wait(self._woken, min(max(seconds, outage), longest))
         try:
-            return self._commits.wait(self._woken, min(seconds, longest))
+            if outage > 0:
+                is_woken = self._clock.wait(self._woken, min(max(seconds, outage), longest))
+            else:
+                is_woken = self._commits.wait(self._woken, min(seconds, longest))
         except OUTAGES as error:
             self._note_outage(error)
             return False
+        if is_woken:
+            self._next_wait = SHORTEST_WAIT
+        return is_woken
 
-    def _attempt(self, max_records: int) -> list[Record]:
-        """Do once everything that needs the database; an outage ends it, empty."""
+    def _attempt(self, max_records: int, deadline: float) -> list[Record]:
+        """Write acknowledgements, renew leases, claim rows that are due.
+
+        Looking is a plain SELECT, every ``POLL_INTERVAL`` at least, and on SQLite soon after
+        somebody has committed: an idle consumer writes nothing. A database that is away or locked
+        makes the next look come later, see ``last_error``.
+        """
         if self._clock.monotonic() < self._retry_at:
             return []
         try:
             self._housekeep()
             self._free_strays()
             self._write_settled()
-            self._renew()
-            records = self._claimer.claim(max_records)
+            if (now := self._clock.monotonic()) >= self._renew_at:
+                if self._held:
+                    expires_at = self._clock.now() + self._lease
+                    self._held_rows().update(lease_expires_at=expires_at)
+                self._renew_at = now + self._lease.total_seconds() / 3
+            records = self._claim(max_records)
         except OUTAGES as error:
             self._note_outage(error)
             return []
         except Collision:
             self._next_wait = SHORTEST_WAIT
             return []
-        if records or self._claimer.is_contended:
-            # Something happens here, or another consumer claims just now: come back soon.
-            self._next_wait = SHORTEST_WAIT
-        else:
-            # Walking past a backlog of delayed or busy rows takes time: no more than a tenth of it.
-            self._next_wait = max(self._next_wait, 9 * self._claimer.look_seconds)
-        if records:
-            with self._lock:
-                self._held.update(record.offset for record in records)
+        self._hold(records)
         self._outage_count, self._retry_at, self.last_error = 0, 0.0, None
         return records
 
@@ -172,8 +159,9 @@ class DatabaseSubscription(Subscription):
         self._outage_count += 1
         delay = _AFTER_OUTAGE.delay(self._outage_count)
         self._retry_at = self._clock.monotonic() + delay.total_seconds()
-        if is_locked(error):
-            # What it was to look at is there still: come back soon.
+        if any(text in str(error) for text in _LOCKED):
+            # SQLite: some other process writes just now, and what was to be looked at is there
+            # still: come back soon.
             self._next_wait = SHORTEST_WAIT
             if self._outage_count <= _MOST_LOCK_ERRORS:
                 return
@@ -183,6 +171,136 @@ class DatabaseSubscription(Subscription):
         if self.last_error is None:
             logger.warning("Database %r cannot be polled, trying again: %s", self._alias, error)
         self.last_error = str(error)
+
+    # --- Claiming ---------------------------------------------------------------------------------
+
+    def _claim(self, limit: int) -> list[Record]:
+        """Lease up to so many rows; empty where nothing is due, or others claim all of it just now.
+
+        :raises Collision: a row chosen was not free any more. Nothing was leased.
+        """
+        due = self._due_topics() if limit > 0 else []
+        if not due:
+            self._may_have_more = False
+            return []
+        # A lease lost in a crash of the server is taken anew, as if it had expired: no need to wait
+        # for the server's disk.
+        with store_for(self._alias).transaction(waits_for_disk=False):
+            topics = self._lock_topics(due)
+            # Not before the locks: waiting for them takes time.
+            now = self._clock.now()
+            rows = self._choose(topics, limit, now)
+            times = (now + self._lease, now)
+            moments = map(connections[self._alias].ops.adapt_datetimefield_value, times)
+            taken = _change(self._alias, _TAKE, [self._token, *moments], [row[0] for row in rows])
+            # All or none. An owner whose lease had run out may renew or settle at this very moment:
+            # taking what is left would let a row overtake an earlier one of its key.
+            if taken != len(rows):
+                raise Collision
+        self._may_have_more = len(rows) >= limit
+        if rows or len(topics) < len(due):
+            # Something happens here, or another consumer claims just now: come back soon.
+            self._next_wait = SHORTEST_WAIT
+        return [
+            Record(
+                topic=topic,
+                partition=0,
+                offset=id,
+                key=None if key is None else bytes(key),
+                value=None if value is None else bytes(value),
+                headers=from_json(headers),
+                timestamp=published_at,
+                token=(self._token, id),
+            )
+            for id, topic, key, value, headers, published_at in rows
+        ]
+
+    def _due_topics(self) -> list[str]:
+        """Return the topics with something to claim, without taking a lock."""
+        topics = self._wanted_topics()
+        if self._may_have_more or not topics:
+            return topics
+        started = self._clock.monotonic()
+        now = self._clock.now()
+        waiting = group_rows(self._alias, self._group).filter(
+            _unleased(now), topic__in=topics, available_at__lte=now
+        )
+        # Some of it may belong to keys in flight elsewhere, so ask precisely before locking.
+        is_waiting = waiting.exists()
+        due = [topic for topic in topics if is_waiting and self._due_rows(topic, now).exists()]
+        # Walking past a backlog of delayed or busy rows takes time: no more than a tenth of it.
+        looked_for = self._clock.monotonic() - started
+        self._next_wait = max(self._next_wait, 9 * looked_for)
+        return due
+
+    def _lock_topics(self, topics: list[str]) -> list[str]:
+        """Become the only claimer of these topics in this group until the transaction ends.
+
+        Returns those nobody else is claiming just now. Since the claims of a topic and group follow
+        one another, each sees the leases of the one before: that is what keeps a key at one
+        consumer.
+        """
+        features = connections[self._alias].features
+        if not features.has_select_for_update:
+            store_for(self._alias).take_write_lock(TransportSubscription)
+            return topics
+        locked = (
+            TransportSubscription.objects.using(self._alias)
+            .select_for_update(skip_locked=features.has_select_for_update_skip_locked)
+            .filter(topic__in=topics, consumer_group=self._group)
+            .order_by("id")
+            .values_list("topic", flat=True)
+        )
+        return list(locked)
+
+    def _choose(self, topics: list[str], limit: int, now: datetime) -> list[tuple[Any, ...]]:
+        """Return the first due rows, giving each topic its share and what is left to who has more.
+
+        Each claim begins with the topic after the one the claim before began with.
+        """
+        self._claim_count += 1
+        start = self._claim_count % max(1, len(topics))
+        waiting = topics[start:] + topics[:start]
+        last = dict.fromkeys(topics, 0)
+        chosen: list[tuple[Any, ...]] = []
+        while waiting and len(chosen) < limit:
+            topic = waiting.pop(0)
+            share = math.ceil((limit - len(chosen)) / (len(waiting) + 1))
+            due = self._due_rows(topic, now).filter(id__gt=last[topic])
+            rows = list(due.values_list(*_COLUMNS)[:share])
+            chosen.extend(rows)
+            if len(rows) == share:
+                last[topic] = rows[-1][0]
+                waiting.append(topic)
+        return chosen
+
+    def _due_rows(self, topic: str, now: datetime) -> QuerySet[TransportMessage]:
+        """Return the rows this consumer may claim now, in order.
+
+        A key in flight at another consumer is left alone entirely, so a key is at one consumer at a
+        time; rows of that key wait, rows of others pass. The busy keys are an uncorrelated subquery
+        on purpose: their number is bounded by the rows in flight, and databases hash it once,
+        whereas a correlated one tempts PostgreSQL to sort the whole backlog.
+        """
+        rows = group_rows(self._alias, self._group)
+        busy = (
+            # The topic is hidden in an expression: SQLite would walk the backlog by its index on
+            # topic and group, where the partial index leads to the rows in flight.
+            rows.alias(same_topic=Coalesce("topic", Value("")))
+            .filter(same_topic=topic, lease_expires_at__gt=now, key_hash__isnull=False)
+            # Spelled like the condition of the partial index, or it is not used.
+            .exclude(lease_token="")
+            .exclude(lease_token=self._token)
+            .values("key_hash")
+        )
+        due = (
+            rows.filter(_unleased(now), topic=topic, available_at__lte=now)
+            .exclude(lease_token=self._token)
+            .exclude(key_hash__in=busy)
+            .order_by("id")
+        )
+        skipped = self._skipped.get(topic)
+        return due.exclude(key_hash__in=skipped) if skipped else due
 
     # --- Membership -------------------------------------------------------------------------------
 
@@ -195,11 +313,8 @@ class DatabaseSubscription(Subscription):
         if self._clock.monotonic() < self._housekeep_at:
             return
         subscriptions = TransportSubscription.objects.using(self._alias)
-        known = set(
-            subscriptions.filter(topic__in=self._topics, consumer_group=self._group).values_list(
-                "topic", flat=True
-            )
-        )
+        ours = subscriptions.filter(topic__in=self._topics, consumer_group=self._group)
+        known = set(ours.values_list("topic", flat=True))
         for topic in self._topics:
             if topic not in known:
                 subscriptions.get_or_create(topic=topic, consumer_group=self._group)
@@ -210,37 +325,30 @@ class DatabaseSubscription(Subscription):
             orphans.update(consumer_group=self._group)
         self._housekeep_at = self._clock.monotonic() + _HOUSEKEEPING
 
+    # --- Rows held --------------------------------------------------------------------------------
+
+    def _held_rows(self) -> QuerySet[TransportMessage]:
+        """Return the rows leased to this consumer, whether or not the lease is still live."""
+        rows = TransportMessage.objects.using(self._alias).filter(lease_token=self._token)
+        return rows.exclude(lease_token="")  # the partial index again
+
     def _free_strays(self) -> None:
-        """Free rows of this consumer that were never handed out, since the answer to the commit of
-        their claim was lost. They would be renewed with the others, and run by nobody."""
-        if not self._may_have_strays:
-            return
-        with self._lock:
-            known = self._held | self._settled
-        rows = held_rows(self._alias, self._token)
-        self._free([id for id in rows.values_list("id", flat=True) if id not in known])
-        self._may_have_strays = False
+        """Free rows that were never handed out: they would be renewed with the others, and run by
+        nobody."""
+        if self._may_have_strays:
+            with self._lock:
+                known = {id for _, id in self._held}
+            leased = self._held_rows().values_list("id", flat=True)
+            self._free([id for id in leased if id not in known])
+            self._may_have_strays = False
 
     def _free(self, ids: Iterable[int]) -> None:
-        rows = held_rows(self._alias, self._token)
-        for chunk in batches(self._alias, ids):
-            rows.filter(id__in=chunk).update(lease_token="", lease_expires_at=None)
+        for chunk in _batches(self._alias, ids):
+            rows = self._held_rows().filter(id__in=chunk)
+            rows.update(lease_token="", lease_expires_at=None)
 
-    def _renew(self) -> None:
-        if self._clock.monotonic() < self._renew_at:
-            return
-        if self._held:
-            expires_at = self._clock.now() + self._lease
-            held_rows(self._alias, self._token).update(lease_expires_at=expires_at)
-        self._renew_at = self._clock.monotonic() + self._lease.total_seconds() / 3
-
-    # --- Acknowledging ----------------------------------------------------------------------------
-
-    def acknowledge(self, records: Iterable[Record]) -> None:
-        """Note settled records; they are deleted in one statement by the next poll or flush."""
-        ids = self._mine(records)
-        with self._lock:
-            self._settled.update(ids)
+    def _delete(self, tokens: Sequence[Any]) -> None:
+        _change(self._alias, _DELETE, [self._token], [id for _, id in tokens])
 
     def acknowledge_in_transaction(self, records: Iterable[Record]) -> None:
         """Delete the records now, on this thread's connection.
@@ -248,29 +356,10 @@ class DatabaseSubscription(Subscription):
         Inside ``atomic`` the acknowledgement commits or rolls back with everything else there;
         after a roll-back the records are this consumer's still, to settle in another way.
         """
-        ids = self._mine(records)
-        delete_held(self._alias, ids, self._token)
-        transaction.on_commit(lambda: self._forget(ids), using=self._alias)
-
-    def _mine(self, records: Iterable[Record]) -> list[int]:
-        if self._closed:
-            return []
-        return [record.offset for record in records if record.token == self._token]
-
-    def _forget(self, ids: Iterable[int]) -> None:
-        with self._lock:
-            self._held.difference_update(ids)
-
-    def _write_settled(self) -> None:
-        with self._lock:
-            ids = sorted(self._settled)
-        if not ids:
-            return
-        delete_held(self._alias, ids, self._token)
-        # Only now: what a failing statement did not delete is tried again.
-        with self._lock:
-            self._settled.difference_update(ids)
-            self._held.difference_update(ids)
+        if not self._is_closed:
+            mine = self._mine(records)
+            self._delete(mine)
+            transaction.on_commit(lambda: self._forget(mine), using=self._alias)
 
     def flush(self) -> None:
         """Write acknowledgements now; while the database is away they stay noted."""
@@ -289,59 +378,34 @@ class DatabaseSubscription(Subscription):
                 return True
         return False
 
-    # --- Rows held --------------------------------------------------------------------------------
-
-    supports_release = True
-
     def release(self, records: Iterable[Record]) -> None:
         """Free these rows; while the database is away they stay held, until it is asked again."""
-        ids = self._mine(records)
-        if not self._insist(lambda: self._free(ids)):
+        mine = self._mine(records)
+        if not self._insist(lambda: self._free(id for _, id in mine)):
             self._may_have_strays = True
-        self._forget(ids)
-
-    def holds(self, record: Record) -> bool:
-        """Whether the row is this consumer's by all it knows."""
-        with self._lock:
-            is_held = record.offset in self._held
-        return is_held and record.token == self._token and not self._closed
-
-    def pause(self, partitions: Iterable[TopicPartition]) -> None:
-        """Leave these topics alone; rows already handed out stay this consumer's."""
-        self._claimer.pause(partitions)
+        self._forget(mine)
 
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
         """Claim from these topics again, at the next poll."""
-        self._claimer.resume(partitions)
+        super().resume(partitions)
+        self._may_have_more = True
 
     def skip_keys(self, keys: Collection[TopicKey]) -> None:
         """Claim no row of these keys; what is held of them stays held."""
-        self._claimer.skip_keys(keys)
-
-    def assignment(self) -> list[TopicPartition]:
-        """Return all topics: a group shares rows, not partitions."""
-        return [] if self._closed else [TopicPartition(topic, 0) for topic in self._topics]
-
-    def wake(self) -> None:
-        """Make a waiting ``poll`` return; the next one returns early if none waits."""
-        self._woken.set()
+        skipped: dict[str, set[int]] = {}
+        for topic, key in keys:
+            skipped.setdefault(topic, set()).add(key_hash(key))
+        self._may_have_more = self._may_have_more or skipped != self._skipped
+        self._skipped = skipped
 
     def lag(self) -> dict[TopicPartition, int]:
         """Count the rows not acknowledged, those in flight included, delayed ones before their time
         not."""
         return count_lag(self._alias, self._topics, self._group, self._clock.now())
 
-    def close(self) -> None:
-        """Write acknowledgements, hand back the rest at once and close this thread's connection.
-
-        If the database is away the rows come back when the lease ends.
-        """
-        if self._closed:
-            return
-        if self._on_revoked is not None:
-            self._on_revoked(self.assignment(), False)
-        self._closed = True
-        rows = held_rows(self._alias, self._token)
+    def _leave(self) -> None:
+        """Write acknowledgements, hand back the rest at once and close this thread's connection."""
+        rows = self._held_rows()
         if not (
             self._insist(self._write_settled)
             and self._insist(lambda: rows.update(lease_token="", lease_expires_at=None))
@@ -354,3 +418,122 @@ class DatabaseSubscription(Subscription):
         connection = connections[self._alias]
         if not connection.in_atomic_block:
             connection.close()
+
+
+class CommitWatcher:
+    """Waits for a commit of another connection on SQLite, those of this process' other threads
+    included. Elsewhere no commit is seen: there, publishers wake listeners.
+
+    Belongs to the thread that polls.
+    """
+
+    def __init__(self, alias: str, clock: Clock) -> None:
+        self._alias = alias
+        self._clock = clock
+        self._seen: tuple[Any, Any] = (None, None)
+        self._changed_at = 0.0
+
+    def wait(self, woken: threading.Event, timeout: float) -> bool:
+        """Wait for ``woken``, for a commit or for so many seconds; return whether it was woken.
+
+        A commit that came since the last wait ends this one at once.
+        """
+        clock = self._clock
+        if connections[self._alias].vendor != "sqlite":
+            return clock.wait(woken, timeout)
+        deadline = clock.monotonic() + timeout
+        while not self._has_changed():
+            now = clock.monotonic()
+            if now >= deadline:
+                return False
+            # A tenth of the time without a commit: a later writer was late anyway.
+            pause = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, (now - self._changed_at) / 10))
+            if clock.wait(woken, min(pause, deadline - now)):
+                return True
+        self._changed_at = clock.monotonic()
+        return woken.is_set()
+
+    def _has_changed(self) -> bool:
+        """Return whether the counter is another than at the last look. Each connection has its own,
+        which its own commits leave alone."""
+        connection: Any = connections[self._alias]
+        with connection.wrap_database_errors:
+            connection.ensure_connection()
+            # Past Django's cursors, which take longer than the look.
+            (version,) = connection.connection.execute("PRAGMA data_version").fetchone()
+        before, self._seen = self._seen, (connection.connection, version)
+        return before != self._seen
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+
+def key_hash(key: bytes) -> int:
+    """Return what rows with this key are compared by: 64 bits, signed as databases store them.
+
+    Two keys of one hash are merely treated as one key: they keep a common order.
+    """
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True)
+
+
+def group_rows(alias: str, group: str) -> QuerySet[TransportMessage]:
+    """Return every row of a group that is not acknowledged."""
+    return TransportMessage.objects.using(alias).filter(consumer_group=group)
+
+
+def _unleased(now: datetime) -> Q:
+    """Rows nobody holds: never handed out, handed back, or left by somebody who is gone."""
+    return Q(lease_expires_at__isnull=True) | Q(lease_expires_at__lte=now)
+
+
+def count_lag(
+    alias: str, topics: Sequence[str], group: str, now: datetime
+) -> dict[TopicPartition, int]:
+    """Count a group's due rows by topic, with those it would adopt by subscribing. Those of delayed
+    jobs and retries are not behind before their time."""
+    rows = TransportMessage.objects.using(alias).filter(
+        topic__in=topics, consumer_group__in=(group, ""), available_at__lte=now
+    )
+    counts = dict(rows.values_list("topic").annotate(count=Count("id")).order_by())
+    return {TopicPartition(topic, 0): counts.get(topic, 0) for topic in topics}
+
+
+_DELETE = "DELETE FROM kjo_transport_message WHERE lease_token = %s"
+_TAKE = """
+UPDATE kjo_transport_message SET lease_token = %s, lease_expires_at = %s
+WHERE (lease_expires_at IS NULL OR lease_expires_at <= %s)
+"""
+
+
+def _change(alias: str, statement: str, values: list[Any], ids: Iterable[int]) -> int:
+    """Execute it for rows with these ids, which Django would prepare one by one; return how many
+    rows changed."""
+    changed = 0
+    with connections[alias].cursor() as cursor:
+        for chunk in _batches(alias, ids):
+            places = ", ".join(["%s"] * len(chunk))
+            cursor.execute(f"{statement} AND id IN ({places})", [*values, *chunk])
+            changed += cursor.rowcount
+    return changed
+
+
+def _batches(alias: str, ids: Iterable[int]) -> Iterator[list[int]]:
+    """Split ids by what one statement of this database may carry."""
+    everything = list(ids)
+    limit = connections[alias].features.max_query_params
+    size = _BATCH if limit is None else max(1, min(_BATCH, limit - 20))
+    for start in range(0, len(everything), size):
+        yield everything[start : start + size]
+
+
+def mend_connection(alias: str) -> None:
+    """After an error: drop this thread's connection if it is broken, so the next query reconnects.
+
+    Inside a caller's transaction nothing is touched, its ``atomic`` block cleans up.
+    """
+    connection = connections[alias]
+    if not connection.in_atomic_block:
+        try:
+            connection.close_if_unusable_or_obsolete()
+        except DatabaseError:  # closing a broken connection may itself complain
+            connection.connection = None

@@ -43,13 +43,13 @@ from kjo_django.transports.base import (
     TopicPartition,
     Transport,
 )
-from kjo_django.transports.database.message_table import (
+from kjo_django.transports.database.subscription import (
     OUTAGES,
+    DatabaseSubscription,
     count_lag,
     key_hash,
     mend_connection,
 )
-from kjo_django.transports.database.subscription import DatabaseSubscription
 from kjo_django.values import duration
 
 _GROUPS_KEPT = 3.0
