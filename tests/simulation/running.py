@@ -367,7 +367,8 @@ class Simulation(World):
                     self._resume(process, fiber)
             left = [(p, f) for p in self.by_number.values() for f in p.busy]
             has_gone_on = calls < sum(process.boundary.call_count for process, _ in left)
-            if len(left) == len(busy) and not has_gone_on:
+            are_blocked = all(fiber.is_blocked for _, fiber in left)
+            if len(left) == len(busy) and are_blocked and not has_gone_on:
                 until = min(fiber.until for _, fiber in left)
                 if until == inf:
                     raise AssertionError(f"they wait for one another: {[f.name for _, f in left]}")
