@@ -169,6 +169,27 @@ def test_a_frozen_owner_that_nobody_replaced_goes_on(
     assert sum(frozen.lag().values()) == 0
 
 
+def test_what_another_took_over_and_gave_back_is_not_handed_out_twice(
+    alias: str, transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    # Given a record that waits with its owner, while another one had it for a moment
+    owner, other = subscribe(lease=timedelta(seconds=30)), subscribe()
+    publish(transport, "a1")
+    (waiting,) = owner.poll(10, 1)
+    past = timezone.now() - timedelta(seconds=1)
+    TransportMessage.objects.using(alias).update(lease_expires_at=past)
+    assert other.release(other.poll(10, 1)) is None
+    # When its owner polls
+    again = owner.poll(10, 0.1)
+    # Then there is no second copy, whose acknowledgement would delete the row of the first
+    assert again == []
+    assert owner.holds(waiting)
+    assert texts(other.poll(10, 0.1)) == []
+    owner.acknowledge([waiting])
+    owner.flush()
+    assert not TransportMessage.objects.using(alias).exists()
+
+
 def test_rows_of_a_claim_whose_answer_was_lost_are_handed_out_after_all(
     transport: DatabaseTransport, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

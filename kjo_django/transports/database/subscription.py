@@ -144,13 +144,16 @@ class DatabaseSubscription(LeasedSubscription):
                     expires_at = self._clock.now() + self._lease
                     self._held_rows().update(lease_expires_at=expires_at)
                 self._renew_at = now + self._lease.total_seconds() / 3
-            records = self._claim(max_records)
+            claimed = self._claim(max_records)
         except OUTAGES as error:
             self._note_outage(error)
             return []
         except Collision:
             self._next_wait = SHORTEST_WAIT
             return []
+        # One that another consumer took over and gave back is here already: to acknowledge a second
+        # copy would delete the row of the first.
+        records = [record for record in claimed if record.token not in self._held]
         self._hold(records)
         self._outage_count, self._retry_at, self.last_error = 0, 0.0, None
         return records
