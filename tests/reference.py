@@ -144,12 +144,12 @@ def consumer_options() -> Iterator[str]:
 
 @block
 def kafka_defaults() -> Iterator[str]:
-    from kjo_django.transports.kafka import client_config
+    from kjo_django.transports.kafka import clients
 
     kinds = {
-        "every client": client_config.GENERAL_DEFAULTS,
-        "producer": client_config.PRODUCER_DEFAULTS,
-        "consumer": client_config.CONSUMER_DEFAULTS,
+        "every client": clients.GENERAL_DEFAULTS,
+        "producer": clients.PRODUCER_DEFAULTS,
+        "consumer": clients.CONSUMER_DEFAULTS,
     }
     return table(
         ("librdkafka's key", "Value", "Client"),
@@ -163,13 +163,13 @@ def kafka_defaults() -> Iterator[str]:
 
 @block
 def kafka_owned() -> Iterator[str]:
-    from kjo_django.transports.kafka import client_config
+    from kjo_django.transports.kafka import clients
 
     return table(
         ("librdkafka's key", "Only value", "Because"),
         (
             (code(key), "none" if value is None else code(str(value).lower()), reason)
-            for key, (value, reason) in client_config.OWNED.items()
+            for key, (value, reason) in clients.OWNED.items()
         ),
     )
 

@@ -24,7 +24,7 @@ from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from kjo_django.transports.base import OutgoingRecord, Published, TopicSpec
 from kjo_django.transports.kafka import KafkaTransport
-from kjo_django.transports.kafka.client_config import KafkaOptions
+from kjo_django.transports.kafka.clients import KafkaOptions
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, read_all, send

@@ -7,7 +7,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.kafka import KafkaTransport
-from kjo_django.transports.kafka.client_config import KafkaOptions
+from kjo_django.transports.kafka.clients import KafkaOptions
 
 SERVERS = {"bootstrap.servers": "localhost:9092"}
 

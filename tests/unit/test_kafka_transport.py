@@ -18,9 +18,10 @@ from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 from django.core.exceptions import ImproperlyConfigured
 
+from kjo_django.exceptions import PublishError
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicPartition, timestamp_of
-from kjo_django.transports.kafka import KafkaTransport, clients, publisher, reading
+from kjo_django.transports.kafka import KafkaTransport, publisher, reading, subscription
 from tests.mock_kafka import OFFSET_COMMIT, PRODUCE, MockKafka
 
 # The mock learns of a member that left when its session ends.
@@ -123,16 +124,23 @@ def committed(mock, topic, group, partition=0):
         consumer.close()
 
 
-class Spy:
-    """The client of a subscription, with some of its methods replaced."""
+class Replaced:
+    """A client with some of its methods replaced."""
 
-    def __init__(self, subscription, **methods):
-        self.client = subscription._consumer
+    def __init__(self, client, **methods):
+        self.client = client
         self.methods = methods
-        subscription._consumer = self
 
     def __getattr__(self, name):
         return self.methods.get(name) or getattr(self.client, name)
+
+
+class Spy(Replaced):
+    """The client of a subscription, with some of its methods replaced."""
+
+    def __init__(self, subscription, **methods):
+        super().__init__(subscription._consumer, **methods)
+        subscription._consumer = self
 
 
 # --- Publishing -----------------------------------------------------------------------------------
@@ -265,7 +273,7 @@ def test_calls_at_once_have_a_producer_each(transport, topic):
         ]
     for call in calls:
         call.result()
-    made = [slot for slot in transport._publisher._producers if slot._client is not None]
+    made = [client for client in transport._publisher._free.queue if client is not None]
     assert 1 <= len(made) <= 4
 
 
@@ -289,7 +297,7 @@ def test_an_outage_fails_every_record_and_says_why(connect, mock, topic):
 
     with mock.down():
         # When the client has been refused a new one: until then nobody knows why
-        eventually(lambda: attempt() and transport._publisher._last_error, 60, "a refusal")
+        eventually(lambda: attempt() and transport._publisher._refusals.last_error, 60, "a refusal")
         outcomes = transport.publish([OutgoingRecord(topic, value) for value in numbers(0, 3)])
 
     assert all("MSG_TIMED_OUT" in outcome.error for outcome in outcomes)
@@ -299,8 +307,8 @@ def test_an_outage_fails_every_record_and_says_why(connect, mock, topic):
 
 def test_a_fatal_error_replaces_the_producer(transport, topic):
     publish(transport, topic, b"1")
-    slot = transport._publisher._producers[0]
-    first = slot.get()
+    free = transport._publisher._free
+    first = free.get()
     fatal = KafkaError(KafkaError._FATAL, "broken for good", fatal=True)
 
     class Broken:
@@ -310,12 +318,12 @@ def test_a_fatal_error_replaces_the_producer(transport, topic):
         def poll(self, _):
             return 0
 
-    slot._client = first._replace(producer=Broken())
+    free.put(first._replace(producer=Broken()))
     (outcome,) = transport.publish([OutgoingRecord(topic, b"2")])
 
     assert "broken for good" in outcome.error
     publish(transport, topic, b"3")
-    assert slot.get() is not first
+    assert free.get().producer is not first.producer
 
 
 def test_a_forked_child_publishes_with_a_producer_of_its_own(transport, topic, subscribe):
@@ -414,6 +422,24 @@ def test_lost_partitions_are_not_committed(connect, mock, topic, group, subscrib
     assert commits == []
     assert committed(mock, topic, group) < 0
     assert values(read(first, 3)) == numbers(0, 3)
+
+
+def test_a_partition_lost_while_it_was_paused_is_read_once_it_is_back(connect, topic, subscribe):
+    """The client remembers a pause beyond the assignment."""
+    transport = connect(**{"max.poll.interval.ms": 1000})
+    publish(transport, topic, *numbers(0, 3))
+    lost = []
+    open_one = subscribe(transport, on_revoked=lambda tps, was_lost: lost.append(was_lost))
+    read(open_one, 3)
+    open_one.pause(open_one.assignment())
+    assert open_one.poll(0, 0.05) == []
+    time.sleep(1.6)  # past max.poll.interval.ms, which nothing but time can reach
+    eventually(lambda: (open_one.poll(0, 0.05), lost)[1], 10, "the partition was lost")
+
+    open_one.resume([TopicPartition(topic, 0)])
+
+    assert lost == [True]
+    assert values(read(open_one, 3)) == numbers(0, 3)
 
 
 @pytest.mark.parametrize(
@@ -774,7 +800,7 @@ def test_a_consumer_that_failed_for_good_is_replaced(transport, topic, subscribe
     assert lost == [True]
 
 
-def no_answer(**_):
+def no_answer(*_, **__):
     raise KafkaException(KafkaError(KafkaError._TRANSPORT))
 
 
@@ -783,7 +809,7 @@ def test_a_consumer_that_forgot_its_brokers_is_replaced(transport, topic, subscr
     It reports no error for that."""
     # Given
     for name in ("IDLE_CHECK_INTERVAL", "CHECK_INTERVAL", "LOST_AFTER"):
-        monkeypatch.setattr(clients, name, 0.1)
+        monkeypatch.setattr(subscription, name, 0.1)
     publish(transport, topic, *numbers(0, 3))
     # When a client never gets partitions, nor an answer, while the cluster is there
     open_one = subscribe(transport)
@@ -799,11 +825,11 @@ def test_a_consumer_is_kept_while_the_cluster_answers_nobody(
     transport, mock, subscribe, monkeypatch
 ):
     for name in ("IDLE_CHECK_INTERVAL", "CHECK_INTERVAL", "LOST_AFTER", "OTHER_TIMEOUT"):
-        monkeypatch.setattr(clients, name, 0.1)
+        monkeypatch.setattr(subscription, name, 0.1)
     asked = []
-    other = clients.Health._is_answered_to_another
+    other = subscription.Health._is_answered_to_another
     monkeypatch.setattr(
-        clients.Health, "_is_answered_to_another", lambda self: asked.append(other(self))
+        subscription.Health, "_is_answered_to_another", lambda self: asked.append(other(self))
     )
     with mock.down():
         open_one = subscribe(transport)
@@ -819,7 +845,7 @@ def test_a_member_without_partitions_is_kept_while_the_cluster_answers(
 ):
     # Given one partition for two members
     for name in ("IDLE_CHECK_INTERVAL", "CHECK_INTERVAL", "LOST_AFTER"):
-        monkeypatch.setattr(clients, name, 0.1)
+        monkeypatch.setattr(subscription, name, 0.1)
     members = subscribe(transport), subscribe(transport)
     asked = []
     spies = [Spy(each, list_topics=None) for each in members]
@@ -838,13 +864,11 @@ def test_a_member_without_partitions_is_kept_while_the_cluster_answers(
 def test_a_producer_is_replaced_after_a_publish_nobody_answered(connect, mock, topic):
     """It may have forgotten its brokers, and would never connect again (librdkafka#5301)."""
     transport = connect(producer={"delivery.timeout.ms": 300})
-    first = transport._publisher._producers[0].get()
-
     with mock.down():
         (refused,) = transport.publish([OutgoingRecord(topic, b"1")])
 
     assert refused.error
-    assert transport._publisher._producers[0].get() is not first
+    assert set(transport._publisher._free.queue) == {None}
 
 
 def test_what_the_client_refuses_is_one_error_and_no_second_one(
@@ -863,16 +887,25 @@ def test_what_the_client_refuses_is_one_error_and_no_second_one(
     assert "never closed" not in caplog.text
 
 
-def test_lag_follows_a_paused_partition(transport, topic, subscribe):
+def test_questions_nobody_answered_are_asked_by_another_client(transport, topic, group):
+    """The client may have forgotten its brokers, and would get no answer (librdkafka#5301)."""
     publish(transport, topic, *numbers(0, 3))
-    open_one = subscribe(transport)
-    open_one.acknowledge(read(open_one, 3))
-    open_one.pause(open_one.assignment())
-    open_one.poll(0, 0.05)
-
-    publish(transport, topic, *numbers(3, 8))
-
-    assert open_one.lag() == {TopicPartition(topic, 0): 5}
+    assert sum(transport.lag([topic], group).values()) == 3
+    for name in ("list_topics", "committed"):
+        # Given
+        questions = transport._questions_of(group)
+        first = questions._consumer
+        closed = threading.Event()
+        asked = Replaced(first, close=closed.set, **{name: no_answer})
+        questions._consumer = asked
+        # When
+        with pytest.raises(PublishError):
+            transport.lag([topic], group)
+        # Then
+        assert sum(transport.lag([topic], group).values()) == 3
+        assert questions._consumer not in (None, first, asked)
+        assert closed.wait(10)
+        first.close()
 
 
 def test_a_probe_names_what_answered_or_why_nothing_did(transport, mock):

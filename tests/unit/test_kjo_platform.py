@@ -15,7 +15,7 @@ from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
-from kjo_django.transports.kafka.client_config import KafkaOptions
+from kjo_django.transports.kafka.clients import KafkaOptions
 from tests.unit.deliveries import Silent
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -155,7 +155,7 @@ def test_a_transport_that_is_away_is_asked_once_and_the_rest_is_shown(monkeypatc
 
 def test_a_broker_that_answers_nothing_keeps_no_screen_waiting(settings, monkeypatch):
     """A web server would end the request that waits half a minute for a broker that is away."""
-    monkeypatch.setattr("kjo_django.transports.kafka.topic_admin.PATIENCE", 0.2)
+    monkeypatch.setattr("kjo_django.transports.kafka.transport.PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         settings.KJO = {
             "TRANSPORTS": {

@@ -1,4 +1,8 @@
-"""librdkafka clients: how they are made, their errors and callbacks, and their life across a fork.
+"""librdkafka clients: their configuration, how they are made, their errors, and a fork.
+
+Any librdkafka key of OPTIONS passes through untouched. Keys only one kind of client knows go to
+that kind; ``producer`` and ``consumer`` are nested dicts for what has to differ. Values are never
+logged nor shown in errors: they hold passwords.
 
 A broker that answers and does not let the client in (a wrong password, an authority nobody trusts)
 looks like an outage: librdkafka tries on for ever, and a request to it ends with its timeout and an
@@ -15,17 +19,196 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException
-
-from kjo_django.transports.kafka.client_config import KafkaOptions, guarded
+from confluent_kafka import KafkaError, KafkaException
+from django.core.exceptions import ImproperlyConfigured
 
 logger = logging.getLogger("kjo_django.kafka")
 
 C = TypeVar("C")
 
+# --- Configuration --------------------------------------------------------------------------------
+
+GENERAL_DEFAULTS: dict[str, Any] = {
+    "client.id": "kjo_django",
+    # New partitions are found after this long; librdkafka's own five minutes is too long to wait
+    # after ``kjo_topics`` grew a topic.
+    "topic.metadata.refresh.interval.ms": 30_000,
+}
+PRODUCER_DEFAULTS: dict[str, Any] = {
+    "enable.idempotence": True,
+    "acks": "all",
+    # The partitioner of Java clients: the same key lands in the same partition from both.
+    "partitioner": "murmur2_random",
+    "delivery.timeout.ms": 30_000,
+    # A topic that does not exist is reported after this long, not after the delivery timeout.
+    "topic.metadata.propagation.max.ms": 10_000,
+}
+CONSUMER_DEFAULTS: dict[str, Any] = {
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    "auto.offset.reset": "earliest",
+    "allow.auto.create.topics": False,
+    "partition.assignment.strategy": "cooperative-sticky",
+    "session.timeout.ms": 30_000,
+    "heartbeat.interval.ms": 3_000,
+    "max.partition.fetch.bytes": 1_048_576,
+    # A resumed partition joins the next fetch, so this is also the price of a resume.
+    "fetch.wait.max.ms": 100,
+    # Fetched ahead of each partition, half a second of work at full speed. librdkafka's own 100,000
+    # fill 64 MB while there is a backlog; with less it must not rest for a second when it has them.
+    "queued.min.messages": 10_000,
+    "fetch.queue.backoff.ms": 100,
+}
+CLASSIC_PROTOCOL_ONLY = frozenset(
+    {"partition.assignment.strategy", "session.timeout.ms", "heartbeat.interval.ms"}
+)
+
+ALIASES: dict[str, str] = {
+    "bootstrap.servers": "metadata.broker.list",
+    "acks": "request.required.acks",
+    "linger.ms": "queue.buffering.max.ms",
+    "delivery.timeout.ms": "message.timeout.ms",
+    "max.partition.fetch.bytes": "fetch.message.max.bytes",
+}
+"""Keys with a second name. A default under one must not fight a value under the other."""
+
+PRODUCER_ONLY = frozenset(
+    """
+    acks batch.num.messages batch.size compression.codec compression.level compression.type
+    delivery.timeout.ms dr_cb dr_msg_cb enable.gapless.guarantee enable.idempotence linger.ms
+    message.send.max.retries message.timeout.ms on_delivery partitioner
+    queue.buffering.backpressure.threshold queue.buffering.max.kbytes
+    queue.buffering.max.messages queue.buffering.max.ms queuing.strategy request.required.acks
+    request.timeout.ms retries sticky.partitioning.linger.ms transaction.timeout.ms
+    """.split()  # noqa: SIM905 - a paragraph reads better than a line for each
+)
+CONSUMER_ONLY = frozenset(
+    """
+    allow.auto.create.topics auto.commit.interval.ms auto.offset.reset check.crcs
+    consume.callback.max.messages coordinator.query.interval.ms enable.auto.commit
+    enable.auto.offset.store enable.partition.eof fetch.error.backoff.ms fetch.max.bytes
+    fetch.message.max.bytes fetch.min.bytes fetch.queue.backoff.ms fetch.wait.max.ms
+    group.instance.id group.protocol group.protocol.type group.remote.assignor
+    heartbeat.interval.ms isolation.level max.partition.fetch.bytes max.poll.interval.ms
+    partition.assignment.strategy queued.max.messages.kbytes queued.min.messages
+    session.timeout.ms
+    """.split()  # noqa: SIM905 - a paragraph reads better than a line for each
+)
+
+OWNED: dict[str, tuple[Any, str]] = {
+    "enable.auto.commit": (False, "offsets are committed when records are acknowledged"),
+    "enable.auto.offset.store": (False, "offsets are committed when records are acknowledged"),
+    "delivery.report.only.error": (False, "every record's delivery report is awaited"),
+    "group.id": (None, "each subscription names its own group"),
+    "transactional.id": (None, "Kafka transactions are not used"),
+    "on_commit": (None, "the subscription watches its own commits"),
+}
+"""Keys that belong to the transport: the only value allowed, and the reason."""
+
+CALLBACKS = frozenset({"error_cb", "stats_cb", "throttle_cb", "log_cb"})
+"""Called by librdkafka inside ``poll``: one that raises would destroy a fetched batch."""
+
+
+class KafkaOptions:
+    """The OPTIONS of one transport, checked.
+
+    :raises ImproperlyConfigured: naming the setting, never its value.
+    """
+
+    def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
+        self.setting = f"KJO['TRANSPORTS'][{alias!r}]['OPTIONS']"
+        rest = dict(options)
+        nested = {kind: rest.pop(kind, {}) for kind in ("producer", "consumer")}
+        for kind, own in nested.items():
+            if not isinstance(own, Mapping):
+                raise self.refuse(kind, f"must be a dict of options for the {kind} alone")
+        self.commit_interval = self._pop_duration(rest, "commit_interval", 0.5)
+        self.request_timeout = self._pop_duration(rest, "request_timeout", 30)
+        of_producers = {key: rest[key] for key in rest if key in PRODUCER_ONLY}
+        of_consumers = {key: rest[key] for key in rest if key in CONSUMER_ONLY}
+        of_all = {key: rest[key] for key in rest if key not in PRODUCER_ONLY | CONSUMER_ONLY}
+        self._general = GENERAL_DEFAULTS | of_all
+        self._producer = merge(PRODUCER_DEFAULTS, of_producers, nested["producer"])
+        self._consumer = merge(CONSUMER_DEFAULTS, of_consumers, nested["consumer"])
+        self._check(rest, *nested.values())
+
+    def producer(self) -> dict[str, Any]:
+        """Return the configuration of a producer."""
+        return self._general | self._producer
+
+    def consumer(self, group: str) -> dict[str, Any]:
+        """Return the configuration of a consumer in ``group``."""
+        config = {**self._general, **self._consumer, "group.id": group}
+        if config.get("group.protocol") == "consumer":
+            # The broker decides these under KIP-848; librdkafka refuses them.
+            for key in CLASSIC_PROTOCOL_ONLY:
+                config.pop(key, None)
+        return config
+
+    def admin(self) -> dict[str, Any]:
+        """Return the configuration of an admin client."""
+        return dict(self._general)
+
+    @property
+    def delivery_timeout(self) -> float:
+        """Seconds until the fate of a record is known. librdkafka's 0 means never: a day here."""
+        name = "delivery.timeout.ms"
+        milliseconds = self._producer.get(name, self._producer.get(ALIASES[name], 0))
+        return float(milliseconds) / 1000 or 86_400.0
+
+    @property
+    def starts_at_the_end(self) -> bool:
+        """Whether a group without offsets begins with what comes next."""
+        return str(self._consumer["auto.offset.reset"]) in ("latest", "largest", "end")
+
+    def refuse(self, key: str, reason: str) -> ImproperlyConfigured:
+        """Return the error for one key."""
+        return ImproperlyConfigured(f"{self.setting}[{key!r}]: {reason}.")
+
+    def _pop_duration(self, options: dict[str, Any], name: str, default: float) -> float:
+        value = options.pop(name, timedelta(seconds=default))
+        if not isinstance(value, timedelta) or value <= timedelta(0):
+            raise self.refuse(name, "must be a timedelta above zero")
+        return value.total_seconds()
+
+    def _check(self, *given: Mapping[str, Any]) -> None:
+        for options in given:
+            for key, (allowed, reason) in OWNED.items():
+                if key in options and (allowed is None or is_true(options[key]) != allowed):
+                    raise self.refuse(key, f"cannot be set here: {reason}")
+        servers = "bootstrap.servers"
+        if not (self._general.get(servers) or self._general.get(ALIASES[servers])):
+            raise self.refuse(servers, "is required, as 'host:port,host:port'")
+        key = "acks" if "acks" in self._producer else ALIASES["acks"]
+        is_everyone = str(self._producer[key]).lower() in ("all", "-1")
+        if is_true(self._producer["enable.idempotence"]) and not is_everyone:
+            reason = "idempotence needs acks='all'; to accept losses set 'enable.idempotence' False"
+            raise self.refuse(key, reason)
+
+
+def is_true(value: Any) -> bool:
+    """Read a boolean the way librdkafka does."""
+    return str(value).lower() in ("true", "t", "1")
+
+
+def merge(defaults: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay ``layers`` over ``defaults``; the last one wins under either name of a key."""
+    merged = dict(defaults)
+    for layer in layers:
+        for key, other in ALIASES.items():
+            if key in layer:
+                merged.pop(other, None)
+            elif other in layer:
+                merged.pop(key, None)
+        merged.update(layer)
+    return merged
+
+
+# --- Clients and their errors ---------------------------------------------------------------------
 
 _TOOK = re.compile(r" \(after \d+ms in state \w+[^)]*\)")
 REPEAT_AFTER = 60.0
@@ -110,61 +293,16 @@ def close_behind(consumer: Any) -> None:
     threading.Thread(target=quiet(consumer.close), name="kjo-kafka-close", daemon=True).start()
 
 
-class PerProcess(Generic[C]):
-    """One client for all threads of a process, made at first use and again after a fork."""
-
-    def __init__(self, create: Callable[[], C]) -> None:
-        self._create = create
-        self._lock = threading.Lock()
-        self._client: C | None = None
-        after_fork(self)
-
-    def get(self) -> C:
-        """Return the client."""
-        client = self._client
-        if client is not None:
-            return client
-        with self._lock:
-            if self._client is None:
-                self._client = self._create()
-            return self._client
-
-    def take(self) -> C | None:
-        """Return the client, if there is one, and forget it."""
-        with self._lock:
-            client, self._client = self._client, None
-            return client
-
-    def discard(self, client: C) -> None:
-        """Forget ``client`` if it is still the one in use."""
-        with self._lock:
-            if self._client is client:
-                self._client = None
-
-    def forget_the_parents(self) -> None:
-        """Called in the child of a fork."""
-        # Another thread of the parent may have held the lock at that moment.
-        self._lock = threading.Lock()
-        if self._client is not None:
-            # Its threads did not survive the fork: to destroy it would wait for them, or abort.
-            keep_for_ever(self._client)
-            self._client = None
+# --- Forks ----------------------------------------------------------------------------------------
 
 
-class Forkable(Protocol):
-    def forget_the_parents(self) -> None: ...
-
-
-_forkable: weakref.WeakSet[Forkable] = weakref.WeakSet()
-
-
-def after_fork(owner: Forkable) -> None:
-    """Call ``owner.forget_the_parents()`` in the child of every fork, while it exists."""
-    _forkable.add(owner)
+forkable: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Objects whose ``forget_the_parents`` is called in the child of every fork: a client's threads do
+not survive it, and to destroy the client would wait for them, or abort."""
 
 
 def _forget_the_parents() -> None:
-    for owner in list(_forkable):
+    for owner in list(forkable):
         owner.forget_the_parents()
 
 
@@ -184,43 +322,36 @@ SETTINGS = {
     KafkaError._SSL: ("security.protocol", "ssl.ca.location"),
 }
 """What to look at, by the code of the refusal."""
-_SILENCE = frozenset({KafkaError._TRANSPORT, KafkaError._TIMED_OUT})
-
-
-def is_refusal(error: object) -> bool:
-    """Return whether an error of a client says that a broker does not let it in."""
-    return isinstance(error, KafkaError) and error.code() in SETTINGS
+SILENCE = frozenset({KafkaError._TRANSPORT, KafkaError._TIMED_OUT})
 
 
 class Refusals:
-    """The latest refusal that one client met. Thread-safe: one reference is set."""
+    """The latest refusal that one client met, and its latest error. Thread-safe."""
 
     def __init__(self, options: KafkaOptions) -> None:
         self._options = options
-        self._logged_at = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """All is well."""
         self.reason: str | None = None
         """Why the client is not let in, and the settings to look at; never a value of them."""
+        self.last_error: str | None = None
+        self._logged_at = 0.0
 
-    def note(self, error: KafkaError) -> None:
-        """Remember a refusal, and log it once a minute; anything else says nothing about it."""
-        if not is_refusal(error):
-            return
-        self.reason = self.explain(error)
+    def note(self, error: KafkaError) -> bool:
+        """Remember an error; return whether it says that a broker does not let the client in. That
+        is logged once a minute."""
+        self.last_error = text = describe(error)
+        keys = SETTINGS.get(error.code())
+        if keys is None:
+            return False
+        self.reason = f"{text} (look at {', '.join(keys)} in {self._options.setting})"
         now = time.monotonic()
         if not self._logged_at or now > self._logged_at + REPEAT_AFTER:
             self._logged_at = now
             logger.error("A Kafka broker refuses this client: %s", self.reason)
-
-    def explain(self, error: KafkaError) -> str:
-        """Return an error as people should read it, and what to look at."""
-        keys = ", ".join(SETTINGS.get(error.code(), ()))
-        hint = f" (look at {keys} in {self._options.setting})" if keys else ""
-        return f"{describe(error)}{hint}"
-
-    def forget(self) -> None:
-        """All is well."""
-        self.reason = None
-        self._logged_at = 0.0
+        return True
 
     def list_topics(self, client: Any, timeout: float, *names: str) -> Any:
         """Ask for the cluster's metadata, or for that of a topic.
@@ -241,7 +372,7 @@ class Refusals:
                 if self.reason is not None:
                     raise KafkaException(self.reason) from error
                 code = error_of(error)
-                if code is None or code.code() not in _SILENCE or left <= wait:
+                if code is None or code.code() not in SILENCE or left <= wait:
                     raise
                 wait *= 2
             else:
@@ -251,14 +382,14 @@ class Refusals:
 
 def watched(
     config: dict[str, Any],
-    note: Callable[[KafkaError], None],
+    note: Callable[[KafkaError], object],
     guard: Callable[[Callable[..., Any]], Callable[..., Any]] = quiet,
 ) -> dict[str, Any]:
     """Return a configuration whose errors are noted, and passed on to the project's own callback.
 
     :param guard: wraps every callback: none may raise into the client.
     """
-    config = guarded(config, quiet)
+    config = {key: quiet(value) if key in CALLBACKS else value for key, value in config.items()}
     theirs = config.get("error_cb")
 
     def on_error(error: KafkaError) -> None:
@@ -267,173 +398,3 @@ def watched(
             theirs(error)
 
     return {**config, "error_cb": guard(on_error)}
-
-
-# --- What a consumer calls back, and how it is ---------------------------------------------------
-
-
-class Callbacks:
-    """Keeps exceptions of our callbacks out of the client.
-
-    One that gets into ``consume`` destroys a batch whose position has already moved on. Belongs to
-    the thread that polls, in which the client calls.
-    """
-
-    def __init__(self, group: str) -> None:
-        self._group = group
-        self._interrupt: BaseException | None = None
-        self.is_inside = False
-        """Whether one runs just now: the client must not be polled again before it has returned."""
-
-    def guard(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a callback: what it raises is logged, an interrupt waits for `raise_interrupt`."""
-
-        def call(*arguments: Any) -> None:
-            outer, self.is_inside = self.is_inside, True
-            try:
-                callback(*arguments)
-            except Exception:
-                logger.exception("Consumer group %s: a callback failed", self._group)
-            except BaseException as interrupt:
-                self._interrupt = interrupt
-            finally:
-                self.is_inside = outer
-
-        return call
-
-    def raise_interrupt(self) -> None:
-        """Raise what interrupted a callback, if anything did; to be called outside the client."""
-        interrupt, self._interrupt = self._interrupt, None
-        if interrupt is not None:
-            raise interrupt
-
-
-CHECK_INTERVAL = 1.0
-CHECK_TIMEOUT = 0.25
-IDLE_CHECK_INTERVAL = 10.0
-"""Seconds between checks of a member that has no partitions and met no error."""
-LOST_AFTER = 10.0
-"""Seconds without partitions and without an answer until another client is asked for the cluster.
-"""
-OTHER_TIMEOUT = 2.0
-"""Seconds that client has for an answer."""
-
-AWAY = frozenset({KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._RESOLVE})
-"""Errors of one outage: the client reports each broker, and each try with its milliseconds."""
-
-
-class Health:
-    """The latest error of a group's client. Belongs to the thread that polls.
-
-    The client reports errors and never that they are over, since it recovers itself; so while there
-    is one, the cluster is asked now and then.
-
-    A client can forget every broker, and then it connects to none any more and reports nothing: a
-    broker that has just started answers with topics and without brokers (librdkafka#5301). So a
-    member without partitions asks as well. When it gets no answer and another client does, it is
-    to be replaced.
-
-    :param topics: those that must exist; patterns (``^...``) need not.
-    """
-
-    def __init__(self, options: KafkaOptions, group: str, topics: Sequence[str]) -> None:
-        self._options = options
-        self._refusals = Refusals(options)
-        self._group = group
-        self._topics = [topic for topic in topics if not topic.startswith("^")]
-        self._due = time.monotonic() + IDLE_CHECK_INTERVAL
-        self._unanswered_since: float | None = None
-        self.last_error: str | None = None
-        """See `Subscription.last_error`."""
-        self._is_away = False
-        self.is_fatal = False
-        """Whether the client failed for good: it answers nothing any more, and must be replaced."""
-        self.is_unanswered = False
-        """Whether it failed so that no broker answers it: to close it would wait for one."""
-
-    def note(self, error: KafkaError | BaseException | None) -> None:
-        """Remember an error the client gave us, in whatever way."""
-        if isinstance(error, KafkaError):
-            if error.code() == KafkaError._PARTITION_EOF:
-                return
-            self.is_fatal = self.is_fatal or error.fatal() or error.code() == KafkaError._FATAL
-        is_away = isinstance(error, KafkaError) and error.code() in AWAY
-        if is_away and self._refusals.reason is not None:
-            return  # what follows from a refusal is no reason of its own
-        if isinstance(error, KafkaError) and is_refusal(error):
-            self._refusals.note(error)
-            self.report(self._refusals.explain(error))
-            return
-        if is_away and self._is_away and self.last_error is not None:
-            return  # an outage has one text, or it would be logged every second
-        self._is_away = is_away
-        text = describe(error)
-        if text != self.last_error:
-            logger.warning("Consumer group %s: %s", self._group, text)
-        self.report(text)
-
-    def report(self, text: str) -> None:
-        """Show ``text`` until a check finds all well."""
-        if self.last_error is None:
-            self._due = time.monotonic() + CHECK_INTERVAL
-        self.last_error = text
-
-    def check_soon(self) -> None:
-        """Ask at the next `check`: something has just gone well."""
-        self._due = 0.0
-
-    def check(self, consumer: Consumer, now: float, *, is_idle: bool) -> None:
-        """Clear ``last_error`` once the cluster answers and has our topics, asking once a second.
-
-        Asking for all topics also makes the client look at its subscription again, so a topic
-        created late is found within a second and not at the next refresh.
-
-        :param is_idle: whether the client has no partitions.
-        """
-        if self.last_error is None and not is_idle:
-            self._due, self._unanswered_since = now + IDLE_CHECK_INTERVAL, None
-            return
-        if now < self._due:
-            return
-        self._due = now + (IDLE_CHECK_INTERVAL if self.last_error is None else CHECK_INTERVAL)
-        cluster = _cluster_of(consumer, CHECK_TIMEOUT)
-        if cluster is None:
-            self._note_no_answer(now, is_idle)
-            return
-        self._unanswered_since = None
-        self._refusals.forget()
-        topics = cluster.topics
-        missing = [
-            topic
-            for topic in self._topics
-            if topic not in topics or topics[topic].error is not None
-        ]
-        self.last_error = f"topic {missing[0]!r} does not exist" if missing else None
-
-    def _note_no_answer(self, now: float, is_idle: bool) -> None:
-        self._due = now + CHECK_INTERVAL
-        if self._unanswered_since is None:
-            self._unanswered_since = now
-        elif is_idle and now >= self._unanswered_since + LOST_AFTER:
-            self._unanswered_since = None
-            if self._is_answered_to_another():
-                text = "Consumer group %s: the cluster answers another client and not this one"
-                logger.warning(text, self._group)
-                self.is_fatal = self.is_unanswered = True
-
-    def _is_answered_to_another(self) -> bool:
-        config = watched(self._options.consumer(self._group), lambda error: None)
-        other = make(Consumer, config, self._options)
-        try:
-            return _cluster_of(other, OTHER_TIMEOUT) is not None
-        finally:
-            other.close()
-
-
-def _cluster_of(consumer: Consumer, timeout: float) -> Any:
-    """Return the cluster's metadata; None if no broker answers, or one that names no broker."""
-    try:
-        cluster = consumer.list_topics(timeout=timeout)
-    except KafkaException:
-        return None
-    return cluster if cluster.brokers else None

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,15 +25,14 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from kjo_django.messages.headers import HEADER_LIST, listed
 from kjo_django.transports.base import OutgoingRecord, Published
-from kjo_django.transports.kafka.client_config import KafkaOptions, merge
 from kjo_django.transports.kafka.clients import (
-    PerProcess,
+    KafkaOptions,
     Refusals,
-    after_fork,
     describe,
     error_of,
     logger,
     make,
+    merge,
     watched,
 )
 
@@ -73,34 +73,14 @@ _Key = tuple[str, bytes]
 
 
 class Client(NamedTuple):
-    """A producer, and the topics it has sent to. Of others it knows no partitions yet: what waits
-    for these gets into batches of any size."""
+    """A producer, and what certainly fits into one of its batches."""
 
     producer: Producer
     topics: set[str]
-
-
-class BatchLimits(NamedTuple):
-    """What certainly fits into one batch."""
-
-    size: int
-    """Bytes."""
-    records: int
-    """Records."""
-
-    @classmethod
-    def of(cls, options: KafkaOptions) -> BatchLimits:
-        """Return those of a client with these options, or with librdkafka's defaults."""
-        config = options.producer()
-        size, largest, count = (
-            _whole_number(config.get(key), default)
-            for key, default in (
-                ("batch.size", 1_000_000),
-                ("message.max.bytes", 1_000_000),
-                ("batch.num.messages", 10_000),
-            )
-        )
-        return cls(min(size, largest) - REQUEST_OVERHEAD, count)
+    """Those it has sent to. Of others it knows no partitions yet: what waits for these gets into
+    batches of any size."""
+    batch_bytes: int
+    batch_records: int
 
 
 class OrderedSend:
@@ -110,20 +90,15 @@ class OrderedSend:
         self,
         client: Client,
         records: Sequence[OutgoingRecord],
-        *,
-        limits: BatchLimits,
         timeout: float,
         refusals: Refusals,
-        last_error: Callable[[], str | None],
     ) -> None:
         self.outcomes = [Published(error="not sent within delivery.timeout.ms") for _ in records]
         self.errors: list[KafkaError] = []
         """Whatever was reported or raised."""
         self._client = client
         self._records = records
-        self._limits = limits
         self._refusals = refusals
-        self._last_error = last_error
         self._began = time.monotonic()
         self._deadline = self._began + timeout
         self._failed: dict[_Key, str] = {}
@@ -137,11 +112,8 @@ class OrderedSend:
         """Whether the time was up and no record had been taken."""
         return not self._is_taken and any(error.code() in PURGED for error in self.errors)
 
-    def run(self) -> None:
-        """Send all."""
-        self._send(range(len(self._records)))
-
-    def _send(self, indices: Sequence[int]) -> None:
+    def send(self, indices: Sequence[int]) -> None:
+        """Send these of the records."""
         while indices and time.monotonic() < self._deadline:
             portion, later = self._cut(indices)
             sent, unsent = self._deliver(portion)
@@ -163,7 +135,7 @@ class OrderedSend:
             self.outcomes[index].is_final = self.outcomes[index].is_too_large = False
         middle = len(suspects) // 2
         for half in (suspects[:middle], suspects[middle:]):
-            self._send(half)
+            self.send(half)
 
     # --- Cutting ----------------------------------------------------------------------------------
 
@@ -184,8 +156,8 @@ class OrderedSend:
             count = counts.get(topic, 0) + 1
             is_one_batch = (
                 topic in self._client.topics
-                and size <= self._limits.size
-                and count <= self._limits.records
+                and size <= self._client.batch_bytes
+                and count <= self._client.batch_records
             )
             if key is not None and (key in waiting or (key in seen and not is_one_batch)):
                 waiting.add(key)
@@ -201,9 +173,9 @@ class OrderedSend:
         """Return whether all of these certainly go into one batch: the common case, in which their
         keys need not be looked at."""
         topic = self._records[indices[0]].topic
-        if topic not in self._client.topics or len(indices) > self._limits.records:
+        if topic not in self._client.topics or len(indices) > self._client.batch_records:
             return False
-        size, most = 0, self._limits.size
+        size, most = 0, self._client.batch_bytes
         for index in indices:
             record = self._records[index]
             size += size_of(record)
@@ -236,7 +208,16 @@ class OrderedSend:
                 purged_at = now
             elif purged_at is not None and now > purged_at + GRACE:
                 break
-        self._learn(sent, reports)
+        errors = [error for error in reports if error is not None]
+        self.errors += errors
+        purged = {describe(error) for error in errors if error.code() in PURGED}
+        for index in sent:
+            outcome = self.outcomes[index]
+            if outcome.error is None:
+                self._is_taken = True
+                self._client.topics.add(self._records[index].topic)
+            elif outcome.error in purged:
+                outcome.error = self._why_purged()
         return sent, unsent
 
     def _is_hopeless(self, now: float, reports: Sequence[KafkaError | None]) -> bool:
@@ -282,26 +263,12 @@ class OrderedSend:
 
     # --- What became of it ------------------------------------------------------------------------
 
-    def _learn(self, sent: Sequence[int], reports: Sequence[KafkaError | None]) -> None:
-        """Note what a portion's reports say, and why records timed out."""
-        errors = [error for error in reports if error is not None]
-        self.errors += errors
-        purged = {describe(error) for error in errors if error.code() in PURGED}
-        topics = self._client.topics
-        for index in sent:
-            outcome = self.outcomes[index]
-            if outcome.error is None:
-                self._is_taken = True
-                topics.add(self._records[index].topic)
-            elif outcome.error in purged:
-                outcome.error = self._why_purged()
-
     def _why_purged(self) -> str:
         refusal = self._refusals.reason
         if refusal is not None and not self._is_taken:
             return refusal
         timed_out = describe(KafkaError(KafkaError._MSG_TIMED_OUT))
-        reason = refusal or self._last_error()
+        reason = refusal or self._refusals.last_error
         return f"{timed_out} (last broker error: {reason})" if reason else timed_out
 
     def _note(self, index: int) -> None:
@@ -312,13 +279,6 @@ class OrderedSend:
         key = key_of(self._records[index])
         if key is not None:
             self._failed.setdefault(key, outcome.error)
-
-
-def _whole_number(value: object, default: int) -> int:
-    try:
-        return default if value is None else int(str(value))
-    except ValueError:
-        return default  # librdkafka refuses it, by name
 
 
 def key_of(record: OutgoingRecord) -> _Key | None:
@@ -358,7 +318,6 @@ def refuse(outcome: Published, error: KafkaError | None, text: str) -> None:
 MOST_PRODUCERS = 4
 """Calls that publish at a time. Each producer beyond the first is made when it is needed."""
 
-CLOSE_WAIT = 1.0
 MOST_MS = 2_147_483_647
 """What librdkafka takes for a time."""
 
@@ -368,91 +327,66 @@ class Publisher:
 
     def __init__(self, options: KafkaOptions) -> None:
         self._options = options
-        self._limits = BatchLimits.of(options)
-        self._producers = [PerProcess(self._make) for _ in range(MOST_PRODUCERS)]
-        self._free = self._all_free()
+        # The last in is the first out: one that is connected is used again.
+        self._free: queue.LifoQueue[Client | None] = queue.LifoQueue()
+        for _ in range(MOST_PRODUCERS):
+            self._free.put(None)  # made when it is needed
         self._refusals = Refusals(options)
-        self._last_error: str | None = None
-        after_fork(self)
 
     def publish(self, records: Sequence[OutgoingRecord]) -> list[Published]:
         """Return the outcome of each record, when all are known."""
         if not records:
             return []
         timeout = self._options.delivery_timeout
-        free = self._free
         try:
-            producer = free.get(timeout=timeout)
+            client = self._free.get(timeout=timeout)
         except queue.Empty:
-            return [
-                Published(error="all producers were busy for delivery.timeout.ms") for _ in records
-            ]
+            text = "all producers were busy for delivery.timeout.ms"
+            return [Published(error=text) for _ in records]
         try:
-            client = producer.get()
-            send = OrderedSend(
-                client,
-                records,
-                limits=self._limits,
-                timeout=timeout,
-                refusals=self._refusals,
-                last_error=lambda: self._last_error,
-            )
-            send.run()
-            self._learn(producer, client, send.errors)
-            if send.is_unanswered:
-                # A client that forgot every broker connects to none any more (librdkafka#5301).
-                producer.discard(client)
+            client = client or self._make()
+            send = OrderedSend(client, records, timeout, self._refusals)
+            send.send(range(len(records)))
+            if not send.errors:
+                self._refusals.forget()
+            fatal = [e for e in send.errors if e.fatal() or e.code() == KafkaError._FATAL]
+            if fatal:
+                # After it an idempotent producer refuses everything for ever.
+                text = "The Kafka producer failed permanently and is replaced: %s"
+                logger.error(text, describe(fatal[0]))
+            if fatal or send.is_unanswered:
+                # One that forgot every broker connects to none any more (librdkafka#5301).
+                client = None
         finally:
-            free.put(producer)
+            self._free.put(client)
         return send.outcomes
 
     def close(self) -> None:
-        """Forget the producers; they are made anew when needed.
+        """Forget the producers that are not in use; they are made anew when needed.
 
-        ``publish`` waits for its own reports, so what is still on its way belongs to callers that
-        have been given up: the rows of their jobs stay pending. A broker that is away must not keep
-        the process from ending.
+        ``publish`` waits for its own reports, so nothing of these is on its way. What others are
+        sending belongs to callers that have been given up: the rows of their jobs stay pending.
         """
-        deadline = time.monotonic() + CLOSE_WAIT
-        for producer in self._producers:
-            client = producer.take()
-            if client is not None:
-                left = client.producer.flush(max(0.0, deadline - time.monotonic()))
-                if left:
-                    logger.error("%d records were not delivered before the producer closed", left)
-
-    def forget_the_parents(self) -> None:
-        """Called in the child of a fork: threads of the parent may have been publishing."""
-        self._free = self._all_free()
-
-    def _all_free(self) -> queue.LifoQueue[PerProcess[Client]]:
-        # The last in is the first out: one that is connected is used again.
-        free: queue.LifoQueue[PerProcess[Client]] = queue.LifoQueue()
-        for producer in reversed(self._producers):
-            free.put(producer)
-        return free
+        count = 0
+        with suppress(queue.Empty):
+            while True:
+                self._free.get_nowait()
+                count += 1
+        for _ in range(count):
+            self._free.put(None)
 
     def _make(self) -> Client:
-        def on_error(error: KafkaError) -> None:
-            self._last_error = describe(error)
-            self._refusals.note(error)
-
         timeout_ms = int(self._options.delivery_timeout * 1000) + TIMEOUT_MARGIN_MS
         own = {"linger.ms": LINGER_MS, "delivery.timeout.ms": min(timeout_ms, MOST_MS)}
-        config = watched(merge(self._options.producer(), own), on_error)
-        return Client(make(Producer, config, self._options), set())
-
-    def _learn(
-        self, producer: PerProcess[Client], client: Client, errors: Sequence[KafkaError]
-    ) -> None:
-        """Forget errors that are over, and give up a producer that cannot recover."""
-        if not errors:
-            self._last_error = None
-            self._refusals.forget()
-        for error in errors:
-            # After a fatal error an idempotent producer refuses everything for ever.
-            if error.fatal() or error.code() == KafkaError._FATAL:
-                text = "The Kafka producer failed permanently and is replaced: %s"
-                logger.error(text, describe(error))
-                producer.discard(client)
-                return
+        config = merge(self._options.producer(), own)
+        # First, since it refuses by name what is no number.
+        producer = make(Producer, watched(config, self._refusals.note), self._options)
+        size, largest, count = (
+            int(str(config.get(key) or default), 0)
+            for key, default in (
+                ("batch.size", 1_000_000),
+                ("message.max.bytes", 1_000_000),
+                ("batch.num.messages", 10_000),
+            )
+        )
+        return Client(producer, set(), min(size, largest) - REQUEST_OVERHEAD, count)

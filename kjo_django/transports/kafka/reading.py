@@ -1,4 +1,4 @@
-"""Reading the assigned partitions: positions, pauses, the stash, and messages as records.
+"""Reading the assigned partitions: positions, pauses, the stash, fetches, messages as records.
 
 Two facts of the client shape this module:
 
@@ -18,17 +18,19 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
 from typing import Any
 
-from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaException
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as KafkaPartition
 
 from kjo_django.messages.headers import HEADER_LIST, folded
 from kjo_django.transports.base import Record, TopicPartition, timestamp_of
-from kjo_django.transports.kafka.clients import Callbacks, Health, describe, error_of, logger
+from kjo_django.transports.kafka.clients import describe, error_of, logger
 from kjo_django.transports.watermark import Assignment, Watermark
 
 UNKNOWN = -1
 """The position of a partition from which nothing came yet."""
 
+MOST_RECORDS = 10_000
+"""Records of one fetch, whatever was asked for."""
 STASH_RECORDS = 1_000
 STASH_BYTES = 8 * 1024 * 1024
 
@@ -105,93 +107,93 @@ class Reader:
         self.position = self.confirmed = offset
         self.batch = []
 
-    def start_over(self) -> None:
-        """Read again from the committed offset."""
-        self.confirmed = UNKNOWN
-        self.go_back()
-
 
 class Reading:
-    """All readers of a subscription. Belongs to the thread that polls.
+    """All readers of a subscription, and its fetches. Belongs to the thread that polls.
 
+    The client's position moves with what it gives, so a fetch torn apart (by a signal, say) would
+    skip it. Whatever is handed out is in the watermark before it leaves here; whatever is not, the
+    next fetch goes back for.
+
+    :param note: is called with each error that the client gives in place of a message.
+    :param raise_interrupt: raises what has interrupted a callback.
     :param starts_at_the_end: where a group without a committed offset begins.
     """
 
-    def __init__(self, *, starts_at_the_end: bool) -> None:
+    def __init__(
+        self,
+        watermark: Watermark,
+        note: Callable[[KafkaError | KafkaException | None], object],
+        raise_interrupt: Callable[[], None],
+        *,
+        starts_at_the_end: bool,
+    ) -> None:
         self.readers: dict[tuple[str, int], Reader] = {}
-        self.fresh: set[Reader] = set()
-        """Assigned since somebody emptied this."""
         self.unsteady = False
-        """Whether ``steady`` has something to do."""
+        """Whether ``_steady`` has something to do."""
+        self._watermark = watermark
+        self._note = note
+        self._raise_interrupt = raise_interrupt
         self._starts_at_the_end = starts_at_the_end
+        self._fresh: set[Reader] = set()
+        """Assigned since the client was called."""
         self._paused: set[TopicPartition] = set()
         self._stash: deque[Any] = deque()
         self._stash_bytes = 0
         self._held = False
+        """Whether all partitions are paused, since the stash is full."""
+        self._torn = False
+        """Whether messages have left the client that were not handed out."""
         self._resumed: list[tuple[float, Reader, int]] = []
+        """When to look whether a resumed partition was silent, and its position then."""
 
     # --- Assignments ------------------------------------------------------------------------------
 
-    def assign(self, assignment: Assignment) -> None:
-        reader = Reader(assignment, muted=assignment.partition in self._paused)
-        self.readers[assignment.partition] = reader
-        self.fresh.add(reader)
+    def assign(self, partition: TopicPartition) -> None:
+        """Begin an epoch of a partition, which is read from its committed offset."""
+        reader = Reader(self._watermark.assign(partition), muted=partition in self._paused)
+        self.readers[partition] = reader
+        self._fresh.add(reader)
+        self.unsteady = True
 
-    def find(self, partitions: Iterable[KafkaPartition]) -> list[Reader]:
-        found = (self.readers.get((each.topic, each.partition)) for each in partitions)
-        return [reader for reader in found if reader is not None]
-
-    def of(self, message: Any) -> Reader | None:
+    def _of(self, message: Any) -> Reader | None:
         return self.readers.get((message.topic(), message.partition()))
 
     def retire(self, readers: Iterable[Reader]) -> None:
         for reader in readers:
             reader.alive = False
             self.readers.pop(reader.partition, None)
-            self.fresh.discard(reader)
-        self._unstash(lambda reader: False)
+            self._fresh.discard(reader)
+        self._drop_from_stash()
 
     # --- Stash ------------------------------------------------------------------------------------
 
-    def keep(self, messages: Iterable[Any]) -> None:
-        """Put away messages for a later ``take``."""
-        for message in messages:
-            reader = self.of(message)
-            if reader is None:
-                continue
-            reader.meet(message.offset())
-            if reader.muted:
-                self.unsteady = True
-                continue
-            self._stash.append(message)
-            self._stash_bytes += len(message)
+    def _keep(self, message: Any) -> None:
+        """Put a message away for a later fetch."""
+        reader = self._of(message)
+        if reader is None:
+            return
+        reader.meet(message.offset())
+        if reader.muted:
+            self.unsteady = True
+            return
+        self._stash.append(message)
+        self._stash_bytes += len(message)
         if len(self._stash) >= STASH_RECORDS or self._stash_bytes >= STASH_BYTES:
             self._held = self.unsteady = True
 
-    def take(self, max_records: int) -> list[Any]:
-        """Return the oldest messages put away."""
-        if not self._stash or max_records <= 0:
-            return []
-        taken = [self._stash.popleft() for _ in range(min(max_records, len(self._stash)))]
-        self._stash_bytes -= sum(map(len, taken))
-        self._release_if_empty()
-        return taken
-
-    def _unstash(self, unwanted: Callable[[Reader], bool]) -> None:
-        """Forget messages put away; the positions of their readers still stand before them."""
-        kept = []
-        for message in self._stash:
-            reader = self.of(message)
-            if reader is not None and not unwanted(reader):
-                kept.append(message)
-        self._stash = deque(kept)
-        self._stash_bytes = sum(map(len, kept))
-        self._release_if_empty()
-
-    def _release_if_empty(self) -> None:
+    def _set_stash(self, messages: Iterable[Any]) -> None:
+        """Keep these messages put away and no others. Positions stand before what is forgotten."""
+        self._stash = deque(messages)
+        self._stash_bytes = sum(map(len, self._stash))
         if self._held and not self._stash:
-            self._held = False
-            self.unsteady = True
+            self._held, self.unsteady = False, True
+
+    def _drop_from_stash(self) -> None:
+        """Forget what is put away of partitions that are paused or gone."""
+        of = self._of
+        kept = [m for m in self._stash if (reader := of(m)) is not None and not reader.muted]
+        self._set_stash(kept)
 
     # --- Pausing and going back -------------------------------------------------------------------
 
@@ -200,29 +202,14 @@ class Reading:
         for reader in self.readers.values():
             if reader.partition in self._paused:
                 reader.muted = True
-        self._unstash(lambda reader: reader.muted)
+        self._drop_from_stash()
         self.unsteady = True
 
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
         self._paused.difference_update(partitions)
         self.unsteady = True
 
-    def rewind(self) -> None:
-        """Go back, everywhere, to what was not handed out."""
-        self._stash.clear()
-        self._stash_bytes = 0
-        self._held = False
-        for reader in self.readers.values():
-            reader.go_back()
-        self.unsteady = True
-
-    def distrust(self, readers: Iterable[Reader]) -> None:
-        """Drop what arrived for these, and read them from their committed offset."""
-        for reader in readers:
-            reader.start_over()
-        self.unsteady = True
-
-    def steady(self, consumer: Consumer) -> None:
+    def _steady(self, consumer: Consumer) -> None:
         """Bring the client's pauses and positions to what they should be, as far as it allows."""
         self.unsteady = False
         for reader in list(self.readers.values()):
@@ -260,10 +247,17 @@ class Reading:
         self._resumed.append((time.monotonic() + VERIFY_AFTER, reader, reader.position))
 
     def _find_start(self, consumer: Consumer, reader: Reader) -> None:
-        starts = starts_of(consumer, [reader.partition], at_the_end=self._starts_at_the_end)
-        reader.position = reader.confirmed = starts.get(reader.partition, UNKNOWN)
+        """Ask for the committed offset, else for the first one or the one after the last."""
+        try:
+            (found,) = consumer.committed([reader.at_position()], timeout=QUERY_TIMEOUT)
+        except KafkaException:
+            return
+        if found.error is None and found.offset >= 0:
+            reader.position = reader.confirmed = found.offset
+        elif found.error is None and (edges := edges_of(consumer, reader)):
+            reader.position = reader.confirmed = edges[self._starts_at_the_end]
 
-    def verify(self, consumer: Consumer) -> None:
+    def _verify(self, consumer: Consumer) -> None:
         """Read again a partition that stays silent after a resume though it holds more."""
         now = time.monotonic()
         due = [entry for entry in self._resumed if entry[0] <= now]
@@ -285,49 +279,34 @@ class Reading:
     def _has_more(self, consumer: Consumer, reader: Reader) -> bool:
         if self._stash:
             return False
-        edges = edges_of(consumer, reader.partition, timeout=QUERY_TIMEOUT)
+        edges = edges_of(consumer, reader)
         return edges is not None and edges[1] > max(reader.position, edges[0])
 
-
-MOST_RECORDS = 10_000
-"""Records of one fetch, whatever was asked for."""
-
-
-class Fetcher:
-    """One fetch at a time, in the thread that polls.
-
-    The client's position moves with what it gives, so a fetch torn apart (by a signal, say) would
-    skip it. Whatever is handed out is in the watermark before it leaves here; whatever is not, the
-    next fetch goes back for.
-    """
-
-    def __init__(
-        self, watermark: Watermark, reading: Reading, health: Health, callbacks: Callbacks
-    ) -> None:
-        self._watermark = watermark
-        self._reading = reading
-        self._health = health
-        self._callbacks = callbacks
-        self._torn = False
+    # --- Fetching ---------------------------------------------------------------------------------
 
     def prepare(self, consumer: Consumer) -> None:
         """Bring the client to where the next fetch begins."""
         if self._torn:
-            self._reading.rewind()
-        if self._reading.unsteady:
-            self._reading.steady(consumer)
+            self._set_stash(())
+            for reader in self.readers.values():
+                reader.go_back()
+            self.unsteady = True
+        if self.unsteady:
+            self._steady(consumer)
+        if self._resumed:
+            self._verify(consumer)
 
     def fetch(self, consumer: Consumer, max_records: int, wait: float) -> list[Record]:
         """Serve callbacks and hand out what is there, waiting ``wait`` seconds for the first."""
         # From here until the records are on their way, a failure of any kind loses messages that
         # left the client. The flag makes the next round go back for them.
         self._torn = True
-        messages, complete = self._take(consumer, max_records, wait)
+        messages, is_complete = self._take(consumer, max_records, wait)
         records, touched = self._convert(messages)
-        self._callbacks.raise_interrupt()
+        self._raise_interrupt()
         for reader in touched:
             self._watermark.deliver(reader.assignment, reader.delivered())
-        self._torn = not complete
+        self._torn = not is_complete
         return records
 
     def serve(self, consumer: Consumer, wait: float) -> None:
@@ -335,62 +314,63 @@ class Fetcher:
         put away for a later fetch, and ends the wait."""
         message = self._first(consumer, wait)
         if message is not None:
-            self._reading.keep([message])
-        if self._reading.unsteady:
-            self._reading.steady(consumer)
+            self._keep(message)
+        if self.unsteady:
+            self._steady(consumer)
 
     def _take(self, consumer: Consumer, max_records: int, wait: float) -> tuple[list[Any], bool]:
         """Return messages, and whether the client gave all it took."""
-        reading = self._reading
-        reading.fresh.clear()
-        messages = reading.take(max_records)
+        self._fresh.clear()
+        messages = [self._stash.popleft() for _ in range(min(max_records, len(self._stash)))]
+        if messages:
+            self._set_stash(self._stash)
         first = self._first(consumer, 0.0 if messages else wait)
-        if reading.fresh:
+        if self._fresh:
             # Put away under an earlier assignment, which may have begun elsewhere.
-            messages = [each for each in messages if reading.of(each) not in reading.fresh]
+            messages = [each for each in messages if self._of(each) not in self._fresh]
         if first is None:
             return messages, True
         if len(messages) >= max_records:
-            reading.keep([first])
+            self._keep(first)
             return messages, True
         messages.append(first)
-        return self._more(consumer, messages, min(max_records, MOST_RECORDS) - len(messages))
+        wanted = min(max_records, MOST_RECORDS) - len(messages)
+        if wanted <= 0:
+            return messages, True
+        self._fresh.clear()
+        try:
+            # What is there already; waiting for more would cost latency.
+            messages += consumer.consume(wanted, 0)
+        except KafkaException as error:
+            self._note(error_of(error) or error)
+            return messages, False
+        for reader in self._fresh:
+            # Assigned during this very call: what the batch holds of them may have been fetched
+            # under an earlier assignment, and handing it out would skip what lies before.
+            reader.confirmed = UNKNOWN
+            reader.go_back()
+            self.unsteady = True
+        return messages, True
 
     def _first(self, consumer: Consumer, wait: float) -> Any:
         try:
             message = consumer.poll(wait)
         except KafkaException as error:
-            self._health.note(error_of(error) or error)
+            self._note(error_of(error) or error)
             return None
         if message is not None and message.error() is not None:
-            self._health.note(message.error())
+            self._note(message.error())
             return None
         return message
 
-    def _more(self, consumer: Consumer, messages: list[Any], wanted: int) -> tuple[list[Any], bool]:
-        """Add what is there already; waiting for more would cost latency."""
-        if wanted <= 0:
-            return messages, True
-        self._reading.fresh.clear()
-        try:
-            messages += consumer.consume(wanted, 0)
-        except KafkaException as error:
-            self._health.note(error_of(error) or error)
-            return messages, False
-        if self._reading.fresh:
-            # Assigned during this very call: what the batch holds of them may have been fetched
-            # under an earlier assignment, and handing it out would skip what lies before.
-            self._reading.distrust(self._reading.fresh)
-        return messages, True
-
     def _convert(self, messages: Sequence[Any]) -> tuple[list[Record], list[Reader]]:
         """Return the records to hand out, and the readers they come from."""
-        readers = self._reading.readers
+        readers = self.readers
         records: list[Record] = []
         touched: list[Reader] = []
         for message in messages:
             if message.error() is not None:
-                self._health.note(message.error())
+                self._note(message.error())
                 continue
             reader = readers.get((message.topic(), message.partition()))
             if reader is None:
@@ -398,7 +378,7 @@ class Fetcher:
             offset = message.offset()
             if reader.muted:
                 reader.meet(offset)
-                self._reading.unsteady = True
+                self.unsteady = True
                 continue
             if offset < reader.position:
                 if not reader.is_log_new():
@@ -459,52 +439,13 @@ def headers_of(message: Any) -> dict[str, bytes]:
     return found if is_all and HEADER_LIST not in found else folded(headers)
 
 
-# --- Questions to the broker ---------------------------------------------------------------------
-
 QUERY_TIMEOUT = 1.0
 """Seconds. The thread that asks is the one that polls."""
 
 
-def edges_of(
-    consumer: Consumer, partition: TopicPartition, *, timeout: float = QUERY_TIMEOUT
-) -> tuple[int, int] | None:
-    """Return the first offset of a partition and the one after its last."""
+def edges_of(consumer: Consumer, reader: Reader) -> tuple[int, int] | None:
+    """Return the first offset of a partition and the one after its last, None without an answer."""
     try:
-        return consumer.get_watermark_offsets(KafkaPartition(*partition), timeout=timeout)
+        return consumer.get_watermark_offsets(reader.at_position(), timeout=QUERY_TIMEOUT)
     except KafkaException:
         return None
-
-
-def known_end_of(consumer: Consumer, partition: TopicPartition) -> int | None:
-    """Return the offset after the last one as of the latest fetch, without asking the broker."""
-    try:
-        _, end = consumer.get_watermark_offsets(KafkaPartition(*partition), cached=True)
-    except KafkaException:
-        return None
-    return end if end >= 0 else None
-
-
-def starts_of(
-    consumer: Consumer, partitions: Sequence[TopicPartition], *, at_the_end: bool
-) -> dict[TopicPartition, int]:
-    """Return where the group begins in each partition: its committed offset, else the earliest.
-
-    :param at_the_end: a group without a committed offset begins with what comes next.
-    """
-    if not partitions:
-        return {}
-    try:
-        committed = consumer.committed(
-            [KafkaPartition(*each) for each in partitions], timeout=QUERY_TIMEOUT
-        )
-    except KafkaException:
-        return {}
-    starts = {}
-    for partition, found in zip(partitions, committed, strict=True):
-        if found.error is not None:
-            continue
-        if found.offset >= 0:
-            starts[partition] = found.offset
-        elif edges := edges_of(consumer, partition):
-            starts[partition] = edges[1] if at_the_end else edges[0]
-    return starts
