@@ -227,10 +227,6 @@ class Subscription(abc.ABC):
         """Make a waiting ``poll`` return soon; thread-safe. Default: nothing waits long."""
         return
 
-    def lag(self) -> dict[TopicPartition, int] | None:
-        """Return the records not yet acknowledged by partition, or None where it is not known."""
-        return None
-
     last_error: str | None = None
     """The outage ``poll`` met last, None once it works again."""
 

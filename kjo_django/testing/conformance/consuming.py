@@ -358,12 +358,12 @@ class Consuming(Suite):
         self.publish_values(transport, topic, b"1", b"2", b"3")
         subscription = self.subscribe(transport, topic, group)
         records = self.read(subscription, 3)
-        if subscription.lag() is None:
+        if not transport.lag([topic], group):
             pytest.skip("does not know its lag")
 
         def lag() -> int:
             assert subscription.poll(0, 0.02) == []
-            return sum((subscription.lag() or {}).values())
+            return sum(transport.lag([topic], group).values())
 
         eventually(lambda: lag() == 3, self.within, "a lag of 3")
         self.settle(subscription, records[:2])

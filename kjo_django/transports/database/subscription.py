@@ -401,11 +401,6 @@ class DatabaseSubscription(LeasedSubscription):
         self._may_have_more = self._may_have_more or skipped != self._skipped
         self._skipped = skipped
 
-    def lag(self) -> dict[TopicPartition, int]:
-        """Count the rows not acknowledged, those in flight included, delayed ones before their time
-        not."""
-        return count_lag(self._alias, self._topics, self._group, self._clock.now())
-
     def _leave(self) -> None:
         """Write acknowledgements, hand back the rest at once and close this thread's connection."""
         rows = self._held_rows()

@@ -289,11 +289,11 @@ LEAVE_SLICE = 0.01
 REOPEN_INTERVAL = 1.0
 
 
-class KafkaSubscription(Subscription):
+class KafkaSubscription(Watermark, Subscription):
     """A member of a consumer group. See the contract.
 
-    It owns the client, and replaces one that failed for good. What it hands out and what it may
-    commit is in the `Watermark`; where reading continues is in `Reading`, which moves both, and
+    It owns the client, and replaces one that failed for good. As a `Watermark` it knows what it has
+    handed out and may commit; where reading continues is in `Reading`, which moves both, and
     `Committer` commits. A rebalance begins and ends the epochs of partitions in both.
     """
 
@@ -305,14 +305,14 @@ class KafkaSubscription(Subscription):
         on_revoked: RevokedCallback | None = None,
         on_assigned: AssignedCallback | None = None,
     ) -> None:
+        super().__init__()
         self._options = options
         self._topics = list(topics)
         self._group = group
         self._health = Health(options, group, self._topics)
         self._committer = Committer(group, options.commit_interval, self._health.report)
-        self._watermark = Watermark()
         self._reading = Reading(
-            self._watermark,
+            self,
             self._health.note,
             self._raise_interrupt,
             starts_at_the_end=options.starts_at_the_end,
@@ -352,28 +352,19 @@ class KafkaSubscription(Subscription):
         self._reading.prepare(consumer)
         now = time.monotonic()
         if self._committer.is_due(now):
-            self._committer.soon(consumer, self._watermark.positions())
+            self._committer.soon(consumer, self.positions())
         self._health.check(consumer, now, is_idle=not self._reading.readers)
         return self._reading.fetch(consumer, max_records, wait)
 
     def acknowledge(self, records: Iterable[Record]) -> None:
         """Settle ``records`` in memory; ``poll`` commits the watermark they move."""
-        self._watermark.settle(records)
-
-    def holds(self, record: Record) -> bool:
-        return self._watermark.holds(record)
+        self.settle(records)
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         self._reading.pause(partitions)
 
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
         self._reading.resume(partitions)
-
-    def assignment(self) -> list[TopicPartition]:
-        return self._watermark.assignment()
-
-    def uncommitted(self) -> dict[TopicPartition, int]:
-        return self._watermark.uncommitted()
 
     def wake(self) -> None:
         self._woken = True
@@ -388,11 +379,11 @@ class KafkaSubscription(Subscription):
         if self._consumer is None:
             return
         if self._is_inside_callback:
-            self._committer.now(self._consumer, self._watermark.positions())
+            self._committer.now(self._consumer, self.positions())
             return
         deadline = time.monotonic() + FLUSH_TIMEOUT
         self._await_commits(self._consumer, deadline)
-        self._committer.soon(self._consumer, self._watermark.positions())
+        self._committer.soon(self._consumer, self.positions())
         self._await_commits(self._consumer, deadline)
         if self._committer.is_waiting:
             self._committer.is_silent = True
@@ -412,7 +403,7 @@ class KafkaSubscription(Subscription):
             self._leave(self._consumer)
         finally:
             self._consumer = None
-            self._retire(list(self._reading.readers.values()))
+            self._end_epochs(list(self._reading.readers.values()))
         self._raise_interrupt()
 
     def __del__(self) -> None:
@@ -472,15 +463,15 @@ class KafkaSubscription(Subscription):
                 self._on_revoked(revoked, False)
         finally:
             try:
-                self._committer.now(consumer, self._watermark.positions(revoked))
+                self._committer.now(consumer, self.positions(revoked))
             finally:
-                self._retire(readers, consumer)
+                self._end_epochs(readers, consumer)
 
     def _lose(self, consumer: Consumer, partitions: Sequence[KafkaPartition]) -> None:
         """End the epochs and commit nothing."""
         readers = self._readers_of(partitions)
         # Another consumer may own them: nothing that still arrives may move a watermark.
-        self._retire(readers, consumer)
+        self._end_epochs(readers, consumer)
         if readers and self._on_revoked is not None:
             self._on_revoked([reader.partition for reader in readers], True)
 
@@ -488,13 +479,13 @@ class KafkaSubscription(Subscription):
         found = (self._reading.readers.get((each.topic, each.partition)) for each in partitions)
         return [reader for reader in found if reader is not None]
 
-    def _retire(self, readers: Sequence[Reader], consumer: Consumer | None = None) -> None:
+    def _end_epochs(self, readers: Sequence[Reader], consumer: Consumer | None = None) -> None:
         """End the epoch of these partitions: results that still come are dropped.
 
         :param consumer: may get them again.
         """
         partitions = [reader.partition for reader in readers]
-        self._watermark.revoke(partitions)
+        self.revoke(partitions)
         self._committer.forget(partitions)
         self._reading.retire(readers)
         # The client remembers a pause beyond the assignment; we remember it ourselves.

@@ -249,9 +249,6 @@ class MemorySubscription(Watermark, Subscription):
             self._is_woken = True
             self._log.changed.notify_all()
 
-    def lag(self) -> dict[TopicPartition, int]:
-        return self._log.lag_of(self._group, list(self._assignments))
-
     def close(self) -> None:
         if not self._is_closed:
             self._call(self._on_revoked, list(self._assignments), False)
@@ -408,15 +405,8 @@ class MemoryTransport(Transport):
                 if name in self.topics
                 for number in range(len(self.topics[name].partitions))
             ]
-            return self.lag_of(self.groups.get(group), partitions)
-
-    def lag_of(
-        self, group: Group | None, partitions: Iterable[TopicPartition]
-    ) -> dict[TopicPartition, int]:
-        """Return end minus committed for each partition."""
-        with self.changed:
             self.admit_due()
-            committed = group.committed if group else {}
+            committed = self.groups[group].committed if group in self.groups else {}
             return {
                 each: len(self.topic(each.topic).partitions[each.partition])
                 - committed.get(each, 0)

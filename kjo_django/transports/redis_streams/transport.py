@@ -386,17 +386,6 @@ class RedisStreamsSubscription(LeasedSubscription):
         except RedisError as error:
             self.last_error = f"Redis: {error}"
 
-    def lag(self) -> dict[TopicPartition, int] | None:
-        """Return what the group has not acknowledged, None while Redis is away."""
-        try:
-            client = self._client()
-            return {
-                TopicPartition(topic, 0): lag_of(client, stream, self._group)
-                for topic, stream in self._streams.items()
-            }
-        except RedisError:
-            return None
-
     def _leave(self) -> None:
         try:
             self._write_settled()
