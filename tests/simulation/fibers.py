@@ -58,6 +58,7 @@ class Fiber:
         """Whether it waits for something, and not only for the schedule."""
         self.until = inf
         """Virtual moment at which what it waits for is given up."""
+        self.is_in_transaction = False
         self.paused_at = 0.0
         self.error: BaseException | None = None
         self.trace: list[str] = []
@@ -123,7 +124,7 @@ class Fiber:
                 pass
             except BaseException as error:
                 self.error = error
-            self.is_busy = self.is_blocked = False
+            self.is_busy = self.is_blocked = self.is_in_transaction = False
             self._back.release()
 
     def pause(self) -> None:
@@ -167,6 +168,8 @@ class Fiber:
         if fault is CallFault.PAUSES_BEFORE:
             self.pause()
         answer = self._effect(effect)
+        if name in ("BEGIN", "commit", "rollback"):
+            self.is_in_transaction = name == "BEGIN"
         if fault is CallFault.RAISES_AFTER and fail is not None:
             return fail(False)
         if fault is CallFault.DIES_AFTER:

@@ -282,6 +282,11 @@ class Simulation(World):
                 return
             fiber.begin(partial(self._do, process, step))
         self._resume(process, fiber, CallFault(step.fault) if step.fault else None, step)
+        if fiber.is_blocked:
+            # Else whoever pauses with SQLite's lock keeps everybody from everything.
+            for holder, each in [(p, f) for p in self.by_number.values() for f in p.busy]:
+                if each.is_busy and each.is_in_transaction and not each.is_blocked:
+                    self._resume(holder, each)
 
     def _resume(
         self,

@@ -55,6 +55,11 @@ POINTS = {
     ),
 }
 """How the names of the calls begin among which the one that something befalls is drawn."""
+RECORDING = (
+    *("", "commit", "INSERT kjo_job_failure", "INSERT kjo_job_failure", "UPDATE kjo_job"),
+    *("INSERT kjo_dead_letter", "coordination.release", "subscription.acknowledge"),
+)
+"""Those of a lane by which endings are recorded, acknowledged and announced."""
 NTH = (0, 0, 0, 0, 1, 1, 2, 3, 5, 9)
 CALM = (CallFault.PAUSES_BEFORE, CallFault.PAUSES_AFTER)
 
@@ -94,6 +99,7 @@ class _Draw:
         if not is_calm:
             kinds = [fault for fault in CallFault if fault not in CALM]
             self._faults += tuple(chance.sample(kinds, chance.choice((0, 1, 1, 3))))
+        self._points = dict(POINTS)
         self._fault_rate = chance.choice((0.1, 0.3, 0.6))
         self._times = (0.1, 0.5, 2.0) if is_calm else (0.5, 2.0, 11.0, 41.0)
         self._end_rate = chance.choice((0.0, 0.02, 0.06))
@@ -110,10 +116,15 @@ class _Draw:
         if theme is REPLAYING:
             self._kinds, self._endings = ["unique", *self._kinds[:1]], ["until-mended", "completed"]
         elif theme is GROUPS:
-            self._endings = ["completed", *self._endings[:1]]
+            self._endings = ["completed", chance.choice(("dead", "retried"))]
+            self._points["lane"] = RECORDING
+            if not is_calm:
+                self._faults = tuple(each for each in CallFault if each != CallFault.DIES_AFTER)
         self._weights = {action: chance.choice(each) for action, each in weights.items()}
         self._process_weights = [chance.choice((1, 3)) for _ in range(MOST_PROCESSES)]
         self._alive = set(range(chance.choice((2, 2, 3))))
+        if theme is GROUPS:
+            self._alive = {0}  # jobs that are polled by one process share groups
         self._paused: list[tuple[int, str]] = []
         self.steps = [Step("start", number) for number in sorted(self._alive)]
         while len(self.steps) < count:
@@ -188,8 +199,9 @@ class _Draw:
         if chance.random() > self._fault_rate:
             return [step]
         fault = chance.choice(self._faults)
-        at = chance.choice(POINTS.get(thread, POINTS["lane"]))
-        step = replace(step, fault=fault.value, at=at, nth=chance.choice(NTH))
+        at = chance.choice(self._points.get(thread, self._points["lane"]))
+        nth = chance.choice(NTH[:5] if at in RECORDING[1:] else NTH)
+        step = replace(step, fault=fault.value, at=at, nth=nth)
         if fault in CALM and chance.random() < 0.4:
             return [step, *self._meeting(step.who, thread)]
         if fault in CALM:
