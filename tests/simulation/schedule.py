@@ -38,7 +38,7 @@ ENDINGS = ("completed", "retried", "dead", "paused", "until-mended")
 MOST_PROCESSES = 3
 UNIQUE_IDS = ("u0", "u1")
 RELAYING = ("others", "produce", "relay", "enqueue")
-GROUPS = ("enqueue", "work", "lane", "lane-2", "loop", "record")
+GROUPS = ("enqueue", "work", "lane", "lane-2", "loop", "record", "time")
 REPLAYING = ("enqueue", "work", "replay", "time")
 THEMES = ((), (), RELAYING, GROUPS, GROUPS, REPLAYING)
 """Actions that a schedule is mostly about; none: it is about any."""
