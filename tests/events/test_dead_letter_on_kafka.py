@@ -120,9 +120,12 @@ def _is_ensured(queues: list[QueueConf]) -> bool:
 def working(topic: str) -> Iterator[None]:
     """A worker of the events, stopped at the end as a deployment stops it."""
     worker = Worker([topic, f"{topic}-retry"])
-    thread = threading.Thread(target=worker.run)
+    has_begun = threading.Event()
+    thread = threading.Thread(target=worker.run, args=[lambda: has_begun.set() or False])
     thread.start()
     try:
+        # Until then it makes topics, and so would give back one that is taken away.
+        assert has_begun.wait(WAIT)
         yield
     finally:
         worker.stop()
