@@ -60,6 +60,7 @@ from kjo_django.exceptions import HandlerTimeout
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.models import EventKey
+from kjo_django.states import JobState
 
 logger = logging.getLogger("kjo_django")
 
@@ -818,7 +819,9 @@ def _resolved(attempt: Attempt, earlier: Attempt) -> Attempt:
     attempt.delivery.attempt = None
     if earlier.ending is not Ending.COMPLETED or earlier.is_announced:
         return attempt
-    if attempt.ending is Ending.DUPLICATE:
+    # A handler that judges itself is refused by its row, not by its marker.
+    is_refused = attempt.ending is Ending.SKIPPED and attempt.reason == JobState.COMPLETED
+    if attempt.ending is Ending.DUPLICATE or is_refused:
         earlier.is_confirmed = earlier.is_recorded = True
         return earlier
     attempt.is_confirmed = attempt.ending is Ending.COMPLETED

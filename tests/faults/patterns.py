@@ -193,7 +193,6 @@ for _ending in ("completed", "retried", "dead", "paused", "mixed"):
 for _ending in ("completed", "retried", "dead", "mixed"):
     scenario(f"kdlq-{_ending}", KDLQ, f"{KDLQ}-redelivery", f"{KDLQ}-retry")(_kdlq(_ending))
     scenario(f"item-{_ending}", ITEMS)(_item(_ending))
-scenario("item-retried", ITEMS)(_item("retried"))
 
 
 # --- The relay ------------------------------------------------------------------------------------
