@@ -14,7 +14,7 @@ from kjo_django.models import Job, JobFailure
 from kjo_django.runtime import get_coordination
 from kjo_django.store import store_for
 from tests.items.models import Item, Run
-from tests.unit.deliveries import Bench, as_job, states
+from tests.unit.deliveries import Bench, as_job, make_everything_due, states
 from tests.unit.pipeline.bench import both, reconfigured, settled
 from tests.unit.template_consumer.made import consumer, send
 
@@ -240,6 +240,40 @@ def test_items_whose_commit_had_no_answer_are_not_tried_again(
     assert made.told == [("success", item) for item in items]
     assert bench.results == [Ending.COMPLETED] * count
     assert JobFailure.objects.count() == 0
+    assert settled(bench)
+    bench.close()
+
+
+@both
+@pytest.mark.parametrize("count", [1, 3])
+def test_retried_items_whose_commit_had_no_answer_are_announced(
+    transport, forgotten_definitions, monkeypatch, count
+):
+    """Their jobs have rows by then, which say that they are completed; a handler that judges itself
+    was never told that this was its own doing."""
+
+    # Given items whose first attempt has failed
+    def fails_at_first(self, message):
+        if self.calls.count(message["id"]) == 1:
+            raise LookupError("not yet")
+
+    made = consumer(fails_at_first)
+    bench = Bench("made")
+    created = [Item.objects.create() for _ in range(count)]
+    items = [str(item.pk) for item in created]
+    send(*created)
+    bench.run()
+    assert bench.results == [Ending.RETRIED] * count
+    make_everything_due()
+    # When the COMMIT of their second has no answer
+    left = commits_without_an_answer(monkeypatch, Run.objects.filter(item=items[0]).exists)
+    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
+    bench.run()
+    # Then each is announced, and none runs again
+    assert left == []
+    assert sorted(made.calls) == sorted(items * 2)
+    assert sorted(made.told) == sorted(("success", item) for item in items)
+    assert bench.results[count:] == [Ending.COMPLETED] * count
     assert settled(bench)
     bench.close()
 
