@@ -203,7 +203,7 @@ def test_the_commit_goes_along_with_the_last_statement_of_its_group(
 
     monkeypatch.setattr(psycopg.Connection, "commit", committing)
     # When
-    bench.pipeline._transaction.run(deliveries, [])
+    bench.pipeline._transact(deliveries, [], savepoints=len(deliveries) > 1)
     # Then: Django has nothing more to commit, and calls who waited for it
     assert [text for text in sent if "COMMIT" in text] == sent[-1:]
     assert left == [psycopg.pq.TransactionStatus.IDLE]
@@ -217,7 +217,7 @@ def test_within_a_transaction_of_somebody_elses_nothing_is_committed(bench):
     deliveries = bench.poll()
     # When
     with transaction.atomic():
-        bench.pipeline._transaction.run(deliveries, [])
+        bench.pipeline._transact(deliveries, [], savepoints=len(deliveries) > 1)
         transaction.set_rollback(True)
     # Then
     assert (entries(), told) == ([], [])
