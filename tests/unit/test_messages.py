@@ -273,7 +273,7 @@ identifiers = texts.filter(lambda text: text and "\x00" not in text)
 @given(
     id=identifiers.filter(lambda text: len(text) <= MAX_ID_LENGTH),
     type=identifiers.filter(lambda text: len(text) <= MAX_TYPE_LENGTH),
-    job_id=identifiers,
+    job_id=identifiers.filter(lambda text: len(text) <= MAX_ID_LENGTH),
     service=texts,
     generation=st.integers(1, 2**31 - 1),
     attempt=st.integers(1, 2**31 - 1),
