@@ -123,7 +123,7 @@ class LeasedDuty:
         self._due_at = runtime.clock.monotonic() + self._pause_seconds()
 
     def pause(self) -> timedelta:
-        """Return how long to rest after each round, a century at most; asked every time."""
+        """Return the pause after each round, a century at most; called after every round."""
         raise NotImplementedError
 
     def work(self, held: list[str]) -> None:

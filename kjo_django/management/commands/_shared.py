@@ -174,7 +174,7 @@ class KjoCommand(ParsedCommand):
             sys.exit(1)
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
-        """Do it; return what is shown, ready for JSON, and whether all is well."""
+        """Run the command; return its answer, ready for JSON, and whether all is well."""
         raise NotImplementedError
 
     def show(self, answer: Any) -> None:
