@@ -11,6 +11,7 @@ from typing import Any
 from django.utils import timezone
 
 import kjo_django.clock
+from kjo_django import ids
 
 RIVAL = "rival"
 """Name of the thread that acts while another one's call is under way."""
@@ -41,6 +42,8 @@ class Clock:
             monkeypatch.setattr(time, "time", lambda: wall + self.offset)
             monkeypatch.setattr(time, "time_ns", lambda: whole + int(self.offset * 1e9))
             monkeypatch.setattr(time, "perf_counter", lambda: began_at + self.offset)
+            # Ids never go back: without this those of later tests would be of the time shown here.
+            monkeypatch.setattr(ids, "_last_tick", ids._last_tick)
         shifted_now = lambda: now() + timedelta(seconds=self.offset)  # noqa: E731
         monkeypatch.setattr(timezone, "now", shifted_now)
         monkeypatch.setattr(kjo_django.clock.Clock, "now", staticmethod(shifted_now))

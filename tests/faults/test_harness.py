@@ -19,9 +19,11 @@ from django.db import connection
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
+from kjo_django.ids import uuid7
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Subscription, Transport
 from tests.faults.boundary import Died, Fault, within
+from tests.faults.clock import Clock
 from tests.faults.conftest import ENGINES
 from tests.faults.killed import left_behind
 from tests.faults.scenarios import SCENARIOS, Scenario
@@ -178,3 +180,14 @@ def test_a_message_that_waits_for_its_time_is_not_at_its_end(world: World) -> No
     assert not world.lag()
     assert not world.is_done()
     world.end()
+
+
+def test_ids_made_after_a_case_are_of_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given an id made while the clock of a case stood two days ahead
+    with monkeypatch.context() as patched:
+        clock = Clock(stands=True)
+        clock.install(patched)
+        clock.advance(2 * 86_400)
+        ahead = uuid7()
+    # Then
+    assert uuid7() < ahead
