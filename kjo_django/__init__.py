@@ -10,21 +10,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kjo_django.engine.handler.context import BatchItem, JobContext
-    from kjo_django.enqueue.definition import JobDefinition, enqueue_on_save, job
-    from kjo_django.enqueue.storing import EnqueueResult
-    from kjo_django.exceptions import MustBeKilled, MustBeRedelivered, PermanentError, Retry
-    from kjo_django.patterns.events.event import BaseEvent, publish_event
-    from kjo_django.patterns.events.handlers import event_handler
-    from kjo_django.patterns.events.idempotency import EventIdempotencyService
-    from kjo_django.patterns.items.consumer import AbstractConsumer
-    from kjo_django.patterns.items.model_items import ModelConsumer, ModelProducer
-    from kjo_django.patterns.items.producer import AbstractProducer
-    from kjo_django.patterns.kdlq.config import DlqConfig, ProcessingStatus
-    from kjo_django.patterns.kdlq.consumer import KDLQMessageConsumer
-    from kjo_django.patterns.kdlq.handlers import kdlq_handler
-    from kjo_django.patterns.queue import Queue
-    from kjo_django.patterns.streams import AbstractStreamConsumer, AbstractStreamProducer
+    from kjo_django.engine.handler.context import BatchItem as BatchItem
+    from kjo_django.engine.handler.context import JobContext as JobContext
+    from kjo_django.enqueue.definition import JobDefinition as JobDefinition
+    from kjo_django.enqueue.definition import enqueue_on_save as enqueue_on_save
+    from kjo_django.enqueue.definition import job as job
+    from kjo_django.enqueue.storing import EnqueueResult as EnqueueResult
+    from kjo_django.exceptions import MustBeKilled as MustBeKilled
+    from kjo_django.exceptions import MustBeRedelivered as MustBeRedelivered
+    from kjo_django.exceptions import PermanentError as PermanentError
+    from kjo_django.exceptions import Retry as Retry
+    from kjo_django.patterns.events.event import BaseEvent as BaseEvent
+    from kjo_django.patterns.events.event import publish_event as publish_event
+    from kjo_django.patterns.events.handlers import event_handler as event_handler
+    from kjo_django.patterns.events.idempotency import (
+        EventIdempotencyService as EventIdempotencyService,
+    )
+    from kjo_django.patterns.items.consumer import AbstractConsumer as AbstractConsumer
+    from kjo_django.patterns.items.model_items import ModelConsumer as ModelConsumer
+    from kjo_django.patterns.items.model_items import ModelProducer as ModelProducer
+    from kjo_django.patterns.items.producer import AbstractProducer as AbstractProducer
+    from kjo_django.patterns.kdlq.config import DlqConfig as DlqConfig
+    from kjo_django.patterns.kdlq.config import ProcessingStatus as ProcessingStatus
+    from kjo_django.patterns.kdlq.consumer import KDLQMessageConsumer as KDLQMessageConsumer
+    from kjo_django.patterns.kdlq.handlers import kdlq_handler as kdlq_handler
+    from kjo_django.patterns.queue import Queue as Queue
+    from kjo_django.patterns.streams import AbstractStreamConsumer as AbstractStreamConsumer
+    from kjo_django.patterns.streams import AbstractStreamProducer as AbstractStreamProducer
 
 __version__ = "0.1.0"
 
@@ -56,33 +68,7 @@ _PUBLIC = {
     "publish_event": "kjo_django.patterns.events.event",
 }
 
-__all__ = [
-    "AbstractConsumer",
-    "AbstractProducer",
-    "AbstractStreamConsumer",
-    "AbstractStreamProducer",
-    "BaseEvent",
-    "BatchItem",
-    "DlqConfig",
-    "EnqueueResult",
-    "EventIdempotencyService",
-    "JobContext",
-    "JobDefinition",
-    "KDLQMessageConsumer",
-    "ModelConsumer",
-    "ModelProducer",
-    "MustBeKilled",
-    "MustBeRedelivered",
-    "PermanentError",
-    "ProcessingStatus",
-    "Queue",
-    "Retry",
-    "enqueue_on_save",
-    "event_handler",
-    "job",
-    "kdlq_handler",
-    "publish_event",
-]
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -39,6 +39,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -50,9 +51,14 @@ from django.utils.module_loading import import_string
 
 from kjo_django import conf, registry, runtime
 from kjo_django.conf import Settings, get_settings
+from kjo_django.engine.handler.call import refusals
+from kjo_django.models import Job
+from kjo_django.operations.maintenance import topics
+from kjo_django.operations.monitoring.health import deploy_checks
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer
 from kjo_django.patterns.streams import AbstractStreamProducer
+from kjo_django.values import Problem, did_you_mean, read_options
 
 TAG = "kjo"
 CONNECTIONS_BESIDE_LANES = 11
@@ -69,65 +75,78 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     if problems:
         return [_error_of(problem) for problem in problems]
     settings = get_settings()
+    found: list[checks.CheckMessage] = []
     for group in (_BASIC_CHECKS, _CHECKS, _WARNINGS):
-        found = [message for check in group for message in check(settings)]
-        if found:
-            return found
-    return []
+        found += (message for check in group for message in check(settings))
+        if any(message.is_serious() for message in found):
+            break
+    return found
 
 
 @checks.register(TAG, deploy=True)
 def check_servers(**kwargs: Any) -> list[checks.CheckMessage]:
     """Ask the servers; only for ``check --deploy``, and only once the settings are right."""
-    if any(message.is_serious() for message in check_settings()):
-        return []
-    from kjo_django.operations.monitoring.health import deploy_checks
-
-    return list(deploy_checks())
+    is_wrong = any(message.is_serious() for message in check_settings())
+    return [] if is_wrong else list(deploy_checks())
 
 
 # --- Errors -------------------------------------------------------------------------------------
 
 
 def _check_queues(settings: Settings) -> Messages:
+    declared = f"Declared: {', '.join(settings.transports) or 'none'}."
     for name in registry.queue_names():
         where = f"KJO['QUEUES'][{name!r}]"
-        queue, problems = conf.convert(conf.QueueOptions, settings.queues.get(name, {}), where)
+        queue, problems = read_options(conf.QueueOptions, settings.queues.get(name, {}), where)
         yield from map(_error_of, problems)
         if queue.transport not in settings.transports:
             yield checks.Error(
                 f"{where} uses the transport {queue.transport!r}, which "
                 "KJO['TRANSPORTS'] does not declare.",
-                hint=_suggest(queue.transport, settings.transports),
+                hint=did_you_mean(queue.transport, settings.transports, declared),
                 id="kjo.E003",
             )
 
 
-def _check_transports(settings: Settings) -> Messages:
-    for alias in settings.transports:
-        fault = _fault_of(functools.partial(runtime.get_transport, alias))
-        if fault:
-            yield checks.Error(fault, hint=_extra_of(settings.transports[alias]), id="kjo.E004")
-
-
-def _check_coordination(settings: Settings) -> Messages:
-    fault = _fault_of(runtime.get_coordination)
-    if fault:
-        yield checks.Error(fault, hint=_extra_of(settings.coordination), id="kjo.E005")
+def _check_backends(settings: Settings) -> Messages:
+    """Make each backend, which connects to nothing."""
+    backends: list[tuple[Callable[[], object], Any, str]] = [
+        (functools.partial(runtime.get_transport, alias), declared, "kjo.E004")
+        for alias, declared in settings.transports.items()
+    ]
+    backends.append((runtime.get_coordination, settings.coordination, "kjo.E005"))
+    for make, declared, id in backends:
+        try:
+            make()
+        except (ImproperlyConfigured, ImportError) as error:
+            path = str(declared.get("BACKEND", "")) if isinstance(declared, dict) else ""
+            needs_redis = path.startswith("kjo_django.") and "redis" in path
+            hint = "Is the extra installed? pip install 'kjo-django[redis]'"
+            yield checks.Error(str(error), hint=hint if needs_redis else None, id=id)
 
 
 def _check_topics(settings: Settings) -> Messages:
-    for findings in _topic_findings(settings):
+    for findings in topics.findings():
         for problem in findings.errors:
             yield checks.Error(problem.message, hint=problem.hint or None, id="kjo.E006")
+        for problem in findings.warnings:
+            yield checks.Warning(problem.message, hint=problem.hint or None, id="kjo.W002")
 
 
 def _check_database(settings: Settings) -> Messages:
-    for where, alias in _database_aliases(settings):
-        if alias not in django_settings.DATABASES:
+    declared = f"Declared: {', '.join(django_settings.DATABASES)}."
+    named: dict[str, Any] = {"KJO['DATABASE']": settings.database}
+    places = {f"KJO['TRANSPORTS'][{alias!r}]": each for alias, each in settings.transports.items()}
+    for where, backend in {**places, "KJO['COORDINATION']": settings.coordination}.items():
+        options = backend.get("OPTIONS") if isinstance(backend, dict) else None
+        if isinstance(options, dict):
+            for key in ("DATABASE", "LISTEN_DATABASE"):
+                named[f"{where}['OPTIONS'][{key!r}]"] = options.get(key)
+    for where, alias in named.items():
+        if alias is not None and alias not in django_settings.DATABASES:
             yield checks.Error(
                 f"{where} is {alias!r}, which DATABASES does not declare.",
-                hint=_suggest(str(alias), django_settings.DATABASES),
+                hint=did_you_mean(str(alias), django_settings.DATABASES, declared),
                 id="kjo.E007",
             )
 
@@ -148,7 +167,7 @@ def _check_errors(settings: Settings) -> Messages:
         if name not in known:
             yield checks.Error(
                 f"KJO['ERROR_RECOVERY_DELAYS'] has an unknown class of errors {name!r}.",
-                hint=_suggest(name, known),
+                hint=did_you_mean(name, known, f"Known: {', '.join(known)}."),
                 id="kjo.E008",
             )
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
@@ -182,8 +201,6 @@ def _check_topic_names(settings: Settings) -> Messages:
 
 
 def _check_middleware(settings: Settings) -> Messages:
-    from kjo_django.engine.handler.call import refusals
-
     try:
         for refused in refusals():
             yield checks.Error(
@@ -225,12 +242,6 @@ def _warn_ttls(settings: Settings) -> Messages:
         )
 
 
-def _warn_topics(settings: Settings) -> Messages:
-    for findings in _topic_findings(settings):
-        for problem in findings.warnings:
-            yield checks.Warning(problem.message, hint=problem.hint or None, id="kjo.W002")
-
-
 def _warn_memory_database(settings: Settings) -> Messages:
     alias = settings.database or "default"
     database = django_settings.DATABASES.get(alias, {})
@@ -264,8 +275,6 @@ def _check_one_database(settings: Settings) -> Messages:
 
 
 def _warn_router(settings: Settings) -> Messages:
-    from kjo_django.models import Job
-
     chosen = router.db_for_write(Job)
     if settings.database is not None and settings.database != chosen:
         yield checks.Warning(
@@ -302,8 +311,15 @@ def _warn_retention(settings: Settings) -> Messages:
         queue = settings.queue(name)
         if not runtime.transport_class(queue.transport).capabilities.replay:
             continue
-        kept = _topic_retention(settings, name)
-        if kept is not None and settings.retention_processed_events < kept:
+        options, _ = topics.read_options(queue.topic_options, "")
+        retention = options.config.get("retention.ms", "")
+        if retention == "-1":
+            kept = timedelta.max
+        elif retention.isdigit():
+            kept = timedelta(milliseconds=int(retention))
+        else:
+            continue  # the broker's default, which nobody named
+        if settings.retention_processed_events < kept:
             yield checks.Warning(
                 f"KJO['RETENTION_PROCESSED_EVENTS'] ({settings.retention_processed_events}) is "
                 f"shorter than the topic {queue.topic!r} keeps its messages ({kept}): one that is "
@@ -336,7 +352,16 @@ def _warn_unread_topics(settings: Settings) -> Messages:
     only a topic that is nearly one of ours is taken for a mistake.
     """
     read = {settings.queue(name).topic for name in registry.queue_names()}
-    for path, topic, is_ours in _topics_of_producers():
+    sent = [
+        (path_of(each), each.stream_key, True)
+        for each in declared_producers(AbstractStreamProducer)
+        if getattr(each, "stream_key", "")
+    ]
+    for producer in declared_producers(AbstractProducer):
+        # A producer that cannot be made says so itself, or wants arguments.
+        with suppress(ImproperlyConfigured, TypeError):
+            sent.append((path_of(producer), producer().target.topic, False))
+    for path, topic, is_ours in sent:
         close = difflib.get_close_matches(topic, read, n=1, cutoff=0.6 if is_ours else 0.75)
         if topic in read or not (is_ours or close):
             continue
@@ -352,77 +377,12 @@ def _warn_unread_topics(settings: Settings) -> Messages:
 # --- Details ------------------------------------------------------------------------------------
 
 
-def _topics_of_producers() -> Iterator[tuple[str, str, bool]]:
-    """Yield the path of each producer class, the topic it sends to, and whether its consumers must
-    be of this project."""
-    for stream_producer in declared_producers(AbstractStreamProducer):
-        if getattr(stream_producer, "stream_key", ""):
-            yield path_of(stream_producer), stream_producer.stream_key, True
-    for producer in declared_producers(AbstractProducer):
-        try:
-            yield path_of(producer), producer().target.topic, False
-        except (ImproperlyConfigured, TypeError):
-            continue  # it says so itself, or wants arguments
-
-
-def _database_aliases(settings: Settings) -> Iterator[tuple[str, Any]]:
-    """Yield every alias of a database that is named, and where."""
-    if settings.database is not None:
-        yield "KJO['DATABASE']", settings.database
-    places = {f"KJO['TRANSPORTS'][{alias!r}]": each for alias, each in settings.transports.items()}
-    for where, declared in {**places, "KJO['COORDINATION']": settings.coordination}.items():
-        options = declared.get("OPTIONS") if isinstance(declared, dict) else None
-        for key in ("DATABASE", "LISTEN_DATABASE"):
-            alias = options.get(key) if isinstance(options, dict) else None
-            if alias is not None:
-                yield f"{where}['OPTIONS'][{key!r}]", alias
-
-
-def _error_of(problem: conf.Problem) -> checks.Error:
+def _error_of(problem: Problem) -> checks.Error:
     return checks.Error(
         problem.message,
         hint=problem.hint or None,
         id="kjo.E002" if problem.is_unknown_key else "kjo.E001",
     )
-
-
-def _topic_findings(settings: Settings) -> list[Any]:
-    from kjo_django.operations.maintenance import topics
-
-    return topics.findings()
-
-
-def _topic_retention(settings: Settings, queue: str) -> timedelta | None:
-    """Return how long a queue's topic keeps messages; None where it is not said."""
-    from kjo_django.operations.maintenance import topics
-
-    options, _ = topics.read_options(settings.queue(queue).topic_options, "")
-    retention = options.config.get("retention.ms", "")
-    if retention == "-1":
-        return timedelta.max
-    return timedelta(milliseconds=int(retention)) if retention.isdigit() else None
-
-
-def _fault_of(make: Callable[[], object]) -> str:
-    """Return why a backend cannot be made, "" if it can; making one connects to nothing."""
-    try:
-        make()
-    except (ImproperlyConfigured, ImportError) as error:
-        return str(error)
-    return ""
-
-
-def _extra_of(declared: Any) -> str | None:
-    """Name the extra that brings what a backend of ours imports."""
-    path = str(declared.get("BACKEND", "")) if isinstance(declared, dict) else ""
-    if path.startswith("kjo_django.") and "redis" in path:
-        return "Is the extra installed? pip install 'kjo-django[redis]'"
-    return None
-
-
-def _suggest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {close[0]!r}?" if close else f"Declared: {', '.join(known) or 'none'}."
 
 
 def _is_exception(path: str) -> bool:
@@ -434,16 +394,9 @@ def _is_exception(path: str) -> bool:
 
 
 _BASIC_CHECKS = (_check_queues, _check_database, _check_time_zones)
-_CHECKS = (
-    _check_transports,
-    _check_coordination,
-    _check_topics,
-    _check_errors,
-    _check_middleware,
-)
+_CHECKS = (_check_backends, _check_topics, _check_errors, _check_middleware)
 _WARNINGS = (
     _warn_ttls,
-    _warn_topics,
     _warn_memory_database,
     # Errors, which can be seen once the transports can be made.
     _check_one_database,

@@ -27,8 +27,8 @@ from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
-from kjo_django.values import Problem as Problem
 from kjo_django.values import (
+    Problem,
     attempts,
     duration,
     flag,
@@ -37,8 +37,8 @@ from kjo_django.values import (
     name_text,
     number,
     option,
+    optional,
     optional_duration,
-    optional_lifetime,
     optional_text,
     read_options,
     refuse_unknown,
@@ -48,7 +48,6 @@ from kjo_django.values import (
     whole,
 )
 
-DEFAULT_TRANSPORT = "kjo_django.transports.database.DatabaseTransport"
 DEFAULT_COORDINATION = "kjo_django.coordination.database.DatabaseCoordination"
 
 
@@ -65,7 +64,7 @@ class QueueOptions:
         optional_text, None, "Consumer group; '<SERVICE_NAME>-group' if not given."
     )
     concurrency: int | None = option(
-        lambda value: None if value is None else whole(1)(value),
+        optional(whole(1)),
         None,
         "Groups of this queue one worker runs at once; CONCURRENCY if not given.",
     )
@@ -79,12 +78,10 @@ class QueueOptions:
         optional_duration, None, "How long its items' sent marks last; see SENT_TTL."
     )
     max_attempts: int | None = option(
-        lambda value: None if value is None else attempts(value),
-        None,
-        "Executions of a job before it is dead-lettered.",
+        optional(attempts), None, "Executions of a job before it is dead-lettered."
     )
     timeout: timedelta | None = option(optional_duration, None, "Longest run of one attempt.")
-    result_ttl: timedelta | None = option(optional_lifetime, None, "How long results are kept.")
+    result_ttl: timedelta | None = option(optional(lifetime), None, "How long results are kept.")
     dead_letter_topic: str | None = option(
         optional_text, None, "Topic dead letters are sent to; '<topic>-dlq' if not given."
     )
@@ -113,7 +110,9 @@ class Settings:
         "Database alias of this app's tables; the router's choice if not given.",
     )
     transports: dict[str, Any] = option(
-        mapping, {"default": {"BACKEND": DEFAULT_TRANSPORT}}, "Transports by alias."
+        mapping,
+        {"default": {"BACKEND": "kjo_django.transports.database.DatabaseTransport"}},
+        "Transports by alias.",
     )
     coordination: dict[str, Any] = option(
         mapping, {"BACKEND": DEFAULT_COORDINATION}, "The coordination backend."
@@ -258,7 +257,7 @@ class Settings:
         if cached is not None and cached[0] is self:
             return cached[1]
         merged = {**_declared.get(name, {}), **self.queues.get(name, {})}
-        given, problems = convert(QueueOptions, merged, f"KJO['QUEUES'][{name!r}]")
+        given, problems = read_options(QueueOptions, merged, f"KJO['QUEUES'][{name!r}]")
         if problems:
             raise ImproperlyConfigured(str(problems[0]))
         topic = given.topic or name
@@ -286,7 +285,7 @@ class Settings:
 
 
 def sent_ttl_for(processing_ttl: timedelta) -> timedelta:
-    """Return how long a sent mark lasts beside this PROCESSING_TTL, when nobody said."""
+    """Return how long a sent mark lasts with this PROCESSING_TTL, without SENT_TTL."""
     if processing_ttl == timedelta(seconds=300):
         return timedelta(seconds=20)
     return 2 * processing_ttl
@@ -302,7 +301,7 @@ class QueueConf:
     consumer_group: str
     concurrency: int
     limit: int | None
-    """Its own concurrency, where it was given one."""
+    """The queue's own concurrency; None where it has none."""
     key_prefix: str
     processing_ttl: timedelta
     sent_ttl: timedelta
@@ -312,7 +311,7 @@ class QueueConf:
     dead_letter_topic: str
     topic_options: Mapping[str, Any]
     retries: str
-    """The name of the queue that holds the jobs born of its messages' failures."""
+    """The name of the queue that holds the retries of its messages."""
     consume: bool = True
 
 
@@ -329,7 +328,7 @@ def check_queue_options(options: Mapping[str, Any], function: str, *own: str) ->
     :raises ValueError: the value of one means nothing.
     """
     refuse_unknown(options, {*own, *(field.name for field in fields(QueueOptions))}, function)
-    _, problems = convert(QueueOptions, options, f"{function}()")
+    _, problems = read_options(QueueOptions, options, f"{function}()")
     if problems:
         raise ValueError(str(problems[0]))
 
@@ -351,14 +350,6 @@ def declared_queues() -> list[str]:
 # --- Reading --------------------------------------------------------------------------------------
 
 
-def convert(kind: type[Any], given: Any, where: str) -> tuple[Any, list[Problem]]:
-    """Read a dict into ``kind``; faults are collected and their keys keep the default.
-
-    Keys of ``Settings`` are upper case, those of a queue are lower case.
-    """
-    return read_options(kind, given, where, upper=kind is Settings)
-
-
 _TEXTS = (text, name_text, optional_text, short_text)
 
 
@@ -367,7 +358,7 @@ def _load() -> tuple[Settings, list[Problem]]:
     given = getattr(django_settings, "KJO", {})
     if isinstance(given, Mapping):
         given = {**_from_environment(), **given}
-    return convert(Settings, given, "KJO")
+    return read_options(Settings, given, "KJO", upper=True)
 
 
 def _from_environment() -> dict[str, Any]:
@@ -415,16 +406,16 @@ def get_settings() -> Settings:
 
 
 def settings_as_read() -> Settings:
-    """Return the settings with everything that is wrong at its default.
+    """Return the settings with each faulty key at its default.
 
-    For what is declared while modules are imported: raising there would end every command with a
-    traceback, ``check`` too, which names all faults. Whatever runs asks ``get_settings``.
+    For declarations while modules are imported: raising there would end every command with a
+    traceback, also ``check``, which names all faults. Code that runs later uses ``get_settings``.
     """
     loaded, _ = _load()
     right = {
         name: given
         for name, given in loaded.queues.items()
-        if not convert(QueueOptions, given, "")[1]
+        if not read_options(QueueOptions, given, "")[1]
     }
     return loaded if right == loaded.queues else replace(loaded, queues=right)
 

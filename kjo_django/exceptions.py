@@ -48,11 +48,17 @@ class JobQueueError(KjoError):
     code: ClassVar[str] = "JOB_QUEUE_ERROR"
 
     facts: ClassVar[tuple[str, ...]] = ()
-    """Attributes that ``to_dict`` adds where they are known."""
+    """The attributes that the class takes as keyword arguments; ``to_dict`` adds those known."""
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(message)
+        if unknown := facts.keys() - set(self.facts):
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        for name in self.facts:
+            setattr(self, name, facts.get(name))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready description: ``code``, ``type`` and ``message``, and what else the
-        class knows."""
+        """Return a JSON-ready description: ``code``, ``type``, ``message`` and the facts known."""
         found = {"code": self.code, "type": type(self).__name__, "message": str(self)}
         known = {name: getattr(self, name, None) for name in self.facts}
         return found | {name: value for name, value in known.items() if value is not None}
@@ -68,24 +74,13 @@ class JobTimeoutError(JobQueueError, TimeoutError):
 
     code = "TIMEOUT"
     facts = ("job_id", "timeout", "attempts")
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        job_id: str | None = None,
-        timeout: float | None = None,
-        attempts: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.job_id = job_id
-        self.timeout = timeout
-        self.attempts = attempts
+    job_id: str | None
+    timeout: float | None
+    attempts: int | None
 
 
 class HandlerTimeout(JobTimeoutError):
-    """Raised inside a handler that exceeds its timeout; by itself it takes no arguments, since it
-    is raised from outside."""
+    """Raised inside a handler that exceeds its timeout, by another thread: without arguments."""
 
     def __init__(self, message: str = "The handler exceeded its timeout", **facts: Any) -> None:
         super().__init__(message, **facts)
@@ -105,24 +100,15 @@ class JobFailedError(JobQueueError):
     code = "JOB_FAILED"
     facts = ("job_id", "attempts", "original_error", "error_type", "error_code", "error_details")
 
-    def __init__(
-        self,
-        message: str,
-        original_error: str | None = None,
-        *,
-        job_id: str | None = None,
-        attempts: int | None = None,
-        error_type: str | None = None,
-        error_code: str | None = None,
-        error_details: Any = None,
-    ) -> None:
-        super().__init__(message)
-        self.original_error = original_error
-        self.job_id = job_id
-        self.attempts = attempts
-        self.error_type = error_type
-        self.error_code = error_code
-        self.error_details = error_details
+    original_error: str | None
+    job_id: str | None
+    attempts: int | None
+    error_type: str | None
+    error_code: str | None
+    error_details: Any
+
+    def __init__(self, message: str, original_error: str | None = None, **facts: Any) -> None:
+        super().__init__(message, original_error=original_error, **facts)
 
 
 class MaxRetriesError(JobQueueError):
@@ -181,7 +167,7 @@ class PayloadError(KjoError, ValueError):
 class MessageError(KjoError):
     """A message that no retry can make readable; it becomes a dead letter.
 
-    ``reason`` is a short machine-readable word, see ``messages.poison``.
+    ``reason`` is a value of ``DeadLetterReason``.
     """
 
     reason: str = "invalid"
@@ -192,7 +178,7 @@ class MessageError(KjoError):
 
 
 class PublishError(KjoError):
-    """A record was not accepted by the transport; the row that wanted it stays pending."""
+    """The transport did not accept a record; its job stays pending."""
 
 
 class CoordinationError(KjoError):

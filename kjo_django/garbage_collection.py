@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PYTHONS_OWN = {(700, 10, 10), (2000, 10, 10), (2000, 10, 0)}
-"""What one version of Python or another begins with. A project that has set something else knows
-why."""
+"""The thresholds of Python's versions. Where a project has set others, they stay."""
 THRESHOLDS = (20_000, 20, 50)
-"""New objects before a look at them, and the same of looks: garbage in cycles, which handlers may
-well make, is freed after at most some megabytes of it."""
+"""How many new objects start a collection of the youngest generation, and how many collections that
+of the next one. Garbage in cycles, which handlers may make, is freed after some megabytes of it."""
 
 
 @contextmanager
@@ -41,10 +40,10 @@ def seldom() -> Iterator[None]:
 
 
 def set_apart() -> None:
-    """Let the collector leave alone what is there now, having looked at it once more.
+    """Collect once, then keep the collector from visiting what is left.
 
-    To be done before a fork, too: each look writes to what it looks at, and what is written to is
-    shared no longer.
+    Called before a fork, too: a collection writes to each object it visits, and a page that is
+    written to is no longer shared with the child.
     """
     gc.collect()
     gc.freeze()
@@ -54,9 +53,9 @@ def set_apart() -> None:
 def paused() -> Iterator[None]:
     """Within the block, do not collect: for code that makes many objects to be kept, and no cycles.
 
-    New objects that stay are what makes Python look through everything there is. It did so at every
-    third ``enqueue_many`` of ten thousand, which then took twice as long. Other threads' garbage
-    waits until the block ends.
+    New objects that stay make Python collect, among all objects in the end: at every third
+    ``enqueue_many`` of ten thousand, which then took twice as long. The garbage of other threads is
+    collected when the block has ended.
     """
     if not gc.isenabled():
         yield

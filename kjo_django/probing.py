@@ -2,62 +2,53 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from django.db import connections
 
 T = TypeVar("T")
 
-
-class _Question:
-    """A question that is being asked in a thread of its own."""
-
-    def __init__(self, ask: Callable[[], Any], share: Hashable) -> None:
-        self._ask = ask
-        self._share = share
-        self.answers: list[Any] = []
-        self.errors: list[Exception] = []
-        self.thread = threading.Thread(target=self._run, name="kjo-probe", daemon=True)
-
-    def _run(self) -> None:
-        try:
-            self.answers.append(self._ask())
-        except Exception as error:
-            self.errors.append(error)
-        finally:
-            connections.close_all()
-            with _lock:
-                if _open.get(self._share) is self:
-                    del _open[self._share]
-
-
 _lock = threading.Lock()
-_open: dict[Hashable, _Question] = {}
+_shared: dict[Hashable, tuple[threading.Thread, Future[Any]]] = {}
+"""The latest thread for each shared question, and its answer."""
 
 
 def answer_within(timeout: float, ask: Callable[[], T], *, share: Hashable = None) -> T:
     """Return what ``ask`` returns, from a thread of its own; its database connections are closed.
 
-    The thread is left to itself when it takes longer: it keeps nobody from exiting.
+    A thread that takes longer is left alone; it does not keep the process from exiting.
 
     :param timeout: seconds.
-    :param share: names the question; while somebody's thread still asks it, the answer is that
-        one's. For what is asked again and again: threads that wait for a server that is away would
-        become more and more.
-    :raises TimeoutError: it did not answer in time.
+    :param share: names the question. While one thread asks it, further callers wait for the answer
+        of that thread: otherwise threads would pile up while a server is away.
+    :raises TimeoutError: no answer came in time.
     :raises Exception: what ``ask`` raises.
     """
     with _lock:
-        question = _open.get(share) if share is not None else None
-        # One that was open when this process was forked has no thread here.
-        if question is None or not question.thread.is_alive():
-            question = _Question(ask, share)
+        asked = _shared.get(share)
+        # A thread that was asking when this process was forked does not live here.
+        if asked is None or not asked[0].is_alive():
+            answer: Future[T] = Future()
+            run = functools.partial(_answer, answer, ask)
+            asked = threading.Thread(target=run, name="kjo-probe", daemon=True), answer
             if share is not None:
-                _open[share] = question
-            question.thread.start()
-    question.thread.join(timeout)
-    if question.answers:
-        return cast(T, question.answers[0])
-    raise question.errors[0] if question.errors else TimeoutError(f"no answer within {timeout:g} s")
+                _shared[share] = asked
+            asked[0].start()
+    thread, answer = asked
+    thread.join(timeout)
+    if not answer.done():
+        raise TimeoutError(f"no answer within {timeout:g} s")
+    return answer.result()
+
+
+def _answer(answer: Future[Any], ask: Callable[[], Any]) -> None:
+    try:
+        answer.set_result(ask())
+    except Exception as error:
+        answer.set_exception(error)
+    finally:
+        connections.close_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import threading
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from kjo_django.messages.headers import MAX_TYPE_LENGTH, Message
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.retries import Backoff
 from kjo_django.transports.base import Record
-from kjo_django.values import listed
+from kjo_django.values import did_you_mean, listed
 
 if TYPE_CHECKING:  # The registry is imported before there are models.
     from kjo_django.store.rows import JobRow
@@ -56,7 +55,10 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 class Handler:
-    """A registered function and its options."""
+    """A registered function and its options.
+
+    :raises ImproperlyConfigured: the function cannot be called as the options ask.
+    """
 
     def __init__(self, function: Callable[..., Any], options: HandlerOptions) -> None:
         self.function = function
@@ -65,14 +67,22 @@ class Handler:
         self._signature = inspect.signature(function)
         self._names: tuple[frozenset[str], frozenset[str]] | None = None
         """The names an ordinary function needs and takes, None for one with ``*`` or ``/``."""
+        self._argument_names: list[str] | None = None
+        """The names a payload may have, None where any will do."""
+        if options.batch is not None:
+            self._check_batch_function()
+            return
         parameters = list(self._signature.parameters.values())[1 if options.takes_context else 0 :]
-        if all(parameter.kind in _BY_NAME for parameter in parameters):
+        named = [parameter for parameter in parameters if parameter.kind in _BY_NAME]
+        names = [parameter.name for parameter in named]
+        if named == parameters:
             required = frozenset(p.name for p in parameters if p.default is p.empty)
-            self._names = required, frozenset(parameter.name for parameter in parameters)
-        key, names = options.key, self._argument_names()
-        if isinstance(key, str) and names is not None and key not in names:
-            close = difflib.get_close_matches(key, names, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {listed(names)}."
+            self._names = required, frozenset(names)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return
+        self._argument_names, key = names, options.key
+        if isinstance(key, str) and key not in names:
+            hint = did_you_mean(key, names, f"It takes: {listed(names)}.")
             raise ImproperlyConfigured(
                 f"The job {self.name}: key={key!r} is not an argument of the function. {hint}"
             )
@@ -85,38 +95,50 @@ class Handler:
         """Its registered name, ``<app>.<function>`` by default."""
         return self.options.name
 
-    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn a decoded payload into the call's arguments, the context apart.
+    def _check_batch_function(self) -> None:
+        if self.options.takes_context:
+            raise ImproperlyConfigured(
+                f"The job {self.name}: with batch=…, each item is its own context; leave "
+                "takes_context out."
+            )
+        try:
+            self._signature.bind([])
+        except TypeError as error:
+            raise ImproperlyConfigured(
+                f"The job {self.name}: a function with batch=… takes one list: {error}"
+            ) from error
 
-        :raises MessageError: it is no object.
-        :raises PermanentError: the function does not take its keys.
+    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call's arguments without the context; of a batch, the payload of one item.
+
+        :param value: the decoded payload.
+        :raises MessageError: the payload is no object.
+        :raises PermanentError: the function does not take the payload's keys.
         """
         if not isinstance(value, dict):
             raise MessageError(
                 "invalid", f"The payload must be an object, not {type(value).__name__}"
             )
+        if self.options.batch is not None:
+            return (value,), {}
         problem = self.check_arguments(value)
         if problem is not None:
             raise PermanentError(f"The handler {self.name} does not take this payload: {problem}")
         return (), value
 
-    def _argument_names(self) -> list[str] | None:
-        """Return the names a payload may have, None where any will do."""
-        parameters = list(self._signature.parameters.values())
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return None
-        if self.options.takes_context:
-            parameters = parameters[1:]
-        return [parameter.name for parameter in parameters if parameter.kind in _BY_NAME]
-
     def example_of(self, method: str) -> str:
         """Return how ``method`` is called with the function's arguments, for a message."""
-        names = self._argument_names()
+        names = self._argument_names
         arguments = "name=value, …" if names is None else ", ".join(f"{name}=…" for name in names)
         return f"{method}({arguments})"
 
     def check_arguments(self, payload: dict[str, Any]) -> str | None:
-        """Return why the handler cannot take this payload as keyword arguments, or None."""
+        """Return why the handler cannot take this payload as keyword arguments, or None.
+
+        The signature of a function that takes a batch does not name the fields of a payload.
+        """
+        if self.options.batch is not None:
+            return None
         if self._names is not None:
             required, allowed = self._names
             if required <= payload.keys() <= allowed:
@@ -139,16 +161,16 @@ class Handler:
         return self.options.result_ttl or queue.result_ttl
 
     fitted: Callable[[Mapping[str, bytes]], Handler] | None = None
-    """Returns what runs a message with these headers, where they may change that."""
+    """Returns the handler for a message with these headers, where headers may change it."""
 
     refusal: Callable[[Message, JobRow | None], MessageError | None] | None = None
-    """Returns why a message is never to run, whoever sent it, and None for one that may. It is
-    given the columns of its job's row that were read, None where it has no row."""
+    """Returns why a message must never run, whoever sent it; None for one that may. The second
+    argument is the row of the message's job, None where there is none."""
 
     judges_itself: bool = False
-    """Whether the handler finds out by itself that a message has taken effect, from the state of
-    the item it is about. Its marker then only keeps two transactions from running it at once; an
-    item that somebody set back runs again."""
+    """Whether the handler itself finds out that a message has taken effect, from the state of the
+    message's item. The marker then only keeps two transactions from running it at once; an item
+    that was set back runs again."""
 
     service: str = ""
     """Whose markers its messages get in ``processed_events``; SERVICE_NAME's if empty."""
@@ -157,8 +179,7 @@ class Handler:
     """Whether ``KJO["MIDDLEWARE"]`` surrounds it."""
 
     observes: bool = False
-    """Whether the two hooks below do anything; the hot path asks no more of handlers that do not
-    care."""
+    """Whether the handler implements the two hooks below; otherwise they are not called."""
 
     def on_failure(self, attempt: Any) -> None:
         """Called inside the transaction that records a failed attempt or the job's death, with an
@@ -176,53 +197,6 @@ class Handler:
         return "" if value is None else str(value)
 
 
-class BatchHandler(Handler):
-    """A function that takes a list of ``consumer.context.BatchItem``.
-
-    :raises ImproperlyConfigured: it does not take one list and nothing else.
-    """
-
-    def __init__(self, function: Callable[..., Any], options: HandlerOptions) -> None:
-        super().__init__(function, options)
-        if options.takes_context:
-            raise ImproperlyConfigured(
-                f"The job {options.name}: with batch=…, each item is its own context; leave "
-                "takes_context out."
-            )
-        try:
-            self._signature.bind([])
-        except TypeError as error:
-            raise ImproperlyConfigured(
-                f"The job {options.name}: a function with batch=… takes one list: {error}"
-            ) from error
-
-    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the payload of one item as it is.
-
-        :raises MessageError: it is no object.
-        """
-        if not isinstance(value, dict):
-            raise MessageError(
-                "invalid", f"The payload must be an object, not {type(value).__name__}"
-            )
-        return (value,), {}
-
-    def _argument_names(self) -> None:
-        """Any object will do."""
-
-    def check_arguments(self, payload: dict[str, Any]) -> str | None:
-        """Accept any object: the function's signature says nothing of a payload."""
-        return None
-
-
-def handler_of(function: Callable[..., Any], options: HandlerOptions) -> Handler:
-    """Return what runs a function under these options.
-
-    :raises ImproperlyConfigured: the function cannot be called as they ask.
-    """
-    return Handler(function, options) if options.batch is None else BatchHandler(function, options)
-
-
 class Route:
     """How the records of a queue's topic become messages for handlers.
 
@@ -231,11 +205,11 @@ class Route:
     """
 
     def read(self, record: Record, *, max_bytes: int) -> tuple[Message, Handler | None] | None:
-        """Read a record; None skips it: it was meant for others.
+        """Return the message of a record and its handler; None skips a record for others.
 
-        Returns no handler for a message of ours that nobody here can handle: it is dead-lettered.
+        Without a handler the message is dead-lettered: no handler here has the name.
 
-        :raises MessageError: it can never be read; it is dead-lettered with its bytes as they are.
+        :raises MessageError: the record can never be read; its bytes are dead-lettered.
         """
         message = names.read_message(
             record.value, record.headers, max_bytes=max_bytes, timestamp=record.timestamp
@@ -267,10 +241,10 @@ _own: dict[str, Handler] = {}
 
 
 def register(handler: Handler, *, is_own: bool = False) -> None:
-    """Make a handler known.
+    """Register a handler under its name, and its serializers.
 
-    :param is_own: it is kjo_django's: found by its name, but not among the project's handlers, and
-        its queue is no queue for that.
+    :param is_own: the handler is kjo_django's own: found by its name, but not listed among the
+        project's handlers, and its queue is not declared by it.
     :raises ImproperlyConfigured: when its name is taken by another function, or is too long.
     """
     name = handler.name
@@ -279,24 +253,19 @@ def register(handler: Handler, *, is_own: bool = False) -> None:
             f"The job name {name!r} must have 1 to {MAX_TYPE_LENGTH} characters."
         )
     with _lock:
-        present = _handlers.get(name)
-        if present is not None and _place(present.function) != _place(handler.function):
+        functions = handler.function, _handlers.get(name, handler).function
+        ours, theirs = (f"{each.__module__}.{each.__qualname__}" for each in functions)
+        if ours != theirs:
             raise ImproperlyConfigured(
-                f"Two jobs are named {name!r}: {_place(present.function)} and "
-                f"{_place(handler.function)}. Give one of them a name=…"
+                f"Two jobs are named {name!r}: {theirs} and {ours}. Give one of them a name=…"
             )
         if is_own:
             _own[name] = handler
         else:
             _handlers[name] = handler
-        # Whoever declares a job can read its messages.
         register_serializer(handler.options.serializer)
         if handler.options.result_serializer is not None:
             register_serializer(handler.options.result_serializer)
-
-
-def _place(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
 
 
 def unregister(name: str) -> None:

@@ -6,12 +6,12 @@ these names need no import here.
 
 from __future__ import annotations
 
-import enum
 import errno
 import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Literal
 
 from kjo_django.exceptions import (
     JobTimeoutError,
@@ -55,14 +55,6 @@ class Backoff:
         return timedelta(seconds=exact * (1 + jitter * draw))
 
 
-class Verdict(enum.Enum):
-    """How the pipeline treats a failed attempt."""
-
-    RETRY = "retry"
-    PERMANENT = "permanent"
-    PAUSE = "pause"
-
-
 PAUSABLE_NAMES = frozenset(
     {
         "DatabaseConnectionError",
@@ -81,7 +73,6 @@ _CLASSES = {
 _NETWORK_ERRNOS = frozenset(
     {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT}
 )
-_PERMANENT = (PermanentError, MessageError, PayloadError)
 
 
 def _names(error: BaseException) -> set[str]:
@@ -94,11 +85,9 @@ def error_class(error: BaseException) -> str:
     found = next(
         (kind for kind, known in _CLASSES.items() if not known.isdisjoint(names)), "default"
     )
-    if (
-        found == "rate_limit"
-        or not isinstance(error, OSError)
-        or isinstance(error, JobTimeoutError)
-    ):
+    if not isinstance(error, OSError) or isinstance(error, JobTimeoutError):
+        return found
+    if found == "rate_limit":
         return found
     # Of an OSError of somebody's own ``errno`` is its first argument, whatever that is.
     number = error.errno if isinstance(error.errno, int) else None
@@ -114,23 +103,25 @@ def import_path(kind: type[BaseException]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def classify(error: BaseException, pausable: Collection[str] = ()) -> Verdict:
-    """Return what a failed attempt means.
+def classify(
+    error: BaseException, pausable: Collection[str] = ()
+) -> Literal["retry", "permanent", "pause"]:
+    """Return how a failed attempt is treated.
 
     :param pausable: import paths or names of further exceptions that pause a partition.
     """
     if isinstance(error, StalledError):
-        return Verdict.RETRY
-    if isinstance(error, _PERMANENT):
-        return Verdict.PERMANENT
+        return "retry"
+    if isinstance(error, (PermanentError, MessageError, PayloadError)):
+        return "permanent"
     names = _names(error)
     if not PAUSABLE_NAMES.isdisjoint(names):
-        return Verdict.PAUSE
+        return "pause"
     if pausable:
         paths = {import_path(kind) for kind in type(error).__mro__}
         if not paths.isdisjoint(pausable) or not names.isdisjoint(pausable):
-            return Verdict.PAUSE
-    return Verdict.RETRY
+            return "pause"
+    return "retry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +133,7 @@ class Decision:
     delay: timedelta
     """Until the next attempt; zero when there is none."""
     pause: timedelta | None
-    """How long the partition rests, or None: it goes on."""
+    """How long the partition is paused; None: not at all."""
     reason: str
     """``exhausted`` or ``fatal`` of a dead letter; ``retry`` otherwise."""
 
@@ -159,11 +150,11 @@ class RetryPolicy:
     pausable: Collection[str] = ()
 
     def decide(self, error: BaseException, attempt: int, max_attempts: int) -> Decision:
-        """Judge attempt number ``attempt`` (from 1) that ended with ``error``."""
-        verdict = classify(error, self.pausable)
+        """Return what follows attempt number ``attempt`` (from 1), which ended with ``error``."""
+        treatment = classify(error, self.pausable)
         floor = timedelta(seconds=float(self.floors.get(error_class(error), 0)))
-        pause = floor if verdict is Verdict.PAUSE else None
-        if verdict is Verdict.PERMANENT:
+        pause = floor if treatment == "pause" else None
+        if treatment == "permanent":
             return Decision(False, timedelta(0), None, "fatal")
         if attempt >= max_attempts:
             return Decision(False, timedelta(0), pause, "exhausted")

@@ -1,6 +1,6 @@
-"""What runs here, for log records: set by workers, known to whatever a handler calls.
+"""The run and the worker of the current thread or task, as log records name them.
 
-At the bottom, and without a model: logging is configured before the apps are there.
+Workers set both. This module imports no model, since logging is configured before the apps are.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 
 class Run(Protocol):
-    """A handler's run, of one job or of a batch."""
+    """One call of a handler, for one job or for a batch."""
 
     @property
     def log_fields(self) -> dict[str, Any]:
-        """What a log record says of the run."""
+        """What a log record says about the run."""
 
     @property
     def trace_id(self) -> str:
@@ -24,4 +24,4 @@ class Run(Protocol):
 running: ContextVar[Run | None] = ContextVar("kjo_running", default=None)
 """In the handler's thread or task; None outside a handler."""
 worker_name: ContextVar[str] = ContextVar("kjo_worker", default="")
-"""Of the worker whose lane this thread is; "" elsewhere."""
+"""The name of the worker whose lane this thread is; "" elsewhere."""

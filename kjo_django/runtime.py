@@ -38,8 +38,8 @@ class Runtime:
     :param coordination: leases, marks and wake-ups.
     :param service: the name of this service, which its markers bear.
     :param clock: the system's, or a test's.
-    :param queue_controls: what operators asked of queues, by their names. Who runs jobs reads it
-        now and then, so that no job costs a query for it.
+    :param queue_controls: what operators asked of queues, by their names. A worker reads the rows
+        now and then, so that no job costs a query.
     """
 
     settings: Settings
@@ -93,10 +93,6 @@ def transport_class(alias: str) -> type[Transport]:
     return _classes[alias]
 
 
-_REQUIRED = {"capabilities"}
-"""Attributes of a class that its users ask for without making an instance."""
-
-
 def _import(declared: Any, where: str, kind: type[Any]) -> Any:
     path = declared.get("BACKEND") if isinstance(declared, dict) else None
     if not isinstance(path, str):
@@ -112,7 +108,8 @@ def _import(declared: Any, where: str, kind: type[Any]) -> Any:
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ImproperlyConfigured(f"{where}['BACKEND'] is not a {kind.__name__}: {path}")
     missing = set(getattr(found, "__abstractmethods__", ()))
-    missing |= {name for name in kind.__annotations__ if not hasattr(found, name)} & _REQUIRED
+    if kind is Transport and not hasattr(found, "capabilities"):
+        missing.add("capabilities")
     if missing:
         raise ImproperlyConfigured(
             f"{where}['BACKEND'] is an incomplete {kind.__name__}: "
@@ -141,14 +138,13 @@ def get_transport(alias: str = "default") -> Transport:
 
 def _declared_groups(conf: Settings, alias: str) -> dict[str, list[str]]:
     """Return the consumer groups of each topic that the settings declare."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, dict[str, None]] = {}
     for name in dict.fromkeys([*conf.queues, *declared_queues()]):
         queue = conf.queue(name)
-        if not queue.consume:
-            continue  # a group that never reads would leave a row of every record behind
-        if queue.transport == alias and queue.consumer_group not in groups.get(queue.topic, ()):
-            groups.setdefault(queue.topic, []).append(queue.consumer_group)
-    return groups
+        # A group that never reads would leave a row of every record behind.
+        if queue.consume and queue.transport == alias:
+            groups.setdefault(queue.topic, {})[queue.consumer_group] = None
+    return {topic: list(names) for topic, names in groups.items()}
 
 
 def get_coordination() -> Coordination:
@@ -166,17 +162,16 @@ def close_backends() -> None:
     """Close and forget every backend; the next use makes new ones."""
     global _runtime
     with _lock:
-        for transport in _transports.values():
-            transport.close()
-        for coordination in _coordination:
-            coordination.close()
+        backends: list[Any] = [*_transports.values(), *_coordination]
+        for backend in backends:
+            backend.close()
         _transports.clear()
         _coordination.clear()
         _runtime = None
 
 
 def _forget_the_parents() -> None:
-    """In the child of a fork, forget what the parent made without closing it."""
+    """In the child of a fork, forget the parent's backends without closing them."""
     global _lock, _runtime
     _of_parents.extend([*_transports.values(), *_coordination])
     _transports.clear()

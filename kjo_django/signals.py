@@ -1,6 +1,6 @@
 """Signals: everything observable that happens to a job. Receivers observe, they never decide.
 
-Sent with ``send_robust`` after the state they tell of is committed: a receiver that raises is
+Sent with ``send_robust`` after the state they report is committed: a receiver that raises is
 logged and changes nothing. ``sender`` is the handler's name, or the queue's.
 
 =====================  ===========================================================================

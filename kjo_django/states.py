@@ -91,16 +91,7 @@ _TO_KJO = {
     JobStatus.CANCELLED: "FAILED",
     JobStatus.PROCESSING: "PROCESSING",
 }
-_TO_QUEUE = {
-    JobStatus.PENDING: "queued",
-    JobStatus.SCHEDULED: "queued",
-    JobStatus.QUEUED: "queued",
-    JobStatus.PROCESSING: "processing",
-    JobStatus.FAILING: "failing",
-    JobStatus.COMPLETED: "completed",
-    JobStatus.FAILED: "failed",
-    JobStatus.CANCELLED: "cancelled",
-}
+_TO_QUEUE = {JobStatus.PENDING: "queued", JobStatus.SCHEDULED: "queued"}
 _TO_DJANGO_TASKS = {
     JobStatus.PROCESSING: "RUNNING",
     JobStatus.COMPLETED: "SUCCESSFUL",
@@ -115,8 +106,8 @@ def to_kjo(status: str) -> str:
 
 
 def to_queue(status: str) -> str:
-    """Map to queued, processing, failing, completed, failed, as `Queue` names them."""
-    return _TO_QUEUE[JobStatus(status)]
+    """Map to queued, processing, failing, completed, failed, cancelled, as `Queue` names them."""
+    return _TO_QUEUE.get(JobStatus(status), JobStatus(status).value)
 
 
 def to_django_tasks(status: str) -> str:

@@ -1,4 +1,4 @@
-"""Where tracing plugs in: what producers, the relay and workers tell a tracer, if there is one.
+"""The interface through which producers, the relay and workers report to a tracer, if there is one.
 
 Nothing here knows OpenTelemetry. ``kjo_django.contrib.opentelemetry`` installs a tracer; without it
 each place costs one ``is None``.
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Tracer(Protocol):
-    """What is told of a job's way. No method raises: a trace is no reason for a job to fail.
+    """Receives what happens to a job. No method raises: a trace is no reason for a job to fail.
 
     Jobs, records, deliveries and outcomes are those of the layers above, which import this one.
     """
@@ -31,8 +31,8 @@ class Tracer(Protocol):
     def publishing(
         self, transport: str, records: Sequence[Any]
     ) -> AbstractContextManager[Sequence[Any]]:
-        """Enclose the publishing of ``OutgoingRecord`` objects; gives those to publish: one without
-        a trace of its own is given this one.
+        """Enclose the publishing of ``OutgoingRecord`` objects; yields the records to publish: a
+        record without a trace gets this one.
 
         :param transport: the alias of the transport.
         """
@@ -43,25 +43,25 @@ class Tracer(Protocol):
         """Enclose a handler's run, in its thread or task: of a ``Delivery`` with a ``JobContext``,
         or of a batch of them.
 
-        What each ends with is told later, by ``settled`` or ``given_back``.
+        Later ``settled`` or ``given_back`` reports how each has ended.
         """
 
     def failing(self, outcomes: Sequence[Any]) -> None:
-        """The failures of these ``Attempt`` objects are about to be written: leave with their
-        records what the next attempt or a replay is to follow."""
+        """Called before the failures of these ``Attempt`` objects are written: leaves with their
+        records the trace that the next attempt or a replay is to follow."""
 
     def settled(self, outcomes: Sequence[Any]) -> None:
-        """These outcomes are durable."""
+        """Called when these outcomes are durable."""
 
     def given_back(self, deliveries: Sequence[Any]) -> None:
-        """These deliveries, run or not, ended without an outcome: they come again."""
+        """Called for deliveries that ended without an outcome, run or not: they come again."""
 
 
 tracer: Tracer | None = None
-"""The one that is told. Read it as ``tracing.tracer``; ``install`` replaces it."""
+"""The installed tracer. Read it as ``tracing.tracer``, since ``install`` replaces it."""
 
 
 def install(wanted: Tracer | None) -> None:
-    """Tell this tracer from now on; None tells nobody."""
+    """Make this the tracer from now on; None removes the present one."""
     global tracer
     tracer = wanted

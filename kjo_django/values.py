@@ -9,11 +9,13 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LONGEST = timedelta(days=36_500)
-"""For ever: moments stay such as every database and every clock knows, and locks can be waited
-for."""
+"""The longest time anything takes or is kept: every database and every clock knows the moment so
+far away, and a lock can be waited for so long."""
 
 
 def duration(value: Any) -> timedelta:
@@ -32,22 +34,12 @@ def _positive(value: Any) -> timedelta:
     return value
 
 
-def optional_duration(value: Any) -> timedelta | None:
-    """A duration, or None for no limit."""
-    return None if value is None else duration(value)
-
-
 def lifetime(value: Any) -> timedelta:
     """A duration that a result may be kept for."""
     found = _positive(value)
     if not timedelta(milliseconds=1) <= found <= LONGEST:
         raise ValueError("a duration from a millisecond to 100 years")
     return found
-
-
-def optional_lifetime(value: Any) -> timedelta | None:
-    """A lifetime, or None."""
-    return None if value is None else lifetime(value)
 
 
 def whole(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
@@ -112,11 +104,6 @@ def short_text(value: Any) -> str:
     return value
 
 
-def optional_text(value: Any) -> str | None:
-    """Text that is not empty, or None."""
-    return None if value is None else text(value)
-
-
 def mapping(value: Any) -> dict[str, Any]:
     """A dict whose keys are text."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -129,6 +116,15 @@ def texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, (list, tuple)):
         raise ValueError("a list of texts")
     return tuple(text(item) for item in value)
+
+
+def optional(convert: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    """What ``convert`` takes, or None."""
+    return lambda value: None if value is None else convert(value)
+
+
+optional_duration = optional(duration)
+optional_text = optional(text)
 
 
 def option(
@@ -162,8 +158,7 @@ class Problem:
 def read_options(
     kind: type[Any], given: Any, where: str, *, upper: bool = False
 ) -> tuple[Any, list[Problem]]:
-    """Read a dict into the options of ``kind``; faults are collected and their keys keep the
-    default.
+    """Return a dict as the options of ``kind``, and its faults; a key at fault keeps the default.
 
     :param where: what the dict is, for the faults' messages.
     :param upper: whether keys are the options' names in upper case.
@@ -182,11 +177,8 @@ def read_options(
             values[declared.name] = declared.metadata["convert"](value)
         except ValueError as error:
             shown = type(value).__name__ if declared.metadata["is_secret"] else f"{value!r:.80}"
-            problems.append(
-                Problem(
-                    f"{where}[{key!r}] must be {error}, not {shown}.", declared.metadata["help"]
-                )
-            )
+            message = f"{where}[{key!r}] must be {error}, not {shown}."
+            problems.append(Problem(message, declared.metadata["help"]))
     return kind(**values), problems
 
 
@@ -219,9 +211,16 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], function: str) 
     for name in given:
         if name not in known:
             meant = MEANT.get(name)
-            close = [meant] if meant in known else difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {listed(known)}."
+            hint = did_you_mean(name, known, f"It takes: {listed(known)}.")
+            if meant in known:
+                hint = f"Did you mean {meant!r}?"
             raise TypeError(f"{function}() has no option {name!r}. {hint}")
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return which known name is close to a wrong one, for a message; ``otherwise`` if none is."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else otherwise
 
 
 def listed(names: Iterable[str]) -> str:
@@ -229,15 +228,13 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def unknown_key(given: Mapping[Any, Any], known: Iterable[str], where: str) -> str:
+def unknown_key(given: Mapping[Any, Any], known: Collection[str], where: str) -> str:
     """Return what is wrong with the first key that is not known, "" if all are."""
-    names = dict.fromkeys(known)
-    return next((str(_unknown_key(key, names, where)) for key in given if key not in names), "")
+    return next((str(_unknown_key(key, known, where)) for key in given if key not in known), "")
 
 
-def _unknown_key(key: Any, known: Mapping[str, Any], where: str) -> Problem:
-    close = difflib.get_close_matches(str(key), known, n=1) or difflib.get_close_matches(
-        str(key).upper(), known, n=1
+def _unknown_key(key: Any, known: Collection[str], where: str) -> Problem:
+    hint = did_you_mean(str(key), known, "") or did_you_mean(
+        str(key).upper(), known, f"Known keys: {listed(known)}."
     )
-    hint = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(sorted(known))}."
     return Problem(f"{where} has an unknown key {key!r}.", hint, is_unknown_key=True)

@@ -31,7 +31,7 @@ Worker = shape(
     state=NamedChoice("WorkerState", WorkerRow.State.values),
     is_alive=serializers.BooleanField(help_text="Whether it showed a sign of life lately."),
     wish=NamedChoice(
-        "WorkerWish", WorkerRow.Wish.values, help_text="What it was asked to do; empty: nothing."
+        "WorkerWish", WorkerRow.Request.values, help_text="What it was asked to do; empty: nothing."
     ),
     queues=serializers.ListField(child=serializers.CharField(), help_text="Empty: all."),
 )

@@ -39,6 +39,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
 from kjo_django.messages.serializers import JSON, MAX_ERROR_LENGTH, one_line, storable_text
 from kjo_django.models import (
+    ORIGIN_ID,
     DeadLetter,
     DeadLetterReason,
     Job,
@@ -47,7 +48,6 @@ from kjo_django.models import (
     source_of_job,
     transition,
 )
-from kjo_django.models.job import ORIGIN_ID
 from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, Decision, RetryPolicy, import_path
 from kjo_django.runtime import Runtime, get_transport

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -34,6 +33,7 @@ from kjo_django.retries import LONGEST_DELAY
 from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.values import (
     attempts,
+    did_you_mean,
     duration,
     flag,
     lifetime,
@@ -280,8 +280,7 @@ def known_queue(name: str, also: Iterable[str] = ()) -> str:
     """
     known = [*registry.queue_names(), *also]
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
+        hint = did_you_mean(name, known, f"Known: {', '.join(known)}.")
         raise ValueError(f"No queue is named {name!r}; declare it in KJO['QUEUES']. {hint}")
     return name
 
@@ -390,7 +389,7 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
 
     def declare(function: Callable[..., Any]) -> JobDefinition:
         own = registry.HandlerOptions(name=name or registry.default_name(function), **options)
-        handler = registry.handler_of(function, own)
+        handler = registry.Handler(function, own)
         registry.register(handler)
         return JobDefinition(handler)
 

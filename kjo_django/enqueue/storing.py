@@ -39,8 +39,7 @@ from kjo_django.ids import uuid7, uuid7s
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import job_headers
 from kjo_django.messages.serializers import load_result, serializer_for, storable_text
-from kjo_django.models import Job, transition
-from kjo_django.models.job import ORIGIN_ID
+from kjo_django.models import ORIGIN_ID, Job, transition
 from kjo_django.runtime import Runtime, current_runtime, get_transport, transport_class
 from kjo_django.states import JobState
 from kjo_django.store import Store

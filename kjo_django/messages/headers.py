@@ -26,7 +26,7 @@ from kjo_django.messages.serializers import storable_text
 MAX_NUMBER = 2**31 - 1
 MAX_OFFSET = 2**63 - 1
 MAX_REPLAYS = 1_000_000
-"""Of a message that others say was replayed: there must be room to count on."""
+"""Most replays that are read of a message of others: there must be room to count on."""
 
 # A job's message.
 ID = "kjo-id"
@@ -214,21 +214,19 @@ def listed(headers: Mapping[str, bytes]) -> list[tuple[str, bytes | None]]:
 
 
 def _entries(stored: bytes | None) -> list[tuple[str, bytes | None, bool]]:
-    """Return names and values of a ``HEADER_LIST``, and whether a value is given there; [] where it
-    is not of ours."""
+    """Return names and values of a ``HEADER_LIST``, and whether a value is given there; [] for a
+    header that ``folded`` has not written."""
+    entries: list[tuple[str, bytes | None, bool]] = []
     try:
-        return [_entry(one) for one in json.loads(stored or b"[]")]
+        for one in json.loads(stored or b"[]"):
+            is_given = not isinstance(one, str)
+            name, value = one if is_given else (one, None)
+            if not isinstance(name, str):
+                return []
+            entries.append((name, None if value is None else base64.b64decode(value), is_given))
     except (ValueError, TypeError, RecursionError):
         return []
-
-
-def _entry(stored: Any) -> tuple[str, bytes | None, bool]:
-    if isinstance(stored, str):
-        return stored, None, False
-    name, value = stored
-    if not isinstance(name, str):
-        raise TypeError
-    return name, None if value is None else base64.b64decode(value), True
+    return entries
 
 
 def for_row(headers: Mapping[str, bytes]) -> dict[str, Any]:
@@ -240,24 +238,18 @@ def for_row(headers: Mapping[str, bytes]) -> dict[str, Any]:
         except UnicodeDecodeError:
             text = "\0"
         is_text = text == storable_text(text)
-        stored[storable_text(name)] = (
-            text if is_text else {"base64": base64.b64encode(value).decode()}
-        )
+        kept = text if is_text else {"base64": base64.b64encode(value).decode()}
+        stored[storable_text(name)] = kept
     return stored
 
 
 def from_row(stored: Mapping[str, Any] | None) -> dict[str, bytes]:
     """Undo ``for_row``."""
-    if not stored:
-        return {}
-    return _in_their_order(
-        {
-            name: base64.b64decode(value["base64"])
-            if isinstance(value, Mapping)
-            else value.encode()
-            for name, value in stored.items()
-        }
-    )
+    found = {}
+    for name, value in (stored or {}).items():
+        is_text = isinstance(value, str)
+        found[name] = value.encode() if is_text else base64.b64decode(value["base64"])
+    return _in_their_order(found)
 
 
 def origin_envelope(headers: Mapping[str, bytes], sent: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -330,8 +322,8 @@ class Message:
     lease_id: str = ""
     """What is leased while it runs; its id unless several messages concern one item."""
     unique_id: str = ""
-    """Of a message nobody enqueued here, what the row of its retries is known by; its id if not
-    given. Needed where an id alone does not tell two messages apart."""
+    """The unique id of the row that holds the retries of a message nobody enqueued here; the
+    message's id if not given. Needed where an id alone does not tell two messages apart."""
 
     @property
     def row_name(self) -> str:
@@ -431,8 +423,8 @@ inheriting: ContextVar[Mapping[str, str] | None] = ContextVar("kjo_inheriting", 
 
 
 def inheritable(messages: Sequence[Mapping[str, bytes]]) -> dict[str, str]:
-    """Return what is inherited of the headers of messages that are handled together: what all of
-    them have in common."""
+    """Return the headers that are inherited from messages that are handled together: those that
+    all messages share."""
     if not messages:
         return {}
     first, *others = messages
@@ -445,8 +437,8 @@ def inheritable(messages: Sequence[Mapping[str, bytes]]) -> dict[str, str]:
 
 
 def _usable(given: Mapping[str, str]) -> dict[str, str]:
-    """Return what a row, and an event's metadata, can hold of it: others wrote it, and what they
-    wrote must not fail the publications of a handler."""
+    """Return the values as a row, and an event's metadata, can hold them: others wrote them, and
+    must not be able to fail the publications of a handler."""
     found = {}
     for name, value in given.items():
         usable = storable_text(value, MAX_CORRELATION if name == CORRELATION_ID else None)

@@ -3,7 +3,7 @@
 import django.db.models.deletion
 import django.utils.timezone
 import kjo_django.ids
-import kjo_django.models.processed_event
+import kjo_django.models
 from django.db import migrations, models
 
 
@@ -245,7 +245,7 @@ class Migration(migrations.Migration):
                 'db_table': 'processed_events',
                 'ordering': ('-id',),
                 'default_permissions': ('view',),
-                'indexes': [kjo_django.models.processed_event.LongNameIndex(fields=['processed_at'], name='idx_processed_events_processed_at')],
+                'indexes': [kjo_django.models.LongNameIndex(fields=['processed_at'], name='idx_processed_events_processed_at')],
                 'constraints': [models.UniqueConstraint(fields=('event_id', 'service_name', 'event_type'), name='uk_processed_events_event_service')],
             },
         ),

@@ -43,6 +43,7 @@ from kjo_django.ids import uuid7
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import (
+    ORIGIN_ID,
     DeadLetter,
     DeadLetterState,
     Job,
@@ -50,7 +51,6 @@ from kjo_django.models import (
     QueueControl,
     source_of_job,
 )
-from kjo_django.models.job import ORIGIN_ID
 from kjo_django.operations import audit, internal, redaction
 from kjo_django.operations.jobs import Outcomes, RequeueResult, close_as_replayed, requeue_chunk
 from kjo_django.operations.rows import (

@@ -155,12 +155,12 @@ def quiet(workers: Workers, *, actor: str = "", on_changed: Observer | None = No
     :param actor: who asked, for the signal and the log.
     :param on_changed: called with the rows that were asked, inside the transaction.
     """
-    return _ask(workers, Worker.Wish.QUIET, actor, on_changed)
+    return _ask(workers, Worker.Request.QUIET, actor, on_changed)
 
 
 def unquiet(workers: Workers, *, actor: str = "", on_changed: Observer | None = None) -> Outcomes:
     """Undo ``quiet``. One that was asked to stop stops."""
-    return _ask(workers, Worker.Wish.NONE, actor, on_changed)
+    return _ask(workers, Worker.Request.NONE, actor, on_changed)
 
 
 def stop(workers: Workers, *, actor: str = "", on_changed: Observer | None = None) -> Outcomes:
@@ -169,10 +169,12 @@ def stop(workers: Workers, *, actor: str = "", on_changed: Observer | None = Non
     ``kjo_consume --processes N`` starts no other in its place. What runs it may: a process manager
     that restarts whatever ends starts a new worker.
     """
-    return _ask(workers, Worker.Wish.STOP, actor, on_changed)
+    return _ask(workers, Worker.Request.STOP, actor, on_changed)
 
 
-def _ask(workers: Workers, wish: Worker.Wish, actor: str, on_changed: Observer | None) -> Outcomes:
+def _ask(
+    workers: Workers, wish: Worker.Request, actor: str, on_changed: Observer | None
+) -> Outcomes:
     outcomes = Outcomes()
     using = jobs_database()
     keys = list(map(key_of, workers))
@@ -183,7 +185,7 @@ def _ask(workers: Workers, wish: Worker.Wish, actor: str, on_changed: Observer |
             # A conditional UPDATE each: of two operators one asks, and a stop is never taken back.
             living = rows.filter(heartbeat_at__gte=timezone.now() - alive_within())
             free = living.exclude(state=Worker.State.STOPPED).exclude(
-                wish__in={wish, Worker.Wish.STOP}
+                wish__in={wish, Worker.Request.STOP}
             )
             asked = [key for key in chunk if free.filter(pk=key).update(wish=wish)]
             found = {worker.pk: worker for worker in rows}
@@ -202,11 +204,11 @@ def _ask(workers: Workers, wish: Worker.Wish, actor: str, on_changed: Observer |
     return outcomes
 
 
-def _refusal(worker: Worker | None, wish: Worker.Wish) -> AskResult:
+def _refusal(worker: Worker | None, wish: Worker.Request) -> AskResult:
     if worker is None:
         return AskResult.NOT_FOUND
     if not worker.is_alive(alive_within()):
         return AskResult.GONE
-    if worker.wish == Worker.Wish.STOP and wish != Worker.Wish.STOP:
+    if worker.wish == Worker.Request.STOP and wish != Worker.Request.STOP:
         return AskResult.STOPPING
     return AskResult.UNCHANGED

@@ -17,7 +17,7 @@ from django.db.models.constants import OnConflict
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.models import EventKey, Job, Lease, ProcessedEvent, transition
+from kjo_django.models import EventKey, Job, JobQuerySet, Lease, ProcessedEvent, transition
 from kjo_django.states import JobState
 from kjo_django.store.rows import (
     COLUMNS,
@@ -48,16 +48,16 @@ class Store:
         operations: Any = connections[alias].ops
         quote = operations.quote_name
         # To quote the names of all columns takes longer than to store a job.
-        columns = ", ".join(quote(field.column) for field in _JOB_FIELDS)
+        columns = ", ".join(quote(field.column) for field in JOB_FIELDS)
         self._insert: dict[bool, tuple[str, str]] = {}
         for ignores, conflicts in ((False, None), (True, OnConflict.IGNORE)):
             begin = operations.insert_statement(on_conflict=conflicts)
-            end = operations.on_conflict_suffix_sql(_JOB_FIELDS, conflicts, [], [])
+            end = operations.on_conflict_suffix_sql(JOB_FIELDS, conflicts, [], [])
             self._insert[ignores] = f"{begin} kjo_job ({columns}) VALUES ", f" {end}"
         self._columns: list[tuple[str, Callable[..., Any] | None]] = [
-            (field.attname, field.get_db_prep_save) for field in _JOB_FIELDS
+            (field.attname, field.get_db_prep_save) for field in JOB_FIELDS
         ]
-        """Each column of a job, and what makes its values those that the driver takes."""
+        """The columns of a job, each with the function that prepares its values for the driver."""
         place = [quote(column) for column in Place._fields]
         self._publish = _update_one(
             "publish",
@@ -84,9 +84,9 @@ class Store:
     ) -> AbstractContextManager[None]:
         """Return ``transaction.atomic()``.
 
-        :param calls_handlers: whether code of the project's runs in the transaction.
-        :param waits_for_disk: False for what is written again if a crash of the server loses it:
-            where a database can, it commits before that is on the disk.
+        :param calls_handlers: whether code of the project runs in the transaction.
+        :param waits_for_disk: False lets the database commit before the data is on its disk: for
+            data that is written again if a crash of the server loses it.
         """
         return transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable)
 
@@ -190,8 +190,8 @@ class Store:
     ) -> tuple[dict[str, JobRow], dict[str, JobRow]]:
         """Return rows for messages that this service did not enqueue.
 
-        A row with a destination is no open job: it is a record for others, which names itself, and
-        may be read before the relay has recorded that it was sent.
+        A row with a destination is no open job but a record for others: its own message may be read
+        before the relay has recorded that it was published.
 
         :param queue: the queue of the messages' retries.
         :param unique_ids: the unique ids their first failures gave their rows.
@@ -302,7 +302,7 @@ class Store:
             ttl = one.row.result_ttl if one.result_ttl is None else one.result_ttl
             if ttl not in expiry:
                 expiry[ttl] = prepare(now + timedelta(milliseconds=ttl), connection)
-            *place, since = one.place or _NOWHERE
+            *place, since = one.place or NOWHERE
             rows.append(
                 (
                     *(moment, one.attempt, prepare(one.started_at, connection)),
@@ -337,20 +337,23 @@ class Store:
         """
         connection = connections[self.alias]
         begin, end = self._insert[ignore_conflicts]
-        size = min(1000, (connection.features.max_query_params or 30_000) // len(_JOB_FIELDS))
+        size = min(1000, (connection.features.max_query_params or 30_000) // len(JOB_FIELDS))
         count = 0
         several = transaction.atomic(using=self.alias, savepoint=False)
         with several if len(jobs) > size else nullcontext(), connection.cursor() as cursor:
             for start in range(0, len(jobs), size):
                 chunk = jobs[start : start + size]
-                values = [
-                    prepare(getattr(job, name), connection) if prepare else getattr(job, name)
-                    for job in chunk
-                    for name, prepare in self._columns
-                ]
+                values = [value for job in chunk for value in self._column_values(job)]
                 cursor.execute(begin + ", ".join([_JOB_PLACES] * len(chunk)) + end, values)
                 count += cursor.rowcount
         return count
+
+    def _column_values(self, job: Job) -> list[Any]:
+        connection = connections[self.alias]
+        return [
+            prepare(getattr(job, name), connection) if prepare else getattr(job, name)
+            for name, prepare in self._columns
+        ]
 
     def may_copy(self, count: int) -> bool:
         """Return whether ``copy_jobs`` can store so many rows, and pays."""
@@ -383,11 +386,15 @@ class Store:
         :param without: ids of rows to leave out.
         :param without_topics: destinations whose rows to leave out.
         """
+        rows = self._awaiting_publish(without, without_topics).filter(queue__in=queues)
+        due = rows.filter(available_at__lte=timezone.now()).order_by("available_at", "id")
+        return [DueJob._make(row) for row in due.values_list(*DueJob._fields)[:limit]]
+
+    def _awaiting_publish(
+        self, without: Collection[UUID], without_topics: Collection[str]
+    ) -> JobQuerySet:
         rows = Job.objects.using(self.alias).filter(state__in=states.AWAITING_PUBLISH)
-        rows = rows.filter(queue__in=queues, available_at__lte=timezone.now())
-        rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
-        columns = rows.order_by("available_at", "id").values_list(*DueJob._fields)
-        return [DueJob._make(row) for row in columns[:limit]]
+        return rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
 
     def due_jobs_of(
         self,
@@ -396,16 +403,15 @@ class Store:
         without: Collection[UUID] = (),
         without_topics: Collection[str] = (),
     ) -> list[DueJob]:
-        """Return rows of one queue that are due, in order, behind however many of others.
+        """Return the due rows of one queue, in order, however many rows of others are due before.
 
         For a cursor PostgreSQL prefers a plan that begins at once; otherwise it may sort a backlog
-        it does not know of yet. With a queue that only might vary, the order is that of one index
-        alone, and PostgreSQL does not walk through another queue's backlog by the index of all.
+        that its statistics do not show yet. The queue stands in the order and in a range, so only
+        the index by queue has this order: PostgreSQL does not read another queue's backlog.
         """
-        rows = Job.objects.using(self.alias).filter(state__in=states.AWAITING_PUBLISH)
-        rows = rows.filter(queue__gte=queue, queue__lte=queue, available_at__lte=timezone.now())
-        rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
-        ordered = rows.order_by("queue", "available_at", "id")
+        rows = self._awaiting_publish(without, without_topics)
+        due = rows.filter(queue__gte=queue, queue__lte=queue, available_at__lte=timezone.now())
+        ordered = due.order_by("queue", "available_at", "id")
         columns = ordered.values_list(*DueJob._fields)[:limit]
         return [DueJob._make(row) for row in columns.iterator(chunk_size=max(limit, 1))]
 
@@ -416,17 +422,16 @@ class Store:
         without_topics: Collection[str] = (),
     ) -> datetime | None:
         """Return when the first of these rows is due, or was; None when none waits."""
-        rows = Job.objects.using(self.alias).filter(state__in=states.AWAITING_PUBLISH)
-        rows = rows.filter(queue__in=queues).exclude(pk__in=list(without))
-        rows = rows.exclude(destination__in=list(without_topics)).order_by("available_at")
-        return rows.values_list("available_at", flat=True).first()
+        rows = self._awaiting_publish(without, without_topics).filter(queue__in=queues)
+        return rows.order_by("available_at").values_list("available_at", flat=True).first()
 
     def record_published(
         self, topic: str, published: Sequence[Publication], now: datetime
     ) -> set[UUID]:
         """Write where messages went into the rows of their jobs, unless a job has moved on.
 
-        :returns: the jobs whose rows were locked, or are gone; nobody waits for a lock.
+        :returns: the ids of the jobs whose rows others had locked, or which are gone; a lock is not
+            waited for.
         """
         connection = connections[self.alias]
         free = every = {one.job.id for one in published}
@@ -449,10 +454,10 @@ class Store:
         return every - free
 
     def complete_forwarded(self, published: Sequence[Publication], now: datetime) -> None:
-        """Complete the rows of records for others: to publish them was all that was asked for.
+        """Complete the rows of records for others: publishing is all that such a row asks for.
 
-        A row without a destination is none any more: a consumer of this service has read the
-        record before, has failed, and the row is for its retries.
+        A row whose destination is gone is left alone: a consumer of this service has read the
+        record before, has failed, and the row now holds the retries.
         """
         if not published:
             return
@@ -487,11 +492,23 @@ class Store:
         """
         # A lease lost in a crash of the server harms nobody.
         with self.transaction(durable=True, waits_for_disk=False):
-            found = self._lock_leases(names)
+            leases = Lease.objects.using(self.alias)
+            found: dict[str, Lease] = {}
+            # Each name gets a row, and the rows are locked in one order: claimers cannot deadlock.
+            # The INSERT comes first: with it an old SQLite's transaction waits for the write lock
+            # instead of failing on a stale snapshot. A row that is released (deleted) between the
+            # two statements is inserted again.
+            for _ in range(3):
+                missing = [name for name in names if name not in found]
+                if not missing:
+                    break
+                unclaimed = [Lease(name=name, expires_at=_LONG_AGO) for name in missing]
+                leases.bulk_create(unclaimed, ignore_conflicts=True)
+                rows = leases.filter(name__in=missing).order_by("name").select_for_update()
+                found.update({row.name: row for row in rows})
             now = timezone.now()
             ours = {n for n, row in found.items() if row.token == token and row.expires_at > now}
             free = {n for n, row in found.items() if row.expires_at <= now}
-            leases = Lease.objects.using(self.alias)
             if ours:
                 leases.filter(name__in=ours).update(expires_at=now + ttl)
             if free:
@@ -506,43 +523,20 @@ class Store:
             for name in names
         }
 
-    def _lock_leases(self, names: Sequence[str]) -> dict[str, Lease]:
-        """Make sure each name has a row, and lock them in one order: claimers cannot deadlock.
-
-        The INSERT comes first: with it an old SQLite's transaction waits for the write lock instead
-        of failing on a stale snapshot. A row may be released (deleted) between the two statements;
-        then it is inserted again.
-        """
-        leases = Lease.objects.using(self.alias)
-        found: dict[str, Lease] = {}
-        missing = names
-        for _ in range(3):
-            leases.bulk_create(
-                [Lease(name=name, expires_at=_LONG_AGO) for name in missing], ignore_conflicts=True
-            )
-            rows = leases.filter(name__in=missing).order_by("name").select_for_update()
-            found.update({row.name: row for row in rows})
-            missing = [name for name in names if name not in found]
-            if not missing:
-                break
-        return found
-
     def delete_leases(self, names: Sequence[str], token: str) -> None:
-        """Delete the leases that ``token`` still holds; Django would prepare each value for long.
+        """Delete the leases that ``token`` still holds, prepared without Django, which is slow.
 
         :param names: no more than one statement binds.
         """
         places = ", ".join(["%s"] * len(names))
+        statement = f"DELETE FROM kjo_lease WHERE name IN ({places}) AND token = %s"  # noqa: S608 - places
         with connections[self.alias].cursor() as cursor:
-            cursor.execute(
-                f"DELETE FROM kjo_lease WHERE name IN ({places}) AND token = %s",  # noqa: S608 - places
-                [*names, token],
-            )
+            cursor.execute(statement, [*names, token])
 
     # --- Sessions and wake-up calls ---------------------------------------------------------------
 
     has_notify = False
-    """Whether sessions can notify one another, and be named and ended, as on PostgreSQL."""
+    """Whether sessions can notify one another, have names, and can be ended by them."""
 
     def notify(self, payloads: Collection[str]) -> None:
         """Send notifications when the current transaction commits.
@@ -592,6 +586,8 @@ def _update_one(action: str, assignments: str, condition: str) -> str:
 
 _LONG_AGO = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
 _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
-_JOB_FIELDS = Job._meta.local_concrete_fields
-_JOB_PLACES = f"({', '.join(['%s'] * len(_JOB_FIELDS))})"
-_NOWHERE = (None,) * len(Place._fields)
+JOB_FIELDS = Job._meta.local_concrete_fields
+"""The columns of a job's row, in the order of ``INSERT`` and ``COPY``."""
+_JOB_PLACES = f"({', '.join(['%s'] * len(JOB_FIELDS))})"
+NOWHERE = (None,) * len(Place._fields)
+"""The columns of a place that a completion leaves as they are."""

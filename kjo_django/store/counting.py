@@ -35,17 +35,7 @@ def bounded_counts(rows: Mapping[str, QuerySet[Any]], limit: int = COUNT_LIMIT) 
 
     :param rows: by name; all of one database.
     """
-    if not rows:
-        return {}
-    using = next(iter(rows.values())).db
-    statements, parameters = [], []
-    for name, selection in rows.items():
-        inner = selection.values("pk")[:limit].query.get_compiler(using).as_sql()
-        statements.append(f"SELECT %s, COUNT(*) FROM ({inner[0]}) AS looked_at")  # noqa: S608 - compiled
-        parameters += [name, *inner[1]]
-    with connections[using].cursor() as cursor:
-        cursor.execute(" UNION ALL ".join(statements), parameters)
-        return dict(cursor.fetchall())
+    return dict(_each({name: each.values("pk")[:limit] for name, each in rows.items()}, "COUNT(*)"))
 
 
 def keys_of_each(rows: Mapping[str, QuerySet[Any]]) -> dict[str, list[Any]]:
@@ -54,20 +44,28 @@ def keys_of_each(rows: Mapping[str, QuerySet[Any]]) -> dict[str, list[Any]]:
     :param rows: by name, each ordered and sliced; all of one model and database.
     """
     keys: dict[str, list[Any]] = {name: [] for name in rows}
-    if not rows:
-        return keys
-    one = next(iter(rows.values()))
-    statements, parameters = [], []
-    for name, selection in rows.items():
-        inner, given = selection.values("pk").query.get_compiler(one.db).as_sql()
-        statements.append(f"SELECT %s, looked_at.* FROM ({inner}) AS looked_at")  # noqa: S608 - compiled
-        parameters += [name, *given]
-    convert = one.model._meta.pk.to_python
-    with connections[one.db].cursor() as cursor:
-        cursor.execute(" UNION ALL ".join(statements), parameters)
-        for name, key in cursor.fetchall():
-            keys[name].append(convert(key))
+    for name, key in _each({name: each.values("pk") for name, each in rows.items()}, "looked_at.*"):
+        keys[name].append(rows[name].model._meta.pk.to_python(key))
     return keys
+
+
+def _each(rows: Mapping[str, QuerySet[Any]], columns: str, end: str = "") -> list[Any]:
+    """Return what a SELECT from each of these selections answers, in one query, behind its name.
+
+    :param columns: what is selected.
+    :param end: follows the selection.
+    """
+    statements, parameters, using = [], [], ""
+    for name, selection in rows.items():
+        using = selection.db
+        inner, given = selection.query.get_compiler(using).as_sql()
+        statements.append(f"SELECT %s, {columns} FROM ({inner}) AS looked_at {end}")  # noqa: S608 - compiled
+        parameters += [name, *given]
+    if not statements:
+        return []
+    with connections[using].cursor() as cursor:
+        cursor.execute(" UNION ALL ".join(statements), parameters)
+        return list(cursor.fetchall())
 
 
 Groups = dict[tuple[Any, ...], tuple[int, datetime | None]]
@@ -99,27 +97,17 @@ def many_grouped_counts(
     :param by: names of fields and annotations.
     """
     one = next(iter(rows.values()))
-    connection = connections[one.db]
 
     def column(name: str) -> str:
         is_annotated = name in one.query.annotations
         column = name if is_annotated else one.model._meta.get_field(name).column
-        return connection.ops.quote_name(column)
+        return connections[one.db].ops.quote_name(column)
 
     wanted = (*by, oldest) if oldest else tuple(by)
     least = f", MIN({column(oldest)})" if oldest else ""
     names = ", ".join(column(name) for name in by)
-    statements: list[str] = []
-    parameters: list[Any] = []
-    for name, selection in rows.items():
-        inner, given = selection.values(*wanted)[:limit].query.get_compiler(one.db).as_sql()
-        statements.append(
-            f"SELECT %s, {names}, COUNT(*){least} FROM ({inner}) AS looked_at GROUP BY {names}"  # noqa: S608 - identifiers of the model
-        )
-        parameters += [name, *given]
-    with connection.cursor() as cursor:
-        cursor.execute(" UNION ALL ".join(statements), parameters)
-        found = cursor.fetchall()
+    selections = {name: each.values(*wanted)[:limit] for name, each in rows.items()}
+    found = _each(selections, f"{names}, COUNT(*){least}", f"GROUP BY {names}")
     width = len(by) + 1
     groups: dict[str, Groups] = {name: {} for name in rows}
     for row in found:

@@ -14,12 +14,13 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.ids import uuid7_texts
+from kjo_django.ids import uuid7_hexes
 from kjo_django.models import EventKey, Job
-from kjo_django.store.base import Store
+from kjo_django.store.base import JOB_FIELDS, NOWHERE, Store
 from kjo_django.store.rows import COLUMNS, Completion, DueJob, JobRow, Place, Publication
 
 if TYPE_CHECKING:
+    import psycopg
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 NOTIFY_CHANNEL = "kjo"
@@ -60,8 +61,8 @@ def _psycopg() -> Any:
 
 
 def read_times_natively(cursor: Any) -> None:
-    """Let this cursor read instants by psycopg's own loader, in C. Django's is in Python, and only
-    differs in the class of the time zone: both give aware datetimes."""
+    """Let this cursor read instants by psycopg's own loader, in C. Django's loader, in Python, only
+    gives another class of time zone."""
     psycopg = _psycopg()
     loader = psycopg.adapters.get_loader(_TIMESTAMPTZ, psycopg.pq.Format.TEXT)
     cursor.cursor.adapters.register_loader(_TIMESTAMPTZ, loader)
@@ -79,7 +80,7 @@ def takes_several(cursor: Any) -> bool:
 
 
 def pass_over(cursor: Any, results: int) -> None:
-    """Leave out so many results of statements that were sent in front of a query; the next to be
+    """Skip the results of statements that were sent in front of a query; the next result to be
     fetched is the query's own.
 
     :param cursor: the database's own, inside Django's wrapper.
@@ -91,36 +92,25 @@ def pass_over(cursor: Any, results: int) -> None:
             cursor.nextset()
 
 
-class BeginAlong:
-    """Sends the ``BEGIN`` of a transaction in one round trip with its first query.
+@contextmanager
+def begin_with_first_query(connection: Any) -> Iterator[None]:
+    """Send the ``BEGIN`` of a transaction in one round trip with its first query.
 
-    To be entered within the outermost ``atomic()``, before anything is asked. psycopg, out of
-    autocommit, would send a ``BEGIN`` of its own before that query, and wait for it. So the
-    connection is put into autocommit until Django ends the transaction. Nobody else's code may run
-    in it: in autocommit Django opens the cursors of ``iterator()`` "with hold", which cannot lock
-    rows. A query that must go alone leaves psycopg to begin by itself.
+    To be entered within the outermost ``atomic()``, before any query. psycopg, out of autocommit,
+    would send a ``BEGIN`` of its own before that query, and wait for it. So the connection is put
+    into autocommit until Django ends the transaction. Code of projects must not run in it: in
+    autocommit Django opens the cursors of ``iterator()`` "with hold", which cannot lock rows. In
+    front of a query that must be sent alone, psycopg sends its ``BEGIN`` after all.
     """
+    wrappers = connection.execute_wrappers
 
-    def __init__(self, connection: Any) -> None:
-        self._wrappers = connection.execute_wrappers
-
-    def __enter__(self) -> None:
-        self._wrappers.append(self)
-
-    def __exit__(self, *error: object) -> None:
-        if self in self._wrappers:  # nothing was asked
-            self._wrappers.remove(self)
-
-    def __call__(
-        self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any
-    ) -> Any:
-        self._wrappers.remove(self)
+    def send(execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Any) -> Any:
+        wrappers.remove(send)
         cursor = context["cursor"].cursor
         if many or not isinstance(sql, str) or not takes_several(cursor):
             return execute(sql, params, many, context)
         driver = cursor.connection
-        is_begun = driver.pgconn.transaction_status != _IDLE
-        if is_begun or driver.autocommit:
+        if driver.pgconn.transaction_status != _IDLE or driver.autocommit:
             return execute(sql, params, many, context)
         driver.autocommit = True
         try:
@@ -131,6 +121,13 @@ class BeginAlong:
                 driver.autocommit = False
         pass_over(cursor, 1)
         return answer
+
+    wrappers.append(send)
+    try:
+        yield
+    finally:
+        if send in wrappers:  # no query was executed
+            wrappers.remove(send)
 
 
 def _begin(driver: Any) -> str:
@@ -174,7 +171,8 @@ class PostgresStore(Store):
         connection = connections[self.alias]
         with transaction.atomic(using=self.alias, savepoint=savepoint, durable=durable):
             is_outermost = len(connection.atomic_blocks) == 1
-            with BeginAlong(connection) if is_outermost and not calls_handlers else nullcontext():
+            sends_begin = is_outermost and not calls_handlers
+            with begin_with_first_query(connection) if sends_begin else nullcontext():
                 if is_outermost and not waits_for_disk:
                     with connection.cursor() as cursor:
                         cursor.execute("SET LOCAL synchronous_commit TO off")
@@ -207,7 +205,7 @@ class PostgresStore(Store):
         """Insert all in one statement."""
         if not keys:
             return set()
-        ordered, minted = sorted(set(keys)), text_array(uuid7_texts(len(set(keys))))
+        ordered, minted = sorted(set(keys)), text_array(uuid7_hexes(len(set(keys))))
         with connections[self.alias].cursor() as cursor:
             cursor.execute(_INSERT_MARKERS, _marker_parameters(ordered, minted, now))
             return _fresh(cursor, ordered, minted, cursor.rowcount)
@@ -224,11 +222,11 @@ class PostgresStore(Store):
     def insert_markers_and_lock(
         self, keys: Sequence[EventKey], ids: Sequence[str]
     ) -> tuple[set[EventKey], dict[str, JobRow]]:
-        """Do both in one round trip, where that can be."""
+        """Insert and lock in one round trip, where several statements may be sent as one."""
         with connections[self.alias].cursor() as cursor:
             if not keys or not ids or not takes_several(cursor.cursor):
                 return super().insert_markers_and_lock(keys, ids)
-            ordered, minted = sorted(set(keys)), text_array(uuid7_texts(len(set(keys))))
+            ordered, minted = sorted(set(keys)), text_array(uuid7_hexes(len(set(keys))))
             parameters = _marker_parameters(ordered, minted, None)
             read_times_natively(cursor)
             cursor.execute(f"{_INSERT_MARKERS}; {_ROWS_LOCKED}", [*parameters, text_array(ids)])
@@ -283,7 +281,7 @@ class PostgresStore(Store):
         # recorded all places.
         places: Sequence[Any] = ("{}",) * len(Place._fields)
         if any(one.place for one in completions):
-            columns = zip(*(one.place or _NOWHERE for one in completions), strict=True)
+            columns = zip(*(one.place or NOWHERE for one in completions), strict=True)
             places = list(map(list, columns))
         parameters = [
             *(now, now, ids),
@@ -313,33 +311,29 @@ class PostgresStore(Store):
             return super().insert_jobs(jobs, ignore_conflicts=ignore_conflicts)
         with self._copying() as copy:
             for job in jobs:
-                copy.write_row(self._values_of(job))
+                copy.write_row(self._column_values(job))
         return len(jobs)
 
-    def _values_of(self, job: Job) -> list[Any]:
-        connection = connections[self.alias]
-        return [
-            prepare(getattr(job, name), connection) if prepare else getattr(job, name)
-            for name, prepare in self._columns
-        ]
-
     def may_copy(self, count: int) -> bool:
-        """COPY is not seen by query wrappers, such as the savepoint of a handler that enqueues
-        first: the rows would survive the handler's failure."""
+        """Return whether there are enough rows for COPY, and no query wrapper.
+
+        A wrapper, such as the savepoint of a handler, does not see COPY: the rows would survive the
+        failure of a handler that enqueues first.
+        """
         return count >= COPY_FROM and not connections[self.alias].execute_wrappers
 
     def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
         """Write all rows by one COPY."""
-        row = self._values_of(job)
+        row = self._column_values(job)
         with self._copying() as copy:
             for row[_ID], row[_KEY], row[_PAYLOAD] in contents:
                 copy.write_row(row)
 
     @contextmanager
     def _copying(self) -> Iterator[Any]:
-        columns = ", ".join(f'"{field.column}"' for field in _JOB_FIELDS)
+        columns = ", ".join(f'"{field.column}"' for field in JOB_FIELDS)
         connection = connections[self.alias]
-        types = [str(field.db_type(connection)).partition("(")[0] for field in _JOB_FIELDS]
+        types = [str(field.db_type(connection)).partition("(")[0] for field in JOB_FIELDS]
         with (
             transaction.atomic(using=self.alias, savepoint=False),
             connection.cursor() as cursor,
@@ -359,8 +353,8 @@ class PostgresStore(Store):
         without: Collection[UUID] = (),
         without_topics: Collection[str] = (),
     ) -> list[DueJob]:
-        """Execute a statement ready-made: to build it by the ORM takes several times as long as to
-        have it answered."""
+        """Execute a constant statement: building one by the ORM takes several times as long as the
+        database takes to answer."""
         parameters = [list(queues), list(without_topics), array_text(without)]
         due = map(DueJob._make, self._execute(_DUE, [*parameters, timezone.now(), limit]))
         connection = connections[self.alias]
@@ -377,7 +371,7 @@ class PostgresStore(Store):
         without: Collection[UUID] = (),
         without_topics: Collection[str] = (),
     ) -> datetime | None:
-        """Execute a statement ready-made."""
+        """Execute a constant statement."""
         parameters = [list(queues), list(without_topics), array_text(without)]
         return next((due for (due,) in self._execute(_NEXT, parameters)), None)
 
@@ -440,6 +434,55 @@ class PostgresStore(Store):
         """Return a transaction: behind a pooler in transaction mode a cursor at the server needs
         one, and elsewhere it is the cheaper for it."""
         return transaction.atomic(using=self.alias)
+
+
+# --- Connections outside Django's care, and whether a pooler answers them ------------------------
+
+
+def plain_connection(alias: str) -> psycopg.Connection[Any]:
+    """Return a connection with Django's parameters, in autocommit, without Django's adapters and
+    cursors; the server is not waited for long."""
+    parameters = connections[alias].get_connection_params()
+    # prepare_threshold stays: what is prepared is lost, or met by others, behind a pooler.
+    for name in ("context", "cursor_factory"):
+        parameters.pop(name, None)
+    parameters.setdefault("connect_timeout", 5)
+    connection: psycopg.Connection[Any] = _psycopg().connect(**parameters, autocommit=True)
+    return connection
+
+
+def backend_pid(connection: psycopg.Connection[Any]) -> int:
+    """Return the id of the server's process that serves the connection now."""
+    row = connection.execute("SELECT pg_backend_pid()").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def lends_sessions(
+    connection: psycopg.Connection[Any], connect: Callable[[], psycopg.Connection[Any]]
+) -> bool:
+    """Return whether a pooler in transaction mode stands before the server.
+
+    A direct connection costs one query: the server names its process at the login. A pooler names
+    something else. Then two connections ask alternately: in transaction mode both soon meet one
+    session, or one connection meets two; in session mode each keeps its own. A pool in transaction
+    mode that is so busy that neither happens is taken for one in session mode.
+
+    :param connection: in autocommit, and without prepared statements.
+    :param connect: makes another like it; used, and closed, only behind a pooler.
+    """
+    own = backend_pid(connection)
+    if own == connection.info.backend_pid:
+        return False
+    with connect() as other:
+        for _ in range(3):
+            # One after the other: a pool of one session has none for a second transaction.
+            if backend_pid(other) == own or backend_pid(connection) != own:
+                return True
+    return False
+
+
+# --- Statements -----------------------------------------------------------------------------------
 
 
 def _marker_parameters(keys: Sequence[EventKey], minted: Any, now: datetime | None) -> list[Any]:
@@ -523,11 +566,9 @@ WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
         AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
 """
 
-_JOB_FIELDS = Job._meta.local_concrete_fields
 _ID, _KEY, _PAYLOAD = (
-    [field.attname for field in _JOB_FIELDS].index(name) for name in ("id", "key", "payload")
+    [field.attname for field in JOB_FIELDS].index(name) for name in ("id", "key", "payload")
 )
-_NOWHERE = (None,) * len(Place._fields)
 _read_headers: Any = Job._meta.get_field("headers").from_db_value
 
 # What is due is few, a queue's jobs are millions: no plan is to begin with the queue, so its name

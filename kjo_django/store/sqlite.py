@@ -10,7 +10,7 @@ from uuid import UUID
 from django.db import connections, transaction
 from django.utils import timezone
 
-from kjo_django.ids import uuid7_values
+from kjo_django.ids import uuid7_hexes
 from kjo_django.models import EventKey, Job, Lease
 from kjo_django.store.base import Store
 from kjo_django.store.rows import COLUMNS, JobRow
@@ -18,9 +18,6 @@ from kjo_django.store.rows import COLUMNS, JobRow
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import Model
-
-_MOST_PARAMETERS = 900
-"""Below the 999 parameters an old SQLite takes."""
 
 
 class SqliteStore(Store):
@@ -52,26 +49,22 @@ class SqliteStore(Store):
     def insert_markers(
         self, keys: Collection[EventKey], now: datetime | None = None
     ) -> set[EventKey]:
-        """Execute one statement for each key; which were new is asked if not all were."""
+        """Execute one statement for each key, and ask which were new if only some were."""
         if not keys:
             return set()
         connection = connections[self.alias]
         moment = connection.ops.adapt_datetimefield_value(now or timezone.now())
         ordered = sorted(set(keys))
-        ids = [f"{value:032x}" for value in uuid7_values(len(ordered))]
+        ids = uuid7_hexes(len(ordered))
         with connection.cursor() as cursor:
-            rows = [
-                (id, *key, moment, moment, moment) for id, key in zip(ids, ordered, strict=True)
-            ]
+            times = (moment,) * 3
+            rows = [(id, *key, *times) for id, key in zip(ids, ordered, strict=True)]
             cursor.executemany(_INSERT_MARKER, rows)
             if cursor.rowcount in (0, len(ordered)):
                 return set(ordered) if cursor.rowcount else set()
-            stored: set[str] = set()
-            for start in range(0, len(ids), _MOST_PARAMETERS):
-                chunk = ids[start : start + _MOST_PARAMETERS]
-                places = ", ".join(["%s"] * len(chunk))
-                cursor.execute(f"SELECT id FROM processed_events WHERE id IN ({places})", chunk)  # noqa: S608 - places
-                stored.update(id for (id,) in cursor.fetchall())
+            places = ", ".join(["%s"] * len(ids))
+            cursor.execute(f"SELECT id FROM processed_events WHERE id IN ({places})", ids)  # noqa: S608 - places
+            stored = {id for (id,) in cursor}
         return {key for id, key in zip(ids, ordered, strict=True) if id in stored}
 
     # --- Rows of a group --------------------------------------------------------------------------
@@ -124,10 +117,8 @@ class SqliteStore(Store):
             held = [name for name in names if name not in claims]
             if held:
                 places = ", ".join(["%s"] * len(held))
-                cursor.execute(
-                    f"SELECT name, deliveries FROM kjo_lease WHERE name IN ({places})",  # noqa: S608 - places
-                    held,
-                )
+                statement = f"SELECT name, deliveries FROM kjo_lease WHERE name IN ({places})"  # noqa: S608 - places
+                cursor.execute(statement, held)
                 claims.update((name, (False, deliveries)) for name, deliveries in cursor)
         return claims
 

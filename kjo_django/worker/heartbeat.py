@@ -93,11 +93,11 @@ class Controls:
         self._rows_limits = {row.queue: row.concurrency for row in rows if row.concurrency}
         self._set_limits()
         self.paused_queues = frozenset(row.queue for row in rows if row.is_paused)
-        if asked == WorkerRow.Wish.STOP:
+        if asked == WorkerRow.Request.STOP:
             if not self.is_stopped:
                 logger.info("An operator stops this worker: finishing what runs")
             self.is_stopped = True
-        elif self.is_quiet != (asked == WorkerRow.Wish.QUIET):
+        elif self.is_quiet != (asked == WorkerRow.Request.QUIET):
             self.is_quiet = not self.is_quiet
             state = "quiet" if self.is_quiet else "back at work"
             logger.info("An operator wants this worker %s", state)

@@ -21,8 +21,7 @@ from django.utils import timezone
 from kjo_django.conf import QueueConf
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.failures import error_text
-from kjo_django.models import MetricBucket, MetricRollup
-from kjo_django.models.metric_bucket import BOUNDS, UPPER_MILLISECONDS
+from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
 from kjo_django.runtime import Runtime
 from kjo_django.worker.duties import Duty
 

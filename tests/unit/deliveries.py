@@ -191,7 +191,7 @@ def as_job(function: Callable[..., Any], name: str | None = None, **options: Any
     name = name or f"bench.{function.__name__}"
     registry.unregister(name)
     own = HandlerOptions(name=name, **{"queue": "ledger", **options})
-    handler = registry.handler_of(function, own)
+    handler = registry.Handler(function, own)
     registry.register(handler)
     return JobDefinition(handler)
 

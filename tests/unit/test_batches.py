@@ -337,7 +337,7 @@ def test_a_key_has_one_item_in_a_batch_and_keeps_its_order(bench):
 def test_steps_hold_everything_once_in_the_order_of_its_key(wanted):
     # Given deliveries of two handlers
     one, many = (
-        registry.handler_of(lambda batch: None, registry.HandlerOptions(name=str(size), batch=size))
+        registry.Handler(lambda batch: None, registry.HandlerOptions(name=str(size), batch=size))
         for size in (None, 4)
     )
     deliveries = [delivery(key, handler=many if is_many else one) for key, is_many in wanted]
@@ -363,7 +363,7 @@ def lanes_of(count: int, **options) -> GroupScheduler:
 
 
 def slow_batches(size: int) -> registry.Handler:
-    return registry.handler_of(lambda batch: None, registry.HandlerOptions(name="b", batch=size))
+    return registry.Handler(lambda batch: None, registry.HandlerOptions(name="b", batch=size))
 
 
 def test_a_lane_takes_a_whole_batch_however_long_it_takes():

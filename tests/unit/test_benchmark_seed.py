@@ -9,6 +9,7 @@ from django.db import connection
 from django.db.models import Count, Max, Min, Sum
 
 from kjo_django.models import (
+    BOUNDS,
     DeadLetter,
     Job,
     JobFailure,
@@ -16,7 +17,6 @@ from kjo_django.models import (
     MetricRollup,
     ProcessedEvent,
 )
-from kjo_django.models.metric_bucket import BOUNDS
 from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.seeding import kinds
 from tests.benchmarks.seeding.filling import fill

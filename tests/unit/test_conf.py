@@ -19,13 +19,14 @@ from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.runtime import get_coordination, get_transport, transport_class
 from kjo_django.transports.database import DatabaseTransport
 from kjo_django.transports.memory import MemoryTransport
+from kjo_django.values import Problem, read_options
 
 MEMORY = "kjo_django.transports.memory.MemoryTransport"
 
 
-def only(kind: type, given: object, where: str = "KJO") -> conf.Problem:
+def only(kind: type, given: object, where: str = "KJO") -> Problem:
     """Read settings with one fault and return it."""
-    _, problems = conf.convert(kind, given, where)
+    _, problems = read_options(kind, given, where, upper=kind is Settings)
     assert len(problems) == 1, problems
     return problems[0]
 
@@ -96,7 +97,7 @@ def test_a_declared_queue_overrides_key_by_key():
 )
 def test_the_sent_mark_follows_a_customised_processing_ttl(given, seconds):
     """KJO-F4."""
-    settings, _ = conf.convert(Settings, given, "KJO")
+    settings, _ = read_options(Settings, given, "KJO", upper=True)
     assert settings.queue("items").sent_ttl == timedelta(seconds=seconds)
 
 
@@ -245,9 +246,8 @@ def test_a_setting_that_is_no_dict_is_refused(given):
 
 
 def test_all_faults_are_told_at_once_and_the_rest_keeps_its_value():
-    settings, problems = conf.convert(
-        Settings, {"CONCURRENCY": 0, "MAX_ATEMPTS": 1, "GROUP_SIZE": 7}, "KJO"
-    )
+    given = {"CONCURRENCY": 0, "MAX_ATEMPTS": 1, "GROUP_SIZE": 7}
+    settings, problems = read_options(Settings, given, "KJO", upper=True)
     assert len(problems) == 2
     assert (settings.group_size, settings.concurrency) == (7, 4)
 
@@ -260,7 +260,7 @@ def test_all_faults_are_told_at_once_and_the_rest_keeps_its_value():
     )
 )
 def test_whatever_is_given_reading_never_fails(given):
-    settings, problems = conf.convert(Settings, given, "KJO")
+    settings, problems = read_options(Settings, given, "KJO", upper=True)
     assert isinstance(settings, Settings)
     assert len(problems) <= len(given)
 

@@ -6,8 +6,7 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 from django.db.models import UniqueConstraint
 
-from kjo_django.models import Job
-from kjo_django.models.constraints import UniqueWhereGiven
+from kjo_django.models import Job, UniqueWhereGiven
 from tests.factories import JobFactory
 
 pytestmark = pytest.mark.django_db

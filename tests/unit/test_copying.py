@@ -168,10 +168,10 @@ def test_a_payload_may_be_any_bytes(monkeypatch):
     # Given
     from dataclasses import replace
 
-    from kjo_django.registry import handler_of
+    from kjo_django.registry import Handler
 
     options = replace(write.handler.options, serializer=Bytes())
-    definition = JobDefinition(handler_of(write.handler.function, options))
+    definition = JobDefinition(Handler(write.handler.function, options))
     wanted = [b"", bytes(range(256)), b"\\x41", b"\0", *(bytes([each]) for each in range(256))]
     # When
     definition.enqueue_many([{"job": each} for each in wanted])

@@ -133,11 +133,11 @@ def test_floors_are_ordered_as_their_moments(one, other):
     assert (uuid7_floor(one) <= uuid7_floor(other)) or one > other
 
 
-def test_texts_are_those_of_ids_in_order_with_all_others():
-    before = str(uuid7())
-    texts = ids.uuid7_texts(3000)
-    after = str(uuid7())
-    assert [before, *texts, after] == sorted({before, *texts, after})
-    assert {str(uuid.UUID(text)) for text in texts} == set(texts)
-    assert {uuid.UUID(text).version for text in texts} == {7}
-    assert ids.uuid7_texts(0) == []
+def test_digits_are_those_of_ids_in_order_with_all_others():
+    before = uuid7().hex
+    found = ids.uuid7_hexes(3000)
+    after = uuid7().hex
+    assert [before, *found, after] == sorted({before, *found, after})
+    assert {uuid.UUID(digits).hex for digits in found} == set(found)
+    assert {uuid.UUID(digits).version for digits in found} == {7}
+    assert ids.uuid7_hexes(0) == []

@@ -24,8 +24,7 @@ from kjo_django.contrib.prometheus import MetricsView, exposition
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import DeadLetter
-from kjo_django.models.metric_bucket import BOUNDS, UPPER_MILLISECONDS
+from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, DeadLetter
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicPartition

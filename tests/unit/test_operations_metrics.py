@@ -8,8 +8,7 @@ from django.utils import timezone
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kjo_django.models import MetricBucket, MetricRollup, Worker
-from kjo_django.models.metric_bucket import BOUNDS, UPPER_MILLISECONDS
+from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup, Worker
 from kjo_django.operations.monitoring import metrics
 from tests.factories import WorkerFactory
 

@@ -24,8 +24,7 @@ from kjo_django.coordination.database.coordination import LocalListener
 from kjo_django.enqueue.storing import RELAY_CHANNEL, record_of, store_record, wake
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.messages import headers as names
-from kjo_django.models import DeadLetter, Job, JobFailure, transition
-from kjo_django.models.job import ORIGIN_ID
+from kjo_django.models import ORIGIN_ID, DeadLetter, Job, JobFailure, transition
 from kjo_django.operations.dead_letters import replay
 from kjo_django.operations.jobs import requeue
 from kjo_django.outbox import relay as relays

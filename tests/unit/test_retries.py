@@ -27,7 +27,6 @@ from kjo_django.exceptions import (
 from kjo_django.retries import (
     Backoff,
     RetryPolicy,
-    Verdict,
     classify,
     error_class,
     import_path,
@@ -89,24 +88,24 @@ def named(name: str, *bases: type[Exception]) -> type[Exception]:
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
-        (ValueError("x"), Verdict.RETRY),
-        (Retry(), Verdict.RETRY),
-        (StalledError("x"), Verdict.RETRY),
-        (JobTimeoutError("x"), Verdict.RETRY),
-        (IntegrityError("x"), Verdict.RETRY),
-        (PermanentError("x"), Verdict.PERMANENT),
-        (MessageError("invalid", "x"), Verdict.PERMANENT),
-        (PayloadError("x"), Verdict.PERMANENT),
-        (PausableError("x"), Verdict.PAUSE),
-        (DatabaseConnectionError("x"), Verdict.PAUSE),
-        (ServiceUnavailableError("x"), Verdict.PAUSE),
-        (RateLimitExceededError("x"), Verdict.PAUSE),
-        (CircuitBreakerOpenError("x"), Verdict.PAUSE),
+        (ValueError("x"), "retry"),
+        (Retry(), "retry"),
+        (StalledError("x"), "retry"),
+        (JobTimeoutError("x"), "retry"),
+        (IntegrityError("x"), "retry"),
+        (PermanentError("x"), "permanent"),
+        (MessageError("invalid", "x"), "permanent"),
+        (PayloadError("x"), "permanent"),
+        (PausableError("x"), "pause"),
+        (DatabaseConnectionError("x"), "pause"),
+        (ServiceUnavailableError("x"), "pause"),
+        (RateLimitExceededError("x"), "pause"),
+        (CircuitBreakerOpenError("x"), "pause"),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.value,
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
 )
 def test_an_error_of_ours_has_its_verdict(error, verdict):
-    assert classify(error) is verdict
+    assert classify(error) == verdict
 
 
 @pytest.mark.parametrize("kind", [PermanentError, RateLimitExceededError])
@@ -116,7 +115,7 @@ def test_a_subclass_is_judged_as_its_parent(kind):
     class Special(kind):
         pass
 
-    assert classify(Special("x")) is classify(kind("x"))
+    assert classify(Special("x")) == classify(kind("x"))
 
 
 @pytest.mark.parametrize(
@@ -130,26 +129,26 @@ def test_a_subclass_is_judged_as_its_parent(kind):
 )
 def test_an_error_of_another_library_is_known_by_its_name_or_its_parents(name):
     kind = named(name)
-    assert classify(kind("x")) is Verdict.PAUSE
-    assert classify(named("TheirOwn", kind)("x")) is Verdict.PAUSE
+    assert classify(kind("x")) == "pause"
+    assert classify(named("TheirOwn", kind)("x")) == "pause"
 
 
 def test_further_pausable_errors_are_named_by_import_path_or_by_name():
     kind = named("Throttled", named("HttpError"))
-    assert classify(kind("x")) is Verdict.RETRY
+    assert classify(kind("x")) == "retry"
     for pausable in (["foreign.errors.Throttled"], ["Throttled"], ["foreign.errors.HttpError"]):
-        assert classify(kind("x"), pausable) is Verdict.PAUSE
-    assert classify(kind("x"), ["elsewhere.Throttled"]) is Verdict.RETRY
+        assert classify(kind("x"), pausable) == "pause"
+    assert classify(kind("x"), ["elsewhere.Throttled"]) == "retry"
 
 
 def test_a_permanent_error_is_permanent_even_where_it_is_named_pausable():
-    assert classify(PermanentError("x"), ["PermanentError"]) is Verdict.PERMANENT
+    assert classify(PermanentError("x"), ["PermanentError"]) == "permanent"
 
 
 @given(st.text(min_size=1).filter(str.isidentifier))
 def test_a_name_nobody_knows_is_retried(name):
     assume(name not in dir(exceptions))
-    assert classify(named(name)("x")) is Verdict.RETRY
+    assert classify(named(name)("x")) == "retry"
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,6 @@ METAPHORS = {
 NOUNS_OF_THE_FIELD = {"RestSchema", "_has_word", "_words", "in_words"}
 """Names that only look like one of these: REST is an interface, and texts have words."""
 
-STILL_METAPHORS = {
-    "models": {"Wish"},
-}
 REQUIREMENT = re.compile(r"\b(KJO|PJQ|KII|RST|KDLQ)-F?\d+")
 
 ROLES = {"__init__", "__main__", "apps", "base", "checks", "urls", "views"}
@@ -65,7 +62,7 @@ def test_names_are_no_metaphors():
     found = {
         f"{module}: {name}"
         for module, name in names()
-        if METAPHORS & words_of(name) and name not in NOUNS_OF_THE_FIELD | allowed(module)
+        if METAPHORS & words_of(name) and name not in NOUNS_OF_THE_FIELD
     }
     assert not found, "use the noun of the field, see docs/how-to/contributing.md"
 
@@ -113,10 +110,6 @@ def names() -> Iterator[tuple[str, str]]:
 
 def words_of(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
-
-
-def allowed(module: str) -> set[str]:
-    return STILL_METAPHORS.get(module.partition(".")[0], set())
 
 
 def are_parallel(packages: set[str]) -> bool:

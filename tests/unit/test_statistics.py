@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Attempt, Delivery, Ending
 from kjo_django.ids import uuid7
-from kjo_django.models import MetricBucket, MetricRollup
-from kjo_django.models.metric_bucket import BOUNDS, UPPER_MILLISECONDS
+from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
 from kjo_django.registry import find
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import Record

@@ -13,7 +13,7 @@ from django.db import ProgrammingError, connection, transaction
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.models import Job, ProcessedEvent
 from kjo_django.store import store_for
-from kjo_django.store.postgres import BeginAlong, _begin
+from kjo_django.store.postgres import _begin, begin_with_first_query
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
 from tests.unit.deliveries import Bench, as_job, benched
@@ -93,7 +93,7 @@ def test_where_handlers_are_called_psycopg_begins_by_itself(sent):
 def test_within_a_transaction_of_somebody_elses_none_is_begun(sent):
     with transaction.atomic():
         asked("SELECT 1")
-        with BeginAlong(connection):
+        with begin_with_first_query(connection):
             asked("SELECT 2")
         with store_for("default").transaction():
             asked("SELECT 3")

@@ -14,14 +14,19 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import DeadLetter, DeadLetterReason, DeadLetterState, Job, MetricBucket
-from kjo_django.models.metric_bucket import BOUNDS
+from kjo_django.models import (
+    BOUNDS,
+    DeadLetter,
+    DeadLetterReason,
+    DeadLetterState,
+    Job,
+    MetricBucket,
+)
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.monitoring.health import lag_by_partition
 from kjo_django.operations.queues import overview
 from kjo_django.operations.rows import streamed
-from kjo_django.runtime import get_coordination, jobs_database
-from kjo_django.store import store_for
+from kjo_django.runtime import current_runtime, get_coordination, jobs_database
 from kjo_django.store.counting import COUNT_LIMIT, grouped_counts, seconds_since
 from kjo_django.worker.sessions import PREFIX
 
@@ -228,7 +233,7 @@ def _sessions() -> Family:
     family = Family(
         "kjo_database_connections", "gauge", "Sessions of the jobs' PostgreSQL database."
     )
-    counts = store_for(jobs_database()).session_counts(PREFIX)
+    counts = current_runtime().store.session_counts(PREFIX)
     if counts is not None:
         workers, others = counts
         family.add(workers, client="worker")

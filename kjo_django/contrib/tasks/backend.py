@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -40,6 +39,7 @@ from kjo_django.contrib.tasks.definition import (
     find_task,
 )
 from kjo_django.messages import headers as names
+from kjo_django.values import did_you_mean
 
 OPTIONS = ("atomic", "max_attempts", "result_ttl", "timeout")
 """The keys of ``OPTIONS``: defaults for tasks."""
@@ -121,8 +121,7 @@ class KJOBackend(BaseTaskBackend):
         where = f"TASKS[{self.alias!r}]['OPTIONS']"
         for name, value in self.options.items():
             if name not in OPTIONS:
-                close = difflib.get_close_matches(str(name), OPTIONS, n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(OPTIONS)}."
+                hint = did_you_mean(str(name), OPTIONS, f"Known: {', '.join(OPTIONS)}.")
                 yield Error(f"{where} has no key {name!r}.", hint=hint, id="kjo.E009")
             elif value is not None:
                 try:
@@ -152,8 +151,7 @@ def _is_queue_name(name: Any) -> bool:
 def _known_queue(name: str) -> None:
     known = registry.queue_names()
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else "Declare it in KJO['QUEUES']."
+        hint = did_you_mean(name, known, "Declare it in KJO['QUEUES'].")
         raise InvalidTask(f"Queue {name!r} is consumed by no worker. {hint}")
 
 

@@ -15,8 +15,12 @@ import psycopg
 
 from kjo_django.coordination.listeners import ReconnectingListener
 from kjo_django.exceptions import CoordinationError
-from kjo_django.store.direct_connections import backend_pid, lends_sessions, plain_connection
-from kjo_django.store.postgres import NOTIFY_CHANNEL
+from kjo_django.store.postgres import (
+    NOTIFY_CHANNEL,
+    backend_pid,
+    lends_sessions,
+    plain_connection,
+)
 
 _ALIVE_EVERY = 60.0
 

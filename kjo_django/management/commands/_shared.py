@@ -47,16 +47,13 @@ def instant(text: str) -> datetime:
     """Read an ISO date or time, or a duration before now; without a zone it is local time."""
     try:
         found = parse_datetime(text) or parse_datetime(f"{text}T00:00:00")
-    except ValueError:
-        found = None
-    try:
         if found is None:
             found = timezone.now() - duration(text)
         elif timezone.is_naive(found):
             found = timezone.make_aware(found)
         found.astimezone(UTC)  # as the database is asked; it must be able to be
         return found
-    except (ArgumentTypeError, OverflowError):
+    except (ArgumentTypeError, OverflowError, ValueError):
         raise ArgumentTypeError(
             f"{text!r} is no time; write 2026-01-31T12:00, 2026-01-31 or 2h (that long ago)"
         ) from None
@@ -95,7 +92,7 @@ def plain(text: object) -> str:
 
 @contextmanager
 def command_errors() -> Iterator[None]:
-    """Turn what a command meets into its exit code: 1 for refusals of servers, 2 for wrong usage.
+    """Turn errors within the block into an exit code: 1 for those of servers, 2 for wrong usage.
 
     :raises CommandError: with the text that is printed.
     """
@@ -128,7 +125,7 @@ class ParsedCommand(BaseCommand):
         return super().create_parser(prog_name, subcommand, **kwargs)
 
     def execute(self, *args: Any, **options: Any) -> str | None:
-        """Parse what is text still, then run."""
+        """Parse the options that are text still, then run."""
         name = type(self).__module__.rpartition(".")[2]
         for action in self.create_parser("manage.py", name)._actions:
             given = options.get(action.dest)

@@ -23,17 +23,13 @@ class Command(KjoCommand):
         )
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
-        """Check."""
-        results = list(
-            check_idempotency(transport=options["transport"], timeout=options["timeout"])
-        )
+        """Run the checks."""
+        results = check_idempotency(transport=options["transport"], timeout=options["timeout"])
         found = [{"name": r.name, "passed": r.is_ok, "error": r.error} for r in results]
-        return {"checks": found}, all(result.is_ok for result in results)
+        return {"checks": found}, all(check["passed"] for check in found)
 
     def show(self, answer: Any) -> None:
         """Print one line for each number."""
         for check in answer["checks"]:
-            if check["passed"]:
-                self.stdout.write(f"✅ {check['name']}: PASSED")
-            else:
-                self.stdout.write(f"❌ {check['name']}: FAILED ({check['error']})")
+            end = "✅ {name}: PASSED" if check["passed"] else "❌ {name}: FAILED ({error})"
+            self.stdout.write(end.format_map(check))

@@ -19,7 +19,6 @@ from kjo_django.operations.monitoring.health import missing_tables
 from kjo_django.worker.report import StatusReporter
 from kjo_django.worker.supervisor import supervise
 
-CONCURRENCY = "Threads that run handlers; KJO['CONCURRENCY'] if not given."
 REPORTS = "Seconds between status reports, 0 for none; KJO['STATUS_REPORT_INTERVAL'] if not given."
 
 
@@ -32,7 +31,8 @@ class Command(ParsedCommand):
         """Declare the options."""
         add = parser.add_argument
         add("queues", nargs="*", help="Queues to consume; all if none is named.")
-        add("--concurrency", type=positive, help=CONCURRENCY)
+        threads = "Threads that run handlers; KJO['CONCURRENCY'] if not given."
+        add("--concurrency", type=positive, help=threads)
         add("--processes", type=positive, default=1, help="Worker processes, supervised.")
         add(
             "--max-messages",
@@ -47,7 +47,7 @@ class Command(ParsedCommand):
         add("--json", action="store_true", help="Status reports as JSON lines.")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Run, reload or supervise."""
+        """Run the worker, with a reloader or a supervisor where that is asked for."""
         try:
             code = self._run(options)
         except ImproperlyConfigured as error:
@@ -65,8 +65,12 @@ class Command(ParsedCommand):
                     raise ValueError(
                         f"{where} has consume=False: this service only publishes to it."
                     )
-            if options["heartbeat_file"]:
-                _check_file(options["heartbeat_file"])
+            if path := options["heartbeat_file"]:
+                try:
+                    Path(path).touch()
+                except OSError as error:
+                    message = f"--heartbeat-file {path} cannot be written: {error.strerror}"
+                    raise ValueError(message) from error
             if options["reload"] and options["processes"] > 1:
                 raise ValueError("--reload goes with a single process; leave --processes out.")
         except ValueError as error:
@@ -113,12 +117,3 @@ def _interval(text: str) -> float:
         return 0.0 if float(text) == 0 else seconds(text)
     except (ValueError, ArgumentTypeError):
         raise ArgumentTypeError(f"{text!r} is no number of seconds; 0 for none") from None
-
-
-def _check_file(path: str) -> None:
-    """Refuse at once what no probe would ever see."""
-    try:
-        Path(path).touch()
-    except OSError as error:
-        message = f"--heartbeat-file {path} cannot be written: {error.strerror}"
-        raise ValueError(message) from error

@@ -8,9 +8,6 @@ from typing import Any
 from kjo_django.management.commands._shared import KjoCommand, duration, seconds, share
 from kjo_django.operations.monitoring.health import Thresholds, health, is_healthy
 
-RATE = "Share of the finished jobs that may have failed, 0 to 1."
-WAIT = "How long due work may wait, such as 90s, 5m or 2h; a bare number counts seconds."
-
 
 class Command(KjoCommand):
     """Check settings, database, coordination, transports, topics, relay, workers and lag."""
@@ -23,16 +20,13 @@ class Command(KjoCommand):
         usual, add = Thresholds(), parser.add_argument
         add("--timeout", type=seconds, default=5.0, help="Seconds to answer in.")
         add("--max-lag", type=int, default=usual.lag, help="Messages a queue may be behind.")
-        add(
-            "--max-failure-rate",
-            type=share,
-            default=usual.failure_rate,
-            help=RATE,
-        )
-        add("--max-idle", type=duration, default="5m", help=WAIT)
+        rate = "Share of the finished jobs that may have failed, 0 to 1."
+        add("--max-failure-rate", type=share, default=usual.failure_rate, help=rate)
+        wait = "How long due work may wait, such as 90s, 5m or 2h; a bare number counts seconds."
+        add("--max-idle", type=duration, default="5m", help=wait)
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
-        """Check."""
+        """Return the checks and whether all is well."""
         thresholds = Thresholds(
             lag=options["max_lag"],
             failure_rate=options["max_failure_rate"],

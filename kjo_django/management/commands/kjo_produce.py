@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 from django.core.exceptions import FieldError, ImproperlyConfigured
@@ -57,7 +58,7 @@ class Command(ParsedCommand):
         add("--json", action="store_true", help="One JSON object for each run.")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Run the one or the other."""
+        """Run the producer named, or else the relay."""
         with command_errors():
             producer = self._producer(options["names"])
             if producer is not None:
@@ -82,10 +83,9 @@ class Command(ParsedCommand):
         if not (isinstance(found, type) and issubclass(found, AbstractProducer)):
             raise ValueError(f"{names[0]!r} is no AbstractProducer.")
         try:
-            made: AbstractProducer = found()
+            return found()
         except (ImproperlyConfigured, TypeError) as error:
             raise ValueError(str(error)) from error
-        return made
 
     # --- The relay --------------------------------------------------------------------------------
 
@@ -124,10 +124,19 @@ class Command(ParsedCommand):
     def _produce(
         self, producer: AbstractProducer, criteria: dict[str, Any], options: dict[str, Any]
     ) -> None:
-        limit, kind, as_json = options["limit"], options["type"], options["json"]
+        limit, kind = options["limit"], options["type"]
 
         def show(result: ProduceResult) -> None:
-            self._show(producer, result, as_json)
+            line = (
+                f"{type(producer).__name__} -> {producer.target.topic}: {result.sent:,} sent, "
+                f"{result.skipped:,} skipped, {result.failed:,} failed of {result.total:,}"
+            )
+            if options["json"]:
+                line = json.dumps(result.as_dict(), ensure_ascii=False)
+            elif result.reason:
+                line = f"{line} ({result.reason})"
+            self.stdout.write(line)
+            self.stdout.flush()
 
         try:
             if not options["interval"]:
@@ -152,33 +161,14 @@ class Command(ParsedCommand):
         except (FieldError, ValueError, TypeError) as error:
             raise ValueError(f"The criteria cannot be used: {error}") from error
 
-    def _show(self, producer: AbstractProducer, result: ProduceResult, as_json: bool) -> None:
-        if as_json:
-            self.stdout.write(json.dumps(result.as_dict(), ensure_ascii=False))
-            return
-        line = (
-            f"{type(producer).__name__} -> {producer.target.topic}: {result.sent:,} sent, "
-            f"{result.skipped:,} skipped, {result.failed:,} failed of {result.total:,}"
-        )
-        self.stdout.write(f"{line} ({result.reason})" if result.reason else line)
-        self.stdout.flush()
-
 
 def producer_hint(name: str) -> str:
-    """Return which producer was meant, or which there are; "" where there are none.
-
-    A class's name alone may be what was typed of its path.
-    """
-    paths = [path_of(each) for each in declared_producers(AbstractProducer)]
-    if not paths:
-        return ""
-    by_name = {path.rpartition(".")[2]: path for path in paths}
-    close = [path for path in paths if path.rpartition(".")[2] == name.rpartition(".")[2]]
-    close = close or difflib.get_close_matches(name, paths, n=1, cutoff=0.75)
-    close = close or [by_name[near] for near in difflib.get_close_matches(name, by_name, n=1)]
+    """Return which producer has nearly this class name, or which there are; "" without any."""
+    paths = {each.__name__: path_of(each) for each in declared_producers(AbstractProducer)}
+    close = difflib.get_close_matches(name.rpartition(".")[2], paths, n=1)
     if close:
-        return f"Did you mean the producer {close[0]!r}?"
-    return f"Producers: {', '.join(paths)}."
+        return f"Did you mean the producer {paths[close[0]]!r}?"
+    return f"Producers: {', '.join(paths.values())}." if paths else ""
 
 
 def read_criteria(given: list[str]) -> dict[str, Any]:
@@ -191,11 +181,9 @@ def read_criteria(given: list[str]) -> dict[str, Any]:
         return dict(found)
     criteria: dict[str, Any] = {}
     for pair in given:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
+        name, _, criteria[name] = pair.partition("=")
+        if not name or "=" not in pair:
             raise ValueError(f"--criteria {pair!r} is neither name=value nor a JSON object.")
-        try:
-            criteria[name] = json.loads(value)
-        except ValueError:
-            criteria[name] = value
+        with suppress(ValueError):
+            criteria[name] = json.loads(criteria[name])
     return criteria

@@ -29,7 +29,7 @@ class Command(KjoCommand):
             )
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
-        """Prune."""
+        """Delete, or count with ``--dry-run``."""
         retention = Retention.of_settings(**{name: options[name] for name in RETENTIONS})
         shows: dict[str, Any] = {}
 

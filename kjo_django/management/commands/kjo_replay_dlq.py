@@ -5,19 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
-from kjo_django.management.commands._shared import (
-    KjoCommand,
-    instant,
-    plain,
-    positive,
-    rate,
-)
+from kjo_django.management.commands._shared import KjoCommand, instant, plain, positive, rate
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
-
-SHARED = ("limit", "rate", "dry_run", "force", "mode")
-FILTERS = ("queue", "reason", "error", "fingerprint", "since", "until")
 
 
 class Command(KjoCommand):
@@ -55,12 +46,18 @@ class Command(KjoCommand):
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Replay from the source asked for."""
-        self._check_usage(options)
-        shared = {name: options[name] for name in SHARED}
-        named = {name: options[name] for name in FILTERS}
-        chosen = DeadLetterFilter(ids=options["ids"], handler=options["handler"], **named)
+
+        def given(*names: str) -> dict[str, Any]:
+            return {name: options[name] for name in names}
+
+        shared = given("limit", "rate", "dry_run", "force", "mode")
+        filters = ("ids", "handler", "queue", "reason", "error", "fingerprint", "since", "until")
+        chosen = DeadLetterFilter(**given(*filters))
         progress = self.progress("Looked at")
         if options["source"] == "table":
+            for name in ("topic", "target", "group"):
+                if options[name]:
+                    raise ValueError(f"--{name} goes with --source topic")
             unknown, closed = dead_letters.not_open(options["ids"] or ())
             if unknown:
                 raise ValueError(f"No dead letter has the id {', '.join(unknown)}")
@@ -70,7 +67,9 @@ class Command(KjoCommand):
             for id, state in closed.items():
                 report.skip(id, f"it is {state} already")
         else:
-            places = {name: options[name] for name in ("topic", "transport", "target", "group")}
+            if not options["topic"]:
+                raise ValueError("--source topic needs --topic NAME, such as --topic orders-dlq")
+            places = given("topic", "transport", "target", "group")
             request = TopicReplay(**places, selection=chosen, actor="kjo_replay_dlq", **shared)
             report = replay_topic(request, progress=progress)
             if report.unknown_ids:
@@ -80,13 +79,6 @@ class Command(KjoCommand):
                     f"{report.replayed:,} others were replayed"
                 )
         return report.as_dict(), report.is_ok
-
-    def _check_usage(self, options: dict[str, Any]) -> None:
-        if options["source"] == "topic" and not options["topic"]:
-            raise ValueError("--source topic needs --topic NAME, such as --topic orders-dlq")
-        for name in ("topic", "target", "group"):
-            if options["source"] == "table" and options[name]:
-                raise ValueError(f"--{name} goes with --source topic")
 
     def show(self, answer: Any) -> None:
         """Print the counts, what they consist of, and some of what was refused."""
@@ -100,9 +92,7 @@ class Command(KjoCommand):
             ends = ", ".join(f"{count:,} {result}" for result, count in answer["ended"].items())
             self.stdout.write(f"Run here: {ends}")
         if answer["histogram"]:
-            rows = [
-                tuple(str(value or "-") for value in row.values()) for row in answer["histogram"]
-            ]
+            rows = [[value or "-" for value in row.values()] for row in answer["histogram"]]
             self.table([("reason", "handler", "error", "count"), *rows])
         if answer["already_processed"]:
             self.stdout.write(

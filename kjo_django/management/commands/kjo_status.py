@@ -22,15 +22,22 @@ class Command(KjoCommand):
         parser.add_argument("queues", nargs="*", help="Only these queues.")
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
-        """Ask."""
+        """Return what the queues asked for are doing."""
         for name in options["queues"]:
             known_queue(name, also=[row["queue"] for row in overview()])
         return status(options["queues"] or None), True
 
     def show(self, answer: Any) -> None:
         """Print one line for each queue and worker."""
-        heading = ("queue", *COUNTED, "dead", "oldest dead", "lag", "oldest", "")
-        self.table([heading, *self._queues(answer)])
+        queues = [("queue", *COUNTED, "dead", "oldest dead", "lag", "oldest", "")]
+        for row in answer["queues"]:
+            jobs = (f"{row['states'][state]:,}" for state in COUNTED)
+            dead = f"{row['open_dead_letters']:,}", _age(row["oldest_dead_letter_seconds"])
+            lag = "?" if row["lag"] is None else f"{row['lag']:,}"
+            oldest = _age(row["oldest_waiting_seconds"])
+            note = "paused" if row["is_paused"] else row["lag_error"] or ""
+            queues.append((row["queue"], *jobs, *dead, lag, oldest, note))
+        self.table(queues)
         if answer["is_capped"]:
             self.stdout.write(f"Counts of {answer['count_limit']:,} and more are lower bounds.")
         relay = answer["relay"]
@@ -41,34 +48,14 @@ class Command(KjoCommand):
         if not workers:
             self.stdout.write("No worker is alive; start one with manage.py kjo_consume")
             return
-        rows = [
-            (
-                worker["name"],
-                ", ".join(worker["queues"]) or "all",
-                f"{worker['in_flight']}/{worker['concurrency']}",
-                f"{worker['processed']:,}",
-                f"{worker['failed']:,}",
-                _age(worker["heartbeat_age_seconds"]),
-            )
-            for worker in workers
-        ]
-        self.table(
-            [("worker", "queues", "in hand/lanes", "processed", "failed", "heartbeat"), *rows]
-        )
-
-    def _queues(self, answer: Any) -> list[tuple[object, ...]]:
-        return [
-            (
-                row["queue"],
-                *(f"{row['states'][state]:,}" for state in COUNTED),
-                f"{row['open_dead_letters']:,}",
-                _age(row["oldest_dead_letter_seconds"]),
-                "?" if row["lag"] is None else f"{row['lag']:,}",
-                _age(row["oldest_waiting_seconds"]),
-                "paused" if row["is_paused"] else row["lag_error"] or "",
-            )
-            for row in answer["queues"]
-        ]
+        rows = [("worker", "queues", "in hand/lanes", "processed", "failed", "heartbeat")]
+        for worker in workers:
+            consumed = ", ".join(worker["queues"]) or "all"
+            busy = f"{worker['in_flight']}/{worker['concurrency']}"
+            counts = f"{worker['processed']:,}", f"{worker['failed']:,}"
+            heartbeat = _age(worker["heartbeat_age_seconds"])
+            rows.append((worker["name"], consumed, busy, *counts, heartbeat))
+        self.table(rows)
 
 
 def _age(seconds: float | None) -> str:

@@ -26,27 +26,22 @@ class Command(KjoCommand):
         parser.add_argument("--queue", dest="queues", action="append", help="Only this queue.")
 
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
-        """Do what was asked, then look at what is there."""
+        """Create topics if that is asked, then compare the topics with the settings."""
         for name in options["queues"] or ():
             known_queue(name)
         changes = topics.create(options["queues"]) if options["action"] == "create" else []
         reports = topics.plan(options["queues"])
         is_ok = options["action"] == "plan" or all(report.is_ok for report in reports)
-        shown = [report.as_dict() for report in reports]
-        return {"action": options["action"], "changes": changes, "topics": shown}, is_ok
+        rows = [report.as_dict() for report in reports]
+        return {"action": options["action"], "changes": changes, "topics": rows}, is_ok
 
     def show(self, answer: Any) -> None:
         """Print the changes and the topics."""
         for line in answer["changes"]:
             self.stdout.write(line)
-        rows = [
-            (
-                topic["name"],
-                topic["transport"],
-                topic["wanted_partitions"] if topic["partitions"] is None else topic["partitions"],
-                topic["action"],
-                "; ".join(topic["differences"]) or "as configured",
-            )
-            for topic in answer["topics"]
-        ]
-        self.table([("topic", "transport", "partitions", "to do", ""), *rows])
+        rows = [("topic", "transport", "partitions", "to do", "")]
+        for topic in answer["topics"]:
+            count = topic["wanted_partitions" if topic["partitions"] is None else "partitions"]
+            state = "; ".join(topic["differences"]) or "as configured"
+            rows.append((topic["name"], topic["transport"], count, topic["action"], state))
+        self.table(rows)

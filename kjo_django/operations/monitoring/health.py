@@ -394,12 +394,12 @@ def _pooler(runtime: Runtime) -> Iterator[django_checks.CheckMessage]:
     alias = runtime.database
     if not runtime.store.has_notify:
         return
-    from kjo_django.store import direct_connections
+    from kjo_django.store import postgres
 
     def lends_sessions() -> bool:
-        connect = functools.partial(direct_connections.plain_connection, alias)
+        connect = functools.partial(postgres.plain_connection, alias)
         with connect() as connection:
-            return direct_connections.lends_sessions(connection, connect)
+            return postgres.lends_sessions(connection, connect)
 
     try:
         is_lent = answer_within(PROBE_TIMEOUT, lends_sessions)

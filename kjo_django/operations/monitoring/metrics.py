@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from django.db.models import F, Min, Q, QuerySet, Sum
 from django.utils import timezone
 
-from kjo_django.models import MetricBucket, MetricRollup, Worker
-from kjo_django.models.metric_bucket import BOUNDS
+from kjo_django.models import BOUNDS, MetricBucket, MetricRollup, Worker
 from kjo_django.operations.rows import streamed
 from kjo_django.runtime import jobs_database
 

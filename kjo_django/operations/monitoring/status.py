@@ -13,8 +13,7 @@ from django.utils import timezone
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.storing import is_transactional
 from kjo_django.exceptions import PublishError
-from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker
-from kjo_django.models.job import is_scheduled
+from kjo_django.models import DeadLetter, DeadLetterState, Job, Worker, is_scheduled
 from kjo_django.operations import queues as queue_operations
 from kjo_django.operations.monitoring import metrics
 from kjo_django.operations.monitoring.metrics import add_rates

@@ -40,8 +40,7 @@ from kjo_django.patterns.events.event import (
     validated,
 )
 from kjo_django.registry import Handler, HandlerOptions, Route
-from kjo_django.runtime import jobs_database
-from kjo_django.store import store_for
+from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import Record
 from kjo_django.values import MAX_NAME_LENGTH
 
@@ -112,7 +111,7 @@ class EventHandler(Handler):
         """
         service = self.service or get_settings().service_name
         key = EventKey(event.id, service, event.type)
-        store_for(jobs_database()).insert_markers([key])
+        current_runtime().store.insert_markers([key])
 
 
 def _is_replay(context: JobContext) -> bool:

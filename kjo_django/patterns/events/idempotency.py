@@ -31,8 +31,7 @@ from kjo_django.patterns.events.event import (
     read_event,
     validated,
 )
-from kjo_django.runtime import get_transport, jobs_database
-from kjo_django.store import store_for
+from kjo_django.runtime import current_runtime, get_transport, jobs_database
 from kjo_django.transports.base import OutgoingRecord, Record, TopicSpec
 from kjo_django.values import MAX_NAME_LENGTH
 
@@ -80,7 +79,7 @@ class EventIdempotencyService:
         key, using = self._key(event_id, event_type), jobs_database()
         rows = ProcessedEvent.objects.using(using)
         with transaction.atomic(using=using, savepoint=False):
-            is_new = key in store_for(using).insert_markers([key])
+            is_new = key in current_runtime().store.insert_markers([key])
             if is_new and event_data is not None:
                 rows.filter(**key._asdict()).update(event_data=storable_json(event_data))
         return is_new

@@ -27,7 +27,7 @@ from kjo_django.exceptions import JobCancelledError, MessageError, PayloadError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import Message
 from kjo_django.messages.serializers import register_serializer
-from kjo_django.models.job import ORIGIN_ID
+from kjo_django.models import ORIGIN_ID
 from kjo_django.patterns.kdlq import headers, letters, parking
 from kjo_django.patterns.kdlq.config import (
     MAX_ID_LENGTH,

@@ -12,8 +12,7 @@ from kjo_django import registry
 from kjo_django.exceptions import PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import folded
-from kjo_django.models import DeadLetter, Job
-from kjo_django.models.job import ORIGIN_ID
+from kjo_django.models import ORIGIN_ID, DeadLetter, Job
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.maintenance import topics

@@ -1,0 +1,786 @@
+"""The tables: jobs and their failures, dead letters, markers of effects, workers, queues, figures,
+and those of the database transport and the database coordination."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from django.db import models
+from django.db.models import F, Q
+from django.utils import timezone
+from django.utils.translation import gettext_lazy as _
+
+from kjo_django import states
+from kjo_django.ids import uuid7
+from kjo_django.messages.headers import message_id
+from kjo_django.messages.serializers import MAX_ERROR_LENGTH, loads_for_display
+from kjo_django.states import JobState, JobStatus
+
+# --- Jobs -----------------------------------------------------------------------------------------
+
+
+class UniqueWhereGiven(models.UniqueConstraint):
+    """Unique among the rows that have a value; in SQL, no two NULLs are the same anyway.
+
+    Where the database has partial indexes, rows without a value are not in this one: to write them
+    does not cost an entry. Elsewhere it is the usual constraint, with the same meaning.
+
+    :param fields: names; those that may be NULL decide.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        # Or migrations would not tell it from the usual constraint.
+        return isinstance(other, UniqueWhereGiven) and super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment] # as its base class
+
+    def constraint_sql(self, model: Any, schema_editor: Any) -> Any:
+        """For ``CREATE TABLE``."""
+        return self._in(model, schema_editor).constraint_sql(model, schema_editor)
+
+    def create_sql(self, model: Any, schema_editor: Any) -> Any:
+        """For a table that is there."""
+        return self._in(model, schema_editor).create_sql(model, schema_editor)
+
+    def remove_sql(self, model: Any, schema_editor: Any) -> Any:
+        """Of what ``create_sql`` made."""
+        return self._in(model, schema_editor).remove_sql(model, schema_editor)
+
+    def _in(self, model: Any, schema_editor: Any) -> models.UniqueConstraint:
+        condition = None
+        if schema_editor.connection.features.supports_partial_indexes:
+            optional = [name for name in self.fields if model._meta.get_field(name).null]
+            condition = models.Q(**{f"{name}__isnull": False for name in optional})
+        return models.UniqueConstraint(fields=self.fields, name=self.name, condition=condition)
+
+
+ORIGIN_ID = "kjo-origin-id"
+"""Header of a job that was born of a message nobody enqueued here: that message's id."""
+
+
+class JobQuerySet(models.QuerySet["Job"]):
+    """Jobs by their state."""
+
+    def open(self) -> JobQuerySet:
+        """Jobs that will still run."""
+        return self.filter(state__in=states.OPEN)
+
+    def unfinished_due(self, now: datetime | None = None) -> JobQuerySet:
+        """Jobs that are being carried out or could start now; later ones are left out."""
+        return self.open().filter(
+            Q(state=JobState.QUEUED, available_at__lte=now or timezone.now())
+            | Q(state__in=states.AWAITING_PUBLISH, available_at__lte=now or timezone.now())
+        )
+
+    def finished(self) -> JobQuerySet:
+        """Jobs that will not run again by themselves."""
+        return self.filter(state__in=states.FINAL)
+
+    def at(self, id: Any, generation: int) -> JobQuerySet:
+        """The job, if it is still in this generation."""
+        return self.filter(pk=id, generation=generation)
+
+
+class Job(models.Model):
+    """A unit of work and its state; see ``kjo_django.states`` for the state machine.
+
+    ``attempts`` counts executions begun whose outcome is recorded; ``generation`` grows with every
+    requeue, so a message of an earlier generation never runs.
+    """
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    queue = models.CharField(_("queue"), max_length=100)
+    handler = models.CharField(_("handler"), max_length=100)
+    unique_id = models.CharField(
+        _("unique id"),
+        max_length=255,
+        null=True,  # NULL keeps jobs without one out of the constraint
+        blank=True,
+        help_text=_("Given by the caller: one job per queue and unique id."),
+    )
+    key = models.CharField(
+        _("key"),
+        max_length=255,
+        blank=True,
+        default="",
+        help_text=_("Jobs of one key run one at a time and in order."),
+    )
+    state = models.CharField(
+        _("state"), max_length=10, choices=JobState.choices, default=JobState.PENDING
+    )
+    generation = models.PositiveIntegerField(_("generation"), default=1)
+    attempts = models.PositiveIntegerField(_("attempts"), default=0)
+    max_attempts = models.PositiveIntegerField(_("max attempts"))
+    payload = models.BinaryField(_("payload"))
+    content_type = models.CharField(_("content type"), max_length=50, default="application/json")
+    headers = models.JSONField(
+        _("headers"), null=True, blank=True, help_text=_("Text headers sent along (tracing ids).")
+    )
+    available_at = models.DateTimeField(_("available at"), default=timezone.now)
+    expires_at = models.DateTimeField(
+        _("expires at"), null=True, blank=True, help_text=_("Not started by then, never started.")
+    )
+    created_at = models.DateTimeField(_("created at"), default=timezone.now)
+    queued_at = models.DateTimeField(_("queued at"), null=True, blank=True)
+    started_at = models.DateTimeField(_("started at"), null=True, blank=True)
+    finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
+    lease_token = models.CharField(_("lease token"), max_length=64, blank=True, default="")
+    lease_expires_at = models.DateTimeField(_("lease expires at"), null=True, blank=True)
+    result = models.BinaryField(_("result"), null=True, blank=True)
+    result_ttl = models.PositiveBigIntegerField(
+        _("result lifetime"), help_text=_("Milliseconds a result or error is kept.")
+    )
+    result_expires_at = models.DateTimeField(_("result expires at"), null=True, blank=True)
+    error = models.CharField(_("error"), max_length=MAX_ERROR_LENGTH, blank=True, default="")
+    destination = models.CharField(
+        _("destination"),
+        max_length=249,
+        blank=True,
+        default="",
+        help_text=_(
+            "Of a record for others (an event, a redelivery): the topic its bytes are published "
+            "to. Such a row is completed by that; nothing of ours consumes it."
+        ),
+    )
+    topic = models.CharField(_("topic"), max_length=249, blank=True, default="")
+    partition = models.IntegerField(_("partition"), null=True, blank=True)
+    offset = models.BigIntegerField(_("offset"), null=True, blank=True)
+
+    objects = JobQuerySet.as_manager()
+
+    class Meta:
+        db_table = "kjo_job"
+        verbose_name = _("job")
+        verbose_name_plural = _("jobs")
+        ordering = ("-id",)
+        default_permissions = ("view", "delete")
+        permissions = (
+            ("enqueue_job", _("Can enqueue jobs")),
+            ("retry_job", _("Can requeue jobs")),
+            ("cancel_job", _("Can cancel jobs")),
+            ("view_payload", _("Can see payloads, results and tracebacks")),
+        )
+        constraints = (UniqueWhereGiven(fields=("queue", "unique_id"), name="kjo_job_unique_id"),)
+        indexes = (
+            # The relay's batch: due rows in order. Rows leave it as soon as they are queued.
+            models.Index(
+                fields=("available_at", "id"),
+                name="kjo_job_due_idx",
+                condition=Q(state__in=("pending", "failing")),
+            ),
+            # The same of one queue, behind however long a backlog of another.
+            models.Index(
+                fields=("queue", "available_at", "id"),
+                name="kjo_job_queue_due_idx",
+                condition=Q(state__in=("pending", "failing")),
+            ),
+            # Lists and counts by state: everything but the completed mass.
+            models.Index(
+                fields=("state", "id"), name="kjo_job_state_idx", condition=~Q(state="completed")
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.handler} {self.id}"
+
+    @property
+    def message_id(self) -> str:
+        """Identity of this generation's effects: the idempotency key a handler is given.
+
+        A job born of a foreign message keeps that message's identity, so that a second copy of the
+        message is recognised.
+        """
+        return message_id((self.headers or {}).get(ORIGIN_ID) or str(self.id), self.generation)
+
+    @property
+    def log_facts(self) -> dict[str, Any]:
+        """What a log record about the job says in its ``extra``."""
+        return {"job_id": str(self.pk), "handler": self.handler, "queue": self.queue}
+
+    @property
+    def arguments(self) -> Any:
+        """The payload decoded for people; text saying why where it cannot be."""
+        return loads_for_display(bytes(self.payload), self.content_type)
+
+    def status_with(self, *, leased: bool, now: datetime | None = None) -> JobStatus:
+        """Return the state people are shown, given whether a live lease exists."""
+        now = now or timezone.now()
+        if self.state in states.FINAL:
+            return JobStatus(self.state)
+        if leased or (self.lease_expires_at is not None and self.lease_expires_at > now):
+            return JobStatus.PROCESSING
+        if self.state == JobState.PENDING and self.available_at > now:
+            return JobStatus.SCHEDULED
+        if self.state == JobState.QUEUED and self.attempts == 0 and self.available_at > now:
+            return JobStatus.SCHEDULED
+        return JobStatus(self.state)
+
+    @property
+    def status(self) -> JobStatus:
+        """The state people are shown, by this row alone: leased or not."""
+        return self.status_with(leased=False)
+
+
+class JobFailure(models.Model):
+    """One failed attempt of a job: what went wrong, and where."""
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    job = models.ForeignKey(
+        "kjo_django.Job", on_delete=models.CASCADE, related_name="failures", verbose_name=_("job")
+    )
+    generation = models.PositiveIntegerField(_("generation"), default=1)
+    attempt = models.PositiveIntegerField(_("attempt"))
+    worker = models.CharField(_("worker"), max_length=255, blank=True, default="")
+    error_type = models.CharField(_("error type"), max_length=255)
+    error = models.CharField(_("error"), max_length=MAX_ERROR_LENGTH)
+    code = models.CharField(
+        _("error code"),
+        max_length=100,
+        blank=True,
+        default="",
+        db_default="",  # a worker of the release before does not name the column
+        help_text=_("The error's own."),
+    )
+    details = models.JSONField(
+        _("error details"),
+        null=True,
+        blank=True,
+        help_text=_("What the error's to_dict() returned, or its details."),
+    )
+    traceback = models.TextField(_("traceback"), blank=True, default="")
+    started_at = models.DateTimeField(_("started at"), null=True, blank=True)
+    failed_at = models.DateTimeField(_("failed at"), default=timezone.now)
+    retry_at = models.DateTimeField(_("retry at"), null=True, blank=True)
+
+    class Meta:
+        db_table = "kjo_job_failure"
+        verbose_name = _("failed attempt")
+        verbose_name_plural = _("failed attempts")
+        ordering = ("id",)
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.error_type} ({self.attempt})"
+
+
+def is_scheduled(now: datetime) -> Q:
+    """Return the condition for rows that people are shown as scheduled: due later, and no retry."""
+    states = Q(state=JobState.PENDING) | Q(state=JobState.QUEUED, attempts=0)
+    return Q(available_at__gt=now) & states
+
+
+def transition(action: str, jobs: models.QuerySet[Job], **changes: Any) -> int:
+    """Carry out ``action`` on the jobs whose state allows it, in one conditional UPDATE.
+
+    Returns how many changed; the others were no longer in a state the action may start from.
+    """
+    changes.setdefault("state", states.RESULT_OF[action])
+    if action == "requeue":
+        changes.setdefault("generation", F("generation") + 1)
+    return jobs.filter(state__in=states.TRANSITIONS[action]).update(**changes)
+
+
+# --- Dead letters ---------------------------------------------------------------------------------
+
+
+class DeadLetterState(models.TextChoices):
+    """What became of a dead letter: open until it is replayed or discarded."""
+
+    OPEN = "open", _("Open")
+    REPLAYED = "replayed", _("Replayed")
+    DISCARDED = "discarded", _("Discarded")
+
+
+class DeadLetterReason(models.TextChoices):
+    """Why a message ended here (the ``kjo-dlq-reason`` header)."""
+
+    EXHAUSTED = "exhausted", _("Attempts exhausted")
+    FATAL = "fatal", _("Permanent error")
+    STALLED = "stalled", _("Its workers died")
+    DESERIALIZATION = "deserialization", _("Unreadable")
+    INVALID = "invalid", _("Not a message of ours")
+    UNKNOWN_TYPE = "unknown_type", _("No handler")
+    TOO_LARGE = "too_large", _("Over the size limit")
+    EXPIRED = "expired", _("Expired")
+    MANUAL = "manual", _("By hand")
+
+
+def source_of_job(job_id: Any, generation: int) -> str:
+    """Return the ``source_id`` of the dead letter of one generation of a job.
+
+    A job whose unique id is enqueued again keeps its row and begins a new generation with another
+    payload. The generation tells the letter of the present failure from those of earlier ones.
+    """
+    return hashlib.sha256(f"job\0{job_id}\0{generation}".encode()).hexdigest()
+
+
+def fingerprint_of(handler: str, error_type: str, place: str) -> str:
+    """Return a digest that dead letters share when the same error was raised in the same place of
+    the same handler.
+
+    :param error_type: import path of the exception.
+    """
+    return hashlib.sha256(f"{handler}\0{error_type}\0{place}".encode()).hexdigest()[:16]
+
+
+class DeadLetter(models.Model):
+    """A message as it was, why it failed, and what became of it."""
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    state = models.CharField(
+        _("state"), max_length=10, choices=DeadLetterState.choices, default=DeadLetterState.OPEN
+    )
+    reason = models.CharField(_("reason"), max_length=20, choices=DeadLetterReason.choices)
+    source_id = models.CharField(
+        _("source id"),
+        max_length=64,
+        unique=True,
+        help_text=_("Digest of what died; a crash half-way records it once."),
+    )
+    job = models.ForeignKey(
+        "kjo_django.Job",
+        on_delete=models.SET_NULL,
+        null=True,
+        blank=True,
+        related_name="dead_letters",
+        verbose_name=_("job"),
+    )
+    message_id = models.CharField(_("message id"), max_length=255, blank=True, default="")
+    queue = models.CharField(_("queue"), max_length=100, blank=True, default="")
+    handler = models.CharField(_("handler"), max_length=100, blank=True, default="")
+    key = models.BinaryField(_("key"), null=True, blank=True)
+    value = models.BinaryField(_("value"), null=True, blank=True)
+    headers = models.JSONField(
+        _("headers"),
+        default=dict,
+        blank=True,
+        help_text=_("Every header of the message; values in base64, since they are bytes."),
+    )
+    content_type = models.CharField(_("content type"), max_length=50, blank=True, default="")
+    consumer_group = models.CharField(_("consumer group"), max_length=255, blank=True, default="")
+    topic = models.CharField(_("topic"), max_length=249, blank=True, default="")
+    partition = models.IntegerField(_("partition"), null=True, blank=True)
+    offset = models.BigIntegerField(_("offset"), null=True, blank=True)
+    error_type = models.CharField(_("error type"), max_length=255, blank=True, default="")
+    error = models.CharField(_("error"), max_length=MAX_ERROR_LENGTH, blank=True, default="")
+    traceback = models.TextField(_("traceback"), blank=True, default="")
+    fingerprint = models.CharField(
+        _("fingerprint"),
+        max_length=32,
+        blank=True,
+        default="",
+        help_text=_("Equal for failures of the same error in the same place of the same handler."),
+    )
+    release = models.CharField(
+        _("release"),
+        max_length=100,
+        blank=True,
+        default="",
+        help_text=_("KJO['RELEASE'] of the worker it failed in."),
+    )
+    attempts = models.PositiveIntegerField(_("attempts"), default=0)
+    replay_count = models.PositiveIntegerField(_("replays"), default=0)
+    failed_at = models.DateTimeField(_("failed at"), default=timezone.now)
+    closed_at = models.DateTimeField(_("closed at"), null=True, blank=True)
+    note = models.CharField(_("note"), max_length=500, blank=True, default="")
+
+    class Meta:
+        db_table = "kjo_dead_letter"
+        verbose_name = _("dead letter")
+        verbose_name_plural = _("dead letters")
+        ordering = ("-id",)
+        default_permissions = ("view", "delete")
+        permissions = (
+            ("replay_dlq", _("Can replay dead letters")),
+            ("discard_dlq", _("Can discard dead letters")),
+            ("edit_payload", _("Can change a dead letter's payload and replay it")),
+        )
+        indexes = (
+            # The open ones, newest first, and the replayer's walk through them.
+            models.Index(fields=("id",), name="kjo_dl_open_idx", condition=Q(state="open")),
+            # Groups of equal errors among the open ones.
+            models.Index(
+                fields=("fingerprint", "id"), name="kjo_dl_print_idx", condition=Q(state="open")
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.handler or self.topic} {self.message_id or self.id}"
+
+    @property
+    def arguments(self) -> object:
+        """The value decoded for people; text saying why where it cannot be."""
+        if self.value is None:
+            return None
+        return loads_for_display(bytes(self.value), self.content_type or "application/json")
+
+
+# --- Markers of effects ---------------------------------------------------------------------------
+
+
+class EventKey(NamedTuple):
+    """What makes an effect unique, in the order of the constraint."""
+
+    event_id: str
+    service_name: str
+    event_type: str
+
+
+class LongNameIndex(models.Index):
+    """An index with the name that other systems sharing the table know.
+
+    Django limits names to 30 characters for Oracle's sake; PostgreSQL, SQLite and MySQL take 63.
+    """
+
+    max_name_length = 63
+
+
+class ProcessedEvent(models.Model):
+    """Event ``event_id`` of type ``event_type`` took effect for ``service_name``.
+
+    Kept for longer than a redelivery or replay can take; ``kjo_prune`` removes older ones.
+    """
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    event_id = models.CharField(_("event id"), max_length=255)
+    event_type = models.CharField(_("event type"), max_length=100)
+    service_name = models.CharField(_("service name"), max_length=100)
+    processed_at = models.DateTimeField(_("processed at"), default=timezone.now)
+    event_data = models.JSONField(_("event data"), null=True, blank=True)
+    created_at = models.DateTimeField(_("created at"), default=timezone.now)
+    updated_at = models.DateTimeField(_("updated at"), default=timezone.now)
+
+    class Meta:
+        db_table = "processed_events"
+        verbose_name = _("processed event")
+        verbose_name_plural = _("processed events")
+        ordering = ("-id",)
+        default_permissions = ("view",)
+        constraints = (
+            models.UniqueConstraint(
+                fields=("event_id", "service_name", "event_type"),
+                name="uk_processed_events_event_service",
+            ),
+        )
+        indexes = (
+            # Pruning by age. Of seed 5's other three, event_id is the constraint's prefix and
+            # nothing asks by service or type alone.
+            LongNameIndex(fields=("processed_at",), name="idx_processed_events_processed_at"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.event_type} {self.event_id}"
+
+    @property
+    def event_key(self) -> EventKey:
+        """The unique triple."""
+        return EventKey(self.event_id, self.service_name, self.event_type)
+
+
+# --- Workers and queues ---------------------------------------------------------------------------
+
+
+class Worker(models.Model):
+    """A process of ``kjo_consume`` or ``kjo_produce``; gone once its heartbeat is old."""
+
+    class State(models.TextChoices):
+        """What the process does now."""
+
+        RUNNING = "running", _("Running")
+        QUIET = "quiet", _("Quiet")
+        STOPPING = "stopping", _("Stopping")
+        STOPPED = "stopped", _("Stopped")
+
+    class Request(models.TextChoices):
+        """What an operator asked of the process, which does so within two seconds."""
+
+        NONE = "", _("None")
+        QUIET = "quiet", _("Start nothing more")
+        STOP = "stop", _("Stop")
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    name = models.CharField(_("name"), max_length=255)
+    hostname = models.CharField(_("host name"), max_length=255)
+    pid = models.PositiveIntegerField(_("process id"))
+    queues = models.JSONField(_("queues"), default=list)
+    state = models.CharField(
+        _("state"), max_length=10, choices=State.choices, default=State.RUNNING
+    )
+    wish = models.CharField(
+        _("asked to"), max_length=10, choices=Request.choices, blank=True, default=Request.NONE
+    )
+    release = models.CharField(
+        _("release"), max_length=100, blank=True, default="", help_text=_("KJO['RELEASE'] there.")
+    )
+    concurrency = models.PositiveIntegerField(_("concurrency"), default=1)
+    is_relaying = models.BooleanField(_("relaying"), default=False)
+    processed_count = models.PositiveBigIntegerField(_("processed"), default=0)
+    failed_count = models.PositiveBigIntegerField(_("failed"), default=0)
+    in_flight_count = models.PositiveIntegerField(_("in flight"), default=0)
+    partitions = models.JSONField(_("partitions"), default=list)
+    rss_bytes = models.PositiveBigIntegerField(_("memory"), null=True, blank=True)
+    last_error = models.CharField(_("last error"), max_length=500, blank=True, default="")
+    started_at = models.DateTimeField(_("started at"), default=timezone.now)
+    heartbeat_at = models.DateTimeField(_("heartbeat at"), default=timezone.now)
+
+    class Meta:
+        db_table = "kjo_worker"
+        verbose_name = _("worker")
+        verbose_name_plural = _("workers")
+        ordering = ("-id",)
+        default_permissions = ("view",)
+        permissions = (("control_worker", _("Can stop workers")),)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def is_alive(self, within: timedelta) -> bool:
+        """Return whether its last heartbeat is no older than this, and it has not stopped."""
+        return self.state != self.State.STOPPED and self.heartbeat_at >= timezone.now() - within
+
+
+class QueueControl(models.Model):
+    """What an operator asked of a queue; running workers do so within two seconds.
+
+    A queue without a row runs as configured.
+    """
+
+    queue = models.CharField(_("queue"), max_length=100, primary_key=True)
+    is_paused = models.BooleanField(_("paused"), default=False)
+    concurrency = models.PositiveIntegerField(
+        _("concurrency"),
+        null=True,
+        blank=True,
+        help_text=_("Groups of this queue one worker runs at once; empty: as configured."),
+    )
+    max_attempts = models.PositiveIntegerField(
+        _("max attempts"),
+        null=True,
+        blank=True,
+        help_text=_("Executions before a job is dead-lettered; empty: as each job was enqueued."),
+    )
+    backoff_base = models.PositiveIntegerField(
+        _("back-off"),
+        null=True,
+        blank=True,
+        help_text=_("Seconds before the second attempt; doubles each time. Empty: as configured."),
+    )
+    changed_by = models.CharField(_("changed by"), max_length=150, blank=True, default="")
+    updated_at = models.DateTimeField(_("updated at"), auto_now=True)
+
+    class Meta:
+        db_table = "kjo_queue_control"
+        verbose_name = _("queue control")
+        verbose_name_plural = _("queue controls")
+        ordering = ("queue",)
+        default_permissions = ("view", "add", "change")
+        permissions = (("pause_queue", _("Can pause and resume queues")),)
+
+    def __str__(self) -> str:
+        return self.queue
+
+
+class Dashboard(models.Model):
+    """The operations screen: an address in the admin and a permission, but no table."""
+
+    class Meta:
+        managed = False
+        verbose_name = _("dashboard")
+        verbose_name_plural = _("dashboard")
+        default_permissions = ()
+        permissions = (("view_dashboard", _("Can see the dashboard")),)
+
+    def __str__(self) -> str:
+        return str(_("Dashboard"))
+
+
+# --- Figures --------------------------------------------------------------------------------------
+
+
+BOUNDS = 24
+"""Upper bounds of 1 ms · 2^n, n below this; the last stands for everything above."""
+UPPER_MILLISECONDS = [2**n for n in range(BOUNDS - 1)]
+"""The bounds themselves: what is bisected into them has the histogram's index."""
+
+
+class Figures(models.Model):
+    """What one worker did with one handler in some time; screens add them up.
+
+    One row per worker keeps writers from waiting for each other.
+    """
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    minute = models.DateTimeField(_("minute"), help_text=_("When the time begins."))
+    queue = models.CharField(_("queue"), max_length=100)
+    handler = models.CharField(_("handler"), max_length=100)
+    worker_id = models.UUIDField(_("worker"))
+    completed_count = models.PositiveBigIntegerField(_("completed"), default=0)
+    retried_count = models.PositiveBigIntegerField(_("retried"), default=0)
+    failed_count = models.PositiveBigIntegerField(_("failed"), default=0)
+    duplicate_count = models.PositiveBigIntegerField(_("duplicates"), default=0)
+    skipped_count = models.PositiveBigIntegerField(_("skipped"), default=0)
+    lag = models.PositiveBigIntegerField(
+        _("lag"),
+        null=True,
+        help_text=_("Records not acknowledged yet, last seen in this minute; no handler."),
+    )
+    run_histogram = models.JSONField(
+        _("run times"),
+        default=list,
+        help_text=_("Counts of run times by upper bound 1 ms · 2^n, the last one open."),
+    )
+    wait_histogram = models.JSONField(
+        _("waiting times"),
+        default=list,
+        help_text=_("Counts of times from due to started by upper bound 1 ms · 2^n."),
+    )
+    run_seconds_sum = models.FloatField(_("seconds run"), default=0.0)
+    wait_seconds_sum = models.FloatField(_("seconds waited"), default=0.0)
+
+    class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return f"{self.queue} {self.minute:%H:%M}"
+
+
+class MetricBucket(Figures):
+    """The figures of one minute."""
+
+    class Meta:
+        db_table = "kjo_metric_bucket"
+        verbose_name = _("metric bucket")
+        verbose_name_plural = _("metric buckets")
+        ordering = ("minute",)
+        default_permissions = ()
+        constraints = (
+            # Serves the range queries of charts too.
+            models.UniqueConstraint(
+                fields=("minute", "queue", "handler", "worker_id"), name="kjo_metric_bucket_key"
+            ),
+        )
+
+
+class MetricRollup(Figures):
+    """The figures of a longer time, for charts of days: these would read a million minutes."""
+
+    QUARTER, HOUR = 15, 60
+    LENGTHS = (QUARTER, HOUR)
+
+    minutes = models.PositiveSmallIntegerField(_("minutes"))
+
+    class Meta:
+        db_table = "kjo_metric_rollup"
+        verbose_name = _("metric roll-up")
+        verbose_name_plural = _("metric roll-ups")
+        ordering = ("minute",)
+        default_permissions = ()
+        constraints = (
+            models.UniqueConstraint(
+                fields=("minutes", "minute", "queue", "handler", "worker_id"),
+                name="kjo_metric_rollup_key",
+            ),
+        )
+
+
+# --- The database transport and the database coordination -----------------------------------------
+#
+# With Kafka and Redis configured these tables stay empty.
+
+
+class TransportSubscription(models.Model):
+    """A consumer group known to read a topic: each record published gets a row for it.
+
+    The row is also what its consumers lock while they claim, so that records of one key are never
+    claimed by two of them at once.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    topic = models.CharField(max_length=249)
+    consumer_group = models.CharField(max_length=255)
+    created_at = models.DateTimeField(default=timezone.now)
+
+    class Meta:
+        db_table = "kjo_transport_subscription"
+        default_permissions = ()
+        constraints = (
+            models.UniqueConstraint(
+                fields=("topic", "consumer_group"), name="kjo_transport_subscription_key"
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.consumer_group} on {self.topic}"
+
+
+class TransportMessage(models.Model):
+    """A record waiting for one consumer group; deleted when acknowledged."""
+
+    id = models.BigAutoField(primary_key=True)
+    topic = models.CharField(max_length=249)
+    consumer_group = models.CharField(
+        max_length=255,
+        blank=True,
+        default="",
+        help_text="Empty: nobody has subscribed yet; the first group to come adopts it.",
+    )
+    key = models.BinaryField(null=True)
+    key_hash = models.BigIntegerField(
+        null=True, help_text="Of the key, for comparing; NULL: no order is asked for."
+    )
+    value = models.BinaryField(null=True)
+    headers = models.JSONField(default=dict, help_text="Values in base64, since they are bytes.")
+    published_at = models.DateTimeField(default=timezone.now)
+    available_at = models.DateTimeField(default=timezone.now)
+    lease_token = models.CharField(max_length=64, blank=True, default="")
+    lease_expires_at = models.DateTimeField(null=True)
+
+    class Meta:
+        db_table = "kjo_transport_message"
+        default_permissions = ()
+        indexes = (
+            # Claiming: the next rows of a group's topic, in order.
+            models.Index(fields=("topic", "consumer_group", "id"), name="kjo_message_next_idx"),
+            # Renewing, acknowledging and asking which keys are in flight.
+            models.Index(
+                fields=("lease_token", "key_hash"),
+                name="kjo_message_lease_idx",
+                condition=~Q(lease_token=""),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.topic} {self.id}"
+
+
+class Lease(models.Model):
+    """A lease and the number of its deliveries, which outlives it."""
+
+    name = models.CharField(max_length=255, primary_key=True)
+    token = models.CharField(max_length=64, blank=True, default="")
+    expires_at = models.DateTimeField()
+    deliveries = models.PositiveIntegerField(default=0)
+
+    class Meta:
+        db_table = "kjo_lease"
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Mark(models.Model):
+    """A small value that expires."""
+
+    name = models.CharField(max_length=255, primary_key=True)
+    value = models.CharField(max_length=255)
+    expires_at = models.DateTimeField()
+
+    class Meta:
+        db_table = "kjo_mark"
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.name
