@@ -32,21 +32,20 @@ RATE = 250
 STAGES: Mapping[str, Sequence[str]] = {
     "reading records from Kafka": ("KafkaSubscription.poll",),
     "reading the envelope": ("Poller.read",),
-    "handing jobs to lanes and back": ("GroupScheduler.",),
+    "scheduling groups for lanes": ("GroupScheduler.",),
     "leases, one script a group": ("LeaseBook.claim",),
     "markers and rows, one INSERT and one SELECT a group": (
-        "ProcessedEventQuerySet.mark",
-        "Marking.",
-        "mark_and_load ",
-        "load_rows",
+        "PostgresStore.insert_markers",
+        "PostgresStore.job_rows",
+        "load_rows ",
     ),
-    "calling handlers": ("TransactionRunner._call", "LeasedRunner.call", "call "),
-    "outcomes, one UPDATE a group": ("Store.complete ",),
+    "calling handlers": ("TransactionRunner._call", "LeasedRunner._call", "call "),
+    "outcomes, one UPDATE a group": ("PostgresStore.complete ", "Store.complete "),
     "BEGIN and COMMIT": ("Atomic.__enter__", "Atomic.__exit__"),
-    "releasing leases, telling": ("LeaseBook.release", "Pipeline._settle"),
+    "acknowledging, releasing leases": ("LeaseBook.release", "Pipeline._settle"),
     "statistics, signals": ("Pipeline._announce",),
 }
-"""By the frames that tell: of those in a stack, the innermost counts."""
+"""The beginnings of the frames of each stage; of the frames in a stack, the innermost counts."""
 REST = "the rest of the pipeline"
 AROUND = "everything else: heartbeat, listener, main thread"
 

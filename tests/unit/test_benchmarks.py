@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from django.db import transaction
 
+import kjo_django
 from tests.benchmarks import catalogue, report, rounds
 from tests.benchmarks.__main__ import main
 from tests.benchmarks.cases import EMBEDDED, ENGINES, REAL, Case, Step, choose
@@ -16,7 +20,7 @@ from tests.benchmarks.errors import BenchmarkError
 from tests.benchmarks.peers import catalogue as peer_catalogue
 from tests.benchmarks.peers.running import MeasuredPeer, Peers, read_tallies
 from tests.benchmarks.peers.sides.tally import SHAPE
-from tests.benchmarks.profile import AROUND, REST, by_stage
+from tests.benchmarks.profile import AROUND, REST, STAGES, by_stage
 from tests.benchmarks.rounds import Measured, medians, rounded, spread_percent
 from tests.benchmarks.workloads import WORKLOADS
 
@@ -244,6 +248,27 @@ def test_it_measures_every_case_and_every_peer(tmp_path):
 
 def frames(thread: str, *names: str) -> str:
     return ";".join([f"thread (1): {thread}", *(f"{name} (kjo_django/x.py:1)" for name in names)])
+
+
+def test_every_frame_of_a_stage_is_a_function_of_today():
+    # Given the qualified names of all functions whose frames are looked at
+    sources = [*Path(kjo_django.__file__).parent.rglob("*.py"), Path(transaction.__file__)]
+    functions = {f"{name} " for path in sources for name in qualified(ast.parse(path.read_text()))}
+    # Then
+    for stage, beginnings in STAGES.items():
+        for beginning in beginnings:
+            assert any(name.startswith(beginning) for name in functions), (stage, beginning)
+
+
+def qualified(node: ast.AST, within: str = "") -> Iterator[str]:
+    """Yield the names of the functions and methods in a module, as the interpreter shows them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            is_class = isinstance(child, ast.ClassDef)
+            yield from () if is_class else (f"{within}{child.name}",)
+            yield from qualified(child, f"{within}{child.name}.{'' if is_class else '<locals>.'}")
+        else:
+            yield from qualified(child, within)
 
 
 def test_samples_go_to_the_innermost_stage_that_tells():
