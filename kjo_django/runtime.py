@@ -21,7 +21,7 @@ from django.utils.module_loading import import_string
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.conf import DEFAULT_COORDINATION, Settings, declared_queues, get_settings
-from kjo_django.coordination.base import Coordination
+from kjo_django.coordination.base import CircuitBreaker, Coordination
 from kjo_django.models import Job, QueueControl
 from kjo_django.store import Store, store_for
 from kjo_django.transports.base import Transport
@@ -38,6 +38,7 @@ class Runtime:
     :param coordination: leases, marks and wake-ups.
     :param service: the name of this service, which its markers bear.
     :param clock: the system's, or a test's.
+    :param wake_breaker: keeps wake-ups from waiting for a coordination that does not answer.
     :param queue_controls: what operators asked of queues, by their names. A worker reads the rows
         now and then, so that no job costs a query.
     """
@@ -48,6 +49,7 @@ class Runtime:
     coordination: Coordination
     service: str
     clock: Clock = CLOCK
+    wake_breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     queue_controls: dict[str, QueueControl] = field(default_factory=dict)
 
 

@@ -39,8 +39,6 @@ worker_asked           worker_id, wish, actor
 
 from __future__ import annotations
 
-from typing import Any
-
 from django.dispatch import Signal
 
 job_enqueued = Signal()
@@ -71,9 +69,3 @@ item_send_failed = Signal()
 worker_started = Signal()
 worker_stopped = Signal()
 worker_asked = Signal()
-
-
-def send(signal: Signal, sender: str, **kwargs: Any) -> None:
-    """Send to every receiver; what one raises is logged by Django and goes no further."""
-    if signal.receivers:
-        signal.send_robust(sender=sender, **kwargs)

@@ -65,8 +65,8 @@ class Leases(abc.ABC):
     def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:
         """Take a lease on each name that has no live one, all in one round trip.
 
-        A name already held by the same ``token`` is acquired again without a new delivery. The
-        delivery count of a name outlives its lease, so a crash is counted.
+        A name already held by the same ``token`` is acquired again, for ``ttl`` from now, without a
+        new delivery. The delivery count of a name outlives its lease, so a crash is counted.
         """
 
     @abc.abstractmethod

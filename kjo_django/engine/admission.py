@@ -32,7 +32,7 @@ def admit_group(leases: LeaseBook, deliveries: Sequence[Delivery], *, marks: boo
         only read them.
     """
     runtime, now = leases.runtime, timezone.now()
-    keys = [delivery.event_key(runtime.service) for delivery in deliveries]
+    keys = [delivery.key for delivery in deliveries]
     fresh, rows = load_rows(runtime, deliveries, keys if marks else ())
     if not marks:
         fresh = set(keys) - runtime.store.known_markers(keys)

@@ -14,6 +14,7 @@ from kjo_django.exceptions import MessageError
 from kjo_django.messages.headers import Message
 from kjo_django.models import EventKey
 from kjo_django.registry import Handler, route_of
+from kjo_django.runtime import Runtime
 from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import NoSubscription, Record, Subscription, TopicPartition
 
@@ -30,9 +31,13 @@ class Mode(enum.Enum):
     """Nothing to run: the record is dead-lettered."""
 
 
+NO_KEY = EventKey("", "", "")
+
+
 class Delivery:
     """One record on its way through a lane. What many ask of it is worked out once.
 
+    :param service: this process's, under whose name the effects of its messages are marked.
     :param problem: why it is poison.
     :param deliveries: times it was begun since its last durable outcome, this one included.
     """
@@ -44,6 +49,7 @@ class Delivery:
         "handler",
         "is_orphan",
         "is_settled",
+        "key",
         "kind",
         "lease",
         "message",
@@ -64,6 +70,7 @@ class Delivery:
         record: Record,
         subscription: Subscription,
         queue: QueueConf,
+        service: str,
         message: Message | None,
         handler: Handler | None,
         problem: MessageError | None = None,
@@ -104,8 +111,12 @@ class Delivery:
         """What its order is kept by: its record's key, or the item several keys speak of. A record
         without either asks for no order and is a shard of its own, the same one should it be handed
         out again while it still runs here."""
+        self.key = NO_KEY
+        """Of its marker in ``processed_events``."""
         lease_id = None
         if message is not None:
+            owner = handler.service if handler is not None else ""
+            self.key = EventKey(message.id, owner or service, message.type)
             lease_id = message.lease_id
             self.lease = lease_name(queue, lease_id or message.id)
         if lease_id:
@@ -115,23 +126,16 @@ class Delivery:
         else:
             self.shard = (*record.position, queue.consumer_group)
 
-    def event_key(self, service: str) -> EventKey:
-        """Its row in ``processed_events``."""
-        message, handler = self.message, self.handler
-        assert message is not None
-        owner = handler.service if handler is not None else ""
-        return EventKey(message.id, owner or service, message.type)
 
-
-def delivery_of(record: Record, queue: QueueConf, max_bytes: int) -> Delivery | None:
+def delivery_of(record: Record, queue: QueueConf, runtime: Runtime) -> Delivery | None:
     """Return the delivery of a record that no subscription has handed out; None if it is meant for
     others."""
-    subscription = NoSubscription()
+    subscription, service = NoSubscription(), runtime.service
     try:
-        found = route_of(queue.name).read(record, max_bytes=max_bytes)
+        found = route_of(queue.name).read(record, max_bytes=runtime.settings.max_payload_bytes)
     except MessageError as problem:
-        return Delivery(record, subscription, queue, None, None, problem)
-    return None if found is None else Delivery(record, subscription, queue, *found)
+        return Delivery(record, subscription, queue, service, None, None, problem)
+    return None if found is None else Delivery(record, subscription, queue, service, *found)
 
 
 class Ending(enum.Enum):
@@ -151,7 +155,6 @@ class Ending(enum.Enum):
     """Not now: it stays unacknowledged and comes up again here."""
 
 
-NO_KEY = EventKey("", "", "")
 FAILURES = (Ending.RETRIED, Ending.DEAD, Ending.CANCELLED)
 """Endings that are written after the run, in a transaction of their own."""
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -61,6 +61,7 @@ from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.models import EventKey
 from kjo_django.states import JobState
+from kjo_django.transports.base import Subscription
 
 logger = logging.getLogger("kjo_django")
 
@@ -531,10 +532,9 @@ class Pipeline:
     def _without_repeats(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Return the first of a group, and no message twice: its second record is judged when what
         the first ended with is recorded."""
-        service = self._runtime.service
         first: dict[EventKey, Delivery] = {}
         for delivery in deliveries:
-            if first.setdefault(delivery.event_key(service), delivery) is not delivery:
+            if first.setdefault(delivery.key, delivery) is not delivery:
                 break
         return list(first.values())
 
@@ -743,7 +743,10 @@ class Pipeline:
         """Acknowledge, announce and release what is durable. Nothing that is raised here undoes
         that; returns what could not be acknowledged, which is to be done when it comes up again."""
         deferred: list[Delivery] = []
-        for subscription, group in recorder.by_subscription(attempts):
+        groups: defaultdict[Subscription, list[Attempt]] = defaultdict(list)
+        for attempt in attempts:
+            groups[attempt.delivery.subscription].append(attempt)
+        for subscription, group in groups.items():
             try:
                 subscription.acknowledge(
                     [a.delivery.record for a in group if not a.is_acknowledged]
@@ -907,10 +910,9 @@ def send_signals(attempts: Sequence[Attempt]) -> None:
         }
         sender = facts["handler"]
         if attempt.delivery.deliveries > 1:
-            signals.send(signals.job_stalled, sender=sender, attempt=attempt.number, **facts)
+            signals.job_stalled.send_robust(sender=sender, attempt=attempt.number, **facts)
         if attempt.ending is Ending.COMPLETED:
-            signals.send(
-                signals.job_completed,
+            signals.job_completed.send_robust(
                 sender=sender,
                 result=result_of(attempt),
                 attempt=attempt.number,
@@ -918,8 +920,7 @@ def send_signals(attempts: Sequence[Attempt]) -> None:
                 **facts,
             )
         elif attempt.ending is Ending.RETRIED:
-            signals.send(
-                signals.job_retried,
+            signals.job_retried.send_robust(
                 sender=sender,
                 error=attempt.error,
                 attempt=attempt.number,
@@ -927,18 +928,16 @@ def send_signals(attempts: Sequence[Attempt]) -> None:
                 **facts,
             )
         elif attempt.ending is Ending.CANCELLED:
-            signals.send(signals.job_cancelled, sender=sender, **facts)
+            signals.job_cancelled.send_robust(sender=sender, **facts)
         elif attempt.ending is Ending.DEAD:
-            signals.send(
-                signals.job_failed,
+            signals.job_failed.send_robust(
                 sender=sender,
                 error=attempt.error,
                 attempt=attempt.number,
                 reason=str(attempt.reason),
                 **facts,
             )
-            signals.send(
-                signals.message_dead_lettered,
+            signals.message_dead_lettered.send_robust(
                 sender=sender,
                 dead_letter_id=attempt.dead_letter_id or None,
                 queue=facts["queue"],

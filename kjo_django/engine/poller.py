@@ -69,7 +69,7 @@ class Poller:
         on_skipped: Callable[[QueueConf], None] = lambda queue: None,
     ) -> None:
         self._clock = runtime.clock
-        self._settings = runtime.settings
+        self._settings, self._service = runtime.settings, runtime.service
         self._transport = transport
         self.group = group
         self._scheduler = scheduler
@@ -78,7 +78,10 @@ class Poller:
         self._on_error = on_error
         self._on_skipped = on_skipped
         self._queue_of = {queue.topic: queue for queue in reversed(queues)}
+        self._routes = {queue.name: registry.route_of(queue.name) for queue in queues}
         self._queues = {queue.name: queue for queue in queues}
+        self.topics = list(self._queue_of)
+        """The topics it reads."""
         self._subscription: Subscription | None = None
         self._is_draining = False
         self._is_closed = False
@@ -91,14 +94,11 @@ class Poller:
         self._subscribed_at = 0.0
         self._retry_at = 0.0
         self._retry_delay = FIRST_RESTART
+        self._has_error = False
+        """Whether ``on_error`` was called with an outage that has not ended."""
         self.polled_count = 0
         self.rebalanced_at: datetime | None = None
         """When partitions were given to it or taken from it last."""
-
-    @property
-    def topics(self) -> list[str]:
-        """The topics it reads."""
-        return list(self._queue_of)
 
     @property
     def needs_wakeup(self) -> bool:
@@ -146,50 +146,52 @@ class Poller:
     # --- Its own thread ---------------------------------------------------------------------------
 
     def step(self) -> float:
-        """Poll once; return the seconds until the next poll. After a failure it starts over with a
-        new subscription, since a poller that ended would stop all consumption in silence."""
+        """Poll once, after subscribing if needed; return the seconds until the next poll. Raises
+        nothing."""
         pause = self._retry_at - self._clock.monotonic()
         if pause > 0:
             return pause
         try:
-            return self.poll()
+            subscription = self._subscription or self._subscribe()
+            plan = self._pause_and_plan(subscription)
+            if self.is_quiet and subscription.supports_release and self._scheduler.waiting:
+                waiting = self._scheduler.discard(subscription.assignment(), subscription)
+                subscription.release([delivery.record for delivery in waiting])
+            if self._is_draining or self.is_quiet or plan.max_records <= 0:
+                subscription.poll(0, 0.0)
+                return FULL_WAIT
+            # One that is full may have room again before another one brings anything.
+            timeout = FULL_POLL_TIMEOUT if plan.full else POLL_TIMEOUT
+            records = subscription.poll(plan.max_records, timeout)
+            outage = subscription.last_error
+            if outage is not None or self._has_error:
+                self._has_error = outage is not None
+                self._on_error(outage)
+            if records:
+                self.polled_count += len(records)
+                read = [self.read(record, subscription) for record in records]
+                self._scheduler.put([delivery for delivery in read if delivery is not None])
         except Exception as error:
-            logger.exception("Polling %s failed, starting over", ", ".join(self.topics))
-            self._on_error(str(error))
-            try:
-                self.unsubscribe()
-            except Exception as second:
-                logger.warning("The subscription of %s did not close: %s", self.group, second)
-            now = self._clock.monotonic()
-            if now - self._subscribed_at > LAST_RESTART:
-                # It had worked meanwhile: this is another outage.
-                self._retry_delay = FIRST_RESTART
-            delay, self._retry_delay = self._retry_delay, min(2 * self._retry_delay, LAST_RESTART)
-            self._retry_at = now + delay
-            return delay
-
-    def poll(self) -> float:
-        """Poll once, after subscribing if needed; return the seconds until the next poll.
-
-        :raises Exception: the transport's.
-        """
-        subscription = self._subscription or self._subscribe()
-        plan = self._pause_and_plan(subscription)
-        if self.is_quiet and subscription.supports_release and self._scheduler.waiting:
-            waiting = self._scheduler.discard(subscription.assignment(), subscription)
-            subscription.release([delivery.record for delivery in waiting])
-        if self._is_draining or self.is_quiet or plan.max_records <= 0:
-            subscription.poll(0, 0.0)
-            return FULL_WAIT
-        # One that is full may have room again before another one brings anything.
-        timeout = FULL_POLL_TIMEOUT if plan.full else POLL_TIMEOUT
-        records = subscription.poll(plan.max_records, timeout)
-        self._on_error(subscription.last_error)
-        if records:
-            self.polled_count += len(records)
-            read = [self.read(record, subscription) for record in records]
-            self._scheduler.put([delivery for delivery in read if delivery is not None])
+            return self._start_over(error)
         return 0.0
+
+    def _start_over(self, error: Exception) -> float:
+        """Unsubscribe, so that a later step begins a new subscription: a poller that ended would
+        stop all consumption in silence. Returns the seconds until then."""
+        logger.exception("Polling %s failed, starting over", ", ".join(self.topics))
+        self._has_error = True
+        self._on_error(str(error))
+        try:
+            self.unsubscribe()
+        except Exception as second:
+            logger.warning("The subscription of %s did not close: %s", self.group, second)
+        now = self._clock.monotonic()
+        if now - self._subscribed_at > LAST_RESTART:
+            # It had worked meanwhile: this is another outage.
+            self._retry_delay = FIRST_RESTART
+        delay, self._retry_delay = self._retry_delay, min(2 * self._retry_delay, LAST_RESTART)
+        self._retry_at = now + delay
+        return delay
 
     def close(self) -> None:
         """Leave the group: acknowledgements are flushed, the rest is handed back. What runs is not
@@ -226,18 +228,18 @@ class Poller:
     def read(self, record: Record, subscription: Subscription) -> Delivery | None:
         """Return the delivery of a record: its message and its handler, or why it cannot be read.
         None: the record was meant for others, and is acknowledged."""
-        queue = self._queue_of[record.topic]
+        queue, service = self._queue_of[record.topic], self._service
         max_bytes = self._settings.max_payload_bytes
         try:
-            found = registry.route_of(queue.name).read(record, max_bytes=max_bytes)
+            found = self._routes[queue.name].read(record, max_bytes=max_bytes)
         except MessageError as problem:
-            return Delivery(record, subscription, queue, None, None, problem)
+            return Delivery(record, subscription, queue, service, None, None, problem)
         except Exception as error:
             # Raised, it would come again with the record, and nothing behind it would be read.
             logger.exception("A record of %s cannot be read", record.topic)
             why = f"It cannot be read: {type(error).__name__}: {error_text(error)}"
             unread = MessageError("invalid", why)
-            return Delivery(record, subscription, queue, None, None, unread)
+            return Delivery(record, subscription, queue, service, None, None, unread)
         if found is None:
             self._on_skipped(queue)
             subscription.acknowledge([record])
@@ -247,7 +249,7 @@ class Poller:
             # Queues that share a topic: the handler tells them apart.
             candidate = self._queues[handler.options.queue]
             queue = candidate if candidate.topic == record.topic else queue
-        return Delivery(record, subscription, queue, message, handler)
+        return Delivery(record, subscription, queue, service, message, handler)
 
     def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
         """Forget what waits of partitions that go to another consumer, and wait a moment for what

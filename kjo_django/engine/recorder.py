@@ -9,7 +9,7 @@ import enum
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -170,19 +170,14 @@ def publication(attempt: Attempt) -> dict[str, Any]:
 def acknowledge_within(attempts: Sequence[Attempt]) -> None:
     """Acknowledge in the transaction that makes the endings durable, where the transport can join
     it."""
-    joining = [a for a in attempts if a.delivery.subscription.joins_transactions]
-    for subscription, group in by_subscription(joining):
+    groups: defaultdict[Subscription, list[Attempt]] = defaultdict(list)
+    for attempt in attempts:
+        if attempt.delivery.subscription.joins_transactions:
+            groups[attempt.delivery.subscription].append(attempt)
+    for subscription, group in groups.items():
         subscription.acknowledge_in_transaction([a.delivery.record for a in group])
         for attempt in group:
             attempt.is_acknowledged = True
-
-
-def by_subscription(attempts: Sequence[Attempt]) -> list[tuple[Subscription, list[Attempt]]]:
-    """Return the attempts of each subscription."""
-    groups: dict[int, list[Attempt]] = {}
-    for attempt in attempts:
-        groups.setdefault(id(attempt.delivery.subscription), []).append(attempt)
-    return [(group[0].delivery.subscription, group) for group in groups.values()]
 
 
 # --- Outages --------------------------------------------------------------------------------------

@@ -176,16 +176,27 @@ class GroupScheduler:
         deadline = math.inf if timeout is None else self._clock.monotonic() + timeout
         with self._startable:
             while not self.is_stopped:
-                if self._delayed:
-                    self._make_due_keys_ready()
+                while self._delayed and self._delayed[0][0] <= self._clock.monotonic():
+                    self._make_ready_or_forget(heapq.heappop(self._delayed)[2])
                 for name in list(self._ready):
                     if self._may_start(name) and (group := self._form_group(name)) is not None:
                         if self._is_lane_needed():
                             self._startable.notify()
                         return group
-                if deadline <= self._clock.monotonic():
+                now = self._clock.monotonic()
+                if deadline <= now:
                     return None
-                self._wait(deadline)
+                # Of the lanes that wait for a notification one waits for the first delayed key.
+                due = self._delayed[0][0] if self._delayed else math.inf
+                watches = due < self._watched_until
+                if watches:
+                    self._watched_until = due
+                end = min(deadline, due) if watches else deadline
+                try:
+                    self._startable.wait(None if end == math.inf else max(0.0, end - now))
+                finally:
+                    if watches and self._watched_until == due:
+                        self._watched_until = math.inf
         return None
 
     def _is_lane_needed(self) -> bool:
@@ -194,25 +205,6 @@ class GroupScheduler:
         if any(map(self._may_start, self._ready)):
             return True
         return bool(self._delayed) and self._delayed[0][0] < self._watched_until
-
-    def _wait(self, deadline: float) -> None:
-        """Wait for a notification, or for the first delayed key if no other lane does."""
-        due = self._delayed[0][0] if self._delayed else math.inf
-        watches = due < self._watched_until
-        end = min(deadline, due) if watches else deadline
-        if watches:
-            self._watched_until = due
-        try:
-            seconds = None if end == math.inf else max(0.0, end - self._clock.monotonic())
-            self._startable.wait(seconds)
-        finally:
-            if watches and self._watched_until == due:
-                self._watched_until = math.inf
-
-    def _make_due_keys_ready(self) -> None:
-        now = self._clock.monotonic()
-        while self._delayed and self._delayed[0][0] <= now:
-            self._make_ready_or_forget(heapq.heappop(self._delayed)[2])
 
     def _make_ready_or_forget(self, key: KeyQueue) -> None:
         if key.waiting:
@@ -327,63 +319,64 @@ class GroupScheduler:
 
     def finish(
         self,
-        group: Group,
+        group: Group | None,
         deferred: Collection[Delivery] = (),
         delay: float = 0.0,
         *,
         started: Collection[Delivery] = (),
+        coroutines: Iterable[Delivery] = (),
     ) -> None:
         """Free the lane and the keys of a group. The lane takes the next group itself and wakes
         others for the rest.
 
+        :param group: None: no lane is free, the keys of ``coroutines`` are.
         :param deferred: deliveries to run again, after ``delay`` seconds and before anything that
             came later with their keys; those that are another consumer's by now are forgotten.
             Orphans found in the group have waited for nothing yet: they may run at once.
-        :param started: coroutines that go on: ``finish_coroutines`` frees their keys.
+        :param started: coroutines of the group that go on.
+        :param coroutines: those that went on after their group's end, and have ended.
         """
+        ended = coroutines if group is None else [d for d in group.deliveries if d not in started]
         with self._startable:
-            if group.deliveries[0] is self._orphan:
-                self._orphan = None
-            self._groups[group.queue] -= 1
-            self._idle += 1
-            self._end([d for d in group.deliveries if d not in started], deferred, delay)
+            if group is not None:
+                if group.deliveries[0] is self._orphan:
+                    self._orphan = None
+                self._groups[group.queue] -= 1
+                self._idle += 1
+            keys: dict[object, list[Delivery]] = {}
+            """The keys that are free now, and what of each has to run again."""
+            gone: list[tuple[Subscription, TopicPartition]] = []
+            deferred = set(deferred)
+            for delivery in ended:
+                self._running.remove(delivery)
+                if delivery.mode is Mode.CONCURRENT:
+                    self._coroutines[self._keys[delivery.shard].queue] -= 1
+                returned = keys.setdefault(delivery.shard, [])
+                if delivery in deferred:
+                    self._left += 1
+                    if delivery.subscription.holds(delivery.record):
+                        returned.append(delivery)
+                        continue
+                gone.append((delivery.subscription, delivery.place))
+            self._held.subtract(gone)
+            for shard, returned in keys.items():
+                key = self._keys[shard]
+                key.waiting[:0] = returned
+                self.waiting += len(returned)
+                if returned and delay > 0 and not returned[0].is_orphan:
+                    until = self._clock.monotonic() + delay
+                    heapq.heappush(self._delayed, (until, next(self._tickets), key))
+                else:
+                    self._make_ready_or_forget(key)
+            self._ended.notify_all()
+            if group is None and self._is_lane_needed():
+                self._startable.notify()
 
     def finish_coroutines(
         self, deliveries: Iterable[Delivery], deferred: Collection[Delivery] = (), delay: float = 0
     ) -> None:
         """Free the keys of coroutines that went on after their group's end; see ``finish``."""
-        with self._startable:
-            self._end(deliveries, deferred, delay)
-            if self._is_lane_needed():
-                self._startable.notify()
-
-    def _end(self, ended: Iterable[Delivery], deferred: Collection[Delivery], delay: float) -> None:
-        keys: dict[object, list[Delivery]] = {}
-        """The keys that are free now, and what of each has to run again."""
-        gone: list[tuple[Subscription, TopicPartition]] = []
-        deferred = set(deferred)
-        for delivery in ended:
-            self._running.remove(delivery)
-            if delivery.mode is Mode.CONCURRENT:
-                self._coroutines[self._keys[delivery.shard].queue] -= 1
-            returned = keys.setdefault(delivery.shard, [])
-            if delivery in deferred:
-                self._left += 1
-                if delivery.subscription.holds(delivery.record):
-                    returned.append(delivery)
-                    continue
-            gone.append((delivery.subscription, delivery.place))
-        self._held.subtract(gone)
-        for shard, returned in keys.items():
-            key = self._keys[shard]
-            key.waiting[:0] = returned
-            self.waiting += len(returned)
-            if returned and delay > 0 and not returned[0].is_orphan:
-                until = self._clock.monotonic() + delay
-                heapq.heappush(self._delayed, (until, next(self._tickets), key))
-            else:
-                self._make_ready_or_forget(key)
-        self._ended.notify_all()
+        self.finish(None, deferred, delay, coroutines=deliveries)
 
     # --- Control ----------------------------------------------------------------------------------
 

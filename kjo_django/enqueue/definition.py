@@ -15,7 +15,6 @@ from django.db.models.signals import post_save
 from django.utils import timezone
 
 from kjo_django import registry
-from kjo_django.conf import QueueConf
 from kjo_django.enqueue.storing import (
     EnqueueResult,
     check_payload_size,
@@ -149,7 +148,8 @@ class JobDefinition:
             )
         runtime = current_runtime()
         key, data = self._key_and_bytes(payload, self.options.id, runtime)
-        return store([self._row(key, data, runtime)], runtime=runtime)[0]
+        row = new_job(self.options, self.handler.options, key, data, runtime)
+        return store([row], runtime=runtime)[0]
 
     async def aenqueue(self, /, *arguments: Never, **payload: Any) -> EnqueueResult:
         """``enqueue`` from asynchronous code."""
@@ -185,14 +185,14 @@ class JobDefinition:
             raise
         if not data:
             return []
-        alike = self._row(keys[0], data[0], runtime)
+        alike = new_job(self.options, self.handler.options, keys[0], data[0], runtime)
         return store_alike(alike, unique_ids, keys, data, runtime)
 
     def build(self, payload: dict[str, Any]) -> Job:
         """Return the unsaved row of a job; everything is validated here, before any write."""
         runtime = current_runtime()
         key, data = self._key_and_bytes(payload, self.options.id, runtime)
-        return self._row(key, data, runtime)
+        return new_job(self.options, self.handler.options, key, data, runtime)
 
     def _key_and_bytes(
         self, payload: dict[str, Any], id: str | None, runtime: Runtime
@@ -215,53 +215,38 @@ class JobDefinition:
             raise too_large(len(data), runtime.settings.max_payload_bytes)
         return key, data
 
-    def _row(self, key: str, payload: bytes, runtime: Runtime) -> Job:
-        declared, given = self.handler.options, self.options
-        name = known_queue(given.queue) if given.queue else declared.queue
-        queue = runtime.settings.queue(name)
-        ttl = given.result_ttl or declared.result_ttl or queue.result_ttl
-        return new_job(
-            given,
-            queue=queue,
-            handler=declared.name,
-            payload=payload,
-            serializer=declared.serializer,
-            key=key,
-            max_attempts=given.max_attempts or declared.max_attempts or queue.max_attempts,
-            result_ttl=ttl if isinstance(ttl, int) else ttl // timedelta(milliseconds=1),
-        )
-
 
 def new_job(
-    options: EnqueueOptions,
-    *,
-    queue: QueueConf,
-    handler: str,
-    payload: bytes,
-    serializer: Serializer,
+    given: EnqueueOptions,
+    declared: registry.HandlerOptions,
     key: str,
-    max_attempts: int,
-    result_ttl: int,
+    payload: bytes,
+    runtime: Runtime,
 ) -> Job:
     """Return the unsaved row of a job with everything resolved.
 
-    :param payload: ``dumped`` by this serializer.
+    :param given: the options of this enqueue; what they leave open ``declared`` says, and what that
+        leaves open its queue.
+    :param payload: ``dumped`` by the declared serializer.
     """
+    name = known_queue(given.queue) if given.queue else declared.queue
+    queue = runtime.settings.queue(name)
+    ttl = given.result_ttl or declared.result_ttl or queue.result_ttl
     now = timezone.now()
     return Job(
         id=uuid7(),
         queue=queue.name,
-        handler=handler,
-        unique_id=options.id,
+        handler=declared.name,
+        unique_id=given.id,
         key=key,
-        max_attempts=max_attempts,
+        max_attempts=given.max_attempts or declared.max_attempts or queue.max_attempts,
         payload=payload,
-        content_type=serializer.content_type,
-        headers={**inherited(), **(options.headers or {})} or None,
-        available_at=options.run_at or (now + options.delay if options.delay else now),
-        expires_at=options.expires_at,
+        content_type=declared.serializer.content_type,
+        headers={**inherited(), **(given.headers or {})} or None,
+        available_at=given.run_at or (now + given.delay if given.delay else now),
+        expires_at=given.expires_at,
         created_at=now,
-        result_ttl=result_ttl,
+        result_ttl=ttl if isinstance(ttl, int) else ttl // timedelta(milliseconds=1),
     )
 
 

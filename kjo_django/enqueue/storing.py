@@ -22,7 +22,7 @@ import math
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
@@ -31,13 +31,10 @@ from django.db.models.base import ModelState
 from django.utils import timezone
 
 from kjo_django import garbage_collection, registry, signals, states, tracing
-from kjo_django.clock import CLOCK
 from kjo_django.conf import QueueConf, get_settings
-from kjo_django.coordination.base import CircuitBreaker, Coordination
 from kjo_django.exceptions import CoordinationError, PayloadError, StorageError
 from kjo_django.ids import uuid7, uuid7s
 from kjo_django.messages import headers as names
-from kjo_django.messages.headers import job_headers
 from kjo_django.messages.serializers import load_result, serializer_for, storable_text
 from kjo_django.models import ORIGIN_ID, Job, transition
 from kjo_django.runtime import Runtime, current_runtime, get_transport, transport_class
@@ -471,16 +468,16 @@ def record_of(
     # Without a key of its own a job is its own key: partitions fill evenly, nothing waits.
     key: bytes | None = (job.key or id).encode()
     value: bytes | None = bytes(job.payload)
-    headers = job_headers(
-        id=names.message_id((job.headers or {}).get(ORIGIN_ID) or id, job.generation),
-        type=job.handler,
-        job_id=id,
-        service=current_runtime().service if service is None else service,
-        generation=job.generation,
-        attempt=job.attempts + 1,
-        content_type=job.content_type,
-        extra=job.headers,
-    )
+    service = current_runtime().service if service is None else service
+    origin = (job.headers or {}).get(ORIGIN_ID) or id
+    headers = names.from_row(job.headers) if job.headers else {}
+    headers[names.ID] = names.message_id(origin, job.generation).encode()
+    headers[names.TYPE] = job.handler.encode()
+    headers[names.JOB_ID] = id.encode()
+    headers[names.SERVICE] = service.encode()
+    headers[names.GENERATION] = b"%d" % job.generation
+    headers[names.ATTEMPT] = b"%d" % (job.attempts + 1)
+    headers[names.CONTENT_TYPE] = job.content_type.encode()
     if job.headers:
         # A message nobody enqueued here keeps the key it came with.
         key = headers.pop(names.RAW_KEY, key)
@@ -538,19 +535,18 @@ def topic_channel(topic: str) -> str:
     return f"kjo:topic:{topic}"
 
 
+@dataclass(slots=True, eq=False)
 class _AfterCommit:
-    """The wake-ups and signals of one transaction, made once it is committed."""
+    """The wake-ups and signals of one transaction."""
 
-    def __init__(self) -> None:
-        self.channels: set[str] = set()
-        self.enqueued: list[dict[str, Any]] = []
-        # Django logs a robust callback that failed by this name, and fails itself without it.
-        self.__qualname__ = type(self).__qualname__
+    channels: set[str] = field(default_factory=set)
+    enqueued: list[dict[str, Any]] = field(default_factory=list)
 
-    def __call__(self) -> None:
+    def send(self) -> None:
+        """Send them; called once the transaction is committed."""
         wake(*self.channels)
         for facts in self.enqueued:
-            signals.send(signals.job_enqueued, sender=facts["handler"], **facts)
+            signals.job_enqueued.send_robust(sender=facts["handler"], **facts)
 
 
 def after_commit(using: str, channel: str, enqueued: Iterable[dict[str, Any]] = ()) -> None:
@@ -559,24 +555,18 @@ def after_commit(using: str, channel: str, enqueued: Iterable[dict[str, Any]] = 
     Outside a transaction it happens at once; rolled back, it never happens.
     """
     connection = transaction.get_connection(using)
-    after: Any = None
+    after, is_new = _AfterCommit(), True
     if connection.in_atomic_block and connection.run_on_commit:
         savepoints, function, _robust = connection.run_on_commit[-1]
+        last = getattr(function, "__self__", None)
         # Only an entry of the same savepoints shares this job's fate.
-        if isinstance(function, _AfterCommit) and savepoints == set(connection.savepoint_ids):
-            after = function
-    is_new = after is None
-    if is_new:
-        after = _AfterCommit()
+        if isinstance(last, _AfterCommit) and savepoints == set(connection.savepoint_ids):
+            after, is_new = last, False
     after.channels.add(channel)
     if signals.job_enqueued.receivers:
         after.enqueued.extend(enqueued)
     if is_new:
-        transaction.on_commit(after, using=using, robust=True)
-
-
-_breaker: tuple[Coordination | None, CircuitBreaker] = (None, CircuitBreaker())
-"""The coordination that was called last, and whether it lets callers wait in vain."""
+        transaction.on_commit(after.send, using=using, robust=True)
 
 
 def wake(*channels: str) -> None:
@@ -586,16 +576,12 @@ def wake(*channels: str) -> None:
     A call is worth little time, and a web request or a lane waits for it: a circuit breaker keeps
     callers from waiting for a server that does not answer.
     """
-    global _breaker
-    coordination = current_runtime().coordination
-    if _breaker[0] is not coordination:
-        _breaker = coordination, CircuitBreaker()
-    breaker = _breaker[1]
+    runtime = current_runtime()
+    breaker, began = runtime.wake_breaker, runtime.clock.monotonic()
     if breaker.is_open():
         return
-    began = CLOCK.monotonic()
     try:
-        coordination.notify(*channels)
+        runtime.coordination.notify(*channels)
     except CoordinationError as error:
         breaker.record_failure(began)
         called = ", ".join(channels)

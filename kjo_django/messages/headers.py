@@ -336,29 +336,6 @@ def message_id(id: str, generation: int) -> str:
     return id if generation <= 1 else f"{id}:{generation}"
 
 
-def job_headers(
-    *,
-    id: str,
-    type: str,
-    job_id: str,
-    service: str,
-    generation: int,
-    attempt: int,
-    content_type: str,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, bytes]:
-    """Return the headers of a job's message; ours win over ``extra``."""
-    result = from_row(extra) if extra else {}
-    result[ID] = id.encode()
-    result[TYPE] = type.encode()
-    result[JOB_ID] = job_id.encode()
-    result[SERVICE] = service.encode()
-    result[GENERATION] = b"%d" % generation
-    result[ATTEMPT] = b"%d" % attempt
-    result[CONTENT_TYPE] = content_type.encode()
-    return result
-
-
 def read_message(
     value: bytes | None,
     headers: Mapping[str, bytes],

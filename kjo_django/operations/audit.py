@@ -8,7 +8,6 @@ from typing import Any
 
 from django.dispatch import Signal
 
-from kjo_django import signals
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations.safe_text import InertName, inert
 
@@ -22,9 +21,7 @@ def send_signals(signal: Signal, rows: Iterable[Job | DeadLetter], **facts: Any)
             ids = {"job_id": str(row.pk), "unique_id": row.unique_id}
         else:
             ids = {"dead_letter_id": str(row.pk)}
-        signals.send(
-            signal, sender=row.handler, queue=row.queue, handler=row.handler, **ids, **facts
-        )
+        signal.send_robust(sender=row.handler, queue=row.queue, handler=row.handler, **ids, **facts)
 
 
 def log_change(verb: str, count: int, actor: str) -> None:

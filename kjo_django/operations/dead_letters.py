@@ -695,7 +695,7 @@ class Reprocessor:
 
     def run(self, record: Record, queue: QueueConf) -> str:
         """Run a record as one of the queue's; return how it ended."""
-        delivery = delivery_of(record, queue, get_settings().max_payload_bytes)
+        delivery = delivery_of(record, queue, self._leases.runtime)
         if delivery is None:
             return SKIPPED
         self._leases.show_alive()

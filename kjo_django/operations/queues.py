@@ -145,7 +145,7 @@ def _change(
             if on_changed is not None:
                 on_changed([rows.get(queue=queue)])
             announce = functools.partial(
-                signals.send, signal, sender=queue, queue=queue, actor=actor, **facts
+                signal.send_robust, sender=queue, queue=queue, actor=actor, **facts
             )
             on_commit(using, announce)
     return bool(changed)

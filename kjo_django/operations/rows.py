@@ -104,7 +104,7 @@ def lock(rows: QuerySet[M], keys: Sequence[Any]) -> list[M]:
     return list(wanted)
 
 
-def on_commit(using: str, function: Callable[[], None]) -> None:
+def on_commit(using: str, function: Callable[[], object]) -> None:
     """Call a function once the current transaction is committed; what it raises is logged."""
     transaction.on_commit(function, using=using, robust=True)
 

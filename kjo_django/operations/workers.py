@@ -198,7 +198,7 @@ def _ask(
             for worker in changed:
                 facts = {"worker_id": str(worker.pk), "wish": str(wish), "actor": actor}
                 announce = functools.partial(
-                    signals.send, signals.worker_asked, sender=worker.name, **facts
+                    signals.worker_asked.send_robust, sender=worker.name, **facts
                 )
                 on_commit(using, announce)
     return outcomes

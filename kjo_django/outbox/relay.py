@@ -289,9 +289,8 @@ class Relay:
                 while True:
                     mine = self._leases.take(self._awake())
                     self._leases.busy_since = self._clock.monotonic()
-                    while mine and self.publish_due(mine):
-                        mine = self._leases.take(self._awake())
-                        self._leases.busy_since = self._clock.monotonic()
+                    if mine and self.publish_due(mine):
+                        continue
                     self._leases.busy_since = None
                     others = set(self._awake()) - set(mine)
                     left = sorted(one for one in others if self._seconds_until_due([one], 1.0) <= 0)
@@ -333,64 +332,65 @@ class Relay:
         self._is_called = True
 
     def step(self) -> float:
-        """Do one round; raises nothing.
+        """Publish a batch of what is due, or learn when something will be; raises nothing.
 
-        :returns: seconds until the next one is wanted, or until ``call``; 0 if it is at once.
+        Called, it looks for the rows at once: every read before that is time somebody's job waits.
+        Otherwise a read comes first: an idle relay, or one on standby, writes nothing.
+
+        :returns: seconds until the next step is wanted, or until ``call``; 0 if it is at once.
         """
-        now = self._clock.monotonic()
-        if now < self._failed_until:
-            return self._failed_until - now
+        began = self._clock.monotonic()
+        if began < self._failed_until:
+            return self._failed_until - began
         try:
-            delay = self._round()
+            was_called, self._is_called = self._is_called, False
+            longest, delay = self._settings.poll_interval.total_seconds(), 0.0
+            awake = self._awake() if self._queue_backoff else self.queues
+            if not was_called:
+                if self._publications.unrecorded:
+                    self._publications.record_missing()
+                    # As long as another relay has no reason to publish them again.
+                    self._leases.take(awake)
+                delay = self._seconds_until_due(awake, longest)
+            if delay <= 0:
+                mine = self._leases.take(awake)
+                self._leases.busy_since = self._clock.monotonic()
+                count = self.publish_due(mine) if mine else 0
+                if self._publications.unrecorded and self._publications.are_overdue:
+                    self._publications.record_missing()
+                if count >= self._settings.relay_batch_size:
+                    self._is_called, delay = True, 0.0
+                elif count:
+                    delay = SOON
+                else:
+                    # Called for a job that is due later, or for one of another relay's.
+                    delay = 0.0 if was_called else min(STANDBY, longest)
         except Exception as error:
-            # Whatever it is: a relay that dies of it leaves every later job unpublished.
-            delay = self._failure_delay
-            message = "The relay cannot work, trying again in %.0f s: %s"
-            logger.error(message, delay, error, exc_info=not isinstance(error, OUTAGES))
-            self._has_told_of_outage = True
-            self._on_error(str(error))
-            drop_broken(self._runtime.database)
-            self._failed_until = self._clock.monotonic() + delay
-            self._failure_delay, self._is_called = min(delay * 2, LONGEST_BACKOFF), False
-            if self._failing_since is None:
-                self._failing_since = now
-            # Another relay would publish again what this one has yet to record.
-            has_unrecorded = bool(self._publications.unrecorded)
-            self._leases.busy_since = self._failing_since if has_unrecorded else None
-            return delay
+            return self._pause_after(error, began)
         self._failure_delay, self._failing_since = 1.0, None
         self._leases.busy_since = None
         return delay
 
-    def _round(self) -> float:
-        """Publish a batch of what is due, or learn when something will be.
+    def _pause_after(self, error: Exception, began: float) -> float:
+        """Let no step do anything for a while after an error, whatever it is: a relay that dies of
+        it leaves every later job unpublished. Returns the seconds.
 
-        Called, it looks for the rows at once: every read before that is time somebody's job waits.
-        Otherwise a read comes first: an idle relay, or one on standby, writes nothing.
+        :param began: when the step that met it began (monotonic).
         """
-        longest = self._settings.poll_interval.total_seconds()
-        was_called, self._is_called = self._is_called, False
-        awake = self._awake() if self._queue_backoff else self.queues
-        if not was_called:
-            if self._publications.unrecorded:
-                self._publications.record_missing()
-                # As long as another relay has no reason to publish them again.
-                self._leases.take(awake)
-            until_due = self._seconds_until_due(awake, longest)
-            if until_due > 0:
-                return until_due
-        mine = self._leases.take(awake)
-        self._leases.busy_since = self._clock.monotonic()
-        count = self.publish_due(mine) if mine else 0
-        if self._publications.unrecorded and self._publications.are_overdue:
-            self._publications.record_missing()
-        if count >= self._settings.relay_batch_size:
-            self._is_called = True
-            return 0.0
-        if count:
-            return SOON
-        # Called for a job that is due later, or for one of another relay's.
-        return 0.0 if was_called else min(STANDBY, longest)
+        delay = self._failure_delay
+        message = "The relay cannot work, trying again in %.0f s: %s"
+        logger.error(message, delay, error, exc_info=not isinstance(error, OUTAGES))
+        self._has_told_of_outage = True
+        self._on_error(str(error))
+        drop_broken(self._runtime.database)
+        self._failed_until = self._clock.monotonic() + delay
+        self._failure_delay, self._is_called = min(delay * 2, LONGEST_BACKOFF), False
+        if self._failing_since is None:
+            self._failing_since = began
+        # Another relay would publish again what this one has yet to record.
+        has_unrecorded = bool(self._publications.unrecorded)
+        self._leases.busy_since = self._failing_since if has_unrecorded else None
+        return delay
 
     def _listen(self) -> None:
         try:
@@ -433,6 +433,9 @@ def drop_broken(using: str) -> None:
 # --- Recording where messages went ----------------------------------------------------------------
 
 
+_Call = tuple[Future[set[UUID]], Callable[[], set[UUID]]]
+
+
 class Publications:
     """What one relay has published, until the database knows of it.
 
@@ -446,7 +449,8 @@ class Publications:
         self.unrecorded: dict[UUID, Publication] = {}
         """By its job: what has been published though the job's row does not say so."""
         self._tried_at = 0.0
-        self._thread: _RecordingThread | None = None
+        self._calls: SimpleQueue[_Call | None] | None = None
+        """What a thread of its own, which there is only in a backlog, does one after the other."""
         self._begun: tuple[Sequence[Publication], Future[set[UUID]]] | None = None
 
     @property
@@ -462,10 +466,18 @@ class Publications:
         :raises DatabaseError: nothing, or not all, could be recorded; ``record_missing`` tries it
             again.
         """
+        store, now = self._runtime.store, self._runtime.clock.now()
         if not self.unrecorded:
             self._tried_at = self._runtime.clock.monotonic()
         self.unrecorded.update((one.job.id, one) for one in published)
-        self._forget(published, _write(self._runtime, published))
+        jobs = [one for one in published if not one.job.destination]
+        locked = store.record_published(jobs, now) if jobs else set()
+        if len(jobs) < len(published):
+            records = [one for one in published if one.job.destination]
+            storing.record_forwarded(store, records, now)
+        for one in published:
+            if one.job.id not in locked:
+                del self.unrecorded[one.job.id]
 
     def begin(self, published: Sequence[Publication]) -> None:
         """Record where the messages of a batch went while the caller sends the next; ``finish``
@@ -484,9 +496,16 @@ class Publications:
         if not is_beside or not jobs:
             self.record(published)
             return
-        if self._thread is None:
-            self._thread = _RecordingThread()
-        self._begun = jobs, self._thread.submit(functools.partial(_write, self._runtime, jobs))
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            # A daemon: one that hangs in a database that is frozen must not keep the process from
+            # ending.
+            threading.Thread(
+                target=_run_calls, args=(self._calls,), name="kjo-relay-records", daemon=True
+            ).start()
+        write = functools.partial(store.record_published, jobs, self._runtime.clock.now())
+        self._begun = jobs, Future()
+        self._calls.put((self._begun[1], write))
         self.record([one for one in published if one.job.destination])
 
     def finish(self) -> None:
@@ -494,9 +513,9 @@ class Publications:
 
         :raises DatabaseError: it could not be recorded; ``record_missing`` tries it again.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.submit(None)
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            calls.put(None)
         self._wait()
 
     def record_missing(self) -> None:
@@ -520,65 +539,29 @@ class Publications:
     def _wait(self) -> None:
         begun, self._begun = self._begun, None
         if begun is not None:
-            jobs, locked = begun
-            self._forget(jobs, locked.result())
-
-    def _forget(self, published: Sequence[Publication], locked: Collection[UUID]) -> None:
-        for one in published:
-            if one.job.id not in locked:
-                del self.unrecorded[one.job.id]
+            jobs, locked = begun[0], begun[1].result()
+            for one in jobs:
+                if one.job.id not in locked:
+                    del self.unrecorded[one.job.id]
 
 
-class _RecordingThread:
-    """A thread with a database connection of its own.
-
-    A daemon: one that hangs in a database that is frozen must not keep the process from ending.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Future[set[UUID]], Callable[[], set[UUID]] | None]] = (
-            SimpleQueue()
-        )
-        threading.Thread(target=self._run, name="kjo-relay-records", daemon=True).start()
-
-    def submit(self, call: Callable[[], set[UUID]] | None) -> Future[set[UUID]]:
-        """Have it called after those before, and return its future; None ends the thread."""
-        future: Future[set[UUID]] = Future()
-        self._calls.put((future, call))
-        return future
-
-    def _run(self) -> None:
-        future, call = self._calls.get()
-        while call is not None:
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-                # Whatever is wrong with its connection, the next call has a new one.
-                _close_connections()
-            future, call = self._calls.get()
-        _close_connections()
+def _run_calls(calls: SimpleQueue[_Call | None]) -> None:
+    """Run calls, in a thread with a database connection of its own, until None comes."""
+    while (task := calls.get()) is not None:
+        future, call = task
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+            # Whatever is wrong with its connection, the next call has a new one.
+            _close_connections()
+    _close_connections()
 
 
 def _close_connections() -> None:
     # One that cannot even be closed is not worth a thread that others wait for.
     with suppress(DatabaseError, InterfaceError):
         connections.close_all()
-
-
-def _write(runtime: Runtime, published: Sequence[Publication]) -> set[UUID]:
-    """Record where messages went; return the jobs whose rows were locked, or are gone."""
-    now = runtime.clock.now()
-    by_topic: dict[str, list[Publication]] = {}
-    for one in published:
-        if not one.job.destination:
-            by_topic.setdefault(one.topic, []).append(one)
-    locked: set[UUID] = set()
-    for topic, jobs in by_topic.items():
-        locked |= runtime.store.record_published(topic, jobs, now)
-    if records := [one for one in published if one.job.destination]:
-        storing.record_forwarded(runtime.store, records, now)
-    return locked
 
 
 # --- Leases: for each queue one relay publishes, the others stand by ------------------------------
@@ -622,15 +605,12 @@ class RelayLeases:
             return list(queues)
         try:
             claims = self._coordination.claim(list(names), self._token, LEASE_TTL)
-            held = [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
-            if held:
-                self._coordination.renew(held, self._token, LEASE_TTL)
         except CoordinationError as error:
             self._breaker.record_failure(began)
             logger.warning("Relaying without a lease: %s", error)
             return list(queues)
         self._breaker.record_success()
-        mine = [names[name] for name in held]
+        mine = [names[name] for name, claim in zip(names, claims, strict=True) if claim.acquired]
         self._held = frozenset(mine)
         self._sure_until = began + LEASE_TTL.total_seconds() / 3
         self.valid_until = began + LEASE_TTL.total_seconds()

@@ -161,16 +161,14 @@ def _announce(
         notify_waiters({names.text(record.headers, names.REPLY_TO)})
     facts = {"queue": job.queue, "handler": job.handler, "error": error}
     facts["reason"] = str(letter.reason)
-    signals.send(
-        signals.job_failed,
+    signals.job_failed.send_robust(
         sender=job.handler,
         job_id=str(job.id),
         unique_id=unique_id,
         attempt=job.attempts + 1,
         **facts,
     )
-    signals.send(
-        signals.message_dead_lettered,
+    signals.message_dead_lettered.send_robust(
         sender=job.handler,
         dead_letter_id=str(letter.pk),
         **facts,

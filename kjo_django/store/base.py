@@ -425,9 +425,7 @@ class Store:
         rows = self._awaiting_publish(without, without_topics).filter(queue__in=queues)
         return rows.order_by("available_at").values_list("available_at", flat=True).first()
 
-    def record_published(
-        self, topic: str, published: Sequence[Publication], now: datetime
-    ) -> set[UUID]:
+    def record_published(self, published: Sequence[Publication], now: datetime) -> set[UUID]:
         """Write where messages went into the rows of their jobs, unless a job has moved on.
 
         :returns: the ids of the jobs whose rows others had locked, or which are gone; a lock is not
@@ -446,7 +444,7 @@ class Store:
                     *(topic, partition, offset, since),
                     *(prepare_id(job.id, connection), job.generation, job.attempts),
                 )
-                for job, _, partition, offset in published
+                for job, topic, partition, offset in published
                 if job.id in free
             ]
             with connection.cursor() as cursor:

@@ -375,18 +375,22 @@ class PostgresStore(Store):
         parameters = [list(queues), list(without_topics), array_text(without)]
         return next((due for (due,) in self._execute(_NEXT, parameters)), None)
 
-    def record_published(
-        self, topic: str, published: Sequence[Publication], now: datetime
-    ) -> set[UUID]:
+    def record_published(self, published: Sequence[Publication], now: datetime) -> set[UUID]:
         """Record all in one round trip, at the server's time."""
-        rows = [
-            (job.id, job.generation, job.attempts, partition, offset)
-            for job, _, partition, offset in published
+        jobs = [one.job for one in published]
+        ids = array_text([job.id for job in jobs])
+        parameters = [
+            ids,
+            ids,
+            array_text([job.generation for job in jobs]),
+            array_text([job.attempts for job in jobs]),
+            text_array([one.topic for one in published]),
+            array_text([one.partition for one in published]),
+            array_text([one.offset for one in published]),
+            states.TRANSITIONS["publish"],
+            connections[self.alias].in_atomic_block,
+            ids,
         ]
-        columns = [array_text(column) for column in zip(*rows, strict=True)]
-        expected = states.TRANSITIONS["publish"]
-        is_inside = connections[self.alias].in_atomic_block
-        parameters = [columns[0], *columns, expected, topic, is_inside, columns[0]]
         return {id for (id,) in self._execute(_RECORD_PUBLISHED, parameters)}
 
     def complete_forwarded(self, published: Sequence[Publication], now: datetime) -> None:
@@ -592,13 +596,13 @@ WITH free AS MATERIALIZED (
     SELECT id, generation, attempts, state FROM kjo_job WHERE id = ANY(%s::uuid[])
     FOR NO KEY UPDATE SKIP LOCKED
 ), sent AS MATERIALIZED (
-    SELECT v.id, v.partition, v.position
-    FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::int[], %s::bigint[])
-        AS v (id, generation, attempts, partition, position)
+    SELECT v.id, v.topic, v.partition, v.position
+    FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::text[], %s::int[], %s::bigint[])
+        AS v (id, generation, attempts, topic, partition, position)
     JOIN free USING (id)
     WHERE free.generation = v.generation AND free.attempts = v.attempts AND free.state = ANY(%s)
 ), recorded AS (
-    UPDATE kjo_job SET state = 'queued', topic = %s, partition = sent.partition,
+    UPDATE kjo_job SET state = 'queued', topic = sent.topic, partition = sent.partition,
         "offset" = sent.position, queued_at = now()
     FROM sent, set_config(
         'synchronous_commit',

@@ -290,7 +290,7 @@ def _delivery_of(job: Job) -> Delivery:
         headers=dict(sent.headers),
         timestamp=timezone.now(),
     )
-    delivery = delivery_of(record, queue, get_settings().max_payload_bytes)
+    delivery = delivery_of(record, queue, current_runtime())
     if delivery is None:
         raise AssertionError(f"The route of queue {queue.name!r} does not take job {job.pk}")
     return delivery

@@ -8,6 +8,7 @@ starts no thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -54,18 +55,14 @@ class Duty(Protocol):
         return
 
 
-class DutyThread:
-    """Takes the steps of some duties on one thread, until it is stopped."""
+class DutyThread(threading.Thread):
+    """Takes the steps of some duties, until it is stopped."""
 
     def __init__(self, runtime: Runtime, name: str, duties: Sequence[Duty]) -> None:
+        super().__init__(name=name, daemon=True)
         self._clock = runtime.clock
         self._duties = duties
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def stop(self) -> None:
         """Let the thread end after the step it takes; thread-safe, returns at once."""
@@ -73,12 +70,8 @@ class DutyThread:
         for duty in self._duties:
             duty.wake()
 
-    def join(self, timeout: float) -> bool:
-        """Wait so many seconds for the thread's end; return whether it has ended."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Take the steps."""
         longest = LONGEST.total_seconds()
         try:
             while not self._stopping.is_set():
@@ -107,7 +100,34 @@ class DutyThread:
         drop_broken_connections()
 
 
-class LeasedDuty:
+class PeriodicDuty(Duty):
+    """A duty that does its work in rounds.
+
+    :param pause: seconds from the end of a round to the next one; a round may change it.
+    :param first_after: seconds until the first round.
+    """
+
+    def __init__(self, runtime: Runtime, pause: float, *, first_after: float = 0.0) -> None:
+        self._runtime = runtime
+        self._clock = runtime.clock
+        self.pause = pause
+        self._due_at = self._clock.monotonic() + first_after
+
+    def work(self) -> None:
+        """Do a round. What an error keeps from being done is left to the next round."""
+        raise NotImplementedError
+
+    def step(self) -> float:
+        """Do a round if one is due."""
+        if self._clock.monotonic() >= self._due_at:
+            try:
+                self.work()
+            finally:
+                self._due_at = self._clock.monotonic() + self.pause
+        return self._due_at - self._clock.monotonic()
+
+
+class LeasedDuty(PeriodicDuty):
     """A duty of every worker that a lease keeps all but one of them from. Should two of them do it
     all the same, nothing breaks.
 
@@ -116,30 +136,19 @@ class LeasedDuty:
 
     leases: Collection[str] = ()
 
-    def __init__(self, runtime: Runtime, token: str) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, token: str, pause: float) -> None:
+        super().__init__(runtime, pause, first_after=pause)
         self._token = token
         self._is_stopping = False
-        self._due_at = runtime.clock.monotonic() + self._pause_seconds()
 
-    def pause(self) -> timedelta:
-        """Return the pause after each round, a century at most; called after every round."""
-        raise NotImplementedError
-
-    def work(self, held: list[str]) -> None:
+    def work_on(self, held: list[str]) -> None:
         """Do a round for those of the leases that are held; without coordination, for all."""
         raise NotImplementedError
 
-    def step(self) -> float:
-        """Do a round if one is due."""
-        clock = self._runtime.clock
-        if clock.monotonic() >= self._due_at:
-            try:
-                if held := self._take_leases():
-                    self.work(held)
-            finally:
-                self._due_at = clock.monotonic() + self._pause_seconds()
-        return self._due_at - clock.monotonic()
+    def work(self) -> None:
+        """Do a round if a lease is free."""
+        if held := self._take_leases():
+            self.work_on(held)
 
     def wake(self) -> None:
         """Let a round that is under way end early."""
@@ -152,21 +161,15 @@ class LeasedDuty:
         except CoordinationError as error:
             logger.warning("Leases of %s expire by themselves: %s", type(self).__name__, error)
 
-    def _pause_seconds(self) -> float:
-        return min(self.pause(), LONGEST).total_seconds()
-
     def _take_leases(self) -> list[str]:
-        names, ttl = list(self.leases), 3 * min(self.pause(), LONGEST)
-        coordination = self._runtime.coordination
+        names = list(self.leases)
+        ttl = timedelta(seconds=3 * min(self.pause, LONGEST.total_seconds()))
         try:
-            claims = coordination.claim(names, self._token, ttl)
-            held = [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
-            if held:
-                coordination.renew(held, self._token, ttl)
-            return held
+            claims = self._runtime.coordination.claim(names, self._token, ttl)
         except CoordinationError as error:
             logger.warning("%s works without a lease: %s", type(self).__name__, error)
             return names
+        return [name for name, claim in zip(names, claims, strict=True) if claim.acquired]
 
 
 class Rescuer(LeasedDuty):
@@ -175,46 +178,44 @@ class Rescuer(LeasedDuty):
 
     leases = ("RESCUE",)
 
-    def pause(self) -> timedelta:
-        """Return a third of what a job has to wait for a rescue, at most a minute."""
-        return min(timedelta(minutes=1), self._runtime.settings.rescue_after / 3)
+    def __init__(self, runtime: Runtime, token: str) -> None:
+        # A third of what a job has to wait for a rescue.
+        super().__init__(
+            runtime, token, min(60.0, runtime.settings.rescue_after.total_seconds() / 3)
+        )
 
-    def work(self, held: list[str]) -> None:
+    def work_on(self, held: list[str]) -> None:
         """Rescue."""
         rescue()
 
 
 class LagRecorder(LeasedDuty):
-    """Writes each queue's lag, group-wide, into the aggregates of now.
+    """Writes each queue's lag, group-wide, into the aggregates of now, every three heartbeats.
 
     For each queue one worker asks, and every worker writes the same row, so that screens may add
     rows up.
     """
 
     ASKING_SHARE = 20
-    """Asking takes at most one part of so many of the time, however long the answer takes."""
+    """Asking takes at most one part of so many of the time, however long the answers take. A
+    question without an answer does not count: the lag after an outage is what everybody looks
+    for."""
 
     def __init__(self, runtime: Runtime, token: str, queues: Sequence[QueueConf]) -> None:
         self._queues = {f"LAG:{queue.name}": queue for queue in queues}
         self.leases = self._queues.keys()
-        self._asked_for = 0.0
-        super().__init__(runtime, token)
+        self._shortest_pause = 3 * runtime.settings.heartbeat_interval.total_seconds()
+        super().__init__(runtime, token, self._shortest_pause)
 
-    def pause(self) -> timedelta:
-        """Return three heartbeats, or more where answers take long. A question without an answer
-        does not count: the lag after an outage is what everybody looks for."""
-        answers = timedelta(seconds=self.ASKING_SHARE * self._asked_for)
-        return max(3 * self._runtime.settings.heartbeat_interval, answers)
-
-    def work(self, held: list[str]) -> None:
+    def work_on(self, held: list[str]) -> None:
         """Ask for the lag of each queue and write it down."""
-        self._asked_for = 0.0
+        asked_for = 0.0
         unreachable: set[str] = set()
         for name in held:
             queue = self._queues[name]
             if queue.transport in unreachable or self._is_stopping:
                 continue
-            began = self._runtime.clock.monotonic()
+            began = self._clock.monotonic()
             try:
                 lag = get_transport(queue.transport).lag([queue.topic], queue.consumer_group)
             except PublishError as error:
@@ -222,7 +223,8 @@ class LagRecorder(LeasedDuty):
                 logger.debug("The lag of %s is not known: %s", queue.name, error)
                 continue
             record_lag(self._runtime, queue.name, sum(lag.values()))
-            self._asked_for += self._runtime.clock.monotonic() - began
+            asked_for += self._clock.monotonic() - began
+        self.pause = max(self._shortest_pause, self.ASKING_SHARE * asked_for)
 
 
 _LAG_NAMESPACE = uuid.UUID("5a0b0a52-6b1f-4b8e-9e55-2f1f3a8b9c11")
@@ -245,7 +247,7 @@ def record_lag(runtime: Runtime, queue: str, lag: int) -> None:
         write(MetricRollup.objects.using(using), minutes=minutes, minute=start)
 
 
-class TopicCheck(Duty):
+class TopicCheck(PeriodicDuty):
     """Creates the missing topics of a worker's queues. A broker that is away is asked again with
     every heartbeat, until its topics are there.
 
@@ -255,10 +257,9 @@ class TopicCheck(Duty):
     def __init__(
         self, runtime: Runtime, queues: Sequence[QueueConf], on_error: Callable[[str | None], None]
     ) -> None:
-        self._runtime = runtime
+        super().__init__(runtime, runtime.settings.heartbeat_interval.total_seconds())
         self._queues = queues
         self._on_error = on_error
-        self._asked_at: float | None = None
         self.is_done = False
 
     def start(self) -> None:
@@ -270,20 +271,16 @@ class TopicCheck(Duty):
         if not self.is_done:
             self._ensure(topics.ensure_topics_soon)
 
-    def step(self) -> float:
-        """Look again if a heartbeat has passed."""
+    def work(self) -> None:
+        """Look again."""
         if self.is_done:
-            return LONGEST.total_seconds()
-        clock = self._runtime.clock
-        pause = min(self._runtime.settings.heartbeat_interval, LONGEST).total_seconds()
-        if self._asked_at is None or clock.monotonic() >= self._asked_at + pause:
-            self._asked_at = clock.monotonic()
-            try:
-                self._ensure(topics.ensure_topics)
-            except ImproperlyConfigured as error:
-                # The worker has begun; its other topics are worth going on for.
-                self._on_error(str(error))
-        return max(0.0, self._asked_at + pause - clock.monotonic())
+            self.pause = math.inf
+            return
+        try:
+            self._ensure(topics.ensure_topics)
+        except ImproperlyConfigured as error:
+            # The worker has begun; its other topics are worth going on for.
+            self._on_error(str(error))
 
     def _ensure(self, ensure: Callable[[Sequence[QueueConf]], list[str]]) -> None:
         try:

@@ -19,7 +19,7 @@ from kjo_django.engine.scheduler import QueueLimit
 from kjo_django.models import QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.runtime import Runtime
-from kjo_django.worker.duties import OUTAGES, Duty
+from kjo_django.worker.duties import OUTAGES, PeriodicDuty
 from kjo_django.worker.sessions import end_sessions_of_dead_workers
 
 logger = logging.getLogger("kjo_django")
@@ -104,13 +104,7 @@ class Controls:
         return before != (self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped)
 
 
-def lease_renewal_interval(runtime: Runtime, queues: Sequence[QueueConf]) -> float:
-    """Return the seconds between renewals of leases: a third of what the shortest lasts."""
-    ttls = (queue.processing_ttl for queue in queues)
-    return min([runtime.settings.processing_ttl, *ttls]).total_seconds() / 3
-
-
-class LifeSign(Duty):
+class LifeSign(PeriodicDuty):
     """Shows that the worker lives and renews its leases. It asks the database for nothing else: a
     connection that hangs must not let others run again what runs here.
 
@@ -121,25 +115,21 @@ class LifeSign(Duty):
     def __init__(
         self, runtime: Runtime, leases: LeaseBook, renewal: float, path: str | None
     ) -> None:
-        self._clock = runtime.clock
-        self._pause = min(runtime.settings.heartbeat_interval.total_seconds(), renewal)
+        super().__init__(runtime, min(runtime.settings.heartbeat_interval.total_seconds(), renewal))
         self._leases = leases
         self._renewal = renewal
         self._path = path
         self._has_complained = False
-        self._due_at = self._renew_at = 0.0
+        self._renew_at = 0.0
 
-    def step(self) -> float:
-        """Show life if it is time, and renew the leases if it is time for that."""
+    def work(self) -> None:
+        """Show life, and renew the leases if it is time for that."""
         now = self._clock.monotonic()
-        if now >= self._due_at:
-            self._due_at = now + self._pause
-            self._touch()
-            self._leases.show_alive()
-            if now >= self._renew_at:
-                self._renew_at = now + self._renewal
-                self._leases.renew()
-        return self._due_at - self._clock.monotonic()
+        self._touch()
+        self._leases.show_alive()
+        if now >= self._renew_at:
+            self._renew_at = now + self._renewal
+            self._leases.renew()
 
     def _touch(self) -> None:
         """Write the file for a liveness probe, before anything that an outage could stop: a worker
@@ -158,7 +148,7 @@ class LifeSign(Duty):
             self._has_complained = True
 
 
-class Heartbeat(Duty):
+class Heartbeat(PeriodicDuty):
     """What a worker's database needs of it every second or every few: renewed leases in rows,
     what operators ask, running jobs looked after, the worker's own row.
 
@@ -179,7 +169,8 @@ class Heartbeat(Duty):
         describe: Callable[[], dict[str, Any]],
         on_controls_changed: Callable[[], None],
     ) -> None:
-        self._runtime = runtime
+        self._beat = runtime.settings.heartbeat_interval.total_seconds()
+        super().__init__(runtime, min(CONTROL_INTERVAL, self._beat, renewal))
         self._worker_id = worker_id
         self._controls = controls
         self._leases = leases
@@ -187,9 +178,7 @@ class Heartbeat(Duty):
         self._renewal = renewal
         self._describe = describe
         self._on_controls_changed = on_controls_changed
-        self._beat = runtime.settings.heartbeat_interval.total_seconds()
-        self._pause = min(CONTROL_INTERVAL, self._beat, renewal)
-        self._due_at = self._beat_at = self._renew_at = 0.0
+        self._beat_at = self._renew_at = 0.0
 
     def register(self) -> None:
         """Make the worker known and learn the controls before the first job is started."""
@@ -200,24 +189,20 @@ class Heartbeat(Duty):
         except (DatabaseError, InterfaceError) as error:
             logger.error("The worker could not register yet: %s", error)
             drop_broken_connections()
-        self._due_at = self._runtime.clock.monotonic() + self._pause
+        self._due_at = self._clock.monotonic() + self.pause
 
-    def step(self) -> float:
-        """Do what is due. What an outage stops is done with the next step."""
-        clock = self._runtime.clock
-        now = clock.monotonic()
-        if now >= self._due_at:
-            self._due_at = now + self._pause
-            if now >= self._renew_at:
-                self._renew_at = now + self._renewal
-                self._leases.renew_rows()
-            self._read_controls()
-            look_after(self._watch, self._runtime, self._leases.token)
-            if now >= self._beat_at:
-                self._beat_at = now + self._beat
-                self._write()
-                end_sessions_of_dead_workers(self._runtime, self._leases.alive_ttl)
-        return self._due_at - clock.monotonic()
+    def work(self) -> None:
+        """Do what is due now."""
+        now = self._clock.monotonic()
+        if now >= self._renew_at:
+            self._renew_at = now + self._renewal
+            self._leases.renew_rows()
+        self._read_controls()
+        look_after(self._watch, self._runtime, self._leases.token)
+        if now >= self._beat_at:
+            self._beat_at = now + self._beat
+            self._write()
+            end_sessions_of_dead_workers(self._runtime, self._leases.alive_ttl)
 
     def _read_controls(self) -> None:
         if self._controls.read():
@@ -225,7 +210,7 @@ class Heartbeat(Duty):
             self._write()
 
     def _write(self) -> None:
-        values = self._describe() | {"heartbeat_at": self._runtime.clock.now()}
+        values = self._describe() | {"heartbeat_at": self._clock.now()}
         rows = WorkerRow.objects.using(self._runtime.database)
         if not rows.filter(pk=self._worker_id).update(**values):
             rows.create(pk=self._worker_id, **values)

@@ -70,7 +70,7 @@ from kjo_django.worker.duties import (
     Rescuer,
     TopicCheck,
 )
-from kjo_django.worker.heartbeat import Controls, Heartbeat, LifeSign, lease_renewal_interval
+from kjo_django.worker.heartbeat import Controls, Heartbeat, LifeSign
 from kjo_django.worker.lanes import Lanes
 from kjo_django.worker.sessions import mark_sessions
 from kjo_django.worker.statistics import OutageLog, Statistics, memory_bytes
@@ -203,7 +203,8 @@ class Worker:
 
     def _make_duties(self, heartbeat_file: str | None) -> None:
         runtime, token = self.runtime, self.leases.token
-        renewal = lease_renewal_interval(runtime, self.queues)
+        lifetimes = [runtime.settings.processing_ttl, *(q.processing_ttl for q in self.queues)]
+        renewal = min(lifetimes).total_seconds() / 3
         life_sign = LifeSign(runtime, self.leases, renewal, heartbeat_file)
         self._heartbeat = Heartbeat(
             runtime,
@@ -215,9 +216,12 @@ class Worker:
             describe=self._row,
             on_controls_changed=self._apply_controls,
         )
+        # Also those of the queues that it relays to, and that nobody here consumes.
+        known, names = registry.queue_names(), self._relay.queues if self.is_relaying else []
+        relayed = [runtime.settings.queue(name) for name in names if name in known]
         self._topics = TopicCheck(
             runtime,
-            [*self.queues, *self._published_only()],
+            [*self.queues, *(queue for queue in relayed if not queue.consume)],
             functools.partial(self._outages.note, "topics"),
         )
         listener = PublishListener(runtime, self.pollers)
@@ -295,14 +299,7 @@ class Worker:
             self._relay_thread.start()
         for thread in (*self._poller_threads, *self._duty_threads, *self._alive_threads):
             thread.start()
-        signals.send(signals.worker_started, sender=self.name, worker_id=str(self.id))
-
-    def _published_only(self) -> list[QueueConf]:
-        """Return the queues this worker relays to and nobody here consumes."""
-        conf, known = self.runtime.settings, registry.queue_names()
-        names = self._relay.queues if self.is_relaying else []
-        queues = [conf.queue(name) for name in names if name in known]
-        return [queue for queue in queues if not queue.consume]
+        signals.worker_started.send_robust(sender=self.name, worker_id=str(self.id))
 
     def _enter_thread(self) -> None:
         """Let log records and database sessions of this thread name the worker."""
@@ -328,7 +325,7 @@ class Worker:
         for thread in self._poller_threads:
             thread.stop()
         _join(self._poller_threads, LEAVE_WAIT if is_drained else HASTY_WAIT)
-        others: list[DutyThread | threading.Thread] = [*self.lanes.threads, *self._duty_threads]
+        others: list[threading.Thread] = [*self.lanes.threads, *self._duty_threads]
         if self.is_relaying:
             others.append(self._relay_thread)
         _join(others, 5.0 if is_drained else 0.05 * len(others))
@@ -341,7 +338,7 @@ class Worker:
             ending = threading.Thread(target=self._end_in_thread, name="kjo-end", daemon=True)
             ending.start()
             ending.join(HASTY_WAIT)
-        signals.send(signals.worker_stopped, sender=self.name, worker_id=str(self.id))
+        signals.worker_stopped.send_robust(sender=self.name, worker_id=str(self.id))
         if is_drained and self._owns_process:
             close_backends()
         return is_drained
@@ -393,14 +390,13 @@ class Worker:
             self.stop()
 
     def _pause_partition(self, attempt: Attempt) -> None:
-        record = attempt.delivery.record
-        partition = TopicPartition(record.topic, record.partition)
+        partition = attempt.delivery.place
         seconds = attempt.pause_seconds or 0.0
         facts = facts_of(attempt.delivery, attempt.number)
         logger.warning("Pausing %s for %g s: %s", partition, seconds, attempt.error, extra=facts)
         self.scheduler.hold(partition, seconds)
         for poller in self.pollers:
-            if record.topic in poller.topics:
+            if partition.topic in poller.topics:
                 poller.pause_for(partition, seconds)
 
     def _apply_controls(self) -> None:
@@ -518,7 +514,7 @@ class Worker:
         return max(0, records - jobs.filter(queue=queue.name, available_at__lte=now).count())
 
 
-def _join(threads: Iterable[DutyThread | threading.Thread], seconds: float) -> None:
+def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
     """Wait for the ends of threads, so many seconds for all of them."""
     deadline = time.monotonic() + seconds
     for thread in threads:

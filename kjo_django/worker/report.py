@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from datetime import datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from django.utils import timezone
 from django.utils.timesince import timesince
@@ -14,9 +14,8 @@ from kjo_django.messages.serializers import one_line
 from kjo_django.worker.process import Worker
 from kjo_django.worker.statistics import memory_bytes, memory_limit
 
-
-class _Writes(Protocol):
-    def write(self, text: str) -> Any: ...
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 def status_of(worker: Worker) -> dict[str, Any]:
@@ -24,7 +23,7 @@ def status_of(worker: Worker) -> dict[str, Any]:
     statistics, scheduler = worker.statistics, worker.scheduler
     processed = statistics.processed
     failures = statistics.failed + statistics.retried
-    minutes = max(statistics.uptime / 60, 1e-9)
+    minutes, failed_at = max(statistics.uptime / 60, 1e-9), worker.last_error_at
     return {
         "worker": worker.name,
         "queues": [queue.name for queue in worker.queues],
@@ -48,20 +47,18 @@ def status_of(worker: Worker) -> dict[str, Any]:
             f"{tp.topic}[{tp.partition}]" for p in worker.pollers for tp in p.partitions
         ),
         "last_error": worker.last_error or None,
-        "last_error_at": _isoformat(worker.last_error_at),
+        "last_error_at": failed_at.isoformat() if failed_at is not None else None,
         "memory_bytes": memory_bytes(),
         "memory_limit_bytes": memory_limit(),
     }
-
-
-def _isoformat(moment: datetime | None) -> str | None:
-    return moment.isoformat() if moment is not None else None
 
 
 def render(worker: Worker) -> str:
     """Return the report as text."""
     s = status_of(worker)
     hours, rest = divmod(int(s["uptime_seconds"]), 3600)
+    failures = s["failed"] + s["retried"]
+    for_good = f", {s['failed']:,} for good" if s["retried"] else ""
     started = timezone.localtime(worker.statistics.started_at).strftime("%I:%M %p")
     lines = [
         f"{worker.name}: {', '.join(s['queues']) or 'no queues'}",
@@ -69,7 +66,7 @@ def render(worker: Worker) -> str:
         f"({s['capacity_percent']:.2f}% capacity)",
         f"  Queue Length:      {s['queue_length']:,} (waiting for slot)",
         f"  Total Processed:   {s['processed']:,} ({s['per_minute']:.2f}/min average)",
-        f"  Success Rate:      {s['success_percent']:.1f}% ({_failures(s)})",
+        f"  Success Rate:      {s['success_percent']:.1f}% ({failures:,} failures{for_good})",
         f"  Uptime:            {hours:02}:{rest // 60:02}:{rest % 60:02} (started {started})",
         f"  Active Partitions: {_partitions(s['partitions'])}",
     ]
@@ -79,12 +76,6 @@ def render(worker: Worker) -> str:
     if s["memory_bytes"]:
         lines.append(f"  Memory Usage:      {_memory(s['memory_bytes'], s['memory_limit_bytes'])}")
     return "\n".join(lines)
-
-
-def _failures(s: dict[str, Any]) -> str:
-    count = s["failed"] + s["retried"]
-    told = f", {s['failed']:,} for good" if s["retried"] else ""
-    return f"{count:,} failures{told}"
 
 
 def _partitions(names: list[str]) -> str:
@@ -115,7 +106,7 @@ class StatusReporter:
     """
 
     def __init__(
-        self, worker: Worker, out: _Writes, interval: float | None, as_json: bool = False
+        self, worker: Worker, out: SupportsWrite[str], interval: float | None, as_json: bool = False
     ) -> None:
         self._worker = worker
         self._out = out
@@ -143,12 +134,9 @@ class StatusReporter:
         processed = self._worker.statistics.processed
         if processed != self._reported or self._worker.scheduler.outstanding:
             self._reported = processed
-            self._write()
+            self.report()
 
-    def farewell(self) -> None:
-        """Write the last report."""
-        self._write()
-
-    def _write(self) -> None:
+    def report(self) -> None:
+        """Write a report."""
         text = json.dumps(status_of(self._worker)) if self._as_json else render(self._worker)
         self._out.write(text + "\n")

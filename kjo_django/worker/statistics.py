@@ -23,7 +23,7 @@ from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.failures import error_text
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup
 from kjo_django.runtime import Runtime
-from kjo_django.worker.duties import Duty
+from kjo_django.worker.duties import PeriodicDuty
 
 logger = logging.getLogger("kjo_django")
 
@@ -35,6 +35,7 @@ _COUNTERS: dict[Ending | None, str] = {
     Ending.SKIPPED: "skipped_count",
 }
 _RAN = (Ending.COMPLETED, Ending.RETRIED, Ending.DEAD)
+_EMPTY = [0] * BOUNDS
 _Buckets = defaultdict[tuple[datetime, str, str], "_Bucket"]
 
 
@@ -54,17 +55,15 @@ class _Bucket:
         self.wait_seconds += other.wait_seconds
 
 
-class Statistics(Duty):
+class Statistics(PeriodicDuty):
     """Counts what a worker did, and adds it to the worker's rows once a heartbeat. Thread-safe."""
 
     def __init__(self, runtime: Runtime, worker_id: UUID) -> None:
-        self._runtime = runtime
-        self._clock = runtime.clock
+        super().__init__(runtime, runtime.settings.heartbeat_interval.total_seconds())
         self._worker_id = worker_id
         self._lock = threading.Lock()
         self._buckets: _Buckets = defaultdict(_Bucket)
         """What has come since the last flush, by minute, queue and handler."""
-        self._due_at = 0.0
         self._started = self._clock.monotonic()
         self.started_at = self._clock.now()
         self.processed = 0
@@ -111,20 +110,8 @@ class Statistics(Duty):
         """Seconds since the worker started."""
         return self._clock.monotonic() - self._started
 
-    def step(self) -> float:
-        """Write what has come, once a heartbeat."""
-        now = self._clock.monotonic()
-        if now >= self._due_at:
-            self._due_at = now + self._runtime.settings.heartbeat_interval.total_seconds()
-            self.flush()
-        return self._due_at - now
-
-    def close(self) -> None:
-        """Write what has come last."""
-        self.flush()
-
     def flush(self) -> None:
-        """Add what has come to this worker's rows."""
+        """Add what has come since the last flush to this worker's rows."""
         with self._lock:
             buckets, self._buckets = self._buckets, defaultdict(_Bucket)
         if not buckets:
@@ -139,6 +126,8 @@ class Statistics(Duty):
                     self._buckets[key].add(bucket)
             raise
 
+    work = close = flush
+
     def _write(self, key: tuple[datetime, str, str], bucket: _Bucket) -> None:
         minute, queue, handler = key
         using = self._runtime.database
@@ -151,20 +140,12 @@ class Statistics(Duty):
 
 
 def _add_to_row(rows: QuerySet[Any], bucket: _Bucket, **which: Any) -> None:
-    first = {
-        **bucket.counts,
-        "run_histogram": bucket.runs,
-        "wait_histogram": bucket.waits,
-        "run_seconds_sum": bucket.run_seconds,
-        "wait_seconds_sum": bucket.wait_seconds,
-    }
-    row, is_new = rows.get_or_create(**which, defaults=first)
-    if is_new:
-        return
+    # Nobody else writes rows of this worker.
+    row = rows.filter(**which).first() or rows.model(**which)
     for name, count in bucket.counts.items():
         setattr(row, name, getattr(row, name) + count)
-    row.run_histogram = _sum(row.run_histogram, bucket.runs)
-    row.wait_histogram = _sum(row.wait_histogram, bucket.waits)
+    row.run_histogram = _sum(row.run_histogram or _EMPTY, bucket.runs)
+    row.wait_histogram = _sum(row.wait_histogram or _EMPTY, bucket.waits)
     row.run_seconds_sum += bucket.run_seconds
     row.wait_seconds_sum += bucket.wait_seconds
     row.save(using=rows.db)

@@ -133,7 +133,9 @@ class _Supervisor:
 
     def wait(self) -> int:
         while self._children or (self._due and not self._is_stopping):
-            self._start_due()
+            for due in [due for due in self._due if due <= time.monotonic()]:
+                self._due.remove(due)
+                self.fork()
             pid, status = os.waitpid(-1, os.WNOHANG) if self._children else (0, 0)
             if not pid:
                 time.sleep(TICK)
@@ -141,30 +143,17 @@ class _Supervisor:
             started = self._children.pop(pid, None)
             if started is None:
                 continue
-            code = os.waitstatus_to_exitcode(status)
+            code, now = os.waitstatus_to_exitcode(status), time.monotonic()
             if self._is_stopping and -code in STOP_SIGNALS:
                 code = 0  # It was told before it listened, and had begun nothing.
             if code in (0, LEFT_RUNNING) or self._is_stopping:
                 self._worst = self._worst or code
                 continue
-            self._replace(pid, code, started)
+            is_quick = now - started < QUICK_DEATH
+            self._quick_deaths = self._quick_deaths + 1 if is_quick else 0
+            delay = min(2.0 ** (self._quick_deaths - 1), 30.0) if is_quick else 0.0
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            message = "Worker process %d died (%s); starting another in %g s"
+            logger.error(message, pid, how, delay)
+            self._due.append(now + delay)
         return self._worst if self._worst >= 0 else 128 - self._worst
-
-    def _replace(self, pid: int, code: int, started: float) -> None:
-        is_quick = time.monotonic() - started < QUICK_DEATH
-        self._quick_deaths = self._quick_deaths + 1 if is_quick else 0
-        delay = min(2.0 ** (self._quick_deaths - 1), 30.0) if is_quick else 0.0
-        logger.error(
-            "Worker process %d died (%s); starting another in %g s",
-            pid,
-            f"signal {-code}" if code < 0 else f"exit code {code}",
-            delay,
-        )
-        self._due.append(time.monotonic() + delay)
-
-    def _start_due(self) -> None:
-        now = time.monotonic()
-        ripe = [due for due in self._due if due <= now]
-        self._due = [due for due in self._due if due > now]
-        for _ in ripe:
-            self.fork()

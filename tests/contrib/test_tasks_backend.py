@@ -276,7 +276,7 @@ def test_a_task_is_counted_by_a_name_that_can_be_stored(tasks: Any, postgres: No
     for path in (b"a\0.b", b"a.\xff\xff", b"a\n.b", b"x" * 101, b"app.tasks.add"):
         fitted = handler.fitted({TASK: path})
         queue = get_settings().queue("default")
-        delivery = Delivery(record, Silent(), queue, None, fitted)
+        delivery = Delivery(record, Silent(), queue, "tests", None, fitted)
         statistics.add([Attempt(delivery, Ending.DEAD)])
     statistics.flush()
     # Then

@@ -122,18 +122,16 @@ class Process:
         return False
 
     def _relay(self) -> bool:
-        before = self.worker._relay.published_count
-        self.worker._relay._round()
-        return self.worker._relay.published_count > before
+        relay = self.worker._relay
+        before, relay._failed_until = relay.published_count, 0.0  # no pause in real time
+        relay.step()
+        assert relay._failing_since is None, "The relay could not work"
+        return relay.published_count > before
 
     def _poll(self, poller: Poller) -> bool:
-        before = poller.polled_count
-        try:
-            poller.poll()
-        except BaseException:
-            if not self.boundary.is_dead:
-                poller.unsubscribe()
-            raise
+        before, poller._retry_at = poller.polled_count, 0.0  # no pause in real time
+        poller.step()
+        assert poller._subscription is not None, "The poller starts over"
         return poller.polled_count > before
 
     def _lanes(self) -> bool:

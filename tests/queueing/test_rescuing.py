@@ -74,12 +74,14 @@ def test_one_rescuer_works_at_a_time(file_queue: Queue, monkeypatch: pytest.Monk
         wait_until(lambda: len(working) > 5)
         assert set(working) == {"0"}
         threads[0].stop()
-        assert threads[0].join(20)
+        threads[0].join(20)
+        assert not threads[0].is_alive()
         working.clear()
         wait_until(lambda: working)
         assert set(working) == {"1"}
         threads[1].stop()
-        assert threads[1].join(20)
+        threads[1].join(20)
+        assert not threads[1].is_alive()
         wait_until(lambda: not get_coordination().holders(["RESCUE"]))
 
 

@@ -14,7 +14,7 @@ from kjo_django.engine.admission import admit
 from kjo_django.engine.attempt import Delivery, Ending
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.messages import headers as names
-from kjo_django.messages.headers import job_headers, read_message
+from kjo_django.messages.headers import read_message
 from kjo_django.models import Job
 from kjo_django.runtime import current_runtime
 from kjo_django.store.rows import COLUMNS, JobRow
@@ -41,13 +41,21 @@ def delivery(*, deliveries: int = 1, is_foreign: bool = False, **told) -> Delive
     if is_foreign:
         headers = {names.ID: b"foreign", names.TYPE: b"ledger.write"}
     else:
-        headers = job_headers(
-            id="id", type="ledger.write", job_id="id", content_type="application/json", **facts
+        headers = names.encode(
+            {
+                names.ID: "id",
+                names.TYPE: "ledger.write",
+                names.JOB_ID: "id",
+                names.SERVICE: facts["service"],
+                names.GENERATION: facts["generation"],
+                names.ATTEMPT: facts["attempt"],
+            }
         )
     return Delivery(
         Record("ledger", 0, 0, None, b"{}", headers),
         Silent(),
         get_settings().queue("ledger"),
+        "tests",
         read_message(b"{}", headers, max_bytes=100),
         registry.find("ledger.write"),
         deliveries=deliveries,

@@ -52,7 +52,7 @@ def outcome(
         timestamp=datetime(2026, 1, 2, tzinfo=UTC),
     )
     message = read_message(record.value, record.headers, max_bytes=99) if headers is None else None
-    delivery = Delivery(record, Silent(), queue(), message, None)
+    delivery = Delivery(record, Silent(), queue(), "tests", message, None)
     return Attempt(delivery, Ending.DEAD, number=attempt, error=error, reason="exhausted")
 
 

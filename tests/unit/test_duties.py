@@ -33,15 +33,11 @@ class Sweep(LeasedDuty):
 
     def __init__(self, runtime=None, token="me", errors=(), pause=timedelta(seconds=0.02)) -> None:
         self._errors = list(errors)
-        self._rest = pause
         self.rounds = 0
         self.has_worked = threading.Event()
-        super().__init__(runtime or current_runtime(), token)
+        super().__init__(runtime or current_runtime(), token, pause.total_seconds())
 
-    def pause(self) -> timedelta:
-        return self._rest
-
-    def work(self, held: list[str]) -> None:
+    def work_on(self, held: list[str]) -> None:
         if self._errors:
             raise self._errors.pop()
         self.rounds += 1
@@ -95,7 +91,8 @@ def test_it_goes_on_after_whatever_goes_wrong(error, caplog):
         assert sweep.has_worked.wait(10)
     finally:
         thread.stop()
-        assert thread.join(10)
+        thread.join(10)
+        assert not thread.is_alive()
     assert f"Sweep is late: {error}" in caplog.text
     assert get_coordination().holders(["SWEEP"]) == {}
 
@@ -109,7 +106,8 @@ def test_one_that_fails_keeps_no_other_of_its_thread_from_its_work():
         assert other.has_worked.wait(10)
     finally:
         thread.stop()
-        assert thread.join(10)
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -118,6 +116,8 @@ def test_a_rest_without_end_ends_no_duty(pause):
     """Three heartbeats of a century are longer than a thread can wait."""
     thread = DutyThread(current_runtime(), "sweep", [Sweep(pause=pause)])
     thread.start()
-    assert not thread.join(0.2)
+    thread.join(0.2)
+    assert thread.is_alive()
     thread.stop()
-    assert thread.join(10)
+    thread.join(10)
+    assert not thread.is_alive()

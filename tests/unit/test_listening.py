@@ -50,7 +50,8 @@ def test_a_call_wakes_the_pollers_and_stopping_waits_for_nothing():
     # Then
     assert poller.woken.is_set()
     thread.stop()
-    assert thread.join(10)
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.usefixtures("_embedded")
@@ -77,7 +78,8 @@ def test_coordination_that_is_away_at_the_start_is_listened_to_once_it_is_back(m
     # Then
     assert poller.woken.is_set()
     thread.stop()
-    assert thread.join(10)
+    thread.join(10)
+    assert not thread.is_alive()
     assert caplog.text.count("Nobody can wake this worker") == 1
 
 

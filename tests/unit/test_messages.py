@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kjo_django.conf import get_settings
+from kjo_django.enqueue.storing import record_of
 from kjo_django.exceptions import MessageError, PayloadError
 from kjo_django.messages import headers as names
 from kjo_django.messages import serializers
-from kjo_django.messages.headers import MAX_ID_LENGTH, MAX_TYPE_LENGTH, job_headers, read_message
+from kjo_django.messages.headers import MAX_ID_LENGTH, MAX_TYPE_LENGTH, read_message
 from kjo_django.messages.serializers import (
     JSON,
     canonical_json,
@@ -26,6 +28,7 @@ from kjo_django.messages.serializers import (
     serializer_for,
     storable_text,
 )
+from kjo_django.store.rows import DueJob
 
 texts = st.text(st.characters(codec="utf-8"))
 any_text = st.text(st.characters())  # lone surrogates and NUL included
@@ -270,10 +273,19 @@ def test_a_number_no_column_can_hold_is_the_default(value):
 identifiers = texts.filter(lambda text: text and "\x00" not in text)
 
 
+def envelope_of(
+    type: str, job_id: str, service: str, generation: int, attempt: int, extra: dict[str, str]
+) -> dict[str, bytes]:
+    """Return the headers of a job's message."""
+    job = DueJob(
+        job_id, "default", type, "", generation, attempt - 1, b"{}", "application/json", "", extra
+    )  # fmt: skip
+    return record_of(job, get_settings().queue("default"), service=service).headers
+
+
 @given(
-    id=identifiers.filter(lambda text: len(text) <= MAX_ID_LENGTH),
     type=identifiers.filter(lambda text: len(text) <= MAX_TYPE_LENGTH),
-    job_id=identifiers.filter(lambda text: len(text) <= MAX_ID_LENGTH),
+    job_id=identifiers.filter(lambda text: len(text) <= MAX_ID_LENGTH - len(":2147483647")),
     service=texts,
     generation=st.integers(1, 2**31 - 1),
     attempt=st.integers(1, 2**31 - 1),
@@ -281,22 +293,20 @@ identifiers = texts.filter(lambda text: text and "\x00" not in text)
 )
 def test_a_jobs_envelope_is_read_as_it_was_written(extra, **facts):
     # Given
-    headers = job_headers(**facts, content_type="application/json", extra=extra)
+    headers = envelope_of(**facts, extra=extra)
     # When
     message = read_message(b"{}", headers, max_bytes=10)
     # Then
     for name, value in facts.items():
         assert getattr(message, name) == value
+    assert message.id == names.message_id(facts["job_id"], facts["generation"])
     assert message.content_type == "application/json"
 
 
 def test_our_headers_win_over_extra_ones():
     extra = {names.ID: "forged", "traceparent": "00-1-2-01"}
-    headers = job_headers(
-        id="a", type="t", job_id="j", service="s", generation=1, attempt=1,
-        content_type="application/json", extra=extra,
-    )  # fmt: skip
-    assert headers[names.ID] == b"a"
+    headers = envelope_of("t", "j", "s", 1, 1, extra)
+    assert headers[names.ID] == b"j"
     assert headers["traceparent"] == b"00-1-2-01"
 
 

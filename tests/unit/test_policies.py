@@ -35,7 +35,8 @@ def failed(
 ) -> Attempt:
     handler = Handler(lambda: None, options or HandlerOptions("tests.fails"))
     queue = get_settings().queue("ledger")
-    delivery = Delivery(Record("ledger", 0, 0, None, b"", {}), Silent(), queue, None, handler)
+    record = Record("ledger", 0, 0, None, b"", {})
+    delivery = Delivery(record, Silent(), queue, "tests", None, handler)
     outcome = Attempt(delivery, number=attempt, limit=max_attempts)
     return failures.judge_error(current_runtime(), outcome, ValueError("no"))
 

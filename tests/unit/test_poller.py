@@ -65,7 +65,8 @@ class Polling(Poller):
     def stop(self) -> None:
         if self._thread is not None:
             self._thread.stop()
-            assert self._thread.join(WAIT)
+            self._thread.join(WAIT)
+            assert not self._thread.is_alive()
 
 
 @pytest.fixture

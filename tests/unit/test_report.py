@@ -103,7 +103,7 @@ def test_as_json_every_line_is_an_object(worker):
     reporter = StatusReporter(worker, out, 0, as_json=True)
     reporter.announce()
     settle(worker, completed=1)
-    reporter.farewell()
+    reporter.report()
     (line,) = out.getvalue().splitlines()
     assert json.loads(line)["processed"] == 1
 

@@ -52,7 +52,8 @@ def delivery(
 ) -> Delivery:
     offset = next(_offsets)
     record = Record(queue, partition, offset, key.encode() if key else None, b"{}", {})
-    return Delivery(record, subscription, get_settings().queue(queue), None, handler, problem)
+    conf = get_settings().queue(queue)
+    return Delivery(record, subscription, conf, "tests", None, handler, problem)
 
 
 def lanes_of(
@@ -114,7 +115,8 @@ def test_a_record_without_a_key_that_is_handed_out_again_waits_until_its_first_h
     # Given
     lanes = lanes_of(2, size=1)
     first = delivery(None)
-    again = Delivery(replace(first.record, epoch=2), Silent(), first.queue, None, FAST)
+    record = replace(first.record, epoch=2)
+    again = Delivery(record, Silent(), first.queue, "tests", None, FAST)
     lanes.put([first])
     group = take(lanes)
     # When

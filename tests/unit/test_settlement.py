@@ -248,7 +248,7 @@ def test_the_policy_is_that_of_the_settings(settings):
 def test_a_record_that_is_nobodys_still_dies_visibly():
     queue = get_settings().queue("ledger")
     record = Record("ledger", 0, 1, None, None, {})
-    delivery = Delivery(record, Silent(), queue, None, find("ledger.no_op"))
+    delivery = Delivery(record, Silent(), queue, "tests", None, find("ledger.no_op"))
     outcome = Attempt(delivery, Ending.DEAD, error=MessageError("invalid", "x"), reason="invalid")
     fail(outcome)
     assert DeadLetter.objects.get().value is None

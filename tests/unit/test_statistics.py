@@ -29,7 +29,7 @@ pytestmark = pytest.mark.django_db
 def outcome(result: Ending = Ending.COMPLETED, *, handler="ledger.write", waited=None, **facts):
     record = Record("ledger", 0, 0, None, b"{}", {})
     queue = get_settings().queue("ledger")
-    delivery = Delivery(record, Silent(), queue, None, find(handler) if handler else None)
+    delivery = Delivery(record, Silent(), queue, "tests", None, find(handler) if handler else None)
     job = None
     if waited is not None:
         facts["started_at"] = timezone.now()

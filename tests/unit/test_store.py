@@ -120,7 +120,7 @@ def test_where_messages_went_is_recorded_unless_the_job_has_moved_on(store):
     Job.objects.filter(pk=moved_on.pk).update(attempts=1)
     now = timezone.now()
     published = [Publication(due[job.pk], "sent", 1, 2) for job in (sent, moved_on)]
-    assert store.record_published("sent", published, now) == set()
+    assert store.record_published(published, now) == set()
     store.complete_forwarded([Publication(due[forwarded.pk], "", 1, 2)], now)
     found = {job.pk: (job.state, job.topic, job.offset) for job in Job.objects.all()}
     assert found == {

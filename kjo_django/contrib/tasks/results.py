@@ -36,12 +36,13 @@ from kjo_django.contrib.tasks.definition import (
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
-from kjo_django.enqueue.storing import milliseconds, result_of, store
+from kjo_django.enqueue.storing import result_of, store
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations.jobs import leased_jobs
-from kjo_django.runtime import jobs_database
+from kjo_django.registry import HandlerOptions
+from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import duration
 
@@ -142,6 +143,8 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
         key=str(key(*args, **kwargs)) if callable(key) else key,
         run_at=task.run_after,
         expires_at=now + expires if isinstance(expires, timedelta) else expires,
+        max_attempts=backend.default(task, "max_attempts"),
+        result_ttl=backend.default(task, "result_ttl"),
         headers=headers,
     )
     payload = {
@@ -151,17 +154,8 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
         "kwargs": kwargs,
         "using": _written(task),
     }
-    queue = conf.get_settings().queue(task.queue_name)
-    return new_job(
-        options,
-        queue=queue,
-        handler=NAME,
-        payload=dumped(payload, JSON),
-        serializer=JSON,
-        key=options.key or "",
-        max_attempts=backend.default(task, "max_attempts") or queue.max_attempts,
-        result_ttl=milliseconds(backend.default(task, "result_ttl") or queue.result_ttl),
-    )
+    declared = HandlerOptions(name=NAME, queue=task.queue_name)
+    return new_job(options, declared, options.key or "", dumped(payload, JSON), current_runtime())
 
 
 _TIMES = ("expires", "result_ttl", "run_after", "timeout")

@@ -113,12 +113,12 @@ def _abort_unwanted(jobs: list[RunningJob], runtime: Runtime, token: str) -> Non
     # then the rows of the jobs decide whether another worker has run them.
     if not unheld:
         return
-    service = runtime.service
-    keys = [job.delivery.event_key(service) for job in unheld]
-    known = runtime.store.known_markers(keys)
+    known = runtime.store.known_markers([job.delivery.key for job in unheld])
     _, rows = load_rows(runtime, [job.delivery for job in unheld])
-    for job, key in zip(unheld, keys, strict=True):
+    for job in unheld:
         row, handler = rows.get(job.delivery), job.delivery.handler
         judges_itself = handler is not None and handler.judges_itself
-        if (key in known and not judges_itself) or (row is not None and row.lease_token != token):
+        if (job.delivery.key in known and not judges_itself) or (
+            row is not None and row.lease_token != token
+        ):
             job.context.abort(Abort.LOST)

@@ -15,6 +15,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from kjo_django.clock import CLOCK, Clock
@@ -70,6 +71,7 @@ async def with_limit(
         raise _exceeded(seconds) from None
 
 
+@dataclass(slots=True, eq=False)
 class RunningCall:
     """One call of a handler: entered around it, by the thread that makes it. Raises
     ``HandlerTimeout`` in this thread if the call takes longer than its limit.
@@ -77,46 +79,29 @@ class RunningCall:
     Should the timeout be raised while the block is left, the call stays in ``watch.calls``: whoever
     enters it removes it there afterwards.
 
-    :param limit: seconds; None: the call is only known to the watch.
-    :param interrupts: False: an event loop interrupts the call, which is only watched for hanging.
     :raises RunAbandoned: the thread was given up meanwhile.
     """
 
-    __slots__ = (
-        "_limit",
-        "_watch",
-        "began_at",
-        "context",
-        "due_at",
-        "interrupts",
-        "is_fired",
-        "is_over",
-        "thread_id",
-    )
-
-    def __init__(
-        self,
-        watch: TimeoutWatch,
-        context: JobContext | BatchContext,
-        limit: float | None,
-        *,
-        interrupts: bool = True,
-    ) -> None:
-        self._watch = watch
-        self._limit = limit
-        self.context = context
-        self.interrupts = interrupts
-        self.thread_id = threading.get_ident()
-        self.began_at = watch.clock.monotonic()
-        self.due_at = math.inf if limit is None else self.began_at + limit
-        """When the watch has to do something about the call."""
-        self.is_over = self.is_fired = False
+    watch: TimeoutWatch
+    context: JobContext | BatchContext
+    limit: float | None
+    """Seconds; None: the call is only known to the watch."""
+    interrupts: bool = True
+    """False: an event loop interrupts the call, which is only watched for hanging."""
+    thread_id: int = field(default_factory=threading.get_ident)
+    began_at: float = 0.0
+    due_at: float = math.inf
+    """When the watch has to do something about the call."""
+    is_over: bool = False
+    is_fired: bool = False
 
     def __enter__(self) -> None:
-        watch, limit = self._watch, self._limit
+        watch, limit = self.watch, self.limit
+        self.began_at = watch.clock.monotonic()
         if limit is None:
             watch.calls.add(self)
             return
+        self.due_at = self.began_at + limit
         # The lock itself, not the condition: raised within the condition's own Python code, the
         # timeout would leave it locked for ever, and every lane waiting for it.
         with watch.lock:
@@ -125,7 +110,7 @@ class RunningCall:
                 watch.wake()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        watch, limit = self._watch, self._limit
+        watch, limit = self.watch, self.limit
         if limit is None:
             watch.calls.discard(self)
             return

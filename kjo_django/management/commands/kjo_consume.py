@@ -107,7 +107,7 @@ class Command(ParsedCommand):
             return bool(options["drain"]) and worker.is_drained()
 
         code = worker.run(until)
-        reporter.farewell()
+        reporter.report()
         return code
 
 

@@ -168,7 +168,7 @@ class EventRoute(Route):
             # The types are others' to choose: a flood of them must not fill the memory.
             known = type if type in self.skipped or len(self.skipped) < 1000 else "(others)"
             self.skipped[storable_text(known, MAX_TYPE_LENGTH)] += 1
-        signals.send(signals.event_skipped, sender=self.topic, topic=self.topic, event_type=type)
+        signals.event_skipped.send_robust(sender=self.topic, topic=self.topic, event_type=type)
 
 
 def _message_of(event: BaseEvent, record: Record) -> Message:

@@ -585,8 +585,7 @@ class Sending:
         for candidate in sent:
             self._sent.append(candidate.id)
             self._call_hook(lambda c=candidate: self._producer.on_success(c.id))  # type: ignore[misc]
-            signals.send(
-                signals.item_sent,
+            signals.item_sent.send_robust(
                 sender=type(self._producer).__name__,
                 item_id=candidate.id,
                 topic=self._target.topic,
@@ -605,8 +604,7 @@ class Sending:
         self._reason = self._reason or text_of(error)
         logger.error("Item %s was not sent: %s", one_line(item_id), one_line(text_of(error)))
         self._call_hook(lambda: self._producer.on_failed(item_id, error))
-        signals.send(
-            signals.item_send_failed,
+        signals.item_send_failed.send_robust(
             sender=type(self._producer).__name__,
             item_id=item_id,
             topic=self._target.topic,

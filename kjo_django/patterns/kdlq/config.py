@@ -67,7 +67,7 @@ def call_listeners(
             getattr(listener, hook)(consumer, record, *facts.values())
         except Exception:
             logger.exception("%s of %r failed", hook, listener)
-    signals.send(_SIGNALS[hook], sender=consumer, record=record, **facts)
+    _SIGNALS[hook].send_robust(sender=consumer, record=record, **facts)
 
 
 # --- Configuration --------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from kjo_django.operations.waiting import (
 )
 from kjo_django.patterns.queue.events import Events, Listener
 from kjo_django.patterns.queue.handlers import Hook, QueueHandler, adapt, attempts_in
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.states import JobState
 from kjo_django.values import refuse_unknown, whole
 from kjo_django.worker import Worker
@@ -483,24 +483,19 @@ class JobBuilder:
             run_at=run_at,
             expires_at=expires_at,
             max_attempts=max_attempts,
-            result_ttl=result_ttl,
+            result_ttl=self.result_ttl if result_ttl is None else result_ttl,
             headers=sent or None,
         )
-        queue = get_settings().queue(self._queue)
         if serializer is not None:
             register_serializer(serializer)
-        chosen = serializer or self._serializer
-        lasts = result_ttl if result_ttl is not None else self.result_ttl
-        return new_job(
-            options,
-            queue=queue,
-            handler=self._handler,
-            payload=dumped(payload, chosen),
-            serializer=chosen,
-            key=key or "",
-            max_attempts=max_attempts or attempts_in(self._queue, self.max_attempts),
-            result_ttl=milliseconds(queue.result_ttl if lasts is None else lasts),
+        declared = registry.HandlerOptions(
+            name=self._handler,
+            queue=self._queue,
+            max_attempts=attempts_in(self._queue, self.max_attempts),
+            serializer=serializer or self._serializer,
         )
+        data = dumped(payload, declared.serializer)
+        return new_job(options, declared, key or "", data, current_runtime())
 
 
 # --- Working in this process ----------------------------------------------------------------------
