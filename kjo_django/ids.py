@@ -45,13 +45,8 @@ def uuid7s(count: int) -> list[uuid.UUID]:
     return [uuid.UUID(int=value) for value in uuid7_values(count)]
 
 
-def uuid7_hexes(count: int) -> list[str]:
-    """Return so many UUIDv7 as 32 digits: quick to make, and all that a statement needs."""
-    return [f"{value:032x}" for value in uuid7_values(count)]
-
-
 def uuid7_values(count: int) -> list[int]:
-    """Return so many UUIDv7 as whole numbers.
+    """Return so many UUIDv7 as whole numbers, which ``f"{value:032x}"`` writes for a statement.
 
     The 12 bits after the millisecond carry its fraction (RFC 9562, method 3), pushed forward by
     one when the clock stands still or steps back, so ids keep the order of their creation.

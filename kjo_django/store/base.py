@@ -17,7 +17,7 @@ from django.db.models.constants import OnConflict
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.models import EventKey, Job, JobQuerySet, Lease, ProcessedEvent, transition
+from kjo_django.models import EventKey, Job, Lease, ProcessedEvent, transition
 from kjo_django.states import JobState
 from kjo_django.store.rows import (
     COLUMNS,
@@ -343,17 +343,14 @@ class Store:
         with several if len(jobs) > size else nullcontext(), connection.cursor() as cursor:
             for start in range(0, len(jobs), size):
                 chunk = jobs[start : start + size]
-                values = [value for job in chunk for value in self._column_values(job)]
+                values = [
+                    prepare(getattr(job, name), connection) if prepare else getattr(job, name)
+                    for job in chunk
+                    for name, prepare in self._columns
+                ]
                 cursor.execute(begin + ", ".join([_JOB_PLACES] * len(chunk)) + end, values)
                 count += cursor.rowcount
         return count
-
-    def _column_values(self, job: Job) -> list[Any]:
-        connection = connections[self.alias]
-        return [
-            prepare(getattr(job, name), connection) if prepare else getattr(job, name)
-            for name, prepare in self._columns
-        ]
 
     def may_copy(self, count: int) -> bool:
         """Return whether ``copy_jobs`` can store so many rows, and pays."""
@@ -386,15 +383,10 @@ class Store:
         :param without: ids of rows to leave out.
         :param without_topics: destinations whose rows to leave out.
         """
-        rows = self._awaiting_publish(without, without_topics).filter(queue__in=queues)
+        rows = Job.objects.using(self.alias).filter(_AWAITING_PUBLISH, queue__in=queues)
+        rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         due = rows.filter(available_at__lte=timezone.now()).order_by("available_at", "id")
         return [DueJob._make(row) for row in due.values_list(*DueJob._fields)[:limit]]
-
-    def _awaiting_publish(
-        self, without: Collection[UUID], without_topics: Collection[str]
-    ) -> JobQuerySet:
-        rows = Job.objects.using(self.alias).filter(state__in=states.AWAITING_PUBLISH)
-        return rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
 
     def due_jobs_of(
         self,
@@ -409,7 +401,8 @@ class Store:
         that its statistics do not show yet. The queue stands in the order and in a range, so only
         the index by queue has this order: PostgreSQL does not read another queue's backlog.
         """
-        rows = self._awaiting_publish(without, without_topics)
+        rows = Job.objects.using(self.alias).filter(_AWAITING_PUBLISH)
+        rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         due = rows.filter(queue__gte=queue, queue__lte=queue, available_at__lte=timezone.now())
         ordered = due.order_by("queue", "available_at", "id")
         columns = ordered.values_list(*DueJob._fields)[:limit]
@@ -422,7 +415,8 @@ class Store:
         without_topics: Collection[str] = (),
     ) -> datetime | None:
         """Return when the first of these rows is due, or was; None when none waits."""
-        rows = self._awaiting_publish(without, without_topics).filter(queue__in=queues)
+        rows = Job.objects.using(self.alias).filter(_AWAITING_PUBLISH, queue__in=queues)
+        rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         return rows.order_by("available_at").values_list("available_at", flat=True).first()
 
     def record_published(self, published: Sequence[Publication], now: datetime) -> set[UUID]:
@@ -582,6 +576,7 @@ def _update_one(action: str, assignments: str, condition: str) -> str:
     )
 
 
+_AWAITING_PUBLISH = Q(state__in=states.AWAITING_PUBLISH)
 _LONG_AGO = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
 _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
 JOB_FIELDS = Job._meta.local_concrete_fields

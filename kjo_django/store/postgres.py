@@ -14,7 +14,7 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.ids import uuid7_hexes
+from kjo_django.ids import uuid7_values
 from kjo_django.models import EventKey, Job
 from kjo_django.store.base import JOB_FIELDS, NOWHERE, Store
 from kjo_django.store.rows import COLUMNS, Completion, DueJob, JobRow, Place, Publication
@@ -205,10 +205,11 @@ class PostgresStore(Store):
         """Insert all in one statement."""
         if not keys:
             return set()
-        ordered, minted = sorted(set(keys)), text_array(uuid7_hexes(len(set(keys))))
+        ordered = sorted(set(keys))
+        parameters = _marker_parameters(ordered, now)
         with connections[self.alias].cursor() as cursor:
-            cursor.execute(_INSERT_MARKERS, _marker_parameters(ordered, minted, now))
-            return _fresh(cursor, ordered, minted, cursor.rowcount)
+            cursor.execute(_INSERT_MARKERS, parameters)
+            return _fresh(cursor, ordered, parameters[1], cursor.rowcount)
 
     # --- Rows of a group --------------------------------------------------------------------------
 
@@ -226,14 +227,14 @@ class PostgresStore(Store):
         with connections[self.alias].cursor() as cursor:
             if not keys or not ids or not takes_several(cursor.cursor):
                 return super().insert_markers_and_lock(keys, ids)
-            ordered, minted = sorted(set(keys)), text_array(uuid7_hexes(len(set(keys))))
-            parameters = _marker_parameters(ordered, minted, None)
+            ordered = sorted(set(keys))
+            parameters = _marker_parameters(ordered, None)
             read_times_natively(cursor)
             cursor.execute(f"{_INSERT_MARKERS}; {_ROWS_LOCKED}", [*parameters, text_array(ids)])
             inserted = cursor.rowcount
             cursor.nextset()
             found = {row[-1]: JobRow(*row) for row in cursor.fetchall()}
-            return _fresh(cursor, ordered, minted, inserted), found
+            return _fresh(cursor, ordered, parameters[1], inserted), found
 
     # --- Leases in rows ---------------------------------------------------------------------------
 
@@ -311,8 +312,15 @@ class PostgresStore(Store):
             return super().insert_jobs(jobs, ignore_conflicts=ignore_conflicts)
         with self._copying() as copy:
             for job in jobs:
-                copy.write_row(self._column_values(job))
+                copy.write_row(self._values_of(job))
         return len(jobs)
+
+    def _values_of(self, job: Job) -> list[Any]:
+        connection = connections[self.alias]
+        return [
+            prepare(getattr(job, name), connection) if prepare else getattr(job, name)
+            for name, prepare in self._columns
+        ]
 
     def may_copy(self, count: int) -> bool:
         """Return whether there are enough rows for COPY, and no query wrapper.
@@ -324,7 +332,7 @@ class PostgresStore(Store):
 
     def copy_jobs(self, job: Job, contents: Iterable[tuple[UUID, str, bytes]]) -> None:
         """Write all rows by one COPY."""
-        row = self._column_values(job)
+        row = self._values_of(job)
         with self._copying() as copy:
             for row[_ID], row[_KEY], row[_PAYLOAD] in contents:
                 copy.write_row(row)
@@ -489,12 +497,9 @@ def lends_sessions(
 # --- Statements -----------------------------------------------------------------------------------
 
 
-def _marker_parameters(keys: Sequence[EventKey], minted: Any, now: datetime | None) -> list[Any]:
-    return [
-        now or timezone.now(),
-        minted,
-        *(text_array(column) for column in zip(*keys, strict=True)),
-    ]
+def _marker_parameters(keys: Sequence[EventKey], now: datetime | None) -> list[Any]:
+    ids = array_text(f"{value:032x}" for value in uuid7_values(len(keys)))
+    return [now or timezone.now(), ids, *map(text_array, zip(*keys, strict=True))]
 
 
 def _fresh(cursor: Any, keys: Sequence[EventKey], minted: Any, inserted: int) -> set[EventKey]:

@@ -10,7 +10,7 @@ from uuid import UUID
 from django.db import connections, transaction
 from django.utils import timezone
 
-from kjo_django.ids import uuid7_hexes
+from kjo_django.ids import uuid7_values
 from kjo_django.models import EventKey, Job, Lease
 from kjo_django.store.base import Store
 from kjo_django.store.rows import COLUMNS, JobRow
@@ -55,7 +55,7 @@ class SqliteStore(Store):
         connection = connections[self.alias]
         moment = connection.ops.adapt_datetimefield_value(now or timezone.now())
         ordered = sorted(set(keys))
-        ids = uuid7_hexes(len(ordered))
+        ids = [f"{value:032x}" for value in uuid7_values(len(ordered))]
         with connection.cursor() as cursor:
             times = (moment,) * 3
             rows = [(id, *key, *times) for id, key in zip(ids, ordered, strict=True)]

@@ -135,9 +135,9 @@ def test_floors_are_ordered_as_their_moments(one, other):
 
 def test_digits_are_those_of_ids_in_order_with_all_others():
     before = uuid7().hex
-    found = ids.uuid7_hexes(3000)
+    found = [f"{value:032x}" for value in ids.uuid7_values(3000)]
     after = uuid7().hex
     assert [before, *found, after] == sorted({before, *found, after})
     assert {uuid.UUID(digits).hex for digits in found} == set(found)
     assert {uuid.UUID(digits).version for digits in found} == {7}
-    assert ids.uuid7_hexes(0) == []
+    assert ids.uuid7_values(0) == []
