@@ -126,11 +126,11 @@ def _check_backends(settings: Settings) -> Messages:
 
 
 def _check_topics(settings: Settings) -> Messages:
-    for findings in topics.findings():
-        for problem in findings.errors:
-            yield checks.Error(problem.message, hint=problem.hint or None, id="kjo.E006")
-        for problem in findings.warnings:
-            yield checks.Warning(problem.message, hint=problem.hint or None, id="kjo.W002")
+    errors, warnings = topics.problems()
+    for problem in errors:
+        yield checks.Error(problem.message, hint=problem.hint or None, id="kjo.E006")
+    for problem in warnings:
+        yield checks.Warning(problem.message, hint=problem.hint or None, id="kjo.W002")
 
 
 def _check_database(settings: Settings) -> Messages:
@@ -311,7 +311,7 @@ def _warn_retention(settings: Settings) -> Messages:
         queue = settings.queue(name)
         if not runtime.transport_class(queue.transport).capabilities.replay:
             continue
-        options, _ = topics.read_options(queue.topic_options, "")
+        options = topics.read_options(queue.topic_options, "")[0]
         retention = options.config.get("retention.ms", "")
         if retention == "-1":
             kept = timedelta.max

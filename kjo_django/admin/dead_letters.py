@@ -16,10 +16,10 @@ from django.utils.translation import gettext_lazy as _
 from kjo_django.admin.base import KjoAdmin
 from kjo_django.admin.display import badge, show_bytes, show_headers, show_message, show_text
 from kjo_django.admin.filters import (
-    DeadLetterStateFilter,
     HandlerFilter,
     QueueFilter,
     ReasonFilter,
+    StateFilter,
     newest,
 )
 from kjo_django.admin.jobs import may_see_payloads
@@ -45,7 +45,7 @@ class DeadLetterAdmin(KjoAdmin):
         "replay_count",
         "failed_at",
     )
-    list_filter = (DeadLetterStateFilter, ReasonFilter, QueueFilter, HandlerFilter)
+    list_filter = (StateFilter, ReasonFilter, QueueFilter, HandlerFilter)
     search_fields = ("=id", "=message_id", "=fingerprint")
     search_help_text = _(
         "An exact id, or an exact message id or fingerprint among the newest 50,000."

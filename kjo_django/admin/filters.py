@@ -6,26 +6,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import Model, QuerySet, TextChoices
+from django.db.models import Model, QuerySet
 from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
 from kjo_django import registry
-from kjo_django.models import DeadLetterReason, DeadLetterState
-from kjo_django.states import JobState
 
 WINDOW = 50_000
 """Newest rows that a filter without an index searches."""
 
 
 class ChoiceFilter(admin.SimpleListFilter):
-    """A filter that compares a column with one of a fixed set of values."""
-
-    values: type[TextChoices]
+    """A filter that compares a column with one of its choices."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
-        """Return the values."""
-        return self.values.choices
+        """Return the column's choices."""
+        return list(model_admin.opts.get_field(self.parameter_name).choices)
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Restrict the list."""
@@ -58,20 +54,11 @@ def newest(rows: QuerySet[Model]) -> QuerySet[Model]:
     return rows if floor is None else rows.filter(pk__gt=floor)
 
 
-class JobStateFilter(ChoiceFilter):
+class StateFilter(ChoiceFilter):
     """By stored state."""
 
     title = _("state")
     parameter_name = "state"
-    values = JobState
-
-
-class DeadLetterStateFilter(ChoiceFilter):
-    """By state."""
-
-    title = _("state")
-    parameter_name = "state"
-    values = DeadLetterState
 
 
 class ReasonFilter(WindowedFilter):
@@ -79,7 +66,6 @@ class ReasonFilter(WindowedFilter):
 
     title = _("reason (newest 50,000)")
     parameter_name = "reason"
-    values = DeadLetterReason
 
 
 class QueueFilter(WindowedFilter):

@@ -14,7 +14,7 @@ from django.utils.translation import gettext_lazy as _
 from kjo_django import registry
 from kjo_django.admin.base import BaseInline, KjoAdmin
 from kjo_django.admin.display import badge, show_text, show_value
-from kjo_django.admin.filters import HandlerFilter, JobStateFilter, QueueFilter
+from kjo_django.admin.filters import HandlerFilter, QueueFilter, StateFilter
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
@@ -101,7 +101,7 @@ class JobAdmin(KjoAdmin):
     """Read-only, except for actions."""
 
     list_display = ("handler", "shown_state", "queue", "unique_id", "shown_attempts", "created_at")
-    list_filter = (JobStateFilter, QueueFilter, HandlerFilter)
+    list_filter = (StateFilter, QueueFilter, HandlerFilter)
     search_fields = ("=id", "=unique_id")
     search_help_text = _("The exact id of a job, or its exact unique id if you may see payloads.")
     never_listed = ("payload", "result")

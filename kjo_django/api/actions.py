@@ -18,11 +18,11 @@ from kjo_django.api import dead_letters as letters
 from kjo_django.api import jobs, queues, workers
 from kjo_django.api.endpoints import ID, KjoView, Method, address, endpoint
 from kjo_django.api.fields import (
-    Body,
     Flag,
     JSONValue,
     NamedChoice,
     Number,
+    RequestShape,
     Text,
     Whole,
     columns,
@@ -34,7 +34,8 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk
 from kjo_django.operations.actions import Action, Input, Kind, Report, Subject, Surface, actions_of
 from kjo_django.operations.dead_letters import PREVIEW_LIMIT, ReplayReport, preview, select
-from kjo_django.operations.workers import AskResult
+from kjo_django.operations.jobs import ChangeResult
+from kjo_django.operations.queues import overview
 from kjo_django.store.counting import bounded_count
 
 REFUSALS = {
@@ -49,7 +50,7 @@ REFUSALS = {
 
 # --- Bodies ---------------------------------------------------------------------------------------
 
-NoBody = shape("NoBody", "Nothing: an empty body, or an object without members.", Body)
+NoBody = shape("NoBody", "Nothing: an empty body, or an object without members.", RequestShape)
 
 
 def body_of(action: Action) -> type[Any]:
@@ -58,7 +59,7 @@ def body_of(action: Action) -> type[Any]:
     if not members:
         return NoBody
     name = action.rest.body or f"{_camel(action.name)}Body"
-    return shape(name, action.rest.about, Body, **members)
+    return shape(name, action.rest.about, RequestShape, **members)
 
 
 def bulk_body_of(action: Action) -> type[Any]:
@@ -110,7 +111,7 @@ QueueOutcome = shape(
 WorkerOutcome = shape(
     "WorkerOutcome",
     "What became of a request about a worker, and the worker after it.",
-    outcome=NamedChoice("WorkerAnswer", [AskResult.ASKED, AskResult.UNCHANGED]),
+    outcome=NamedChoice("WorkerAnswer", [ChangeResult.ASKED, ChangeResult.UNCHANGED]),
     worker=workers.Worker(),
 )
 Sample = shape(
@@ -236,11 +237,11 @@ def _change_letter(view: KjoView, action: Action, inputs: dict[str, Any], id: st
 
 
 def _change_queue(view: KjoView, action: Action, inputs: dict[str, Any], queue: str) -> Response:
-    queues.find(queue)
+    if queue not in {row["queue"] for row in overview()}:
+        raise Http404
     report = _perform(view, action, queue, inputs)
     assert not isinstance(report, ReplayReport)
-    rows, _ = queues.counted([queues.find(queue)])
-    answer = {"is_changed": bool(report.changed_count), "queue": rows[0]}
+    answer = {"is_changed": bool(report.changed_count), "queue": queues.find(queue)}
     return Response(QueueOutcome(answer).data)
 
 

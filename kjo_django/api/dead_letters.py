@@ -12,13 +12,12 @@ from rest_framework.response import Response
 
 from kjo_django.api.endpoints import ID, KjoView, endpoint, id_of, page_of
 from kjo_django.api.fields import (
-    Body,
     Flag,
     Identifier,
     JSONValue,
     Moment,
     NamedChoice,
-    Query,
+    RequestShape,
     Text,
     columns,
     shape,
@@ -44,7 +43,7 @@ MAX_IDS = 500
 LetterFilter = shape(
     "LetterFilter",
     "Which dead letters.",
-    Query,
+    RequestShape,
     queue=serializers.CharField(max_length=100, required=False),
     handler=serializers.CharField(max_length=100, required=False),
     reason=NamedChoice("DeadLetterReason", DeadLetterReason.values, required=False),
@@ -77,7 +76,7 @@ GroupQuery = shape(
 )
 
 
-class Selection(Body):
+class Selection(RequestShape):
     """Open dead letters: by ids, by filters, or all."""
 
     ids = serializers.ListField(
@@ -176,11 +175,8 @@ def list_letters(view: KjoView) -> Response:
     says otherwise."""
     query = view.query(LetterQuery)
     view.refuse_texts(query)
-    found = page(*_selected(query), cursor=query.get("cursor"), limit=query["limit"])
-    answer = {
-        "results": [summary(view, row) for row in found.rows],
-        "next_cursor": found.next_cursor,
-    }
+    rows, cursor = page(*_selected(query), cursor=query.get("cursor"), limit=query["limit"])
+    answer = {"results": [summary(view, row) for row in rows], "next_cursor": cursor}
     return Response(LetterPage(answer).data)
 
 

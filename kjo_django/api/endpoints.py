@@ -27,7 +27,7 @@ from rest_framework.settings import api_settings
 from rest_framework.views import APIView
 
 from kjo_django.api import problems
-from kjo_django.api.fields import Body, Query, Shape, shape
+from kjo_django.api.fields import RequestShape, Shape, shape
 from kjo_django.api.problems import CONTENT_TYPE, TYPE, StrictJSONParser
 from kjo_django.operations.audit import audit_of
 from kjo_django.operations.internal import UserActor
@@ -57,7 +57,7 @@ MEANINGS = {
 class BodyExtension(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
     """Request bodies allow no further members."""
 
-    target_class = Body
+    target_class = RequestShape
     match_subclasses = True
 
     def map_serializer(self, auto_schema: Any, direction: Any) -> Any:
@@ -155,13 +155,13 @@ class KjoView(APIView):  # type: ignore[misc]
 
     # --- Reading requests -------------------------------------------------------------------------
 
-    def body(self, shape: type[Body]) -> dict[str, Any]:
+    def body(self, shape: type[RequestShape]) -> dict[str, Any]:
         """Return the validated body."""
         given = shape(data=self.request.data)
         given.is_valid(raise_exception=True)
         return dict(given.validated_data)
 
-    def query(self, shape: type[Query]) -> dict[str, Any]:
+    def query(self, shape: type[RequestShape]) -> dict[str, Any]:
         """Return the validated parameters of the query, each given at most once."""
         parameters = self.request.query_params
         twice = [name for name in parameters if len(parameters.getlist(name)) > 1]

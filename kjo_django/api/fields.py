@@ -54,8 +54,10 @@ def _column(column: Any) -> serializers.Field:
     return serializers.UUIDField(**plain)
 
 
-class Body(Shape):
-    """Members of a request's body; unknown ones are refused."""
+class RequestShape(Shape):
+    """Members of a request: of a body, or the parameters of a query. Unknown ones are refused: a
+    filter with a typing error would select everything.
+    """
 
     def to_internal_value(self, data: Any) -> Any:
         """Validate, unknown members too."""
@@ -65,12 +67,6 @@ class Body(Shape):
                 text = f"Unknown; known are {', '.join(self.fields)}."
                 raise serializers.ValidationError(dict.fromkeys(unknown, text), code="unknown")
         return super().to_internal_value(data)
-
-
-class Query(Body):
-    """Parameters of a query. Unknown ones are refused, because a filter with a typing error would
-    select everything.
-    """
 
 
 # --- Of bodies: JSON has types --------------------------------------------------------------------
@@ -199,23 +195,6 @@ class Moment(serializers.DateTimeField):  # type: ignore[misc]
         return super().enforce_timezone(value)
 
 
-@extend_schema_field({"type": "object", "additionalProperties": {}})
-class JSONObject(serializers.Field):  # type: ignore[misc]
-    """A JSON object with any members."""
-
-    default_error_messages = {"invalid": "Not an object."}
-
-    def to_internal_value(self, data: Any) -> dict[str, Any]:
-        """Return it as it is."""
-        if not isinstance(data, dict):
-            self.fail("invalid")
-        return dict(data)
-
-    def to_representation(self, value: Any) -> Any:
-        """Return it as it is."""
-        return value
-
-
 @extend_schema_field(OpenApiTypes.ANY)
 class JSONValue(serializers.Field):  # type: ignore[misc]
     """Any JSON. REST framework's own field serializes the value to check it, which fails on deep
@@ -229,6 +208,19 @@ class JSONValue(serializers.Field):  # type: ignore[misc]
     def to_representation(self, value: Any) -> Any:
         """Return it as it is."""
         return value
+
+
+@extend_schema_field({"type": "object", "additionalProperties": {}})
+class JSONObject(JSONValue):
+    """A JSON object with any members."""
+
+    default_error_messages = {"invalid": "Not an object."}
+
+    def to_internal_value(self, data: Any) -> dict[str, Any]:
+        """Return it as it is."""
+        if not isinstance(data, dict):
+            self.fail("invalid")
+        return dict(data)
 
 
 class NamedChoice(Text):

@@ -19,13 +19,12 @@ from rest_framework.response import Response
 from kjo_django import registry, states
 from kjo_django.api.endpoints import ID, KjoView, endpoint, id_of, may, page_of
 from kjo_django.api.fields import (
-    Body,
     JSONObject,
     JSONValue,
     Moment,
     NamedChoice,
-    Query,
     QueryNumber,
+    RequestShape,
     Seconds,
     Text,
     Whole,
@@ -60,7 +59,7 @@ WITH_PAYLOADS = "With the permission `view_payload`."
 EnqueueBody = shape(
     "EnqueueBody",
     "A job to enqueue: the handler's name, its arguments, and what `using()` takes.",
-    Body,
+    RequestShape,
     handler=Text(max_length=100, help_text="As registered, such as `shop.send_confirmation`."),
     payload=JSONObject(default=dict, help_text="The handler's arguments by name."),
     unique_id=Text(
@@ -101,7 +100,7 @@ JobQuery = shape(
     "Which jobs. A text that ends in `*` is a beginning. Ids, a time of creation and every "
     "state but completed are served by an index; for the rest the newest 100,000 of these are "
     "looked at, and `is_windowed` says so.",
-    Query,
+    RequestShape,
     q=serializers.CharField(
         max_length=MAX_SEARCH,
         required=False,
@@ -122,7 +121,7 @@ JobQuery = shape(
 WaitQuery = shape(
     "WaitQuery",
     "How long to wait.",
-    Query,
+    RequestShape,
     timeout=QueryNumber(
         required=False, default=20.0, min_value=0, max_value=30, help_text="Seconds."
     ),

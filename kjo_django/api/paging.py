@@ -7,13 +7,12 @@ requested, or none, and its cursor continues where the window ended.
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from django.db.models import Model, QuerySet
 from rest_framework import serializers
 
-from kjo_django.api.fields import Identifier, Query, shape
+from kjo_django.api.fields import Identifier, RequestShape, shape
 
 M = TypeVar("M", bound=Model)
 
@@ -36,22 +35,17 @@ def page_limit() -> serializers.IntegerField:
 PageQuery = shape(
     "PageQuery",
     "Which page.",
-    Query,
+    RequestShape,
     cursor=Identifier(required=False, help_text="`next_cursor` of the page before this one."),
     limit=page_limit(),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page's rows, and the cursor of the next page."""
-
-    rows: list[Any]
-    next_cursor: str | None
-
-
-def page(rows: QuerySet[M], wanted: QuerySet[M], *, cursor: uuid.UUID | None, limit: int) -> Page:
-    """Return those of the newest ``rows`` before the cursor that are also ``wanted``.
+def page(
+    rows: QuerySet[M], wanted: QuerySet[M], *, cursor: uuid.UUID | None, limit: int
+) -> tuple[list[M], str | None]:
+    """Return those of the newest ``rows`` before the cursor that are also ``wanted``, and the
+    cursor of the next page; None at the end.
 
     :param rows: rows that an index finds, in the order of the key.
     :param wanted: these rows with all filters; ``rows`` itself if an index serves them all.
@@ -65,8 +59,8 @@ def page(rows: QuerySet[M], wanted: QuerySet[M], *, cursor: uuid.UUID | None, li
             wanted = wanted.filter(pk__gt=floor)
     found = list(wanted.filter(**before).order_by("-pk")[: limit + 1])
     if len(found) > limit:
-        return Page(found[:limit], str(found[limit - 1].pk))
+        return found[:limit], str(found[limit - 1].pk)
     if floor is None:
-        return Page(found, None)
+        return found, None
     # The row at the floor itself has not been looked at.
-    return Page(found, str(uuid.UUID(int=floor.int + 1)))
+    return found, str(uuid.UUID(int=floor.int + 1))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 from django.http import Http404
-from django.utils import timezone
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter
 from rest_framework import serializers
@@ -14,9 +12,7 @@ from rest_framework.response import Response
 
 from kjo_django.api.endpoints import KjoView, endpoint
 from kjo_django.api.fields import shape
-from kjo_django.operations import queues
-from kjo_django.operations.monitoring import status
-from kjo_django.store.counting import seconds_since
+from kjo_django.operations.monitoring import metrics, status
 
 TAG = "queues"
 NAME = OpenApiParameter(
@@ -93,7 +89,7 @@ QueueDetail = shape(
 @endpoint("queues_list", TAG, ["view_queuecontrol"], {200: Queues})
 def list_queues(view: KjoView) -> Response:
     """List every queue that settings, handlers or operators name."""
-    rows, is_capped = counted(queues.overview())
+    rows, is_capped = status.queue_rows(with_lags=False)
     return Response(Queues({"results": rows, "is_capped": is_capped}).data)
 
 
@@ -102,45 +98,18 @@ def list_queues(view: KjoView) -> Response:
 )
 def read_queue(view: KjoView, queue: str) -> Response:
     """Tell of one queue, and ask its transport how far its consumers are behind."""
-    find(queue)
-    (row,) = status.status([queue])["queues"]
+    row = find(queue, with_lags=True)
+    metrics.add_rates([row])
     return Response(QueueDetail(row).data)
 
 
-# --- Details --------------------------------------------------------------------------------------
+def find(name: str, *, with_lags: bool = False) -> dict[str, Any]:
+    """Return a known queue with its counts.
 
-
-def find(name: str) -> dict[str, Any]:
-    """Return a known queue.
-
+    :param with_lags: ask its transport how far its consumers are behind.
     :raises Http404: it is unknown; pausing it would make it known.
     """
-    for row in queues.overview():
-        if row["queue"] == name:
-            return row
-    raise Http404
-
-
-def counted(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """Add the waiting jobs to each queue; also return whether a count is a lower bound."""
-    now = timezone.now()
-    counts, is_capped = status.count_by_state(now)
-    letters, letters_capped = status.open_dead_letters()
-    waiting = status.oldest_waiting(now)
-    found = [
-        row
-        | {
-            "states": {state: counts.get((row["queue"], state), 0) for state in status.COUNTED},
-            "oldest_waiting_seconds": seconds_since(waiting.get(row["queue"]), now),
-            **_letters(letters.get(row["queue"]), now),
-        }
-        for row in rows
-    ]
-    return found, is_capped or letters_capped
-
-
-def _letters(found: status.OpenLetters | None, now: datetime) -> dict[str, Any]:
-    return {
-        "open_dead_letters": found.letters if found else 0,
-        "oldest_dead_letter_seconds": seconds_since(found and found.oldest, now),
-    }
+    rows, _ = status.queue_rows([name], with_lags=with_lags)
+    if not rows:
+        raise Http404
+    return rows[0]

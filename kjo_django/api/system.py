@@ -11,7 +11,7 @@ from rest_framework import serializers, status
 from rest_framework.response import Response
 
 from kjo_django.api.endpoints import KjoView, endpoint
-from kjo_django.api.fields import JSONValue, Query, QueryNumber, columns, shape
+from kjo_django.api.fields import JSONValue, QueryNumber, RequestShape, columns, shape
 from kjo_django.api.showing import shown_event
 from kjo_django.models import ProcessedEvent as ProcessedEventRow
 from kjo_django.operations.monitoring import metrics
@@ -49,7 +49,7 @@ Health = shape(
 HealthQuery = shape(
     "HealthQuery",
     "What is still well.",
-    Query,
+    RequestShape,
     max_lag=serializers.IntegerField(
         required=False, min_value=0, max_value=2**31, help_text="Messages a queue may be behind."
     ),
@@ -77,7 +77,7 @@ ProcessedEvents = shape(
 EventQuery = shape(
     "EventQuery",
     "Which event, and which consumer's effects.",
-    Query,
+    RequestShape,
     event_id=serializers.CharField(
         max_length=255, trim_whitespace=False, help_text="Exactly as the event or message has it."
     ),
@@ -207,7 +207,7 @@ MetricSummaries = shape(
 MetricQuery = shape(
     "MetricQuery",
     "Which time, and what of it.",
-    Query,
+    RequestShape,
     length=serializers.IntegerField(
         required=False,
         default=HOUR,
@@ -224,7 +224,7 @@ MetricQuery = shape(
 SummaryQuery = shape(
     "SummaryQuery",
     "Which time.",
-    Query,
+    RequestShape,
     length=serializers.IntegerField(
         required=False, default=HOUR, min_value=60, max_value=2 * HOUR, help_text="Seconds."
     ),

@@ -88,8 +88,8 @@ def list_workers(view: KjoView) -> Response:
     rows = WorkerRow.objects.using(jobs_database()).defer("partitions")
     if "state" in query:
         rows = rows.filter(state=query["state"])
-    found = page(rows, rows, cursor=query.get("cursor"), limit=query["limit"])
-    answer = {"results": [summary(row) for row in found.rows], "next_cursor": found.next_cursor}
+    found, cursor = page(rows, rows, cursor=query.get("cursor"), limit=query["limit"])
+    answer = {"results": [summary(row) for row in found], "next_cursor": cursor}
     return Response(WorkerPage(answer).data)
 
 

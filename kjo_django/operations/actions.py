@@ -1,9 +1,7 @@
-"""The table of what operators can do: one entry for each action.
+"""The table of actions: what operators can do to jobs, dead letters, queues and workers.
 
-From an entry are built the action and the button of the admin, the buttons and the confirmation of
-the dashboard, the endpoint of the REST API with its schema, and, for large selections, the internal
-job of ``operations.bulk``. Each of them asks for the entry's permission. To add an action, write an
-operation and an entry for it.
+Admin, dashboard, REST API and the internal jobs of ``operations.bulk`` are built from its entries.
+Each of them checks the permission of the entry. To add an action, write an operation and an entry.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from kjo_django.retries import LONGEST_DELAY
 from kjo_django.states import JobStatus
 
 SYNCHRONOUS_LIMIT = 1000
-"""Rows up to which a request does the work itself."""
+"""Most rows that a request changes itself."""
 MAX_NOTE = 300
 MAX_NAME = 100
 """Characters of a queue's name."""
@@ -40,7 +38,7 @@ Report = Outcomes | ReplayReport
 
 
 class Subject(enum.StrEnum):
-    """The rows that an action is done to."""
+    """The kind of rows that an action changes."""
 
     JOBS = "jobs"
     LETTERS = "letters"
@@ -54,7 +52,7 @@ VIEW_PERMISSIONS: Mapping[Subject, str] = {
     Subject.QUEUES: "view_queuecontrol",
     Subject.WORKERS: "view_worker",
 }
-"""What a user needs to see the rows."""
+"""The permissions to see the rows."""
 
 
 class Surface(enum.Flag):
@@ -64,7 +62,7 @@ class Surface(enum.Flag):
     DASHBOARD = enum.auto()
     REST = enum.auto()
     BULK = enum.auto()
-    """By an internal job, for all rows that a filter finds."""
+    """An internal job, for all rows that a filter finds."""
 
 
 SCREENS = Surface.ADMIN | Surface.DASHBOARD
@@ -84,45 +82,45 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """A value that an action takes besides its rows."""
+    """A value that an action takes, beside its rows."""
 
     name: str
     kind: Kind
     label: Any
     help: Any = ""
-    """For the OpenAPI schema, and for the screens where there is no hint."""
+    """The explanation in the OpenAPI schema, and on screens if there is no hint."""
     hint: Any = ""
     is_required: bool = False
     is_nullable: bool = False
-    """Whether None may be given, which is something else than nothing; an empty field is None."""
+    """Whether None is a value. An empty field of a form is None."""
     minimum: float | None = None
     maximum: float | None = None
     max_length: int | None = None
     is_for_many: bool = False
-    """Whether it is only asked for a selection or a filter, not for one row."""
+    """Whether it is for selections and filters only, not for one row."""
     is_in_lists: bool = False
-    """Whether the lists of the admin have a field for it."""
+    """Whether the admin's lists have a field for it."""
     check: Callable[[Any], Any] | None = None
-    """Returns the value to use; raises ValueError for one that is not allowed."""
+    """Returns the value to use; raises ValueError for a wrong value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestSchema:
-    """What the REST API says of an action besides its inputs."""
+    """The description of an action in the REST API, beside its inputs."""
 
     body: str = ""
-    """Name of the body's component; made from the action's name if empty."""
+    """Name of the body's component; if empty, it is made of the action's name."""
     about: str = ""
     """Description of the body's component."""
     about_many: str = ""
     """Description of the body's component for a selection."""
     about_bulk: str = ""
-    """What the endpoint for a selection does."""
+    """Description of the endpoint for a selection."""
     method: str = "POST"
     path: str | None = None
-    """The last part of the address; made from the action's name if None."""
+    """The last part of the address; if None, it is made of the action's name."""
     answers: Mapping[int, str] = field(default_factory=dict)
-    """The meaning of each status of success, where it is not obvious."""
+    """The meanings of the statuses of success."""
     problems: tuple[int, ...] = (404, 409, 503)
     example: tuple[str, Any] | None = None
 
@@ -134,36 +132,36 @@ class Action:
     name: str
     subject: Subject
     label: Any
-    """What the button says."""
+    """The text of the button."""
     about: str
-    """What it does, in a sentence or two, for the OpenAPI schema."""
+    """The description in the OpenAPI schema."""
     permission: str
-    """Codename of the permission, beside the one to see the rows."""
+    """Codename of the permission that it takes, beside the one to see the rows."""
     operation: Callable[..., Report]
-    """Called with the rows and as keywords ``actor``, ``on_changed`` and the inputs, and for large
-    work with ``progress``."""
+    """Called with the rows, and by keyword with ``actor``, ``on_changed``, the inputs and, in an
+    internal job, ``progress``."""
     log: str
-    """The entry in the log of each row that changed; names of inputs in braces are replaced."""
+    """The entry in the log of each changed row. Names of inputs in braces are replaced."""
     done: Any
-    """The message that says how many rows changed, by ngettext_lazy."""
+    """The message with the number of changed rows, by ngettext_lazy."""
     result: str = ""
-    """The outcome that a row which changed is counted under."""
+    """The outcome of a changed row."""
     harmless: frozenset[str] = frozenset()
-    """Outcomes that say that nothing had to be changed; no refusal."""
+    """Outcomes of rows that needed no change."""
     inputs: tuple[Input, ...] = ()
     further_permissions: tuple[str, ...] = ()
     surfaces: Surface = Surface.ADMIN | Surface.DASHBOARD | Surface.REST
     question: Any = ""
-    """What the dashboard asks before it does it to many rows, or to one with inputs."""
+    """The dashboard's question before a change of many rows, or of one with inputs."""
     applies: Callable[[str], bool] = lambda state: True
-    """Whether it can be done to a row in this state: others get no button."""
+    """Whether a row in this state has its button."""
     is_dangerous: bool = False
     """Whether its button is coloured as a warning."""
     rest: RestSchema = field(default_factory=RestSchema)
 
     @property
     def key(self) -> str:
-        """Its name among the actions of all subjects; internal jobs have it in their payload."""
+        """The name that is unique among all actions; payloads of internal jobs contain it."""
         return self.name if self.subject == Subject.JOBS else f"{self.name}_{self.subject}"
 
     @property
@@ -182,15 +180,17 @@ class Action:
         return any(each.is_required for each in self.inputs)
 
     def is_allowed(self, user: Any) -> bool:
-        """Whether a user has its permissions. The one to see the rows is not asked here: the
-        surfaces have pages of their own to protect."""
+        """Whether a user has its permissions, beside the one to see the rows.
+
+        The page or endpoint that shows the rows checks that one.
+        """
         needed = (self.permission, *self.further_permissions)
         return all(user.has_perm(f"kjo_django.{codename}") for codename in needed)
 
     def checked(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs as the operation takes them.
+        """Return the inputs with checked values.
 
-        :raises ValueError: one is missing, unknown or not allowed.
+        :raises ValueError: an input is missing, unknown or wrong.
         """
         known = {each.name: each for each in self.inputs}
         unknown = sorted(inputs.keys() - known.keys())
@@ -205,7 +205,7 @@ class Action:
         return values
 
     def log_entry(self, inputs: Mapping[str, Any]) -> str:
-        """Return what the log says of each row that changed."""
+        """Return the text of the log entry of each changed row."""
         if "{inputs}" in self.log:
             said = ", ".join(f"{name}: {value}" for name, value in inputs.items())
             return self.log.replace("{inputs}", said)
@@ -220,13 +220,13 @@ class Action:
         progress: Progress | None = None,
         **inputs: Any,
     ) -> Report:
-        """Do it to the rows of a selection.
+        """Carry the action out on the rows of a selection, and return its report.
 
         :param selection: rows or their primary keys, a queryset, or a ``DeadLetterFilter``.
-        :param actor: who asks; of a ``UserActor`` the permission is asked.
+        :param actor: who asks; a ``UserActor`` needs the permissions.
         :param on_changed: called with the rows of each chunk inside its transaction.
-        :raises PermissionDenied: the user may not do it.
-        :raises ValueError: an input is not allowed.
+        :raises PermissionDenied: the user lacks a permission.
+        :raises ValueError: an input is wrong.
         """
         if isinstance(actor, UserActor) and not self.is_allowed(actor.user):
             raise PermissionDenied
@@ -239,7 +239,7 @@ class Action:
         return self.operation(selection, actor=actor, on_changed=on_changed, **values, **options)
 
 
-# --- Operations whose results or arguments are brought into one form ------------------------------
+# --- Operations with other arguments or results than the table needs ------------------------------
 
 
 def _discard_of_jobs(selection: Any, *, note: str, **options: Any) -> Outcomes:

@@ -1,21 +1,21 @@
-"""Who did what: signals to receivers, lines in the log, and entries in the admin's log."""
+"""Signals about changes, and entries in the admin's log."""
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from django.db import transaction
 from django.dispatch import Signal
 
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations.safe_text import InertName, inert
-
-logger = logging.getLogger("kjo_django")
+from kjo_django.runtime import jobs_database
 
 
 def send_signals(signal: Signal, rows: Iterable[Job | DeadLetter], **facts: Any) -> None:
-    """Send the signal for each of the jobs or dead letters, with facts that hold for all."""
+    """Send the signal once for each job or dead letter, with facts that hold for all of them."""
     for row in rows:
         if isinstance(row, Job):
             ids = {"job_id": str(row.pk), "unique_id": row.unique_id}
@@ -24,21 +24,21 @@ def send_signals(signal: Signal, rows: Iterable[Job | DeadLetter], **facts: Any)
         signal.send_robust(sender=row.handler, queue=row.queue, handler=row.handler, **ids, **facts)
 
 
-def log_change(verb: str, count: int, actor: str) -> None:
-    """Log how many jobs somebody changed, if any were."""
-    if count:
-        logger.info("%s %d jobs%s", verb, count, f" for {actor}" if actor else "")
+def send_after_commit(signal: Signal, rows: Sequence[Job | DeadLetter], **facts: Any) -> None:
+    """Send the signal once for each row after the current transaction is committed."""
+    send = functools.partial(send_signals, signal, rows, **facts)
+    transaction.on_commit(send, using=jobs_database(), robust=True)
 
 
 def log_entries(user_id: Any, rows: Iterable[Any], flag: int, message: Any, **more: Any) -> Any:
-    """Write an entry into the admin's log for each row, whatever surface was used.
+    """Write an entry into the admin's log for each row, and return the answer of ``log_actions``.
 
-    Names of rows and texts of people are written inert, since every page of the admin shows them as
-    they are. To be called where ``django.contrib.admin`` is installed only.
+    Names and texts are written inert, since every page of the admin shows them as they are. Only
+    for projects with ``django.contrib.admin``.
 
     :param flag: ``ADDITION``, ``CHANGE`` or ``DELETION`` of ``django.contrib.admin.models``.
     :param message: a text, or the change that the admin's own forms describe.
-    :param more: passed on to Django's ``log_actions``, whose answer is returned.
+    :param more: passed on to Django's ``log_actions``.
     """
     from django.contrib.admin.models import LogEntry
 
@@ -53,7 +53,7 @@ def log_entries(user_id: Any, rows: Iterable[Any], flag: int, message: Any, **mo
 
 
 def audit_of(user_id: Any, flag: int, message: str) -> Callable[[Sequence[Any]], None]:
-    """Return an observer that writes into the admin's log of each row that changed."""
+    """Return an observer that writes an entry into the admin's log for each changed row."""
 
     def write(rows: Sequence[Any]) -> None:
         if rows:

@@ -1,9 +1,8 @@
-"""Large work of operators as an internal job: any action of the table that may be done to all rows
-a filter finds. The job shows how far it is, can be cancelled, and after a crash goes on with what
-is open.
+"""Actions on all rows that a filter finds, carried out by an internal job.
 
-The selection is fixed when the action is asked for: dead letters that arise later, and jobs that
-are created or end later, are not touched. ``kjo_django.jobs`` registers the handlers in every
+The job reports its progress, can be cancelled, and goes on with the rows that are left after a
+crash. The filter is fixed when the job is enqueued: dead letters that arise later, and jobs that
+are created or end later, are not changed. ``kjo_django.jobs`` registers the handlers in every
 process.
 """
 
@@ -42,12 +41,12 @@ from kjo_django.runtime import jobs_database
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 
 PATIENT_SECONDS = 5
-"""A pace that takes longer makes it a background job too."""
+"""An action whose rate makes it take longer is done by an internal job."""
 REPLAY = "kjo_django.replay_dead_letters"
 DISCARD = "kjo_django.discard_dead_letters"
 CHANGE = "kjo_django.change_jobs"
 RETRY_DELAY = timedelta(minutes=1)
-"""After the transport refused several in a row."""
+"""The delay of the next attempt after several errors of the transport in a row."""
 
 
 def handler_of(action: Action) -> str:
@@ -64,18 +63,18 @@ def start_bulk(
     rate: float | None = None,
     **inputs: Any,
 ) -> Job:
-    """Enqueue an internal job that carries out an action; return its row.
+    """Enqueue an internal job that carries out an action, and return its row.
 
-    It goes to ``KJO["OPERATIONS_QUEUE"]``, or where no queue of that name is known to the first one
-    that workers consume. Its result is the report, of the last run where it was interrupted.
+    Its queue is ``KJO["OPERATIONS_QUEUE"]``, or the first queue that workers consume if there is no
+    queue of that name. Its result is the report of its last attempt.
 
-    :param key: of the action, such as ``requeue`` or ``replay_letters``.
-    :param selection: of dead letters for actions of these, else of jobs.
-    :param actor: who asked; kept in the job's payload, and in the notes of letters. Of a
-        ``UserActor`` the permission is checked again when the job runs.
-    :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX``.
-    :param inputs: of the action: ``note`` to discard, ``queue`` to move, ``force`` to replay.
-    :raises ValueError: what is asked cannot be done.
+    :param key: the key of the action, such as ``requeue`` or ``replay_letters``.
+    :param selection: a filter of dead letters for actions on dead letters, else of jobs.
+    :param actor: who asked; stored in the job's payload and in the notes of letters. The permission
+        of a ``UserActor`` is checked again when the job runs.
+    :param rate: at most so many rows a second, from ``RATE_MIN`` to ``RATE_MAX``.
+    :param inputs: the action's inputs: ``note`` to discard, ``queue`` to move, ``force`` to replay.
+    :raises ValueError: there is no such action, or its inputs or its selection are wrong.
     """
     action = find(key)
     if not action.is_bulk:
@@ -108,13 +107,13 @@ def change_or_start(
     on_changed: Observer | None = None,
     **inputs: Any,
 ) -> Report | Job:
-    """Carry out an action here and now if it is for few rows, else start an internal job.
+    """Carry out an action on few rows and return its report; for many rows start an internal job.
 
-    :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX``.
-    :param limit: the oldest so many dead letters only, at most ``SYNCHRONOUS_LIMIT``.
-    :param on_changed: called with the rows that are changed here; a job is a row of its own.
-    :param inputs: of the action.
-    :raises ValueError: what is asked cannot be done.
+    :param rate: at most so many rows a second, from ``RATE_MIN`` to ``RATE_MAX``.
+    :param limit: only the oldest so many dead letters, at most ``SYNCHRONOUS_LIMIT``.
+    :param on_changed: called with the rows that are changed; not with those of an internal job.
+    :param inputs: the action's inputs.
+    :raises ValueError: there is no such action, or its inputs or its selection are wrong.
     """
     action = find(key)
     checked_rate(rate)
@@ -123,7 +122,7 @@ def change_or_start(
             raise ValueError(f"{key} takes no limit")
         if not 0 < limit <= SYNCHRONOUS_LIMIT:
             raise ValueError(f"A limit must be from 1 to {SYNCHRONOUS_LIMIT}, not {limit!r}")
-        # By their ids: a job that is interrupted must not begin with others.
+        # Their ids are fixed: a job that was interrupted must not go on with other letters.
         keys = dead_letters.select(selection).values_list("pk", flat=True)
         selection = DeadLetterFilter(ids=list(keys[:limit]))
     rows: QuerySet[Any]
@@ -142,8 +141,10 @@ def change_or_start(
 def replay_or_start(
     selection: DeadLetterFilter, *, actor: str, **options: Any
 ) -> ReplayReport | Job:
-    """Replay dead letters here and now if they are few, else start an internal job; see
-    ``change_or_start`` for the options, and ``force`` of ``dead_letters.replay``."""
+    """Replay few dead letters and return the report; for many start an internal job.
+
+    :param options: those of ``change_or_start``, and ``force`` of ``dead_letters.replay``.
+    """
     done = change_or_start("replay_letters", selection, actor=actor, **options)
     assert isinstance(done, ReplayReport | Job)
     return done
@@ -152,8 +153,7 @@ def replay_or_start(
 def discard_or_start(
     selection: DeadLetterFilter, *, note: str, actor: str, on_changed: Observer | None = None
 ) -> int | Job:
-    """Discard dead letters here and now if they are few, else start an internal job; see
-    ``change_or_start``. Return how many were closed, or the job."""
+    """Discard few dead letters and return how many; for many start an internal job."""
     done = change_or_start(
         "discard_letters", selection, actor=actor, note=note, on_changed=on_changed
     )
@@ -161,11 +161,11 @@ def discard_or_start(
     return done if isinstance(done, Job) else done.changed_count
 
 
-# --- What the jobs do -----------------------------------------------------------------------------
+# --- The handler ----------------------------------------------------------------------------------
 
 
 def carry_out(context: JobContext, **payload: Any) -> dict[str, Any]:
-    """Carry out what a request asks for; the handler of every internal job."""
+    """Carry out a request; the handler of every internal job."""
     request = Request(**payload)
     action = find(request.action)
     actor = actor_of(request, f"kjo_django.{action.permission}")
@@ -178,20 +178,20 @@ def carry_out(context: JobContext, **payload: Any) -> dict[str, Any]:
     if not isinstance(report, ReplayReport):
         return {"counts": report.counts, "changed": report.changed_count}
     if report.stopped:
-        # What is left is open still: the next attempt goes on with it.
+        # The next attempt goes on with the letters that are still open.
         raise Retry(report.stopped, delay=RETRY_DELAY)
     return report.as_dict()
 
 
 def permission_of(request: Request) -> str | None:
-    """Return what a user needs for a request, None where its action is unknown."""
+    """Return the permission that a request needs, or None if its action is unknown."""
     action = ACTIONS.get(request.action)
     return None if action is None else f"kjo_django.{action.permission}"
 
 
 def _jobs_of(request: Request, actor: str) -> QuerySet[Job]:
     assert isinstance(request.filter, str)
-    # What has ended since was run again by an earlier attempt of this very job, or by others.
+    # A job that has ended since was run again by an earlier attempt of this job, or by others.
     ended_since = Q(finished_at__gte=_moment(request.asked_at))
     selection = search.parse(request.filter)
     if isinstance(actor, UserActor) and not actor.user.has_perm("kjo_django.view_payload"):
@@ -203,8 +203,8 @@ def _jobs_of(request: Request, actor: str) -> QuerySet[Job]:
 
 
 def _progress_of(context: JobContext, total: int, rate: float | None) -> Progress:
-    """Return what is called after each chunk: it shows how far the job is, keeps the pace, and ends
-    an aborted run, with what was done so far committed."""
+    """Return a function to call after each chunk: it reports progress, keeps to the rate, and
+    raises an error if the job was aborted."""
     began = timezone.now()
     of = f"{total:,}+" if total >= COUNT_LIMIT else f"{total:,}"
 
@@ -223,28 +223,26 @@ def _progress_of(context: JobContext, total: int, rate: float | None) -> Progres
 
 
 def dump_filter(selection: DeadLetterFilter | JobFilter, now: datetime) -> dict[str, Any] | str:
-    """Return a filter ready for JSON, restricted to what there is at this time."""
+    """Return a filter ready for JSON, restricted to the rows that there are now."""
     if isinstance(selection, JobFilter):
         frozen = selection.at(now)
         assert not isinstance(frozen.until, timedelta)
-        # The key knows the millisecond of its making: those of this one are there already.
+        # A key has the millisecond of its creation: rows of this one are there already.
         there = now + timedelta(milliseconds=1)
         until = there if frozen.until is None else min(frozen.until, there)
         return str(dataclasses.replace(frozen, until=until))
     until = now if selection.until is None else min(selection.until, now)
     letters = dataclasses.replace(selection, until=until)
-    plain: dict[str, Any] = {
-        field.name: value
-        for field in dataclasses.fields(letters)
-        if (value := getattr(letters, field.name)) is not None
+    given = {
+        name: value for name, value in dataclasses.asdict(letters).items() if value is not None
     }
-    if "ids" in plain:
-        plain["ids"] = list(map(str, plain["ids"]))
-    return plain | {name: plain[name].isoformat() for name in ("since", "until") if name in plain}
+    if "ids" in given:
+        given["ids"] = list(map(str, given["ids"]))
+    return given | {name: given[name].isoformat() for name in ("since", "until") if name in given}
 
 
 def load_letter_filter(stored: Any) -> DeadLetterFilter:
-    """Undo ``dump_filter`` of a filter of dead letters."""
+    """Return the filter of dead letters that ``dump_filter`` made ready for JSON."""
     times = {name: _moment(stored[name]) for name in ("since", "until") if name in stored}
     return DeadLetterFilter(**{**stored, **times})
 

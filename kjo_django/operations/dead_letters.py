@@ -1,20 +1,18 @@
-"""Replay and discard: what operators do to open dead letters.
+"""Replay and discard of open dead letters.
 
-A dead letter of a job is replayed by requeueing the job. If the job's id has been enqueued again
-since, what the letter holds becomes a job of its own. A message that nobody enqueued here is
-published again, byte for byte. Each letter changes in a transaction of its own, so a run that is
-interrupted is simply run again: it goes on with what is still open.
+The dead letter of a job is replayed by requeueing the job. If the job's id has been enqueued again
+since, the letter's payload becomes a job of its own. A message that nobody enqueued here is
+published again, byte for byte. Each letter changes in a transaction of its own: a run that was
+interrupted is repeated, and goes on with the letters that are still open.
 """
 
 from __future__ import annotations
 
-import enum
-import functools
 import socket
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -51,7 +49,8 @@ from kjo_django.models import (
     QueueControl,
     source_of_job,
 )
-from kjo_django.operations import audit, internal, redaction
+from kjo_django.operations import internal, redaction
+from kjo_django.operations.audit import send_after_commit
 from kjo_django.operations.jobs import Outcomes, RequeueResult, close_as_replayed, requeue_chunk
 from kjo_django.operations.rows import (
     Observer,
@@ -61,29 +60,18 @@ from kjo_django.operations.rows import (
     key_of,
     lock,
     no_progress,
-    on_commit,
 )
 from kjo_django.runtime import current_runtime, get_transport, jobs_database
 from kjo_django.states import JobState
-from kjo_django.store.counting import COUNT_LIMIT, bounded_count, window_floor
+from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 from kjo_django.transports.base import OutgoingRecord, Record
 
-
-class Mode(enum.StrEnum):
-    """How dead letters are replayed."""
-
-    REPUBLISH = "republish"
-    """Publish the message, or requeue the job: a worker runs it."""
-    REPROCESS = "reprocess"
-    """Run it here and now, in this process."""
-
-
 PREVIEW_LIMIT = 1000
-"""Dead letters a preview looks at, unless it is told otherwise."""
+"""Dead letters that a preview reads if no limit is given."""
 FAILURES_IN_A_ROW = 3
-"""After so many refusals of the transport a run stops: it is down, not picky."""
+"""A run stops after so many errors of the transport in a row: the transport is down."""
 SAMPLES = 20
-"""Refusals and failures reported one by one; all are counted."""
+"""Refusals and failures that a report lists; all are counted."""
 
 REFUSED_LOOP = "replayed too often"
 REFUSED_PROCESSED = "already processed"
@@ -94,11 +82,11 @@ NEEDS_PERMISSION = "it needs the permission of what it does"
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterFilter:
-    """Which open dead letters; what is not given does not restrict."""
+    """Which dead letters. A field that is None does not restrict."""
 
     ids: Collection[UUID | str] | None = None
     queue: str | None = None
-    """Of this queue, and of the one that carries its messages' retries."""
+    """Of this queue, and of the queue of its retries."""
     handler: str | None = None
     reason: str | None = None
     error: str | None = None
@@ -109,7 +97,7 @@ class DeadLetterFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it takes everything."""
+        """Whether it restricts nothing."""
         return self == DeadLetterFilter()
 
 
@@ -118,60 +106,60 @@ Selection = DeadLetterFilter | QuerySet[DeadLetter]
 
 @dataclass(slots=True)
 class ReplayReport:
-    """Counts of one run; a dry run fills ``matched`` and the histogram only."""
+    """The counts of one run. A dry run counts what a replay would do."""
 
     source: str
     is_dry_run: bool = False
     is_capped: bool = False
-    """Of a dry run: whether there are more than it looked at."""
+    """Of a dry run: whether there are more dead letters than it read."""
     matched: int = 0
-    """Dead letters the filter found, as far as the limit let it look."""
+    """Dead letters that the filter found, up to the limit."""
     replayed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    """By reason; what is refused stays open."""
+    """By reason; a refused dead letter stays open."""
     failed: int = 0
-    """Not accepted by the transport; these stay open and are tried by the next run."""
+    """Not accepted by the transport; they stay open for the next run."""
     skipped: int = 0
-    """Changed by somebody else meanwhile, or (from a topic) not matching the filter."""
+    """Changed by somebody else meanwhile, or, in a topic, outside the filter."""
     already_processed: int = 0
-    """Of those matched, how many have taken effect here before."""
+    """Of those matched, how many took effect here before."""
     histogram: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """By reason, handler and error type."""
     samples: list[dict[str, str]] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
-    """Of those run here and now: how, by result."""
+    """Of those run in this process: how many, by ending."""
     unknown_ids: list[str] = field(default_factory=list)
-    """From a topic read to its end: the ids asked for that no record has."""
+    """From a topic that was read to its end: wanted ids that no record has."""
     stopped: str = ""
     """Why the run ended early, if it did."""
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing failed; refusals are answers, not failures."""
+        """Whether nothing failed. A refusal is no failure."""
         return not self.failed and not self.stopped
 
     def count(self, reason: str, handler: str, error_type: str) -> None:
-        """Count one that matched."""
+        """Count a dead letter that matched."""
         self.matched += 1
         self.histogram[reason, handler, error_type] += 1
 
     def refuse(self, id: str, reason: str, detail: str = "") -> None:
-        """Count one that is refused."""
+        """Count a dead letter that is refused."""
         self.refused[reason] += 1
         self._sample(id, "refused", f"{reason}: {detail}" if detail else reason)
 
     def skip(self, id: str, why: str) -> None:
-        """Count one that nothing is to be done with."""
+        """Count a dead letter that is left as it is."""
         self.skipped += 1
         self._sample(id, "skipped", why)
 
     def fail(self, id: str, error: object) -> None:
-        """Count one the transport did not take."""
+        """Count a dead letter that the transport did not accept."""
         self.failed += 1
         self._sample(id, "failed", str(error))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
+        """Return the report ready for JSON."""
         return {
             "source": self.source,
             "dry_run": self.is_dry_run,
@@ -202,15 +190,15 @@ class ReplayReport:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterFormat:
-    """How a pattern marks the messages it puts into dead-letter topics.
+    """The headers and rows of a pattern's messages in dead-letter topics.
 
-    What such a message did has taken effect by its death, and its dead letter is known by its
-    place: it has no id.
+    Such a message took effect when it died. It has no id: its topic, partition and offset name its
+    dead letter.
 
     :param marker: the header that each of these messages has.
-    :param counter: the header that counts redeliveries; a replay begins anew without it.
-    :param origin: the header that names the topic a message died on.
-    :param letter_of: returns the row of a record, whatever its state; None where it is not here.
+    :param counter: the header that counts redeliveries; a replay leaves it out.
+    :param origin: the header with the topic that the message died on.
+    :param letter_of: returns the row of a record, in any state, or None.
     :param is_decided: whether the row of a record has been replayed or discarded since.
     """
 
@@ -229,13 +217,13 @@ ORIGINS = [
     "dlq-original-topic",  # of event consumers
     "__dlq.errors.topic",  # Kafka 4.4
 ]
-"""Headers that name the topic a message died on, the first one that is there counts."""
+"""Headers with the topic that a message died on; the first one that is there counts."""
 COUNTERS = {names.REDELIVERY}
-"""Headers that a replay leaves out: its redeliveries begin anew."""
+"""Headers that a replay leaves out, so that redeliveries are counted from 0."""
 
 
 def register_format(format: DeadLetterFormat) -> None:
-    """Let dead letters of this format be replayed from the table and from topics."""
+    """Make dead letters of this format known to replays."""
     if format.marker not in _formats:
         ORIGINS.append(format.origin)
         COUNTERS.add(format.counter)
@@ -243,7 +231,7 @@ def register_format(format: DeadLetterFormat) -> None:
 
 
 def format_of(headers: Mapping[str, Any]) -> DeadLetterFormat | None:
-    """Return the format that a message's headers are of; None for that of the worker."""
+    """Return the registered format that a message's headers have, None for a worker's own."""
     return next((each for marker, each in _formats.items() if marker in headers), None)
 
 
@@ -260,7 +248,7 @@ def select(selection: Selection) -> QuerySet[DeadLetter]:
 
 
 def restricted(rows: QuerySet[DeadLetter], selection: DeadLetterFilter) -> QuerySet[DeadLetter]:
-    """Return those of the rows, of any state, that a filter describes."""
+    """Return the rows that a filter describes, in any state."""
     exact = {
         "handler": selection.handler,
         "reason": selection.reason,
@@ -280,18 +268,10 @@ def restricted(rows: QuerySet[DeadLetter], selection: DeadLetterFilter) -> Query
     return rows
 
 
-def count(selection: Selection) -> tuple[int, bool]:
-    """Return how many there are among the newest 100,000 open dead letters, and whether there may
-    be more beyond them."""
-    floor = window_floor(select(DeadLetterFilter()), COUNT_LIMIT)
-    rows = select(selection)
-    return (rows if floor is None else rows.filter(pk__gt=floor)).count(), floor is not None
-
-
 def not_open(ids: Collection[UUID | str]) -> tuple[list[str], dict[str, str]]:
-    """Return those of the ids that no dead letter has, and the states of those that are closed.
+    """Return the ids that no dead letter has, and the states of the closed dead letters by id.
 
-    :raises ValueError: one is no id.
+    :raises ValueError: an id is malformed.
     """
     wanted = {_id(each): str(each) for each in ids}
     rows = DeadLetter.objects.using(jobs_database()).filter(pk__in=wanted)
@@ -302,7 +282,10 @@ def not_open(ids: Collection[UUID | str]) -> tuple[list[str], dict[str, str]]:
 
 
 def processed(message_ids: Mapping[str, str]) -> set[str]:
-    """Return those of the messages (id → type) whose effects are committed here."""
+    """Return the ids whose effects are committed here.
+
+    :param message_ids: the type of each message by its id.
+    """
     wanted = [id for id in message_ids if id]
     rows = ProcessedEvent.objects.using(jobs_database()).filter(
         event_id__in=wanted, service_name=get_settings().service_name
@@ -319,7 +302,7 @@ def _id(given: UUID | str) -> UUID:
     return key
 
 
-# --- What operators do ----------------------------------------------------------------------------
+# --- Replaying and discarding ---------------------------------------------------------------------
 
 
 def replay(
@@ -329,19 +312,19 @@ def replay(
     rate: float | None = None,
     dry_run: bool = False,
     force: bool = False,
-    mode: Mode = Mode.REPUBLISH,
+    reprocess: bool = False,
     actor: str = "",
     on_changed: Observer | None = None,
     progress: Progress = no_progress,
 ) -> ReplayReport:
-    """Replay open dead letters, oldest first, up to those there are now.
+    """Replay the open dead letters that there are now, oldest first, and return a report.
 
     :param limit: replay at most so many.
     :param rate: at most so many a second, from ``RATE_MIN`` to ``RATE_MAX`` of ``operations.rows``.
     :param dry_run: change nothing; report what would be replayed and what would be refused.
-    :param force: replay also what has been replayed too often or has taken effect before; a message
-        of the latter kind gets a new id, or it would be dropped as a duplicate.
-    :param mode: publish them for the workers, or run them here and now.
+    :param force: also replay letters that were replayed too often, and messages that took effect
+        before. Such a message gets a new id, or it would be dropped as a duplicate.
+    :param reprocess: run them in this process, instead of publishing them for the workers.
     :param actor: who asked, for the log and the letters' notes.
     :param on_changed: called with each letter inside its transaction.
     """
@@ -353,7 +336,7 @@ def replay(
     known = bounded_count(rows)
     total = min(limit, known) if limit is not None else None if known == COUNT_LIMIT else known
     failures, every_open = 0, select(DeadLetterFilter()).defer("traceback")
-    with reprocessing(mode) as reprocessor:
+    with closing(Reprocessor()) if reprocess else nullcontext() as reprocessor:
         replayer = Replayer(report, force, actor, on_changed, reprocessor)
         for key in (key for keys in chunks(rows) for key in keys):
             if limit is not None and report.replayed >= limit:
@@ -381,15 +364,15 @@ def edit_and_replay(
     actor: str = "",
     on_changed: Observer | None = None,
 ) -> ReplayReport:
-    """Replay one open dead letter with another value; it keeps the value it died with.
+    """Replay one open dead letter with another value; the letter keeps its own.
 
-    Whoever calls this for somebody has checked the permission ``edit_payload``.
+    The caller has checked the permission ``edit_payload``.
 
-    :param value: the payload, or the event's bytes, repaired. Where it says ``[redacted]``, as
-        ``redaction.shown_value`` showed it, what the letter has there is kept.
-    :raises MessageError: it is not what its content type says.
-    :raises ValueError: it is too large, or nothing was hidden where it says so, or it is that of an
-        internal job.
+    :param value: the repaired payload or event. Where ``redaction.shown_value`` showed
+        ``[redacted]`` and the text is unchanged, the letter's own value is used.
+    :raises MessageError: the value does not fit its content type.
+    :raises ValueError: the value is too large, it says ``[redacted]`` where nothing was hidden, or
+        the letter is of an internal job.
     """
     check_payload_size(value)
     report = ReplayReport("table")
@@ -408,7 +391,7 @@ def edit_and_replay(
 
 
 def _with_hidden(letter: DeadLetter, value: bytes) -> bytes:
-    """Return an edited value, with what its editor was not shown; byte for byte if it was all."""
+    """Return an edited value with the secrets that its editor was not shown."""
     serializer = serializer_for(letter.content_type or JSON.content_type)
     edited = serializer.loads(value)
     try:
@@ -417,7 +400,7 @@ def _with_hidden(letter: DeadLetter, value: bytes) -> bytes:
         try:
             original = [serializer.loads(bytes(letter.value))] if letter.value is not None else []
         except MessageError:
-            original = []  # nothing was shown of it, so nothing was hidden
+            original = []  # nothing of it was shown, so nothing was hidden
         return serializer.dumps(redaction.restored(edited, *original))
     except RecursionError:
         raise ValueError("The value is nested too deeply") from None
@@ -430,11 +413,10 @@ def preview(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> ReplayReport:
-    """Report what a replay would do, with what it would refuse and what has taken effect already;
-    changes nothing.
+    """Return a report of what a replay would do; nothing is changed.
 
-    :param limit: look at no more than the oldest so many, ``report.is_capped`` says if there are
-        more; None for all.
+    :param limit: read at most the oldest so many; ``is_capped`` is true if there are more. None:
+        read all.
     """
     rows = select(selection)
     report = ReplayReport("table", is_dry_run=True)
@@ -476,9 +458,9 @@ def discard(
     on_changed: Observer | None = None,
     progress: Progress = no_progress,
 ) -> int:
-    """Close open dead letters without replay; returns how many.
+    """Close open dead letters without replay, and return how many.
 
-    :param note: why, for whoever finds them.
+    :param note: why; stored with each letter.
     """
     note = note.strip()
     if not note:
@@ -495,10 +477,7 @@ def discard(
             )
             if on_changed is not None and letters:
                 on_changed(letters)
-            announce = functools.partial(
-                audit.send_signals, signals.message_discarded, letters, note=note
-            )
-            on_commit(using, announce)
+            send_after_commit(signals.message_discarded, letters, note=note)
         progress(count, None)
     return count
 
@@ -508,9 +487,9 @@ def discard(
 
 @dataclass(slots=True)
 class Replayer:
-    """Replays one letter at a time, in a transaction of its own, into a report.
+    """Replays letters one by one, each in a transaction of its own, and counts them in a report.
 
-    :param value: the payload to run with, if not the letter's.
+    :param value: the payload to run with; None: the letter's.
     """
 
     report: ReplayReport
@@ -522,7 +501,7 @@ class Replayer:
     using: str = field(default_factory=jobs_database, init=False)
 
     def replay(self, letter: DeadLetter) -> None:
-        """Replay a letter that the report has counted, or report why not."""
+        """Replay a letter that the report has counted, or count why it is refused."""
         if letter.replay_count >= get_settings().max_replays and not self.force:
             self._refuse(letter, REFUSED_LOOP, f"{letter.replay_count} times; --force replays it")
         elif letter.job_id is not None:
@@ -534,7 +513,7 @@ class Replayer:
         self.report.refuse(str(letter.pk), reason, detail)
 
     def _is_mine(self, letter: DeadLetter) -> bool:
-        """Lock a letter that is still open; count one that is not as skipped."""
+        """Lock a letter and return True if it is open; else count it as skipped."""
         rows = DeadLetter.objects.using(self.using).filter(state=DeadLetterState.OPEN)
         is_mine = bool(lock(rows.only("pk", "state"), [letter.pk]))
         self.report.skipped += not is_mine
@@ -557,13 +536,13 @@ class Replayer:
                 self.report.ended[self.reprocessor.run_job(found)] += 1
 
     def _requeue(self, letter: DeadLetter, job: Job | None, rows: QuerySet[Job]) -> Any:
-        """Requeue the job of whose present failure the letter is; return its key, or None."""
+        """Requeue the letter's job, which is still in its generation; return its key, or None."""
         still = rows if job is None else rows.filter(generation=job.generation)
         if not self.force:
             still = still.filter(state=JobState.FAILED)
         outcomes = Outcomes()
-        # The job's row is locked as by everybody, never waited for: whoever requeues the job holds
-        # that row and waits for this letter.
+        # The job's row is locked without waiting: whoever requeues the job holds that row and waits
+        # for this letter.
         requeue_chunk([letter.job_id], outcomes, still=still, payload=self.value, actor=self.actor)
         if outcomes.changed_count:
             self._changed(letter)
@@ -580,9 +559,30 @@ class Replayer:
         return None
 
     def _store_again(self, letter: DeadLetter, job: Job) -> Any:
-        """Store what the letter holds as a job of its own, and return its key: the letter's job was
-        enqueued again since, with another payload that is not to run, or to be lost, by this."""
-        again = job_of(letter, job, self.value)
+        """Store the letter's payload as a job of its own, and return its key, or None.
+
+        The letter's job was enqueued again since. Its new payload is neither run nor lost by this.
+        """
+        headers = names.from_json(letter.headers)
+        replayed = replay_headers(headers, letter.replay_count + 1, new_id=True)
+        kept = {name: data for name, data in replayed.items() if name not in names.OF_A_MESSAGE}
+        kept.pop(ORIGIN_ID, None)
+        key = None if letter.key is None else bytes(letter.key)
+        has_value = self.value is not None or letter.value is not None
+        extra = only_in_rows(key, b"" if has_value else None)
+        if key == str(job.pk).encode():
+            key = None  # the message of a job without a key has the job's id as key
+        again = Job(
+            id=uuid7(),
+            queue=job.queue,
+            handler=letter.handler,
+            key=row_key(key),
+            max_attempts=job.max_attempts,
+            payload=bytes(letter.value or b"") if self.value is None else self.value,
+            content_type=letter.content_type,
+            headers=names.for_row({**names.in_order(kept), **extra}),
+            result_ttl=job.result_ttl,
+        )
         if not internal.may_run_again(again, self.actor):
             self._refuse(letter, REFUSED_INTERNAL, NEEDS_PERMISSION)
             return None
@@ -591,7 +591,7 @@ class Replayer:
         self._close(letter)
         return again.pk
 
-    # --- Of a message nobody enqueued here --------------------------------------------------------
+    # --- Of a message without a job ---------------------------------------------------------------
 
     def _replay_message(self, letter: DeadLetter) -> None:
         queue = queue_of(letter.queue, letter.topic)
@@ -599,7 +599,7 @@ class Replayer:
         if queue is None or not topic:
             self._refuse(letter, REFUSED_NO_SOURCE)
             return
-        # A message of another format has taken effect by its death; its letter's row decides.
+        # A message of another format took effect when it died; its letter's row decides.
         is_foreign = format_of(letter.headers) is not None
         is_done = not is_foreign and bool(processed({letter.message_id: letter.handler}))
         if is_done:
@@ -623,22 +623,22 @@ class Replayer:
             key=record.key,
             value=record.value,
             headers=dict(record.headers),
-            # With its place this names a death: the next one is another, and has a letter too.
+            # Together with the offset it names this failure; another failure gets another letter.
             timestamp=letter.failed_at,
         )
-        # It is closed afterwards: a crash in between runs it again, which its marker absorbs.
+        # The letter is closed after the run: a crash in between runs the message again, and its
+        # marker makes that a duplicate.
         if self.reprocessor.run_dead(place, queue, self.report, str(letter.pk)) not in NOT_RUN:
             with transaction.atomic(using=self.using):
-                # If it died again there is a new dead letter of that.
-                self._close(letter)
+                self._close(letter)  # if the message died again, it has a new dead letter
 
     def _publish_and_close(
         self, letter: DeadLetter, record: OutgoingRecord, queue: QueueConf
     ) -> None:
-        """Publish, then close; one transaction keeps other replayers away meanwhile.
+        """Publish the record and close its letter, in one transaction that locks the letter.
 
-        Not on a database that would lock everybody else out while a broker is waited for (SQLite):
-        there two replayers at once may publish a message twice, which its consumer absorbs.
+        SQLite would lock everybody else out while the broker is waited for. There the record is
+        published first: two replayers at once may publish it twice, and its consumer drops one.
         """
         is_transactional = storing.is_transactional(queue)
         features = connections[self.using].features
@@ -656,8 +656,7 @@ class Replayer:
 
     def _close(self, letter: DeadLetter) -> None:
         close_as_replayed(DeadLetter.objects.using(self.using).filter(pk=letter.pk), self.actor)
-        announce = functools.partial(audit.send_signals, signals.message_replayed, [letter])
-        on_commit(self.using, announce)
+        send_after_commit(signals.message_replayed, [letter])
         self._changed(letter)
 
     def _changed(self, letter: DeadLetter) -> None:
@@ -666,21 +665,23 @@ class Replayer:
             self.on_changed([letter])
 
 
-# --- Running it here and now ----------------------------------------------------------------------
+# --- Running a message in this process ------------------------------------------------------------
 
 NOWHERE = -1
-"""The partition and offset of a message that comes from no topic."""
+"""The partition and offset of a message that was read from no topic."""
 SKIPPED = Ending.SKIPPED.value
 NOT_RUN = (Ending.DEFERRED.value, SKIPPED)
-"""Endings without a run: a worker holds the message, or nobody here handles it."""
+"""Endings without a run: a worker holds the message, or no handler here takes it."""
 
 
 class Reprocessor:
-    """Runs one dead message at a time, with the pipeline of every worker: markers, transactions,
-    retries and dead letters are the same. For an operator who wants to see what becomes of it, or
-    has no worker for its queue."""
+    """Runs dead messages in this process, one by one, through the pipeline of a worker.
 
-    def __init__(self, watch: TimeoutWatch) -> None:
+    Markers, transactions, retries and dead letters are the same as in a worker.
+    """
+
+    def __init__(self) -> None:
+        self._watch = TimeoutWatch()
         self._ended: list[Attempt] = []
         rows = QueueControl.objects.using(jobs_database())
         controls = {row.queue: row for row in rows}
@@ -688,13 +689,17 @@ class Reprocessor:
         self._leases = LeaseBook(runtime, uuid7().hex)
         self._pipeline = Pipeline(
             self._leases,
-            watch,
+            self._watch,
             worker=f"replay on {socket.gethostname()} {default_worker_name()}"[:255],
             listeners=(notify_waiters, self._ended.extend, send_signals),
         )
 
+    def close(self) -> None:
+        """End the thread that watches time limits."""
+        self._watch.stop()
+
     def run(self, record: Record, queue: QueueConf) -> str:
-        """Run a record as one of the queue's; return how it ended."""
+        """Run a record of a queue and return its ending."""
         delivery = delivery_of(record, queue, self._leases.runtime)
         if delivery is None:
             return SKIPPED
@@ -705,7 +710,7 @@ class Reprocessor:
         return (ending or Ending.DEFERRED).value
 
     def run_dead(self, record: Record, queue: QueueConf, report: ReplayReport, id: str) -> str:
-        """Run a record, and count in the report how it ended, or that it was not run."""
+        """Run a record, count its ending in the report, and return the ending."""
         ending = self.run(record, queue)
         report.ended[ending] += 1
         if ending in NOT_RUN:
@@ -713,7 +718,7 @@ class Reprocessor:
         return ending
 
     def run_job(self, job: Job) -> str:
-        """Run the next attempt of a stored job, before its message reaches a worker."""
+        """Run the next attempt of a stored job before a worker does, and return its ending."""
         queue = get_settings().queue(job.queue)
         sent = storing.record_of(job, queue)
         return self.run(
@@ -721,31 +726,18 @@ class Reprocessor:
         )
 
 
-@contextmanager
-def reprocessing(mode: Mode) -> Iterator[Reprocessor | None]:
-    """Return what runs dead messages here, None where they are only published again."""
-    if mode != Mode.REPROCESS:
-        yield None
-        return
-    watch = TimeoutWatch()
-    try:
-        yield Reprocessor(watch)
-    finally:
-        watch.stop()
-
-
-# --- What is published again, and where to --------------------------------------------------------
+# --- The record of a replay -----------------------------------------------------------------------
 
 REPLAY_OF = "kjo-replay-of"
-"""The id a message had before a forced replay gave it a new one."""
+"""The id of the message before a forced replay gave it a new one."""
 _ORIGIN = names.FIRST_WINS - {names.DLQ_FIRST_FAILED_AT}
 _OF_A_JOB = frozenset({names.JOB_ID, names.GENERATION, names.ATTEMPT})
 
 
 def publish_one(record: OutgoingRecord, transport: str) -> None:
-    """Publish and wait for the delivery report.
+    """Publish a record and wait for its delivery report.
 
-    :raises PublishError: when it was not accepted.
+    :raises PublishError: the transport did not accept it.
     """
     outcome = storing.publish(get_transport(transport), [record])[0]
     if outcome.error is not None:
@@ -753,13 +745,15 @@ def publish_one(record: OutgoingRecord, transport: str) -> None:
 
 
 def replay_topic_of(queue: QueueConf) -> str:
-    """Return where a message of a queue is published again: in the queue's topic, but never where
-    other services, for whom it was no failure, would read it once more."""
+    """Return the topic that a queue's messages are published to again.
+
+    It is not a topic that other services read: they would get the message once more.
+    """
     return get_settings().queue(queue.retries).topic
 
 
 def queue_of(queue: str, topic: str) -> QueueConf | None:
-    """Return the queue a dead letter came from: by name, else the one that reads its topic."""
+    """Return the queue of a dead letter: by its name, else the queue that reads its topic."""
     conf = get_settings()
     if queue:
         return conf.queue(queue)
@@ -770,9 +764,12 @@ def queue_of(queue: str, topic: str) -> QueueConf | None:
 def replay_headers(
     headers: Mapping[str, bytes], replay_count: int, *, new_id: bool = False
 ) -> dict[str, bytes]:
-    """Return the headers of a replayed message: all of its own, of what the dead-letter queue added
-    only where it was read first, and the number of replays."""
-    # A message of another format has no id: its copies in the table and in the topic share this.
+    """Return the headers of a replayed message.
+
+    They are its own headers, the origin that the dead-letter queue added, and the number of
+    replays.
+    """
+    # A message of another format has no id: its copies in the table and the topic share this one.
     stays = _ORIGIN | {names.DLQ_MESSAGE_ID} if format_of(headers) else _ORIGIN
     kept = {
         name: value
@@ -782,8 +779,8 @@ def replay_headers(
     if names.JOB_ID in kept and _is_of_this_service(kept):
         job = find_job(kept)
         if job is None or job.generation != generation_of(kept):
-            # The row was deleted, or given to another payload; a consumer drops a message that
-            # claims to have one.
+            # The row was deleted, or has another payload by now. A consumer would drop a message
+            # that names it.
             kept = {name: value for name, value in kept.items() if name not in _OF_A_JOB}
             new_id = new_id or job is not None
     if new_id and names.ID in kept:
@@ -812,39 +809,13 @@ def _record_of(letter: DeadLetter, topic: str, *, new_id: bool) -> OutgoingRecor
     )
 
 
-def job_of(letter: DeadLetter, job: Job, value: bytes | None) -> Job:
-    """Return the unsaved row of a job of its own that runs what a letter holds.
-
-    :param job: the letter's, which has begun another generation since.
-    :param value: the payload, if not the letter's.
-    """
-    replayed = replay_headers(names.from_json(letter.headers), letter.replay_count + 1, new_id=True)
-    kept = {name: data for name, data in replayed.items() if name not in names.OF_A_MESSAGE}
-    kept.pop(ORIGIN_ID, None)
-    key = None if letter.key is None else bytes(letter.key)
-    extra = only_in_rows(key, b"" if value is not None or letter.value is not None else None)
-    if key == str(job.pk).encode():
-        key = None  # a job without a key travels under its id
-    return Job(
-        id=uuid7(),
-        queue=job.queue,
-        handler=letter.handler,
-        key=row_key(key),
-        max_attempts=job.max_attempts,
-        payload=bytes(letter.value or b"") if value is None else value,
-        content_type=letter.content_type,
-        headers=names.for_row({**names.in_order(kept), **extra}),
-        result_ttl=job.result_ttl,
-    )
-
-
 def generation_of(headers: Mapping[str, bytes]) -> int:
-    """Return the generation of the job that a message is of."""
+    """Return the generation of the job in a message's headers."""
     return names.number(headers, names.GENERATION, 1)
 
 
 def find_job(headers: Mapping[str, bytes]) -> Job | None:
-    """Return the job a message belongs to, if this service's database has it."""
+    """Return the job of a message if this service's database has it, else None."""
     if not _is_of_this_service(headers):
         return None
     try:

@@ -1,11 +1,10 @@
-"""Open dead letters by kind: how many of each error, since when, until when."""
+"""Groups of open dead letters of one error, with their numbers and times."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 from uuid import UUID
 
 from django.db.models import Count, QuerySet
@@ -15,7 +14,7 @@ from kjo_django.operations.dead_letters import DeadLetterFilter, Selection, sele
 from kjo_django.store.counting import COUNT_LIMIT, keys_of_each, window_floor
 
 SAMPLED = 50
-"""Letters of a group whose releases and replays are counted."""
+"""Newest letters of a group whose releases and replays are read."""
 MAX_RELEASES = 5
 _OF_THE_NEWEST = (
     *("fingerprint", "failed_at", "release", "replay_count"),
@@ -36,28 +35,23 @@ class ErrorGroup:
     reason: str
     error_type: str
     error: str
-    """Of the newest of them."""
+    """The error of the newest letter."""
     newest_id: UUID
     releases: tuple[str, ...] = ()
-    """Those its newest failed in, the latest first, five at most."""
+    """The releases that its newest 50 failed in, the latest first, five at most."""
     replayed_count: int = 0
-    """How many of its newest 50 had been replayed before and died again."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
-        return asdict(self)
+    """How many of its newest 50 had been replayed before."""
 
 
 def error_groups(selection: Selection | None = None, *, limit: int = 50) -> list[ErrorGroup]:
     """Return the largest groups among the newest 100,000 open dead letters of a selection.
 
-    ``DeadLetterFilter(fingerprint=…)`` takes a group to ``replay`` or ``discard``.
+    To replay or discard a group, use ``DeadLetterFilter(fingerprint=…)``.
     """
     rows = select(selection if selection is not None else DeadLetterFilter())
     floor = window_floor(rows, COUNT_LIMIT)
     looked_at = rows if floor is None else rows.filter(pk__gt=floor)
-    # Only what the index of open fingerprints holds is counted: the rows, long with their
-    # tracebacks, are not read for it.
+    # The index of open fingerprints alone is read, not the rows with their long tracebacks.
     groups = {
         row["fingerprint"]: row["count"]
         for row in looked_at.order_by()
@@ -72,7 +66,7 @@ def error_groups(selection: Selection | None = None, *, limit: int = 50) -> list
         if not newest:
             continue  # closed meanwhile
         sample = newest[0]
-        # The oldest comes last: the samples are the newest and it.
+        # The samples are the newest letters and the oldest, which is the last one.
         oldest = newest[-1]
         releases = dict.fromkeys(letter.release for letter in newest if letter.release)
         found.append(
@@ -97,7 +91,7 @@ def error_groups(selection: Selection | None = None, *, limit: int = 50) -> list
 def _samples(
     rows: QuerySet[DeadLetter], fingerprints: Collection[str]
 ) -> dict[str, list[DeadLetter]]:
-    """Return of each group its newest letters, the latest first, and its oldest, in two queries."""
+    """Return the newest letters of each group, the latest first, and its oldest one."""
     wanted = {}
     for fingerprint in fingerprints:
         group = rows.filter(fingerprint=fingerprint)

@@ -1,8 +1,8 @@
-"""Internal jobs: large work of operators that jobs of kjo_django's own carry out.
+"""Internal jobs: jobs of kjo_django's own that carry out the requests of operators.
 
-What such a job does is what its payload says, in the name of whom it names. So it runs only from a
-row of ours, whatever a message says; a user's permission is checked again when it runs; and whoever
-wants to run one again needs the permission of what it does.
+The payload says what is done and for whom. So an internal job runs only from a row of this service,
+whatever a message says. A user's permission is checked again when it runs. To run one again takes
+the permission of its request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_ACTOR = 150
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for, ready for JSON."""
+    """An action that an operator asked for, ready for JSON."""
 
     action: str
     """A key of ``operations.actions.ACTIONS``."""
@@ -36,25 +36,25 @@ class Request:
     asked_at: str
     actor: str = ""
     user: str = ""
-    """The primary key of the user who asks; "" for a program, which may do everything."""
+    """The primary key of the user who asked; "" for a program, which may do everything."""
     rate: float | None = None
     """At most so many rows a second."""
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the action, by name."""
+    """The action's inputs by name."""
 
     def __post_init__(self) -> None:
         checked_rate(self.rate)
 
     def asked_by(self, actor: str) -> Request:
-        """Return the same request of somebody else."""
+        """Return the request with another actor."""
         user = str(actor.user.pk) if isinstance(actor, UserActor) else ""
         return dataclasses.replace(self, actor=actor[:MAX_ACTOR], user=user)
 
 
 class UserActor(str):
-    """A user who asks for an operation: a name for logs and notes, and whose permissions count.
+    """A user who asks for an operation: a name for logs and notes, with the user's permissions.
 
-    An actor that is a plain text is a program's, and no permission is asked of it.
+    A plain string is the name of a program, which needs no permission.
     """
 
     user: Any
@@ -67,10 +67,10 @@ class UserActor(str):
 
 
 def actor_of(request: Request, permission: str) -> str:
-    """Return who a request runs for; asked when it runs.
+    """Return the actor of a request that runs now.
 
-    :param permission: what the action takes, with the app's label.
-    :raises PermanentError: it was a user, who by now may not do this.
+    :param permission: the permission of the action, with the app's label.
+    :raises PermanentError: the user is gone, is not active, or lacks the permission by now.
     """
     if not request.user:
         return request.actor
@@ -94,13 +94,16 @@ def actor_of(request: Request, permission: str) -> str:
 
 
 def is_internal(handler: str) -> bool:
-    """Whether jobs of this handler are internal ones."""
+    """Whether jobs of this handler are internal jobs."""
     return isinstance(registry.find(handler), InternalHandler)
 
 
 def may_run_again(job: Job, actor: str) -> bool:
-    """Return whether somebody may requeue, replay or hurry a job, as far as it is an internal one:
-    a user needs the permission of what it does. The permission to requeue is asked elsewhere."""
+    """Whether the actor may requeue, replay or hurry a job.
+
+    For an internal job a user needs the permission of its request. The permission to requeue is
+    checked elsewhere.
+    """
     handler = registry.find(job.handler)
     if not isinstance(actor, UserActor) or not isinstance(handler, InternalHandler):
         return True
@@ -110,10 +113,9 @@ def may_run_again(job: Job, actor: str) -> bool:
 
 
 def reassign(job: Job, actor: str) -> bool:
-    """Let the next run of an internal job be in the name of who asked for it.
+    """Put the actor into the payload of an internal job; return whether the payload has changed.
 
-    :returns: whether the payload has changed, which is to be stored. That of any other job, or of
-        one nobody in particular asks for, is left as it is.
+    The caller stores the payload. That of any other job, or for an empty actor, stays.
     """
     request = _request_of(job) if actor and is_internal(job.handler) else None
     if request is None:
@@ -130,10 +132,10 @@ def _request_of(job: Job) -> Request | None:
 
 
 class InternalHandler(registry.Handler):
-    """A handler of an internal job; the project's middleware, made for its own jobs, is not run.
+    """A handler of an internal job. The project's middleware does not run.
 
-    :param permission_of: returns what a user needs for a request, with the app's label, or None
-        for one whose action is unknown.
+    :param permission_of: returns the permission that a request needs, with the app's label, or None
+        if its action is unknown.
     """
 
     runs_middleware = False
@@ -148,8 +150,10 @@ class InternalHandler(registry.Handler):
         self.permission_of = permission_of
 
     def refusal(self, message: Message, row: JobRow | None) -> MessageError | None:
-        """Refuse a message that is not made of a row of ours: anybody who can write to a topic
-        could otherwise have done what needs a permission, under any name."""
+        """Return an error for a message that was not made from a row of this service, else None.
+
+        Anybody who can write to a topic could otherwise act without a permission, under any name.
+        """
         is_ours = message.service == get_settings().service_name
         if row is None or message.job_id != str(row.id) or not is_ours:
             return MessageError("invalid", f"{self.name} runs only as a job that was enqueued here")

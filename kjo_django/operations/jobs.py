@@ -1,4 +1,4 @@
-"""Requeue and cancel, and what every change of jobs by an operator has in common.
+"""Requeue and cancel, and the steps that every operator's change of jobs takes.
 
 A change refuses a job that is being processed. Three facts show that: its row is locked (a running
 atomic handler), its row's lease is live (``atomic=False``), or a living worker holds its lease in
@@ -30,7 +30,7 @@ from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
 from kjo_django.operations import internal
-from kjo_django.operations.audit import log_change, send_signals
+from kjo_django.operations.audit import send_after_commit
 from kjo_django.operations.rows import (
     ChangeOptions,
     Observer,
@@ -55,7 +55,7 @@ PUBLISH_BATCH = 50
 
 
 class CancelResult(enum.StrEnum):
-    """What cancelling one job ended with."""
+    """The result of cancelling one job."""
 
     CANCELLED = "cancelled"
     NOT_FOUND = "not_found"
@@ -66,51 +66,72 @@ class CancelResult(enum.StrEnum):
 
 
 class RequeueResult(enum.StrEnum):
-    """What requeueing one job ended with."""
+    """The result of requeueing one job."""
 
     REQUEUED = "requeued"
     NOT_FOUND = "not_found"
     PROCESSING = "processing"
     FORBIDDEN = "forbidden"
-    """The job is an internal one, and who asked may not do what it does."""
+    """The job is an internal one, and the user may not do what it does."""
+
+
+class ChangeResult(enum.StrEnum):
+    """The result of any other change of one row. A final job's state is its result."""
+
+    DUE = "due"
+    """The job was due later and is due now."""
+    MOVED = "moved"
+    CHANGED = "changed"
+    ASKED = "asked"
+    """The worker was asked."""
+    UNCHANGED = "unchanged"
+    """The row was so already: a due job, a worker that was asked before."""
+    TAKEN = "taken"
+    """Another job of the queue has the job's unique id."""
+    OTHER_KIND = "other_kind"
+    """The job is a record for other services, which no worker here starts, or the queues have
+    different routes: messages of other services stay where the topics of their kind are."""
+    FORBIDDEN = "forbidden"
+    """The job is an internal one, and the user may not do what it does."""
+    STOPPING = "stopping"
+    """The worker has been asked to stop, which nothing undoes."""
+    GONE = "gone"
+    """The worker has stopped, or its heartbeat is old."""
+    NOT_FOUND = "not_found"
+    PROCESSING = "processing"
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """How many jobs ended with what."""
+    """How many rows ended with which result."""
 
     counts: dict[str, int] = field(default_factory=dict)
     changed_count: int = 0
-    """Jobs this call has changed; one that was cancelled before is counted, not changed."""
+    """Rows that this call has changed. A job that was cancelled before is counted, not changed."""
 
     def add(self, result: str, count: int = 1) -> None:
-        """Count ``count`` more jobs with this result."""
+        """Count more rows with this result."""
         if count:
             self.counts[str(result)] = self.counts.get(str(result), 0) + count
 
     def add_changed(self, result: str, count: int) -> None:
-        """Count ``count`` more jobs that this call has changed."""
+        """Count more rows that this call has changed."""
         self.add(result, count)
         self.changed_count += count
-
-    @property
-    def total(self) -> int:
-        """Jobs asked for."""
-        return sum(self.counts.values())
 
 
 # --- Cancel ---------------------------------------------------------------------------------------
 
 
 def cancel(jobs: Selection, *, abort: bool = False, **options: Unpack[ChangeOptions]) -> Outcomes:
-    """Cancel open jobs; a final or running one is left as it is and counted as such.
+    """Cancel open jobs. A final or running job stays as it is and is counted with its state.
 
-    A message already with the broker cannot be withdrawn: its consumer finds the row cancelled and
-    drops it.
+    A message that the broker has already cannot be withdrawn: its consumer finds the row cancelled
+    and drops the message.
 
-    :param abort: ask running ones to end. They are still counted as processing: within two seconds
-        ``context.aborted`` is true there; a handler that then fails ends as cancelled, with its
-        writes undone, and one that completes has completed.
+    :param abort: ask running jobs to end. They are still counted as processing. Within two seconds
+        ``context.aborted`` is true in the handler. A handler that then fails ends as cancelled,
+        with its writes undone; a handler that completes has completed.
     :raises CoordinationError: running jobs cannot be asked; the others are cancelled.
     """
     busy: set[Any] = set()
@@ -119,15 +140,13 @@ def cancel(jobs: Selection, *, abort: bool = False, **options: Unpack[ChangeOpti
         rows = Job.objects.using(jobs_database()).filter(pk__in=[job.pk for job in open_jobs])
         ended = {"finished_at": timezone.now(), "lease_token": "", "lease_expires_at": None}
         transition("cancel", rows, **ended)
+        channels = {str((job.headers or {}).get(names.REPLY_TO, "")) for job in open_jobs}
+        on_commit(jobs_database(), functools.partial(notify_waiters, channels))
+        send_after_commit(signals.job_cancelled, open_jobs)
         return open_jobs
 
-    def announce(changed: Sequence[Job]) -> None:
-        notify_waiters({str((job.headers or {}).get(names.REPLY_TO, "")) for job in changed})
-        send_signals(signals.job_cancelled, changed)
-
-    outcomes = change_open_jobs(
-        jobs, change, CancelResult.CANCELLED, announce, verb="Cancelled", busy=busy, **options
-    )
+    result = CancelResult.CANCELLED
+    outcomes = change_open_jobs(jobs, change, result, verb="Cancelled", busy=busy, **options)
     if abort and busy:
         rows = Job.objects.using(jobs_database()).filter(pk__in=busy)
         generations = rows.values_list("pk", "generation")
@@ -137,7 +156,7 @@ def cancel(jobs: Selection, *, abort: bool = False, **options: Unpack[ChangeOpti
 
 
 def cancel_one(id: uuid.UUID | str, *, abort: bool = False, actor: str = "") -> CancelResult:
-    """Cancel one job and return what came of it."""
+    """Cancel one job and return the result."""
     return CancelResult(next(iter(cancel([id], abort=abort, actor=actor).counts)))
 
 
@@ -153,14 +172,14 @@ def requeue(
 ) -> Outcomes:
     """Give jobs a new run, due now: a new generation with all its attempts.
 
-    For failed and cancelled jobs, for completed ones that must run again, and for open ones that
-    are stuck or not due yet. The open dead letters of their present generation are closed as
-    replayed. An ``expires_at`` in the past is lifted: who requeues an expired job wants it to run.
+    The jobs may be failed or cancelled, completed, or open and stuck or not due yet. The open dead
+    letters of their present generation are closed as replayed. An ``expires_at`` in the past is
+    removed, since the job is to run.
 
-    :param jobs: of a queryset that is not sliced, those it still holds once they are locked: what
-        somebody else has requeued meanwhile does not run twice. The others count as not found.
+    :param jobs: rows or keys. A queryset that is not sliced is asked again once its jobs are
+        locked: a job that somebody else has requeued meanwhile counts as not found.
     :param actor: who asked, for the log and the dead letters' notes. An internal job runs again in
-        their name; a ``UserActor`` needs the permission of what it does.
+        their name; a ``UserActor`` needs the permission of what the job does.
     :param on_changed: called with the jobs of each chunk inside its transaction.
     """
     still = jobs if isinstance(jobs, QuerySet) and not jobs.query.is_sliced else None
@@ -182,16 +201,17 @@ def requeue_chunk(
 ) -> None:
     """Requeue up to a chunk of jobs inside the caller's transaction.
 
-    :param still: only those in it, asked once they are locked; the others count as not found.
-    :param payload: what they run with from now on, if not with what they have; nobody gives an
-        internal job another one.
+    :param still: the jobs that may be requeued, asked once they are locked; the others count as
+        not found.
+    :param payload: the new payload; None: the jobs keep theirs. An internal job never gets another
+        one.
     """
     using = jobs_database()
-    locked = lock_jobs(keys)
-    kept = locked.free
+    kept, busy, missing_count = lock_jobs(keys)
     if still is not None and kept:
         wanted = still.using(using).filter(pk__in=[job.pk for job in kept]).order_by()
         pks = set(wanted.values_list("pk", flat=True))
+        missing_count += len(kept) - len(pks)
         kept = [job for job in kept if job.pk in pks]
     done = [
         job
@@ -199,9 +219,8 @@ def requeue_chunk(
         if internal.may_run_again(job, actor)
         and (payload is None or not internal.is_internal(job.handler))
     ]
-    missing_count = locked.missing_count + len(locked.free) - len(kept)
     outcomes.add(RequeueResult.NOT_FOUND, missing_count)
-    outcomes.add(RequeueResult.PROCESSING, len(locked.busy))
+    outcomes.add(RequeueResult.PROCESSING, len(busy))
     outcomes.add(RequeueResult.FORBIDDEN, len(kept) - len(done))
     if not done:
         return
@@ -220,17 +239,15 @@ def requeue_chunk(
     if on_changed is not None:
         on_changed(done)
     outcomes.add_changed(RequeueResult.REQUEUED, len(done))
-
-    def announce() -> None:
-        send_signals(signals.job_requeued, done)
-        send_signals(signals.message_replayed, letters)
-
-    on_commit(using, announce)
+    send_after_commit(signals.job_requeued, done)
+    send_after_commit(signals.message_replayed, letters)
 
 
 def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[DeadLetter]:
-    """Close the dead letters of the jobs' present generations. That of an earlier one holds another
-    payload, which does not run by this."""
+    """Close the dead letters of the jobs' present generations, and return them.
+
+    The dead letter of an earlier generation holds another payload, which does not run now.
+    """
     rows = DeadLetter.objects.using(using).filter(
         source_id__in=[source_of_job(job.pk, job.generation) for job in jobs],
         state=DeadLetterState.OPEN,
@@ -239,7 +256,7 @@ def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[Dea
     if not letters:
         return []
     close_as_replayed(rows.filter(pk__in=[letter.pk for letter in letters]), actor)
-    # The count goes along: should the job die again, its next dead letter knows its past.
+    # If the job dies again, its next dead letter has the count of replays from this header.
     counts: dict[Any, int] = {}
     for letter in letters:
         counts[letter.job_id] = max(counts.get(letter.job_id, 0), letter.replay_count + 1)
@@ -251,7 +268,7 @@ def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[Dea
 
 
 def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
-    """Mark open dead letters as replayed once more, in one conditional UPDATE."""
+    """Mark open dead letters as replayed, in one conditional UPDATE; return how many they were."""
     changes: dict[str, Any] = {"note": f"replayed by {actor}"[:500]} if actor else {}
     return letters.filter(state=DeadLetterState.OPEN).update(
         state=DeadLetterState.REPLAYED,
@@ -261,7 +278,7 @@ def close_as_replayed(letters: QuerySet[DeadLetter], actor: str) -> int:
     )
 
 
-# --- What every change does -----------------------------------------------------------------------
+# --- The steps of every change --------------------------------------------------------------------
 
 
 def change_in_chunks(
@@ -273,14 +290,16 @@ def change_in_chunks(
 ) -> Outcomes:
     """Change jobs chunk by chunk, each chunk in a transaction of its own, and log how many.
 
-    :param change: gets the keys of a chunk, and counts what becomes of them.
+    :param change: called with the keys of a chunk; counts the result of each.
     """
     outcomes = Outcomes()
     for keys in chunks(jobs):
         with transaction.atomic(using=jobs_database()):
             change(keys, outcomes)
-        progress(outcomes.total, None)
-    log_change(verb, outcomes.changed_count, actor)
+        progress(sum(outcomes.counts.values()), None)
+    if outcomes.changed_count:
+        by = f" for {actor}" if actor else ""
+        logger.info("%s %d jobs%s", verb, outcomes.changed_count, by)
     return outcomes
 
 
@@ -288,7 +307,6 @@ def change_open_jobs(
     jobs: Selection,
     change: Callable[[list[Job], Outcomes], list[Job]],
     result: str,
-    announce: Callable[[Sequence[Job]], None],
     *,
     verb: str,
     actor: str = "",
@@ -298,34 +316,35 @@ def change_open_jobs(
 ) -> Outcomes:
     """Change the open jobs that nobody is processing, and count the others.
 
-    :param change: gets jobs that are locked, counts those it leaves as they are, and returns those
-        it has changed.
-    :param result: what the changed ones are counted as.
-    :param announce: called with the changed ones of each chunk once that is committed.
-    :param busy: gets the keys of those somebody is processing.
+    :param change: called with locked jobs; counts those that it leaves as they are, and returns
+        those that it has changed. It also arranges that receivers learn of these after the commit.
+    :param result: the result that changed jobs are counted with.
+    :param busy: a set that the keys of the jobs in processing are added to.
     """
 
     def change_chunk(keys: Sequence[Any], outcomes: Outcomes) -> None:
-        locked = lock_jobs(keys)
-        outcomes.add("not_found", locked.missing_count)
-        outcomes.add("processing", len(locked.busy))
+        free, processing, missing_count = lock_jobs(keys)
+        outcomes.add(ChangeResult.NOT_FOUND, missing_count)
+        outcomes.add(ChangeResult.PROCESSING, len(processing))
         if busy is not None:
-            busy.update(locked.busy)
-        for job in locked.free:
+            busy.update(processing)
+        for job in free:
             if job.state in states.FINAL:
                 outcomes.add(job.state)
-        changed = change([job for job in locked.free if job.state in states.OPEN], outcomes)
+        changed = change([job for job in free if job.state in states.OPEN], outcomes)
         if changed:
             if on_changed is not None:
                 on_changed(changed)
             outcomes.add_changed(result, len(changed))
-            on_commit(jobs_database(), functools.partial(announce, changed))
 
     return change_in_chunks(jobs, change_chunk, verb, actor, progress)
 
 
 def send(keys: Sequence[Any], queue: QueueConf) -> None:
-    """Hand stored jobs over inside the caller's transaction, holding few payloads at once."""
+    """Give stored jobs to the transport or the relay, inside the caller's transaction.
+
+    Few payloads are in memory at once.
+    """
     if not storing.is_transactional(queue):
         storing.dispatch_jobs([], queue)
         return
@@ -334,18 +353,11 @@ def send(keys: Sequence[Any], queue: QueueConf) -> None:
         storing.dispatch_jobs(list(rows.defer("result")), queue)
 
 
-@dataclass(frozen=True, slots=True)
-class LockedJobs:
-    """Jobs locked for a change, and those that cannot be had."""
+def lock_jobs(keys: Sequence[Any]) -> tuple[list[Job], set[Any], int]:
+    """Lock the jobs that nobody is processing, inside the caller's transaction.
 
-    free: list[Job]
-    busy: set[Any]
-    """Keys of those somebody is processing."""
-    missing_count: int
-
-
-def lock_jobs(keys: Sequence[Any]) -> LockedJobs:
-    """Lock the jobs nobody is processing, inside the caller's transaction."""
+    Return them, the keys of the jobs that somebody is processing, and how many keys have no job.
+    """
     given = list(map(key_of, keys))
     wanted = {key for key in given if key is not None}
     rows = Job.objects.using(jobs_database()).defer("payload", "result")
@@ -353,38 +365,35 @@ def lock_jobs(keys: Sequence[Any]) -> LockedJobs:
     present = {job.pk for job in held}
     if len(held) < len(wanted):
         present |= set(rows.filter(pk__in=wanted - present).values_list("pk", flat=True))
-        # Others hold these rows. Who still holds one after a moment is processing its job.
+        # Other transactions hold these rows. One that is still held after a moment is processed.
         for delay in LOCKED_RETRIES if len(held) < len(present) else ():
             time.sleep(delay)
             held += lock(rows, sorted(present - {job.pk for job in held}))
-    busy = _being_processed(held)
-    return LockedJobs(
-        free=[job for job in held if job.pk not in busy],
-        busy=present - {job.pk for job in held} | busy,
-        missing_count=len(wanted) - len(present) + given.count(None),
+    now = timezone.now()
+    leased_by_row = {
+        job.pk
+        for job in held
+        if job.state in states.OPEN and job.lease_expires_at and job.lease_expires_at > now
+    }
+    busy = leased_by_row | leased_jobs([job for job in held if job.pk not in leased_by_row])
+    return (
+        [job for job in held if job.pk not in busy],
+        present - {job.pk for job in held} | busy,
+        len(wanted) - len(present) + given.count(None),
     )
 
 
-def _being_processed(jobs: Sequence[Job]) -> set[Any]:
-    """Return the keys of the open jobs with a live lease, their own or a living worker's."""
-    now = timezone.now()
-    by_row = {
-        job.pk
-        for job in jobs
-        if job.state in states.OPEN and job.lease_expires_at and job.lease_expires_at > now
-    }
-    return by_row | leased_jobs([job for job in jobs if job.pk not in by_row])
-
-
 def shown_states(jobs: Sequence[Job]) -> dict[Any, JobStatus]:
-    """Return what people are shown as the state of each job, by its key."""
+    """Return the state of each job that people are shown, by the job's key."""
     leased = leased_jobs(jobs)
     return {job.pk: job.status_with(leased=job.pk in leased) for job in jobs}
 
 
 def leased_jobs(jobs: Iterable[Job]) -> set[Any]:
-    """Return the keys of the open jobs on which a living worker holds a lease of coordination, in
-    one question: a running atomic handler shows by that only."""
+    """Return the keys of the open jobs on which a living worker holds a lease of coordination.
+
+    Nothing else shows that an atomic handler runs. All leases are asked for at once.
+    """
     conf = get_settings()
     leases = {
         job.pk: lease_name(conf.queue(job.queue), job.message_id)
@@ -396,7 +405,7 @@ def leased_jobs(jobs: Iterable[Job]) -> set[Any]:
 
 
 def live_leases(leases: Sequence[str]) -> set[str]:
-    """Return those of the lease names that a living worker holds; none without coordination."""
+    """Return the lease names that a living worker holds; none while coordination is away."""
     if not leases:
         return set()
     coordination = get_coordination()

@@ -1,4 +1,4 @@
-"""How far running jobs have got, by their own reports."""
+"""The progress that running jobs report."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ __all__ = ["Progress", "progress_of"]
 
 
 def progress_of(job_ids: Sequence[object]) -> dict[str, Progress]:
-    """Return the latest report of each job that has made one within the hour, by its id as
-    text, in one round trip. Nothing when coordination cannot be reached."""
+    """Return the latest report of each job that has made one within the hour, by its id as text.
+
+    While coordination cannot be reached, the answer is empty.
+    """
     if not job_ids:
         return {}
     names = {progress_name(str(id)): str(id) for id in job_ids}

@@ -1,5 +1,7 @@
-"""Pausing and resuming queues, and their limits. Running workers obey within two seconds, and what
-was asked survives rebalances and restarts: it is a row."""
+"""Pausing and resuming queues, and their limits.
+
+They are in rows, so they survive rebalances and restarts. Running workers obey within two seconds.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,16 @@ LIMITS = {
     "max_attempts": ("", 1000),
     "backoff_base": (" of seconds", 86_400),
 }
-"""What may be asked of a queue: the unit, and the most."""
+"""The unit and the maximum of each limit of a queue."""
 
 
 def pause(queue: str, *, actor: str = "", on_changed: Observer | None = None) -> bool:
-    """Stop handing out jobs of a queue; what runs now ends normally. False: it was paused."""
+    """Pause a queue: running jobs end normally. Return False if it was paused already."""
     return _change(queue, {"is_paused": True}, actor, signals.queue_paused, on_changed)
 
 
 def resume(queue: str, *, actor: str = "", on_changed: Observer | None = None) -> bool:
-    """Undo ``pause``. False: the queue was not paused."""
+    """Undo ``pause``. Return False if the queue was not paused."""
     return _change(queue, {"is_paused": False}, actor, signals.queue_resumed, on_changed)
 
 
@@ -43,17 +45,18 @@ def set_policy(
     on_changed: Observer | None = None,
     **limits: timedelta | int | None,
 ) -> bool:
-    """Change limits of a queue for all its jobs, also those enqueued before; what is not given
-    stays, None goes back to what is configured. Running workers obey within two seconds.
+    """Change limits of a queue for all its jobs; return False if nothing changed.
+
+    A limit that is not given stays. With None the configured limit holds again. Running workers
+    obey within two seconds.
 
     :param on_changed: called with the row inside the transaction.
-    :param limits: ``concurrency``, groups of the queue one worker runs at once, 1 to 1,000;
-        ``max_attempts``, executions before a job is dead-lettered, 1 to 1,000, in place of the
-        number each job was enqueued with: a job that has had more gets the one it waits for;
-        ``backoff_base``, the delay before the second attempt, which doubles each time: 1 second to
+    :param limits: ``concurrency``: groups of the queue that one worker runs at once, 1 to 1,000.
+        ``max_attempts``: executions before a job is dead-lettered, 1 to 1,000, in place of the
+        number that each job was enqueued with. A job that waits for a later attempt still gets it.
+        ``backoff_base``: the delay before the second attempt, which doubles each time, 1 second to
         a day, in whole seconds. Handlers with a back-off of their own keep it.
-    :returns: False: all of it was so before.
-    :raises ValueError: a value is out of its range, or the queue's name is none.
+    :raises ValueError: a value is out of its range, or no queue can have this name.
     """
     refuse_unknown(limits, LIMITS, "set_policy")
     changes = {name: _checked(name, value) for name, value in limits.items()}
@@ -63,21 +66,20 @@ def set_policy(
 
 
 def paused_queues() -> set[str]:
-    """Return the names of the queues paused now."""
+    """Return the names of the paused queues."""
     rows = QueueControl.objects.using(jobs_database()).filter(is_paused=True)
     return set(rows.values_list("queue", flat=True))
 
 
 def untouched() -> list[QueueControl]:
-    """Return an unsaved row for every known queue that has none; it means the same as no row: as
-    configured."""
+    """Return an unsaved row for every known queue without a row; it sets no limit."""
     rows = QueueControl.objects.using(jobs_database())
     missing = set(registry.queue_names()) - set(rows.values_list("queue", flat=True))
     return [QueueControl(queue=name) for name in sorted(missing)]
 
 
 def ensure_rows() -> None:
-    """Store these rows."""
+    """Store a row for every known queue without one."""
     missing = untouched()
     if missing:
         rows = QueueControl.objects.using(jobs_database())
@@ -85,7 +87,7 @@ def ensure_rows() -> None:
 
 
 def overview() -> list[dict[str, Any]]:
-    """Return every known queue: where it goes and what an operator asked of it."""
+    """Return every known queue with its topic, its settings and the limits that operators set."""
     rows = QueueControl.objects.using(jobs_database())
     controls = {control.queue: control for control in rows}
     conf = get_settings()
@@ -134,7 +136,7 @@ def _change(
     using = jobs_database()
     rows = QueueControl.objects.using(using)
     with transaction.atomic(using=using):
-        # A write first, and a conditional one: of two operators one changes the queue.
+        # The UPDATE is conditional: of two operators one changes the queue.
         rows.bulk_create([QueueControl(queue=queue)], ignore_conflicts=True)
         changed = (
             rows.filter(queue=queue)

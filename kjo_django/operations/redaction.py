@@ -1,6 +1,6 @@
-"""Fields nobody is shown: passwords, tokens, and what a job names itself.
+"""Redaction: passwords, tokens and the fields that a handler names are shown to nobody.
 
-What was hidden can come back from an editor who never saw it: ``restored`` puts it in again.
+``restored`` puts the hidden values back into a value that was edited without them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 from django.db.models import Max, Model
 
@@ -22,24 +22,24 @@ from kjo_django.runtime import jobs_database
 
 REDACTED = "[redacted]"
 LONGEST_SHOWN = 100_000
-"""Bytes; what is longer is not decoded to be shown to people."""
+"""Bytes; a longer value is not decoded to be shown to people."""
 DEEPEST = 100
-"""Levels looked into; what lies deeper is not shown at all."""
+"""Levels of nesting; a deeper value is not shown at all."""
 
 
 def redacted(value: Any, *, also: Iterable[str] = ()) -> Any:
     """Return a decoded payload or result with the values of secret fields replaced.
 
-    A field is secret if its name contains one of ``KJO['REDACT']`` or of ``also``, in any case and
-    whatever ``-`` and ``_`` stand in either. So is the value of an object that gives such a name
-    beside it (``{"name": "password", "value": …}``), and a text that is JSON is looked into.
-    Secrets that are named otherwise, or in other texts (a URL, a form), are not found.
+    A field is secret if its name contains one of ``KJO['REDACT']`` or of ``also``. Case, ``-`` and
+    ``_`` do not matter. So is the value of an object with such a name beside it
+    (``{"name": "password", "value": …}``). A text that is JSON is redacted, too. Secrets with other
+    names, or in other texts (a URL, a form), are not found.
     """
     return _redacted(value, _names(also), 0)
 
 
 def is_redacted(field: str, *, also: Iterable[str] = ()) -> bool:
-    """Whether nobody is shown a field of this name."""
+    """Whether a field of this name is secret."""
     return _is_secret(field, _names(also))
 
 
@@ -75,13 +75,13 @@ def _redacted(value: Any, names: list[str], depth: int) -> Any:
 
 
 _NAMES = ("name", "key", "field", "header")
-"""What the fields of a pair are called: that which names a value, and the value."""
+"""Names of the fields of a pair: of the field with the name, and of the field with the value."""
 _VALUES = ("value", "values")
 _OPENING = ("{", "[")
 
 
 def _inner(text: str) -> Any:
-    """Return the value of a text that is JSON of an object or a list, else None.
+    """Return the object or list of a text that is JSON, else None.
 
     :raises RecursionError: it is nested too deeply.
     """
@@ -94,7 +94,7 @@ def _inner(text: str) -> Any:
 
 
 _SHORT = 4
-"""Letters of a name that would be found by chance where two words meet: dsn in friends_name."""
+"""Letters. A name of so few would be found where two words meet: dsn in friends_name."""
 
 
 def _is_secret(key: Any, names: list[str]) -> bool:
@@ -108,27 +108,27 @@ def _is_secret(key: Any, names: list[str]) -> bool:
 
 
 _AUTHOR = re.compile("author(?!i[sz])")
-"""Has auth in it and is nobody's secret."""
+"""The word author contains auth and is no secret."""
 
 
 def _squeezed(name: str) -> str:
     return name.replace("-", "").replace("_", "")
 
 
-# --- What is shown of rows ------------------------------------------------------------------------
+# --- Payloads, results and headers of rows --------------------------------------------------------
 
 
 def shown_payload(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
-    """Return a job's payload as anybody may be shown it: decoded, redacted, ready for JSON.
+    """Return a job's payload decoded, redacted and ready for JSON.
 
-    What cannot be decoded, or has more than ``longest`` bytes, is shown as text that says so.
+    For one that cannot be decoded or has more than ``longest`` bytes, return a text that says so.
     """
     kind = job.content_type
     return _shown(bytes(job.payload), lambda data: load_value(data, kind), job, longest)
 
 
 def shown_result(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
-    """Return a job's result in the same way; None for none."""
+    """Return a job's result decoded, redacted and ready for JSON; None if there is none."""
     if job.result is None:
         return None
     kind = job.content_type
@@ -138,15 +138,15 @@ def shown_result(job: Job, *, longest: int = LONGEST_SHOWN) -> Any:
 
 
 def shown_headers(job: Job) -> dict[str, Any]:
-    """Return what is sent along with a job, in the same way."""
+    """Return the headers of a job's row, redacted."""
     headers: dict[str, Any] = redacted(job.headers or {})
-    # What it repeats of headers that are secret is not redacted.
+    # It repeats headers, and the secret ones among them are not redacted.
     headers.pop(names.HEADER_LIST, None)
     return headers
 
 
 def shown_value(letter: DeadLetter, *, longest: int = LONGEST_SHOWN) -> Any:
-    """Return a dead letter's value in the same way; None for a record without one."""
+    """Return a dead letter's value decoded, redacted and ready for JSON; None if there is none."""
     if letter.value is None:
         return None
     kind = letter.content_type or JSON.content_type
@@ -163,7 +163,7 @@ def _shown(data: bytes, decode: Callable[[bytes], Any], row: Job | DeadLetter, l
         return f"<{len(data):,} bytes: too long to be shown>"
     try:
         value = redacted(decode(data), also=hidden_by(row.handler))
-        # What other serializers than JSON's hold beside it is described.
+        # A value that JSON does not have is described by a text.
         text = json.dumps(value, default=as_text, skipkeys=True, ensure_ascii=False)
         return json.loads(text.encode("utf-8", "replace"), parse_constant=str)
     except (MessageError, LookupError, TypeError, ValueError, RecursionError) as error:
@@ -171,10 +171,10 @@ def _shown(data: bytes, decode: Callable[[bytes], Any], row: Job | DeadLetter, l
 
 
 def hidden_by(handler: str) -> tuple[str, ...]:
-    """Return the fields a handler hides beside those of the settings.
+    """Return the fields that a handler hides, beside those of the settings.
 
-    One that is not registered here may have been renamed, and what it hid is nowhere else: what any
-    handler hides is hidden then.
+    A handler that is not registered may have been renamed: then the fields of all handlers are
+    hidden.
     """
     found = registry.find(handler)
     if found is not None:
@@ -182,15 +182,14 @@ def hidden_by(handler: str) -> tuple[str, ...]:
     return tuple({name for each in registry.handlers() for name in each.options.redact})
 
 
-# --- What rows hold beside their payload ----------------------------------------------------------
+# --- Other texts of rows --------------------------------------------------------------------------
 
 
 def hide_texts(rows: Iterable[Model]) -> None:
-    """Take from rows that are shown, and not saved, what may quote a payload: for who may not see
-    those.
+    """Remove texts that may quote a payload from rows that are shown and not saved.
 
-    Of a job its key and unique id, and its error becomes the type of the latest attempt's; of a
-    failed attempt, a dead letter and a worker, the error's text. Types are columns of their own.
+    They are the key and the unique id of a job, and the text of an error. A job's error becomes the
+    type of the error of its latest attempt.
     """
     failed: list[Job] = []
     for row in rows:
@@ -212,18 +211,15 @@ def hide_texts(rows: Iterable[Model]) -> None:
         job.error = types.get(job.pk) or REDACTED
 
 
-# --- What comes back ------------------------------------------------------------------------------
+# --- Edited values --------------------------------------------------------------------------------
 
 
-class _Missing:
-    """There is no original."""
-
-
-_MISSING: Final = _Missing()
+_MISSING: Any = object()
+"""Stands for an original that is not there."""
 
 
 def is_marked(value: Any) -> bool:
-    """Whether anything in a value stands for what was not shown."""
+    """Whether a value contains ``[redacted]``."""
     if isinstance(value, dict):
         return any(is_marked(each) for each in value.values())
     if isinstance(value, (list, tuple)):
@@ -241,19 +237,19 @@ def _inner_or_none(text: str) -> Any:
 
 
 def restored(edited: Any, original: Any = _MISSING) -> Any:
-    """Return an edited value with every ``[redacted]`` replaced by what the original has there.
+    """Return an edited value with every ``[redacted]`` replaced by the original's value.
 
-    Fields are found by their name, items of a list by their place.
+    Fields are matched by name, items of a list by position.
 
-    :raises ValueError: the original has nothing in that place, or a list that holds hidden values
-        has become longer or shorter, so that nobody can tell which belongs to which.
+    :raises ValueError: the original has no value there, or a list with hidden values has become
+        longer or shorter, so that its items cannot be matched.
     """
     return _restored(edited, original, "")
 
 
 def _restored(edited: Any, original: Any, path: str) -> Any:
     if isinstance(edited, str) and edited == REDACTED:
-        if isinstance(original, _Missing):
+        if original is _MISSING:
             where = path or "the value"
             raise ValueError(
                 f"{where} is {REDACTED}, but nothing was hidden there; write the value itself"
@@ -283,9 +279,9 @@ def _restored(edited: Any, original: Any, path: str) -> Any:
 
 
 def _restored_text(edited: str, original: Any, path: str) -> str:
-    """Do so within a text that is JSON."""
+    """Return an edited text that is JSON, restored."""
     inner = _inner_or_none(original) if isinstance(original, str) else None
     value = _restored(_inner(edited), _MISSING if inner is None else inner, path)
     if value == inner:
-        return str(original)  # in the very spaces it had
+        return str(original)  # with its own spaces
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Taking rows for a change: chunk by chunk, and race-safe on every database."""
+"""Rows for a change: read in chunks, locked on every database, at a rate."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ M = TypeVar("M", bound=Model)
 T = TypeVar("T")
 
 CHUNK = 500
-"""Rows of one transaction; keeps locks short and fits the parameters SQLite binds."""
+"""Rows of one transaction. Locks stay short, and SQLite can bind so many parameters."""
 
 Observer = Callable[[Sequence[Any]], None]
-"""Called with the rows changed, inside the transaction that changes them: for audit trails."""
+"""Called with the changed rows inside their transaction, for audit trails."""
 Progress = Callable[[int, int | None], None]
-"""Called with how many are done and how many there are in all, if that is known."""
+"""Called with the number of rows done, and of all rows if it is known."""
 
 
 class ChangeOptions(TypedDict, total=False):
-    """What every change of rows takes besides them."""
+    """The options that every change of jobs takes."""
 
     actor: str
     """Who asked, for the log and the signal."""
@@ -36,7 +36,7 @@ class ChangeOptions(TypedDict, total=False):
 
 
 def no_progress(done: int, total: int | None) -> None:
-    """Show nothing."""
+    """Report nothing."""
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -47,7 +47,7 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def key_of(row: Any) -> UUID | None:
-    """Return the key of a row, or that which its text is; None for what is no key."""
+    """Return the key of a row, or the key in a text; None if it is no key."""
     key = getattr(row, "pk", row)
     try:
         return key if isinstance(key, UUID) else UUID(str(key))
@@ -56,10 +56,10 @@ def key_of(row: Any) -> UUID | None:
 
 
 def chunks(selection: QuerySet[Any] | Iterable[Any], size: int = CHUNK) -> Iterator[list[Any]]:
-    """Yield the primary keys of a selection (a queryset, or rows or keys), ``size`` at a time.
+    """Yield the primary keys of a selection (a queryset, rows or keys), ``size`` at a time.
 
-    A queryset is walked by primary key up to the last row it has now, so it may be of any size,
-    may lose rows on the way, and ends even when what is done to it adds rows.
+    A queryset is read by primary key, up to the last row that it has now. So it may be of any size,
+    and may lose or gain rows meanwhile.
     """
     if isinstance(selection, QuerySet):
         if not selection.query.is_sliced:
@@ -81,18 +81,21 @@ def _walk(selection: QuerySet[Any], size: int) -> Iterator[list[Any]]:
 
 
 def streamed(rows: QuerySet[Any], chunk_size: int = 2000) -> Iterator[Any]:
-    """Iterate as ``iterator()`` does, and on PostgreSQL within one transaction: the cursor at the
-    server needs that behind a pooler in transaction mode, and is the cheaper for it elsewhere."""
+    """Yield the rows of ``iterator()``, on PostgreSQL within one transaction.
+
+    A server-side cursor behind a pooler in transaction mode needs a transaction, and without a
+    pooler it is cheaper in one.
+    """
     with store_for(rows.db).streaming():
         yield from rows.iterator(chunk_size)
 
 
 def lock(rows: QuerySet[M], keys: Sequence[Any]) -> list[M]:
-    """Return those of the rows with these keys that are this transaction's until it ends.
+    """Lock the rows with these keys until the transaction ends, and return them.
 
-    Rows others hold are left out where the database can tell (SKIP LOCKED). Elsewhere an UPDATE
-    that changes nothing waits for them; it also makes SQLite's transaction a writing one before it
-    reads, which is the only kind that is never refused half-way. ``rows`` needs a ``state``.
+    With SKIP LOCKED, rows that others hold are left out. Elsewhere an UPDATE that changes nothing
+    waits for them. SQLite's transaction then writes before it reads, and is never refused half-way.
+    The model needs a column ``state``.
     """
     features = connections[rows.db].features
     wanted = rows.filter(pk__in=keys).order_by("pk")
@@ -105,14 +108,14 @@ def lock(rows: QuerySet[M], keys: Sequence[Any]) -> list[M]:
 
 
 def on_commit(using: str, function: Callable[[], object]) -> None:
-    """Call a function once the current transaction is committed; what it raises is logged."""
+    """Call a function after the current transaction is committed; log an exception of it."""
     transaction.on_commit(function, using=using, robust=True)
 
 
 # --- Pace ---------------------------------------------------------------------------------------
 
 RATE_MIN, RATE_MAX = 0.01, 100_000
-"""A second. A slower run would look like one that hangs; of a faster one nobody would notice."""
+"""Bounds of a rate, a second. A slower run would look like one that hangs."""
 
 
 def checked_rate(rate: float | None) -> float | None:
@@ -129,9 +132,10 @@ def checked_rate(rate: float | None) -> float | None:
 
 
 class Pace:
-    """Spreads work evenly: at most ``rate`` a second, without bursts; None means no limit.
+    """Spreads work evenly over time: at most ``rate`` a second, without bursts.
 
-    :raises ValueError: it is no rate, see ``checked_rate``.
+    :param rate: None for no limit.
+    :raises ValueError: the rate is out of bounds; see ``checked_rate``.
     """
 
     def __init__(self, rate: float | None) -> None:
@@ -140,7 +144,7 @@ class Pace:
         self._next = time.monotonic()
 
     def wait(self) -> None:
-        """Sleep until the next one is due."""
+        """Sleep until the next row is due."""
         if not self._interval:
             return
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Texts that others wrote, without the characters that do things to the text round them."""
+"""Texts of others with their control and formatting characters spelt out."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from django.utils.safestring import SafeString, mark_safe
 
 KEPT = "\n\t"
 _ACTIVE = ("Cc", "Cf", "Co", "Cs", "Zl", "Zp")
-"""Categories that move cursors, turn text round or hide it."""
+"""Categories of characters that move cursors, or reverse or hide text."""
 
 
 def is_active(character: str) -> bool:
-    """Return whether a character does something, beyond a line break or a tab."""
+    """Whether a character controls or formats the text; a line break and a tab do not count."""
     return character not in KEPT and unicodedata.category(character) in _ACTIVE
 
 
 def inert(text: str) -> str:
-    """Spell out control and formatting characters instead of obeying them; HTML stays HTML."""
+    """Return the text with control and formatting characters spelt out. Safe HTML stays safe."""
     if text.isprintable():
         return text
     spelt = "".join(f"\\u{ord(c):04x}" if is_active(c) else c for c in text)
-    # What is put in has nothing that HTML would read otherwise.
+    # The escapes have no character that is special in HTML.
     return mark_safe(spelt) if isinstance(text, SafeString) else spelt  # noqa: S308
 
 
 class InertName:
-    """Stands for a row where only its name and its key are asked: pages and logs of the admin."""
+    """The inert name and the key of a row, for pages and logs of the admin."""
 
     def __init__(self, row: Model) -> None:
         self._meta = row._meta

@@ -1,19 +1,22 @@
-"""Finding jobs among millions, newest first, within a bounded time.
+"""Search for jobs among millions, newest first, within a bounded time.
 
-What an index serves is exact: ids, a unique id, a time of creation, and every state but completed.
-Whatever else is asked for is looked for among the newest 100,000 rows of what the index gives, and
-the page says that it looked no further. Payloads are bytes to the database: values in them are
-looked for in the newest 2,000 rows that fit the rest.
+An index serves ids, a unique id, a time of creation, and every state but completed: such a search
+is exact. Other conditions apply to the newest 100,000 rows that the index gives, and the page says
+so. The database cannot read payloads: their values are compared in the newest 2,000 rows that fit
+the other conditions.
 """
 
 from __future__ import annotations
 
 import base64
 import difflib
+import functools
 import heapq
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, time, timedelta
 from typing import Any
@@ -32,6 +35,7 @@ from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, is_scheduled
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
+from kjo_django.operations.rows import batched
 from kjo_django.retries import LONGEST_DELAY
 from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.states import OPEN, JobState, JobStatus
@@ -41,7 +45,7 @@ MAX_LENGTH = 40_000
 """Characters of a search."""
 MAX_IDS = 1000
 MAX_WORDS = 100
-"""Each is a condition of its own; a thousand are more than SQLite takes."""
+"""Each is a condition; SQLite refuses a thousand."""
 NEEDS_PAYLOADS = (
     "To search payloads, keys, unique ids and error texts takes the permission to see payloads."
 )
@@ -53,35 +57,38 @@ Moment = datetime | timedelta
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """Which jobs; what is not given does not restrict. A text that ends in ``*`` is a beginning."""
+    """Which jobs. A field that is None or empty does not restrict.
+
+    A text that ends in ``*`` is the beginning of a value.
+    """
 
     ids: tuple[UUID, ...] = ()
     state: str | None = None
-    """As people are shown it, ``scheduled`` and ``processing`` included."""
+    """The shown state, which may be ``scheduled`` or ``processing``."""
     queue: str | None = None
     handler: str | None = None
     key: str | None = None
     unique_id: str | None = None
     error: str | None = None
-    """Part of the latest error's text, in any case."""
+    """Part of the latest error's text; case does not matter."""
     attempts: int | None = None
-    """At least so many are spent."""
+    """At least so many attempts were made."""
     since: Moment | None = None
     """Created then or later."""
     until: Moment | None = None
     """Created earlier."""
     arguments: tuple[tuple[str, str], ...] = ()
-    """Paths into the payload, such as ``order.id``, and what is to be found there."""
+    """Paths into the payload, such as ``order.id``, and the values there."""
     words: tuple[str, ...] = ()
-    """Each is the id, unique id or key, or a part of the handler's name or of the error."""
+    """Each is the id, unique id or key, or part of the handler's name or of the error."""
 
     is_limited: bool = field(default=False, compare=False)
-    """Words are looked for in ids and names of handlers only."""
+    """Whether words are compared with ids and names of handlers only."""
 
     def limited(self) -> JobFilter:
-        """Return it for who may not see payloads: what is found shows what is in there.
+        """Return the filter for users who may not see payloads.
 
-        :raises ValueError: it asks for what a payload holds, or for what may quote one.
+        :raises ValueError: it asks for values of payloads, or for texts that may quote them.
         """
         asked = [name for name in ("key", "unique_id", "error") if getattr(self, name) is not None]
         if asked or self.arguments:
@@ -90,7 +97,7 @@ class JobFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it takes everything."""
+        """Whether it restricts nothing."""
         return self == JobFilter()
 
     def __str__(self) -> str:
@@ -105,7 +112,7 @@ class JobFilter:
         return " ".join(parts)
 
     def at(self, now: datetime) -> JobFilter:
-        """Return it with every "so long ago" made a time, to mean the same later on."""
+        """Return the filter with times in place of durations before ``now``."""
         return replace(
             self,
             since=now - self.since if isinstance(self.since, timedelta) else self.since,
@@ -114,9 +121,9 @@ class JobFilter:
 
 
 def parse(text: str) -> JobFilter:
-    """Read a search.
+    """Return the filter of a search's text.
 
-    :raises ValueError: it cannot be understood; the text says why, and what is near.
+    :raises ValueError: the text is no search; the message says why and suggests a correction.
     """
     if len(text) > MAX_LENGTH:
         raise ValueError(f"A search has at most {MAX_LENGTH} characters")
@@ -146,15 +153,11 @@ def parse(text: str) -> JobFilter:
 
 _ALIASES = {"task": "handler", "status": "state", "unique_id": "unique"}
 _SIMPLE = {
-    "state": "state",
-    "queue": "queue",
-    "handler": "handler",
-    "key": "key",
-    "unique": "unique_id",
-    "error": "error",
-    "attempts": "attempts",
-    "since": "since",
-    "until": "until",
+    name: "unique_id" if name == "unique" else name
+    for name in (
+        *("state", "queue", "handler", "key", "unique"),
+        *("error", "attempts", "since", "until"),
+    )
 }
 _QUALIFIERS = {"id": "ids", **_SIMPLE}
 _VALUE = r'"(?:[^"\\]|\\.)*"|[^\s"]+'
@@ -268,28 +271,28 @@ def _quoted(text: str, *, is_word: bool = False) -> str:
 
 
 WINDOW = COUNT_LIMIT
-"""Rows looked at for what no index serves."""
+"""Rows that a condition without an index is applied to."""
 PAYLOADS = 2000
-"""Rows whose payload is looked into."""
+"""Rows whose payload is read."""
 LARGEST_PAYLOAD = 64_000
-"""Bytes; longer ones are not looked into."""
+"""Bytes; longer payloads are not read."""
 PROCESSING = 2000
-"""Running jobs found at most."""
+"""Most running jobs that are found."""
 MAX_PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
 class KeysetPage:
-    """Some jobs, the newest first."""
+    """A page of jobs, the newest first."""
 
     rows: list[Job]
     """Without payloads and results."""
     next: str | None
-    """``after`` of the page of older ones; None at the end."""
+    """``after`` of the page of older jobs; None at the end."""
     previous: str | None
-    """``before`` of the page of newer ones; None at the beginning."""
+    """``before`` of the page of newer jobs; None at the beginning."""
     is_windowed: bool
-    """Whether older jobs were not looked at, which may fit as well."""
+    """Whether older jobs were not read, which may fit as well."""
 
 
 def page(
@@ -299,19 +302,19 @@ def page(
     before: str | None = None,
     size: int = 50,
 ) -> KeysetPage:
-    """Return a page of what fits, the newest first.
+    """Return a page of the jobs that fit the filter, the newest first.
 
     :param after: ``next`` of another page.
     :param before: ``previous`` of another page; not with ``after``.
     :param size: rows, at most 500.
-    :raises ValueError: a cursor was not given by a page.
+    :raises ValueError: a cursor is of no page.
     """
     if after is not None and before is not None:
         raise ValueError("Give after or before, not both")
     if not 1 <= size <= MAX_PAGE:
         raise ValueError(f"A page has 1 to {MAX_PAGE} rows")
-    looked = _Search(filter or JobFilter())
-    branches = [rows.defer("payload", "result") for rows in looked.branches()]
+    found_by_index, is_windowed = _branches(filter or JobFilter())
+    branches = [rows.defer("payload", "result") for rows in found_by_index]
     if before is not None:
         edge = _key(before)
         found = _merged([rows.filter(pk__gt=edge).order_by("pk") for rows in branches], size + 1)
@@ -326,133 +329,129 @@ def page(
         rows,
         next=_cursor(rows[-1]) if rows and has_older else None,
         previous=_cursor(rows[0]) if rows and has_newer else None,
-        is_windowed=looked.is_windowed,
+        is_windowed=is_windowed,
     )
 
 
 def find(filter: JobFilter) -> QuerySet[Job]:
-    """Return what fits, bounded as a page is; for walking through it in chunks.
+    """Return a query of the jobs that fit, within the bounds of a page, for reading in chunks.
 
-    Asks the database for the bounds now; what is created later is not in it.
+    The bounds are read now: jobs that are created later do not fit.
     """
-    branches = _Search(filter).branches()
-    found = branches[0]
-    for rows in branches[1:]:
-        found = found | rows
-    return found
+    return functools.reduce(operator.or_, _branches(filter)[0])
 
 
-# --- What is looked at ----------------------------------------------------------------------------
+def _branches(given: JobFilter) -> tuple[list[QuerySet[Job]], bool]:
+    """Return queries of the jobs that fit, and whether older jobs were not read.
+
+    The queries are disjoint, and each uses an index of its own.
+    """
+    condition = _without_index(given)
+    is_few = given.ids or _exact_unique_id(given) or given.state == JobStatus.PROCESSING
+    is_windowed, found = False, []
+    for rows, more in _served_by_index(given, timezone.now()):
+        if (condition & more) and not is_few:
+            floor = window_floor(rows, WINDOW)
+            if floor is not None:
+                is_windowed = True
+                rows = rows.filter(pk__gt=floor)
+        rows = rows.filter(condition & more)
+        if given.arguments:
+            rows, has_more = _with_arguments(rows, given.arguments)
+            is_windowed |= has_more
+        found.append(rows)
+    return found, is_windowed
 
 
-class _Search:
-    """What the indexes serve of a filter, and the bound on the rest."""
+def _exact_unique_id(given: JobFilter) -> str | None:
+    return None if given.unique_id is None or given.unique_id.endswith("*") else given.unique_id
 
-    def __init__(self, filter: JobFilter) -> None:
-        self._now = timezone.now()
-        self._filter = filter
-        self._using = jobs_database()
-        self.is_windowed = False
 
-    def branches(self) -> list[QuerySet[Job]]:
-        """Return querysets that hold what fits, disjoint, each with an index of its own."""
-        given, rest = self._filter, self._not_indexed()
-        has_unique_id = given.unique_id is not None and not given.unique_id.endswith("*")
-        is_few = given.ids or has_unique_id or given.state == JobStatus.PROCESSING
-        found = []
-        for rows, more in self._served_by_index():
-            if (rest & more) and not is_few:
-                floor = window_floor(rows, WINDOW)
-                if floor is not None:
-                    self.is_windowed = True
-                    rows = rows.filter(pk__gt=floor)
-            rows = rows.filter(rest & more)
-            found.append(self._with_arguments(rows) if given.arguments else rows)
-        return found
+def _served_by_index(given: JobFilter, now: datetime) -> list[tuple[QuerySet[Job], Q]]:
+    """Return queries that each use an index, with the condition on their rows."""
+    rows = Job.objects.using(jobs_database()).all()
+    if given.ids:
+        rows = rows.filter(pk__in=given.ids)
+    for bound, lookup in ((given.since, "pk__gte"), (given.until, "pk__lt")):
+        if bound is not None:
+            moment = now - bound if isinstance(bound, timedelta) else bound
+            rows = rows.filter(**{lookup: uuid7_floor(moment)})
+    unique_id = _exact_unique_id(given)
+    if unique_id is not None:
+        # The index begins with the queue; there are few, so all of them are named.
+        queues = [given.queue] if given.queue else [*registry.queue_names()]
+        rows = rows.filter(queue__in=queues, unique_id=unique_id)
+    state, later = given.state, is_scheduled(now)
+    if state is None:
+        return [(rows, Q())]
+    if state == JobStatus.PROCESSING:
+        return [(rows.filter(pk__in=running(), state__in=OPEN), Q())]
+    if state == JobStatus.COMPLETED:
+        return [(rows, Q(state=state))]
+    waiting = (JobState.PENDING, JobState.QUEUED)
+    if state == JobStatus.SCHEDULED:
+        return [(rows.filter(state=stored), later) for stored in waiting]
+    return [(rows.filter(state=state), ~later if state in waiting else Q())]
 
-    def _served_by_index(self) -> list[tuple[QuerySet[Job], Q]]:
-        """Return the rows that each index gives, and what is to hold beside it."""
-        rows = Job.objects.using(self._using).all()
-        given = self._filter
-        if given.ids:
-            rows = rows.filter(pk__in=given.ids)
-        for bound, lookup in ((given.since, "pk__gte"), (given.until, "pk__lt")):
-            if bound is not None:
-                moment = self._now - bound if isinstance(bound, timedelta) else bound
-                rows = rows.filter(**{lookup: uuid7_floor(moment)})
-        if given.unique_id is not None and not given.unique_id.endswith("*"):
-            # The index begins with the queue; there are few, so all of them are named.
-            queues = [given.queue] if given.queue else [*registry.queue_names()]
-            rows = rows.filter(queue__in=queues, unique_id=given.unique_id)
-        state, later = given.state, is_scheduled(self._now)
-        if state is None:
-            return [(rows, Q())]
-        if state == JobStatus.PROCESSING:
-            return [(rows.filter(pk__in=running(), state__in=OPEN), Q())]
-        if state == JobStatus.COMPLETED:
-            return [(rows, Q(state=state))]
-        waiting = (JobState.PENDING, JobState.QUEUED)
-        if state == JobStatus.SCHEDULED:
-            return [(rows.filter(state=stored), later) for stored in waiting]
-        return [(rows.filter(state=state), ~later if state in waiting else Q())]
 
-    def _not_indexed(self) -> Q:
-        """Return what no index serves."""
-        given, rest = self._filter, Q()
-        for name in ("queue", "handler", "key", "unique_id"):
-            value = getattr(given, name)
-            if value is not None and value.endswith("*"):
-                rest &= Q(**{f"{name}__startswith": value[:-1]})
-            elif value is not None and name != "unique_id":
-                rest &= Q(**{name: value})
-        if given.error is not None:
-            rest &= Q(error__icontains=given.error)
-        if given.attempts is not None:
-            rest &= Q(attempts__gte=given.attempts)
-        for word in given.words:
-            rest &= _has_word(word, is_limited=given.is_limited)
-        return rest
+def _without_index(given: JobFilter) -> Q:
+    """Return the conditions that no index serves."""
+    condition = Q()
+    for name in ("queue", "handler", "key", "unique_id"):
+        value = getattr(given, name)
+        if value is not None and value.endswith("*"):
+            condition &= Q(**{f"{name}__startswith": value[:-1]})
+        elif value is not None and name != "unique_id":
+            condition &= Q(**{name: value})
+    if given.error is not None:
+        condition &= Q(error__icontains=given.error)
+    if given.attempts is not None:
+        condition &= Q(attempts__gte=given.attempts)
+    for word in given.words:
+        found = Q(handler__icontains=word)
+        if not given.is_limited:
+            found |= Q(error__icontains=word) | Q(key=word) | Q(unique_id=word)
+        with suppress(ValueError):
+            found |= Q(pk=UUID(word))
+        condition &= found
+    return condition
 
-    # --- Payloads ---------------------------------------------------------------------------------
 
-    def _with_arguments(self, rows: QuerySet[Job]) -> QuerySet[Job]:
-        """Return those of the newest rows whose payload holds the values."""
-        columns = rows.order_by("-pk").annotate(size=Length(F("payload")))
-        newest = columns.values_list("pk", "size")[: PAYLOADS + 1]
-        sizes = list(newest)
-        if len(sizes) > PAYLOADS:
-            self.is_windowed = True
-        small = [pk for pk, size in sizes[:PAYLOADS] if size <= LARGEST_PAYLOAD]
-        if len(small) < len(sizes[:PAYLOADS]):
-            self.is_windowed = True
-        fitting: list[UUID] = []
-        jobs = Job.objects.using(self._using).only("handler", "payload", "content_type")
-        for start in range(0, len(small), 500):
-            found = jobs.filter(pk__in=small[start : start + 500])
-            fitting += [job.pk for job in found if self._fits(job)]
-        return Job.objects.using(self._using).filter(pk__in=fitting)
+def _with_arguments(
+    rows: QuerySet[Job], arguments: Sequence[tuple[str, str]]
+) -> tuple[QuerySet[Job], bool]:
+    """Return the newest rows whose payload has the values, and whether a payload was not read."""
+    columns = rows.order_by("-pk").annotate(size=Length(F("payload")))
+    sizes = list(columns.values_list("pk", "size")[: PAYLOADS + 1])
+    small = [pk for pk, size in sizes[:PAYLOADS] if size <= LARGEST_PAYLOAD]
+    fitting: list[UUID] = []
+    jobs = Job.objects.using(rows.db).only("handler", "payload", "content_type")
+    for keys in batched(small, 500):
+        fitting += [job.pk for job in jobs.filter(pk__in=keys) if _has_values(job, arguments)]
+    return Job.objects.using(rows.db).filter(pk__in=fitting), len(small) < len(sizes)
 
-    def _fits(self, job: Job) -> bool:
-        hidden = hidden_by(job.handler)
-        # Of what is shown only: what is found would show what is hidden.
-        value = redacted(job.arguments, also=hidden)
-        return all(
-            not any(is_redacted(part, also=hidden) for part in path.split("."))
-            and any(
-                _text(each) == wanted
-                for each in _at(value, path.split("."))
-                if not isinstance(each, dict | list) and not is_marked(each)
-            )
-            for path, wanted in self._filter.arguments
+
+def _has_values(job: Job, arguments: Sequence[tuple[str, str]]) -> bool:
+    hidden = hidden_by(job.handler)
+    # Only shown values are compared: a match would reveal a hidden one.
+    value = redacted(job.arguments, also=hidden)
+    return all(
+        not any(is_redacted(part, also=hidden) for part in path.split("."))
+        and any(
+            _text(each) == wanted
+            for each in _at(value, path.split("."))
+            if not isinstance(each, dict | list) and not is_marked(each)
         )
+        for path, wanted in arguments
+    )
 
 
 def running() -> list[UUID]:
-    """Return the ids of the jobs living workers hold a lease on, 2,000 at most; none while
+    """Return the ids of at most 2,000 jobs that living workers hold a lease on; none while
     coordination cannot be reached.
 
-    Leases are in coordination, by the message's name: those of jobs born of messages of other
-    services bear these messages' names and are not found.
+    A lease has the name of its message. The leases of messages of other services have no job's id
+    and are not found.
     """
     prefixes = {get_settings().queue(name).key_prefix for name in registry.queue_names()}
     coordination = get_coordination()
@@ -472,18 +471,8 @@ def running() -> list[UUID]:
     return ids
 
 
-def _has_word(word: str, *, is_limited: bool) -> Q:
-    found = Q(handler__icontains=word)
-    if not is_limited:
-        found |= Q(error__icontains=word) | Q(key=word) | Q(unique_id=word)
-    try:
-        return found | Q(pk=UUID(word))
-    except ValueError:
-        return found
-
-
 def _at(value: Any, path: Sequence[str]) -> list[Any]:
-    """Return what is found at a path; of lists, in each of their items."""
+    """Return the values at a path; a list is entered item by item."""
     found = [value]
     for part in path:
         found = [each for one in found for each in _step(one, part)]

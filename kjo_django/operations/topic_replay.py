@@ -1,13 +1,13 @@
-"""Replaying a dead-letter topic that others filled.
+"""Replay of a dead-letter topic that others filled.
 
-A consumer group of its own reads what was there when the run began and publishes each record to its
-source topic. A record is acknowledged after its delivery report, so a run that is interrupted goes
-on where it was. A record of one of our own jobs requeues the job instead: its consumer would drop
-the message, since the job has failed.
+A consumer group of its own reads the records that are there when the run begins, and publishes each
+to its source topic. A record is acknowledged after its delivery report, so a run that was
+interrupted goes on where it was. A record of a job of this service requeues the job: the job's
+consumer would drop the message of a failed job.
 
-The group passes over what a filter leaves out. That is why the group's default name contains the
-filter: a run with another one begins at the beginning. Where acknowledging deletes (transports
-without replay) such records stay.
+The group passes over records outside the filter. So the group's default name contains the filter: a
+run with another filter begins at the beginning. Where acknowledging deletes (transports without
+replay), such records stay.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import functools
 import hashlib
 import time
 import uuid
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from kjo_django import registry
@@ -31,7 +32,6 @@ from kjo_django.operations.dead_letters import (
     REFUSED_PROCESSED,
     SKIPPED,
     DeadLetterFilter,
-    Mode,
     Replayer,
     ReplayReport,
     Reprocessor,
@@ -43,7 +43,6 @@ from kjo_django.operations.dead_letters import (
     queue_of,
     replay_headers,
     replay_topic_of,
-    reprocessing,
 )
 from kjo_django.operations.jobs import close_as_replayed, requeue
 from kjo_django.operations.rows import Pace, Progress, checked_rate, no_progress
@@ -54,27 +53,28 @@ from kjo_django.transports.base import OutgoingRecord, Record, Subscription, Top
 SUFFIX = "-dlq"
 BATCH = 100
 JOIN_PATIENCE = 60.0
-"""Seconds to wait for the group to be given partitions."""
+"""Seconds to wait until the group has partitions."""
 IDLE_PATIENCE = 5.0
-"""Seconds of silence after which a topic with gaps at its end counts as read."""
+"""Seconds without a record after which a topic with gaps at its end counts as read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopicReplay:
-    """What to replay, and how."""
+    """A request to replay a topic."""
 
     topic: str
     transport: str = "default"
     group: str | None = None
-    """Consumer group; ``<service>-replay-<topic>`` (and the filter's digest) if not given."""
+    """Consumer group; None: ``<service>-replay-<topic>``, and the filter's digest."""
     target: str | None = None
-    """Topic to publish to; each record's origin if not given."""
+    """Topic to publish to; None: each record's origin."""
     selection: DeadLetterFilter = field(default_factory=DeadLetterFilter)
     limit: int | None = None
     rate: float | None = None
     dry_run: bool = False
     force: bool = False
-    mode: Mode = Mode.REPUBLISH
+    reprocess: bool = False
+    """Run the records in this process, instead of publishing them."""
     actor: str = ""
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class TopicReplay:
 
     @property
     def group_name(self) -> str:
-        """The consumer group that remembers how far it got."""
+        """The consumer group whose offsets say how far the replay is."""
         if self.group:
             return self.group
         name = f"{get_settings().service_name}-replay-{self.topic}"
@@ -97,11 +97,12 @@ class TopicReplay:
 
 
 def replay_topic(request: TopicReplay, *, progress: Progress = no_progress) -> ReplayReport:
-    """Replay what the topic holds for the group now, see the module.
+    """Replay the records that the topic has for the group now, and return a report.
 
-    :raises PublishError: when the transport cannot be reached or the topic does not exist.
+    :raises PublishError: the transport cannot be reached, or the topic does not exist.
     """
-    with reprocessing(Mode.REPUBLISH if request.dry_run else request.mode) as reprocessor:
+    is_run_here = request.reprocess and not request.dry_run
+    with closing(Reprocessor()) if is_run_here else nullcontext() as reprocessor:
         return _TopicReplayer(request, progress, reprocessor).run()
 
 
@@ -119,19 +120,26 @@ class _TopicReplayer:
         self._replayer = Replayer(
             self._report, request.force, request.actor, reprocessor=reprocessor
         )
-        self._targets = _targets(request)
+        named_after = request.topic.removesuffix(SUFFIX)
+        self._targets = {named_after: named_after}
+        """Where the messages of each topic of this project are published to again."""
+        for name in registry.queue_names():
+            queue = get_settings().queue(name)
+            if queue.transport == request.transport:
+                self._targets[queue.topic] = replay_topic_of(queue)
+        self._targets.pop(request.topic, None)
         self._ids: set[str] = set()
-        """Of the records that matched."""
+        """Ids of the records that matched."""
 
     def run(self) -> ReplayReport:
-        """Read to the end as it was at the start."""
+        """Replay up to the end that the topic has now, and return the report."""
         request = self._request
         if self._transport.describe_topics([request.topic])[0].partitions is None:
             raise PublishError(f"The topic {request.topic!r} does not exist")
         backlog = self._transport.lag([request.topic], request.group_name)
         if backlog and not any(backlog.values()):
             return self._report
-        # A dry run must not move the group, nor take part in it where the topic can be read twice.
+        # A dry run must not move the group; where a topic can be read twice it uses another group.
         group, done_before = request.group_name, dict.fromkeys(backlog, 0)
         if request.dry_run and self._keeps:
             group = f"{request.group_name}-dry-run-{uuid.uuid4().hex[:8]}"
@@ -187,14 +195,14 @@ class _TopicReplayer:
     # --- One record -------------------------------------------------------------------------------
 
     def _is_done_with(self, record: Record) -> bool:
-        """Replay or refuse a record; returns whether the group is done with it."""
+        """Replay or refuse a record; return whether it may be acknowledged."""
         request, report = self._request, self._report
         if not _matches(record, request.selection):
             report.skipped += 1
             return self._keeps and not request.dry_run
-        # Only to topics of ours, since others wrote the header.
+        # Others wrote the header, so it may name only topics of this project.
         origin = next(iter(_origins(record)), "") or request.topic.removesuffix(SUFFIX)
-        dead = DeadRecord.of(record, request.target or self._targets.get(origin))
+        dead = DeadRecord(record, request.target or self._targets.get(origin))
         self._ids.add(dead.id)
         report.count(
             names.text(record.headers, names.DLQ_REASON),
@@ -218,9 +226,9 @@ class _TopicReplayer:
         return self._keeps or report.replayed > replayed
 
     def _refusal(self, dead: DeadRecord) -> tuple[str, str] | None:
-        """Return why a record is not replayed, and what could be done."""
-        # Its job's id was enqueued again, and nobody has decided about this death: what the record
-        # holds has not run since.
+        """Return the reason why a record is not replayed and its detail, or None."""
+        # The job's id was enqueued again, and this failure is still open: the record's payload has
+        # not run since.
         is_left_behind = dead.job_letter is not None
         if dead.target is None and not dead.is_of_present_generation and not is_left_behind:
             return "no allowed target", "name it with --target"
@@ -240,7 +248,7 @@ class _TopicReplayer:
         return None
 
     def _publish(self, dead: DeadRecord) -> bool:
-        """Publish a record, or run it here and now."""
+        """Publish a record, or run it in this process; return whether it may be acknowledged."""
         assert dead.target is not None
         report = self._report
         headers = replay_headers(
@@ -253,7 +261,7 @@ class _TopicReplayer:
             try:
                 publish_one(outgoing, self._request.transport)
             except PublishError as error:
-                # Nothing behind it may be acknowledged before it, so the next run begins here.
+                # No later record may be acknowledged before this one: the next run begins here.
                 report.fail(dead.id, error)
                 report.stopped = "a record was not accepted; run it again later"
                 return False
@@ -262,13 +270,13 @@ class _TopicReplayer:
             if queue is None:
                 report.refuse(dead.id, "no queue here reads its topic")
                 return self._keeps
-            # Keeping the place it had in this topic: messages without an id are known by it.
+            # A message without an id is identified by its offset in this topic.
             there = replace(dead.record, headers=headers)
             ending = self._reprocessor.run_dead(there, queue, report, dead.id)
             if ending in NOT_RUN:
                 return self._keeps and ending == SKIPPED
         if dead.foreign_letter is not None:
-            # Left open, it would be replayed from the table once more.
+            # An open row would be replayed from the table once more.
             rows = DeadLetter.objects.using(jobs_database()).filter(pk=dead.foreign_letter.pk)
             close_as_replayed(rows, self._request.actor)
         report.replayed += 1
@@ -277,7 +285,7 @@ class _TopicReplayer:
     def _requeue(self, dead: DeadRecord) -> bool:
         assert dead.job is not None
         rows = Job.objects.using(jobs_database())
-        # As it was looked at: of two who replay it at once, one does.
+        # In the generation and state that were read: of two replays at once, one requeues it.
         found = rows.filter(pk=dead.job.pk, generation=dead.job.generation)
         if not self._request.force:
             found = found.filter(state=dead.job.state)
@@ -293,91 +301,66 @@ class _TopicReplayer:
         return True
 
 
-def _targets(request: TopicReplay) -> dict[str, str]:
-    """Return the topics of this project's queues, and the one the source is named after, each with
-    where replays of its messages go."""
-    named_after = request.topic.removesuffix(SUFFIX)
-    targets = {named_after: named_after}
-    for name in registry.queue_names():
-        queue = get_settings().queue(name)
-        if queue.transport == request.transport:
-            targets[queue.topic] = replay_topic_of(queue)
-    targets.pop(request.topic, None)
-    return targets
+# --- The facts of a record ------------------------------------------------------------------------
 
 
-# --- What a record tells of its death, whoever put it there ---------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
 class DeadRecord:
-    """A record and all that decides about it."""
+    """A record with the facts that decide whether it is replayed.
 
-    record: Record
-    id: str
-    handler: str
-    target: str | None
-    job: Job | None
-    job_letter: DeadLetter | None
-    """Of a job of ours that has begun another generation: the open dead letter of this death."""
-    replay_count: int
-    is_processed: bool
-    foreign_letter: DeadLetter | None
-    """The row of a record of another format, whatever its state; None where it is not here."""
-    is_decided: bool
-    """Whether that row has been replayed or discarded since."""
+    :param target: the topic to publish to, None if none is allowed.
+    """
 
-    @classmethod
-    def of(cls, record: Record, target: str | None) -> DeadRecord:
-        id, handler = _message_id(record), _handler(record)
-        job, letter = find_job(record.headers), None
-        generation = generation_of(record.headers)
-        if job is not None and job.generation != generation:
-            source = source_of_job(job.pk, generation)
+    def __init__(self, record: Record, target: str | None) -> None:
+        headers, id = record.headers, _message_id(record)
+        self.record = record
+        self.target = target
+        self.id = id or "{}[{}]@{}".format(*record.position)
+        self.handler = _handler(record)
+        self.replay_count = names.number(headers, names.REPLAY_COUNT, 0)
+        self.is_processed = bool(processed({id: self.handler}))
+        self.job = find_job(headers)
+        self.job_letter: DeadLetter | None = None
+        """The open dead letter of this failure, if the job has begun another generation since."""
+        generation = generation_of(headers)
+        if self.job is not None and self.job.generation != generation:
+            source = source_of_job(self.job.pk, generation)
             rows = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
-            letter = rows.filter(source_id=source).defer("traceback").first()
-        format = format_of(record.headers)
-        foreign = None if format is None else format.letter_of(record)
-        return cls(
-            record=record,
-            id=id or "{}[{}]@{}".format(*record.position),
-            handler=handler,
-            target=target,
-            job=job,
-            job_letter=letter,
-            replay_count=names.number(record.headers, names.REPLAY_COUNT, 0),
-            is_processed=bool(processed({id: handler})),
-            foreign_letter=foreign,
-            is_decided=bool(format and foreign and format.is_decided(record, foreign)),
+            self.job_letter = rows.filter(source_id=source).defer("traceback").first()
+        format = format_of(headers)
+        self.foreign_letter = None if format is None else format.letter_of(record)
+        """The row of a record of another format, in any state, or None."""
+        self.is_decided = bool(
+            format and self.foreign_letter and format.is_decided(record, self.foreign_letter)
         )
+        """Whether ``foreign_letter`` has been replayed or discarded since."""
 
     @property
     def is_of_present_generation(self) -> bool:
-        """Whether its job has begun no other generation since; another one may have another
+        """Whether its job is still in the record's generation; another one may have another
         payload."""
         return self.job is not None and self.job.generation == generation_of(self.record.headers)
 
 
 def _message_id(record: Record) -> str:
-    """Return the id of the message, "" where it has none."""
+    """Return the message's id, or ""."""
     found = names.text(record.headers, names.DLQ_MESSAGE_ID)
-    # The database is asked for it, and others wrote it.
+    # Others wrote the header, and the database is asked for its text.
     return storable_text(found or names.text(record.headers, names.ID))
 
 
 def _handler(record: Record) -> str:
-    """Return the name of the handler it was for, "" where no header names one."""
+    """Return the name of the message's handler, or ""."""
     found = names.text(record.headers, names.DLQ_HANDLER)
     return found or names.text(record.headers, names.TYPE)
 
 
 def _origins(record: Record) -> list[str]:
-    """Return the topics it died on, as its headers name them."""
+    """Return the topics in its headers that it died on."""
     return list(filter(None, (names.text(record.headers, name) for name in ORIGINS)))
 
 
 def _matches(record: Record, wanted: DeadLetterFilter) -> bool:
-    """Whether a record's headers pass the filter; what they do not say does not match."""
+    """Whether a record's headers pass the filter. A missing header does not."""
     text = functools.partial(names.text, record.headers)
     error = f"{text(names.DLQ_EXCEPTION_TYPE)}\n{text(names.DLQ_EXCEPTION_MESSAGE)}".lower()
     failed_at = names.moment(record.headers, names.DLQ_LAST_FAILED_AT) or record.timestamp
@@ -393,10 +376,10 @@ def _matches(record: Record, wanted: DeadLetterFilter) -> bool:
 
 
 class _Bounds:
-    """Where the topic ended when the run began; what comes later is left to the next run.
+    """The end of each partition when the run began. Later records are left to the next run.
 
-    In a log the lag is a difference of offsets, and a partition's end the first offset seen plus
-    the lag: never too early. Elsewhere it is a number of records.
+    In a log the lag is a difference of offsets, and a partition ends at the first offset read plus
+    the lag: never too early. Elsewhere the lag is a number of records.
     """
 
     def __init__(
@@ -416,11 +399,11 @@ class _Bounds:
 
     @property
     def are_reached(self) -> bool:
-        """Whether every partition has been read; never where the lag is unknown."""
+        """Whether every partition has been read; False if the lag is unknown."""
         return bool(self._lag) and not self._open
 
     def admits(self, record: Record) -> bool:
-        """Whether the record was there at the start, and is not behind the group already."""
+        """Whether the record was there at the start, and the group has not passed it."""
         if not self._lag:
             return True
         where = TopicPartition(record.topic, record.partition)

@@ -1,9 +1,9 @@
-"""What became of a job, and waiting for its end.
+"""The status of a job, and waiting for its end.
 
-Each waiter has a channel, sent along with its job as the header ``kjo-reply-to``; the worker that
-commits the job's end calls it. So a job nobody waits for costs nothing, and one that is awaited
-costs one call. Calls may be lost: the row decides. It is read right after subscribing, whenever the
-waiter is called, on a slow poll, and once more before giving up, so a lost call costs time only.
+Each waiter has a channel, which its job's header ``kjo-reply-to`` names. The worker that commits
+the job's end notifies the channel. So a job nobody waits for costs nothing, and an awaited one
+costs one notification. Notifications may be lost: the row decides. It is read after subscribing, at
+each notification, on a slow poll, and once more at the end of the time.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class NoResult(enum.Enum):
 
 
 NO_RESULT: Final = NoResult.NO_RESULT
-"""There is no result: the job is unknown, has not completed, or its result has expired. A job that
-returned None has a result, which is None."""
+"""There is no result: the job is unknown, has not completed, or its result has expired. The result
+of a job that returned None is None."""
 
 
 EXPIRED = "expired"
@@ -72,23 +72,23 @@ EXPIRED = "expired"
 
 
 class UpdateTtlResult(enum.StrEnum):
-    """What changing a result's lifetime ended with."""
+    """The result of changing a result's lifetime."""
 
     UPDATED = "updated"
     NOT_FOUND = "not_found"
     NOT_TERMINAL = "not_terminal"
     MISSING_PAYLOAD = "missing_payload"
-    """The job has ended, but no result or error is kept: expired, or cancelled."""
+    """The job has ended without a result or error that is kept: it expired or was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageStatus:
-    """What is known of a job."""
+    """The status of a job."""
 
     id: str
     state: str
-    """queued, processing, failing, completed, failed, cancelled, or expired: it had completed or
-    failed, and its result or error is no longer kept."""
+    """queued, processing, failing, completed, failed, cancelled, or expired: the result or error of
+    the completed or failed job is no longer kept."""
     created_at: datetime
     attempts: int
     """Attempts whose outcome is recorded."""
@@ -97,21 +97,20 @@ class MessageStatus:
     """Milliseconds."""
     correlation_id: str | None = None
     result: Any = NO_RESULT
-    """Of a completed one, while it lives."""
+    """The result of a completed job, while it is kept."""
     error: str | None = None
-    """Text of the latest error, of a failing or failed one; of the latter while it lives."""
+    """The text of the latest error of a failing job, or of a failed one while it is kept."""
     error_type: str | None = None
     """Import path of that error's class."""
     error_code: str | None = None
     """That error's ``code``, if it has one."""
     error_details: Any = None
-    """What that error's ``to_dict()`` returned, or its ``details``; None where JSON cannot hold
-    them in 10,000 bytes."""
+    """The error's ``to_dict()`` or ``details``; None if they are no JSON of 10,000 bytes."""
     progress: Progress | None = None
     job_id: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it with the names it has on the wire; times in milliseconds."""
+        """Return the status with the names of the protocol; times in milliseconds."""
         progress = self.progress
         known: dict[str, Any] = {
             "id": self.id,
@@ -131,12 +130,13 @@ class MessageStatus:
         return known if self.result is NO_RESULT else {**known, "result": self.result}
 
 
-# --- What is known of a job -----------------------------------------------------------------------
+# --- Status ---------------------------------------------------------------------------------------
 
 
 def named(queue: str, *unique_ids: str) -> JobQuerySet:
-    """Return the jobs of this queue and these unique ids. An id may come from anywhere: one that no
-    database keeps is nobody's, and PostgreSQL cannot even be asked for it.
+    """Return the jobs of this queue with these unique ids.
+
+    No job has an id that no database can store, and PostgreSQL refuses a query for it.
 
     :raises TypeError: an id is no text.
     """
@@ -149,12 +149,12 @@ def named(queue: str, *unique_ids: str) -> JobQuerySet:
 
 
 def find(queue: str, unique_id: str) -> Job | None:
-    """Return the job of this queue and unique id."""
+    """Return the job of this queue and unique id, or None."""
     return named(queue, unique_id).defer("payload").first()
 
 
 def status_of(queue: str, unique_id: str) -> MessageStatus | None:
-    """Return what is known of a job, None for one that is not."""
+    """Return the status of a job, or None if there is no such job."""
     job = find(queue, unique_id)
     if job is None:
         return None
@@ -189,16 +189,18 @@ def _state(job: Job, shown: JobStatus) -> str:
 
 
 def is_expired(job: Job) -> bool:
-    """Whether the job has completed or failed and its result or error is no longer kept: its id is
-    free, and its row is history."""
+    """Whether the job has completed or failed and its result or error is no longer kept.
+
+    Another job may take its id then.
+    """
     has_ended = job.state in (JobState.COMPLETED, JobState.FAILED)
     return has_ended and job.result_expires_at is not None and not _is_kept(job)
 
 
 def failure_of(id: str, job: Job) -> JobFailedError:
-    """Return the error of a failed job, for those who wait for it.
+    """Return the exception for a failed job.
 
-    :param id: as they know it.
+    :param id: the job's id in the message.
     """
     return JobFailedError(
         f"Job {id!r} failed: {job.error}",
@@ -210,7 +212,7 @@ def failure_of(id: str, job: Job) -> JobFailedError:
 
 
 def _facts_of_failure(job: Job) -> dict[str, Any]:
-    """Return what the latest failed attempt of the job's present generation has noted."""
+    """Return the facts of the latest failed attempt of the job's present generation."""
     rows = JobFailure.objects.using(jobs_database()).defer("traceback")
     found = rows.filter(job=job.pk, generation=job.generation).order_by("-attempt", "-pk").first()
     if found is None:
@@ -227,7 +229,7 @@ def _is_kept(job: Job) -> bool:
 
 
 def result_for(queue: str, unique_id: str) -> Any:
-    """Return a completed job's living result, or ``NO_RESULT``."""
+    """Return a completed job's result while it is kept, else ``NO_RESULT``."""
     job = find(queue, unique_id)
     if job is None or job.state != JobState.COMPLETED or not _is_kept(job):
         return NO_RESULT
@@ -237,7 +239,7 @@ def result_for(queue: str, unique_id: str) -> Any:
 def update_result_ttl(queue: str, unique_id: str, ttl: timedelta | int) -> UpdateTtlResult:
     """Keep a finished job's result or error for ``ttl`` from now on, in one conditional UPDATE.
 
-    :param ttl: a timedelta, or whole milliseconds; refused before anything is written.
+    :param ttl: a timedelta, or whole milliseconds.
     """
     lasts = milliseconds(ttl)
     now = timezone.now()
@@ -255,21 +257,19 @@ def update_result_ttl(queue: str, unique_id: str, ttl: timedelta | int) -> Updat
     return UpdateTtlResult.MISSING_PAYLOAD
 
 
-# --- Being called when a job has ended ------------------------------------------------------------
+# --- Notifications --------------------------------------------------------------------------------
 
 CHANNELS = 64
-"""Beyond so many waiters at once, some share a channel and are woken for one another."""
+"""With more waiters than this, some share a channel and are also woken for other jobs."""
 IDLE = 10.0
-"""Seconds without a waiter after which the listener and its thread are given up."""
+"""Seconds without a waiter after which the listener and its thread end."""
 _WAIT = 1.0
 
 
 class ReplyListener:
-    """The listener of this process for all its waiters. It and its thread exist while somebody
-    waits.
+    """The listener of this process for all its waiters. Its thread runs while somebody waits.
 
-    A waiter is the function that is called. It runs in the listener's thread and must return at
-    once.
+    A waiter is a function. It is called in the listener's thread and must return at once.
     """
 
     def __init__(self, coordination: Coordination) -> None:
@@ -284,13 +284,13 @@ class ReplyListener:
 
     @property
     def waiting_count(self) -> int:
-        """How many wait now."""
+        """The number of waiters."""
         return sum(map(len, self._waiting.values()))
 
     def add(self, waiter: Callable[[], None]) -> str:
-        """Return a channel; calls of it made after this returned reach the waiter.
+        """Return a channel whose notifications reach the waiter from now on.
 
-        :raises CoordinationError: nobody can be called now.
+        :raises CoordinationError: coordination cannot be reached.
         """
         with self._lock:
             if self._listener is None:
@@ -304,7 +304,7 @@ class ReplyListener:
             return channel
 
     def remove(self, channel: str, waiter: Callable[[], None]) -> None:
-        """Call this waiter no more."""
+        """Stop calling this waiter."""
         with self._lock:
             self._waiting[channel].discard(waiter)
             self._idle_since = time.monotonic()
@@ -337,7 +337,7 @@ class ReplyListener:
             return True
 
     def close(self) -> None:
-        """End the thread soon."""
+        """End the listener and its thread."""
         with self._lock:
             listener, self._listener = self._listener, None
         if listener is not None:
@@ -354,7 +354,7 @@ def _current_listener() -> ReplyListener:
     with _lock:
         found = _reply_listener
         if found is None or found.coordination is not coordination or found.pid != os.getpid():
-            # Settings changed, or this is a forked child: the parent's is not ours to close.
+            # The settings changed, or this is a forked child, which must not close the parent's.
             if found is not None and found.pid == os.getpid():
                 found.close()
             found = _reply_listener = ReplyListener(coordination)
@@ -367,7 +367,7 @@ FIRST_POLL = 0.02
 POLL_GROWTH = 1.5
 DEFAULT_TIMEOUT = 30.0
 RELEASED_FROM = 0.2
-"""Seconds of sleep that are worth a new connection afterwards."""
+"""Connections are closed for a sleep of at least so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,19 +376,19 @@ class Awaited:
 
     job_id: uuid.UUID
     name: str
-    """As people know it, for messages."""
+    """The job's id in messages."""
     created_at: datetime | None = None
-    """Of the enqueue waited for; None for whichever run the row holds when it is first read."""
+    """When the awaited run was enqueued; None: the run that the row holds when it is first read."""
     is_called: bool = False
-    """Whether the job carries our channel; else its end is found by polling."""
+    """Whether the job's header names the waiter's channel; else its end is found by polling."""
     attempts: int = 0
     """Attempts with a recorded outcome, when the row was last read."""
 
 
 def seconds_of(timeout: Any) -> float:
-    """Return the timeout, validated before anything is written.
+    """Return the timeout as a number.
 
-    :raises ValueError: not a positive, finite number of seconds.
+    :raises ValueError: it is not a positive, finite number of seconds.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds, not {timeout!r}")
@@ -398,7 +398,7 @@ def seconds_of(timeout: Any) -> float:
 
 
 def refuse_in_transaction(name: str) -> None:
-    """Raise if the caller's transaction keeps a job from being seen.
+    """Raise an error inside a transaction, where workers cannot see the job yet.
 
     :raises UncommittedJobError: always, inside ``atomic``.
     """
@@ -412,16 +412,15 @@ def refuse_in_transaction(name: str) -> None:
 
 
 class Waiter:
-    """Waits for one job: subscribe, enqueue with ``channel``, then ``wait``. A context manager, so
-    the subscription ends however the wait ends.
+    """Waits for one job: enter it as a context manager, enqueue with ``channel``, call ``wait``.
 
     :param timeout: seconds.
-    :param releases: close this thread's database connections for the longer sleeps: where many
-        wait at once, they have threads and no sessions. Those in a transaction stay open.
+    :param releases: close this thread's database connections for longer sleeps, so that many
+        waiters need few sessions. Connections in a transaction stay open.
     """
 
     channel: str | None = None
-    """What the job is to carry; None when nobody would be called."""
+    """The channel for the job's header; None if coordination cannot be reached."""
 
     def __init__(self, timeout: float, *, releases: bool = False) -> None:
         self._deadline = time.monotonic() + seconds_of(timeout)
@@ -457,7 +456,7 @@ class Waiter:
         pauses = self._pauses(awaited)
         while True:
             self._called.clear()
-            is_ended, value, awaited = self._look(awaited)
+            is_ended, value, awaited = self._read(awaited)
             if is_ended:
                 return value
             pause = min(self._remaining(awaited), next(pauses))
@@ -468,26 +467,26 @@ class Waiter:
             self._called.wait(pause)
 
     async def await_(self, awaited: Awaited) -> Any:
-        """``wait`` without holding a thread."""
+        """Return the job's result without blocking a thread; see ``wait``."""
         loop, called = asyncio.get_running_loop(), asyncio.Event()
 
         def on_call() -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(called.set)
 
         self._on_call = on_call
         pauses = self._pauses(awaited)
         while True:
             called.clear()
-            is_ended, value, awaited = await sync_to_async(self._look)(awaited)
+            is_ended, value, awaited = await sync_to_async(self._read)(awaited)
             if is_ended:
                 return value
             pause = min(self._remaining(awaited), next(pauses))
             with suppress(TimeoutError):
                 await asyncio.wait_for(called.wait(), pause)
 
-    def _look(self, awaited: Awaited) -> tuple[bool, Any, Awaited]:
-        """Read the row. An outage means: not yet known."""
+    def _read(self, awaited: Awaited) -> tuple[bool, Any, Awaited]:
+        """Return the answer of ``_look``. While the database is away the job has not ended."""
         try:
             return _look(awaited)
         except (OperationalError, InterfaceError):
@@ -509,8 +508,8 @@ class Waiter:
         )
 
     def _pauses(self, awaited: Awaited) -> Iterator[float]:
-        """Yield how long to sleep between looks: long where the end is called out, growing where it
-        is not."""
+        """Yield the seconds between two reads of the row: many if a notification is expected, else
+        few at first."""
         longest = get_settings().poll_interval.total_seconds()
         is_called = self.channel is not None and awaited.is_called
         is_called = is_called and get_coordination().supports_wake_ups
@@ -524,7 +523,7 @@ _READ = ("state", "created_at", "content_type", "result", "error", "attempts", "
 
 
 def _look(awaited: Awaited) -> tuple[bool, Any, Awaited]:
-    """Return whether the run has ended, its result, and what to wait for from now on."""
+    """Return whether the run has ended, its result, and the run to wait for from now on."""
     job = Job.objects.using(jobs_database()).filter(pk=awaited.job_id).only(*_READ).first()
     if job is None:
         raise JobNotFoundError(f"Job {awaited.name!r} was deleted while it was waited for")

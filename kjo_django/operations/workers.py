@@ -1,17 +1,16 @@
-"""Workers: what their rows hold of their partitions, and asking them to be quiet or to stop.
+"""Workers: the partitions in their rows, and how operators quiet and stop them.
 
-A worker is asked by a column of its own row. Its process obeys within two seconds; one started in
-its place has another row, where nothing is asked.
+A column of the worker's row holds what operators asked. The process obeys within two seconds. A
+process started in its place has another row, which asks nothing.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -21,37 +20,29 @@ from django.utils import timezone
 from kjo_django import signals
 from kjo_django.conf import Settings, get_settings
 from kjo_django.models import Worker
-from kjo_django.operations.jobs import Outcomes
+from kjo_django.operations.jobs import ChangeResult, Outcomes
 from kjo_django.operations.rows import Observer, batched, key_of, on_commit
 from kjo_django.runtime import jobs_database
 
 MOST = 5_000
-"""Partitions of one worker that are looked at."""
+"""Partitions of one worker that are read."""
 ALIVE_HEARTBEATS = 6
 """Heartbeats a worker may miss before it counts as gone."""
 
 
 def alive_within(conf: Settings | None = None) -> timedelta:
-    """Return how old the last sign of life of a living worker may be."""
+    """Return how old the last heartbeat of a living worker may be."""
     return ALIVE_HEARTBEATS * (conf or get_settings()).heartbeat_interval
 
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
-    """A job that runs in a worker."""
+    """A job that a worker was running at its last heartbeat."""
 
     id: str
     """The job's id, or the message's where no job was enqueued here."""
     handler: str
     started_at: datetime
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
-        return {
-            "id": self.id,
-            "handler": self.handler,
-            "started_at": self.started_at.isoformat(),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +56,28 @@ class Assignment:
     rebalanced_at: datetime | None = None
     """When the worker's assignment in this group changed last."""
     resting_until: datetime | None = None
-    """It hands out nothing until then: what its messages need is down."""
+    """It hands out nothing until then, since a server that its messages need is down."""
     running: tuple[RunningJob, ...] = ()
-    """What runs of it, the longest first; not all of many, and none that had only begun."""
+    """Jobs of it that have run longest, the longest first."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it ready for JSON."""
-        return {
-            "group": self.group,
-            "topic": self.topic,
-            "partition": self.partition,
+        return asdict(self) | {
             "rebalanced_at": _isoformat(self.rebalanced_at),
             "resting_until": _isoformat(self.resting_until),
-            "running": [each.as_dict() for each in self.running],
+            "running": [
+                asdict(each) | {"started_at": each.started_at.isoformat()} for each in self.running
+            ],
         }
 
     def stored(self) -> dict[str, Any]:
-        """Return it as the row has it: without what is not known."""
+        """Return it as the row holds it: without unknown values."""
         return {name: value for name, value in self.as_dict().items() if value not in (None, [])}
 
 
 def assignments(partitions: Any) -> list[Assignment]:
-    """Return what a row's ``partitions`` hold. What another release may have written otherwise is
-    left out: a screen shows less, and never fails."""
+    """Return the partitions in a worker's row. An entry in the form of another release is left
+    out: a screen shows less, and never fails."""
     found = []
     for each in partitions[:MOST] if isinstance(partitions, list) else ():
         with suppress(AttributeError, KeyError, TypeError, ValueError):
@@ -109,7 +99,7 @@ def assignments(partitions: Any) -> list[Assignment]:
 
 
 def rebalanced_at(held: list[Assignment]) -> datetime | None:
-    """Return when the latest of the worker's assignments changed last, None if no row has it."""
+    """Return when an assignment of the worker changed last, or None."""
     return max((each.rebalanced_at for each in held if each.rebalanced_at), default=None)
 
 
@@ -128,28 +118,15 @@ CHUNK = 100
 """Workers asked in one transaction."""
 
 
-class AskResult(enum.StrEnum):
-    """What asking one worker ended with."""
-
-    ASKED = "asked"
-    UNCHANGED = "unchanged"
-    """It had been asked for that already, or is not quiet."""
-    STOPPING = "stopping"
-    """It has been asked to stop, which nothing undoes."""
-    GONE = "gone"
-    """It has stopped, or its heartbeat is old."""
-    NOT_FOUND = "not_found"
-
-
 Workers = Iterable[Worker | uuid.UUID | str]
 
 
 def quiet(workers: Workers, *, actor: str = "", on_changed: Observer | None = None) -> Outcomes:
-    """Let workers start nothing more; what runs there ends, and they stay until stopped.
+    """Ask workers to start nothing more. Running jobs end, and the workers stay until stopped.
 
-    Records they have fetched and not begun go to others at once on the database and on Redis; on
-    Kafka a quiet worker keeps its partitions, and what is in them waits, until it goes on or stops.
-    Its relay goes on.
+    On the database and on Redis, records that a worker has fetched and not begun go to other
+    workers at once. On Kafka a quiet worker keeps its partitions, and their records wait until it
+    goes on or stops. Its relay goes on.
 
     :param workers: rows or their ids; ``Worker.id``, which every start of a process has anew.
     :param actor: who asked, for the signal and the log.
@@ -159,15 +136,15 @@ def quiet(workers: Workers, *, actor: str = "", on_changed: Observer | None = No
 
 
 def unquiet(workers: Workers, *, actor: str = "", on_changed: Observer | None = None) -> Outcomes:
-    """Undo ``quiet``. One that was asked to stop stops."""
+    """Undo ``quiet``. A worker that was asked to stop stops all the same."""
     return _ask(workers, Worker.Request.NONE, actor, on_changed)
 
 
 def stop(workers: Workers, *, actor: str = "", on_changed: Observer | None = None) -> Outcomes:
-    """Let workers stop as a SIGTERM would: what runs gets the grace period, the rest goes back.
+    """Ask workers to stop as after a SIGTERM: running jobs get the grace period, others go back.
 
-    ``kjo_consume --processes N`` starts no other in its place. What runs it may: a process manager
-    that restarts whatever ends starts a new worker.
+    ``kjo_consume --processes N`` starts no process in its place. A process manager that restarts
+    whatever ends starts a new worker.
     """
     return _ask(workers, Worker.Request.STOP, actor, on_changed)
 
@@ -178,7 +155,7 @@ def _ask(
     outcomes = Outcomes()
     using = jobs_database()
     keys = list(map(key_of, workers))
-    outcomes.add(AskResult.NOT_FOUND, keys.count(None))
+    outcomes.add(ChangeResult.NOT_FOUND, keys.count(None))
     for chunk in batched(sorted({key for key in keys if key is not None}), CHUNK):
         with transaction.atomic(using=using):
             rows = Worker.objects.using(using).filter(pk__in=chunk)
@@ -192,7 +169,7 @@ def _ask(
             changed = [found[key] for key in asked]
             for key in set(chunk) - set(asked):
                 outcomes.add(_refusal(found.get(key), wish))
-            outcomes.add_changed(AskResult.ASKED, len(changed))
+            outcomes.add_changed(ChangeResult.ASKED, len(changed))
             if on_changed is not None and changed:
                 on_changed(changed)
             for worker in changed:
@@ -204,11 +181,11 @@ def _ask(
     return outcomes
 
 
-def _refusal(worker: Worker | None, wish: Worker.Request) -> AskResult:
+def _refusal(worker: Worker | None, wish: Worker.Request) -> ChangeResult:
     if worker is None:
-        return AskResult.NOT_FOUND
+        return ChangeResult.NOT_FOUND
     if not worker.is_alive(alive_within()):
-        return AskResult.GONE
+        return ChangeResult.GONE
     if worker.wish == Worker.Request.STOP and wish != Worker.Request.STOP:
-        return AskResult.STOPPING
-    return AskResult.UNCHANGED
+        return ChangeResult.STOPPING
+    return ChangeResult.UNCHANGED

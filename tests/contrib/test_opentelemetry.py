@@ -36,7 +36,6 @@ from kjo_django.engine.attempt import Ending
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.dead_letters import Mode as ReplayMode
 from kjo_django.outbox.relay import Relay
 from kjo_django.testing import drain
 from kjo_django.worker import Worker
@@ -541,7 +540,7 @@ def test_what_an_operator_runs_links_to_the_operators_request(memory, spans):
     ledger.refuse.enqueue(job="a")
     bench.run_until_done()
     with spans.request("POST /admin") as request:
-        dead_letters.replay(DeadLetterFilter(), mode=ReplayMode.REPROCESS)
+        dead_letters.replay(DeadLetterFilter(), reprocess=True)
     died, again = spans.named("process ledger.refuse")
     assert trace_of(again) == trace_of(died) != trace_of(request)
     assert linked(again) == {died.context.span_id, request.get_span_context().span_id}

@@ -12,7 +12,7 @@ from kjo_django import BaseEvent, PermanentError, event_handler, signals
 from kjo_django.exceptions import MessageError
 from kjo_django.models import DeadLetter, DeadLetterState, Job
 from kjo_django.operations import dead_letters
-from kjo_django.operations.dead_letters import DeadLetterFilter, Mode, edit_and_replay
+from kjo_django.operations.dead_letters import DeadLetterFilter, edit_and_replay
 from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.patterns.kdlq import DlqConfig, ProcessingStatus, kdlq_handler
@@ -58,7 +58,7 @@ def dead_events(transport):
 
 def test_in_place_from_the_table(dead_events) -> None:
     """KII-30: run here and now; nothing is published."""
-    report = dead_letters.replay(EVERYTHING, mode=Mode.REPROCESS)
+    report = dead_letters.replay(EVERYTHING, reprocess=True)
     assert (report.replayed, dict(report.ended)) == (3, {"completed": 3})
     assert Entry.objects.count() == 3
     dead_events.run()
@@ -78,7 +78,7 @@ def test_however_often_it_dies_in_place_its_last_dead_letter_is_open(transport) 
     service.run()
     service.close()
     for times in (1, 2):
-        report = dead_letters.replay(EVERYTHING, mode=Mode.REPROCESS)
+        report = dead_letters.replay(EVERYTHING, reprocess=True)
         assert dict(report.ended) == {"dead": 1}
         (letter,) = DeadLetter.objects.filter(state=DeadLetterState.OPEN)
         assert letter.replay_count == times
@@ -103,7 +103,7 @@ def test_a_job_in_place(transport) -> None:
     bench.run()
     works.append(True)
     signals.job_completed.connect(note, weak=False)
-    report = dead_letters.replay(EVERYTHING, mode=Mode.REPROCESS)
+    report = dead_letters.replay(EVERYTHING, reprocess=True)
     signals.job_completed.disconnect(note)
     assert dict(report.ended) == {"completed": 1}
     assert Job.objects.get().state == JobState.COMPLETED
@@ -132,8 +132,8 @@ def test_in_place_from_a_topic(settings) -> None:
     bench.run()
     Relay().publish_due()
     works.append(True)
-    report = replay_topic(TopicReplay("pay-dlq", mode=Mode.REPROCESS))
-    again = replay_topic(TopicReplay("pay-dlq", mode=Mode.REPROCESS))
+    report = replay_topic(TopicReplay("pay-dlq", reprocess=True))
+    again = replay_topic(TopicReplay("pay-dlq", reprocess=True))
     bench.close()
     assert (report.replayed, dict(report.ended), again.replayed) == (1, {"completed": 1}, 0)
     assert Entry.objects.get().job == "v"

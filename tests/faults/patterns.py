@@ -295,8 +295,8 @@ def replay(world: World, process: Process) -> None:
 def reprocess(world: World, process: Process) -> None:
     with process.unwatched():
         _two_dead(world, process)
-    mode = dead_letters.Mode.REPROCESS
-    process.ask(lambda: dead_letters.replay(dead_letters.DeadLetterFilter(), mode=mode))
+    everything = dead_letters.DeadLetterFilter()
+    process.ask(lambda: dead_letters.replay(everything, reprocess=True))
     process.work()
 
 

@@ -74,18 +74,6 @@ def test_a_group_is_resolved_by_discarding_it_with_a_note():
     assert set(closed.values_list("state", "note")) == {("discarded", "fixed in 2")}
 
 
-def test_a_count_looks_at_the_newest(monkeypatch):
-    # Given
-    letters("a", 2)
-    letters("b", 3)
-    # Then
-    assert dead_letters.count(DeadLetterFilter()) == (5, False)
-    assert dead_letters.count(DeadLetterFilter(fingerprint="a")) == (2, False)
-    monkeypatch.setattr(dead_letters, "COUNT_LIMIT", 4)
-    assert dead_letters.count(DeadLetterFilter()) == (4, True)
-    assert dead_letters.count(DeadLetterFilter(fingerprint="a")) == (1, True)
-
-
 def test_a_preview_is_bounded_and_tells_what_has_taken_effect():
     # Given
     done = DeadLetterFactory(message_id="done")

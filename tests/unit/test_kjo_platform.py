@@ -54,8 +54,8 @@ def test_the_production_profile_of_the_documentation():
     """KJO-97, KJO-98, KJO-F16: it is read without complaint, and survives a broker."""
     page = (ROOT / "docs" / "how-to" / "template-producers-and-consumers.md").read_text()
     (source,) = re.findall(r"topic_options = (\{.*?\n\})", page, re.DOTALL)
-    options, findings = topics.read_options(eval(source), "here")
-    assert findings.errors == findings.warnings == []
+    options, errors, warnings = topics.read_options(eval(source), "here")
+    assert errors == warnings == []
     assert (options.partitions, options.replication_factor) == (4, 3)
     assert options.config["compression.type"] == "gzip"
     assert options.config["retention.ms"] == "604800000"

@@ -143,7 +143,7 @@ def test_a_deploy_is_the_first_start_of_a_release():
 
     found = metrics.deploys(timedelta(days=1))
 
-    assert found == [metrics.Deploy(NOW - timedelta(hours=3), "2")]
+    assert found == [{"time": NOW - timedelta(hours=3), "release": "2"}]
 
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=200), st.floats(0.01, 1))

@@ -239,14 +239,14 @@ def test_of_two_who_replay_a_record_at_once_one_does(monkeypatch):
     # Given somebody else who requeues the job when it has been looked at
     job = JobFactory(failed=True)
     record_of(job)
-    looked_at = module.DeadRecord.of
+    looked_at = module.DeadRecord
 
     def look_and_lose(*arguments):
         found = looked_at(*arguments)
         jobs.requeue([job.pk])
         return found
 
-    monkeypatch.setattr(module.DeadRecord, "of", look_and_lose)
+    monkeypatch.setattr(module, "DeadRecord", look_and_lose)
     # When
     report = replay_topic(TopicReplay(SOURCE))
     # Then

@@ -23,14 +23,14 @@ def read(**options):
 
 def test_the_defaults_are_one_partition_one_replica_and_automatic_creation():
     """X-12: the only place that has a default. KJO-88, KJO-89, KJO-90."""
-    options, findings = read()
+    options, errors, warnings = read()
     assert (options.partitions, options.replication_factor, options.auto_create) == (1, 1, True)
-    assert findings.errors == findings.warnings == []
+    assert errors == warnings == []
 
 
 def test_named_options_become_config_entries_as_text():
     """KJO-91, KJO-92."""
-    options, _ = read(
+    options, _, _ = read(
         retention_ms=604_800_000,
         segment_ms="86400000",
         compression_type="gzip",
@@ -49,16 +49,16 @@ def test_named_options_become_config_entries_as_text():
 
 def test_an_explicit_config_entry_wins_and_the_conflict_is_a_warning():
     """KJO-F17."""
-    options, findings = read(retention_ms=1000, config_entries={"retention.ms": "2000"})
+    options, errors, warnings = read(retention_ms=1000, config_entries={"retention.ms": "2000"})
     assert options.config["retention.ms"] == "2000"
-    assert len(findings.warnings) == 1
-    assert "the latter wins" in findings.warnings[0].message
-    assert findings.errors == []
+    assert len(warnings) == 1
+    assert "the latter wins" in warnings[0].message
+    assert errors == []
 
 
 def test_equal_values_in_both_places_are_no_conflict():
-    _, findings = read(retention_ms=1000, config_entries={"retention.ms": 1000})
-    assert findings.warnings == []
+    _, _, warnings = read(retention_ms=1000, config_entries={"retention.ms": 1000})
+    assert warnings == []
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,7 @@ def test_equal_values_in_both_places_are_no_conflict():
     [("partition", "partitions"), ("retentionMs", "retention_ms"), ("nothing_like", "Known")],
 )
 def test_an_unknown_option_is_an_error_with_a_suggestion(name, hint):
-    _, findings = read(**{name: 1})
-    (problem,) = findings.errors
+    _, (problem,), _ = read(**{name: 1})
     assert name in problem.message
     assert hint in problem.hint
 
@@ -86,21 +85,21 @@ def test_an_unknown_option_is_an_error_with_a_suggestion(name, hint):
     ],
 )
 def test_a_wrong_value_is_an_error(options):
-    _, findings = read(**options)
-    assert len(findings.errors) == 1
+    _, errors, _ = read(**options)
+    assert len(errors) == 1
 
 
 def test_more_insync_replicas_than_replicas_are_an_error():
     """KJO-98."""
-    _, findings = read(replication_factor=1, config_entries={"min.insync.replicas": 2})
-    assert "nothing could be published" in findings.errors[0].message
+    _, (error,), _ = read(replication_factor=1, config_entries={"min.insync.replicas": 2})
+    assert "nothing could be published" in error.message
 
 
 def test_as_many_insync_replicas_as_replicas_are_a_warning():
     """KJO-F16."""
-    _, findings = read(replication_factor=2, config_entries={"min.insync.replicas": 2})
-    assert findings.errors == []
-    assert "one broker" in findings.warnings[0].message
+    _, errors, (warning,) = read(replication_factor=2, config_entries={"min.insync.replicas": 2})
+    assert errors == []
+    assert "one broker" in warning.message
 
 
 def test_every_queue_has_its_topic_and_an_uncompacted_dead_letter_topic(settings):
@@ -177,7 +176,7 @@ def test_what_no_program_should_change_is_left_to_people(settings):
     report = next(r for r in topics.plan(["emails"]) if r.name == "emails")
     # Then
     assert (report.action, report.is_ok) == ("by hand", False)
-    assert report.as_dict()["differences"] == ["has retention.ms=5, not 1000"]
+    assert report.differences == ["has retention.ms=5, not 1000"]
 
 
 def test_a_worker_refuses_to_start_without_a_topic_it_may_not_create(settings):

@@ -24,7 +24,7 @@ METAPHORS = {
     *("says", "silence", "sortie", "suspect", "suspects", "tell", "teller", "telling", "tells"),
     *("told", "turn", "turns", "unburied", "wish", "wished", "wishes", "wishing", "word", "words"),
 }
-NOUNS_OF_THE_FIELD = {"RestSchema", "_has_word", "_words", "in_words"}
+NOUNS_OF_THE_FIELD = {"RestSchema", "_words", "in_words"}
 """Names that only look like one of these: REST is an interface, and texts have words."""
 
 REQUIREMENT = re.compile(r"\b(KJO|PJQ|KII|RST|KDLQ)-F?\d+")

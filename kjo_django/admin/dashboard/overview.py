@@ -79,7 +79,7 @@ def charts(length: timedelta, queue: str | None = None) -> list[Chart]:
                 line("failed", _("failed"), "failed_per_minute"),
             ],
             is_stacked=True,
-            marks=[(deploy.time, deploy.release) for deploy in marks],
+            marks=[(deploy["time"], deploy["release"]) for deploy in marks],
         )
     ]
     for name, title in (("run", _("Run time")), ("wait", _("Waiting time"))):

@@ -16,6 +16,7 @@ from typing import Any
 
 from django.contrib import messages
 from django.contrib.admin import AdminSite
+from django.contrib.auth.context_processors import PermWrapper
 from django.core.cache import cache
 from django.core.exceptions import PermissionDenied
 from django.http import (
@@ -118,7 +119,8 @@ class Page:
         :param controls: name of the template of what stays as it is: search, forms.
         """
         folder = "admin/kjo_django/dashboard/"
-        context = {"may": _Permissions(self), "here": self._here, **context}
+        may = PermWrapper(self.request.user)["kjo_django"]  # for templates: may.retry_job
+        context = {"may": may, "here": self._here, **context}
         if self.request.headers.get("X-Kjo-Fragment") and live:
             return self._fragment(render_to_string(folder + live, context, self.request))
         context |= {
@@ -184,16 +186,6 @@ class Page:
         None is returned.
         """
         return attempted(self.message, act)
-
-
-class _Permissions:
-    """For templates: ``may.retry_job``."""
-
-    def __init__(self, page: Page) -> None:
-        self._desk = page
-
-    def __getitem__(self, permission: str) -> bool:
-        return self._desk.may(permission)
 
 
 def button_actions(subject: Subject) -> list[Action]:

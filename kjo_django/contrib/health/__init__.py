@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -30,33 +30,28 @@ from kjo_django.operations.monitoring.health import (
 PERMISSION = "kjo_django.view_job"
 
 
-class _Shared:
-    """The result of the last run of the checks. One run at a time; other callers wait for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[Hashable, tuple[float, list[Check]]] = {}
-
-    def checks(self, timeout: float, thresholds: Thresholds, seconds: float) -> list[Check]:
-        """Return the result of the last ``seconds``, or run the checks now.
-
-        :param timeout: of a run, in seconds; a caller that waits longer for another one's run gets
-            None.
-        """
-        if not self._lock.acquire(timeout=timeout):
-            return []
-        try:
-            key = (timeout, thresholds)
-            found_at, checks = self._found.get(key, (-math.inf, []))
-            if time.monotonic() - found_at >= seconds:
-                checks = health(timeout, thresholds)
-                self._found[key] = (time.monotonic(), checks)
-            return checks
-        finally:
-            self._lock.release()
+_lock = threading.Lock()
+_found: dict[Hashable, tuple[float, list[Check]]] = {}
+"""When the last run of the checks ended and its result, by timeout and thresholds."""
 
 
-_shared = _Shared()
+def _shared_checks(timeout: float, thresholds: Thresholds, seconds: float) -> list[Check]:
+    """Return the result of the last ``seconds``, or run the checks now.
+
+    One run at a time: other callers wait for it, and get no check if it takes longer than
+    ``timeout`` seconds.
+    """
+    if not _lock.acquire(timeout=timeout):
+        return []
+    try:
+        key = (timeout, thresholds)
+        found_at, checks = _found.get(key, (-math.inf, []))
+        if time.monotonic() - found_at >= seconds:
+            checks = health(timeout, thresholds)
+            _found[key] = (time.monotonic(), checks)
+        return checks
+    finally:
+        _lock.release()
 
 
 class HealthView(View):
@@ -91,11 +86,11 @@ class HealthView(View):
         if sees_details:
             checks = health(timeout, thresholds)
         else:
-            checks = _shared.checks(timeout, thresholds, self.cache_seconds)
+            checks = _shared_checks(timeout, thresholds, self.cache_seconds)
         is_ok = bool(checks) and is_healthy(checks)
         answer: dict[str, Any] = {"healthy": is_ok, "timestamp": timezone.now().isoformat()}
         if sees_details:
-            answer["checks"] = [check.as_dict() for check in checks]
+            answer["checks"] = [asdict(check) for check in checks]
             answer["lag"] = lag_by_partition(0.1 * self.timeout)
         else:
             answer["checks"] = [{"name": check.name, "ok": check.ok} for check in checks]

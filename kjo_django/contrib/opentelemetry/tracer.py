@@ -128,15 +128,19 @@ def end(opened: Open) -> None:
 
 
 class Scope:
-    """A block under a span that ends with it.
+    """A block under a span.
 
     :param begin: starts the span, or returns None for no span.
+    :param ends: whether the span ends with the block; else it ends when its outcome is known.
     """
 
-    __slots__ = ("_begin", "_opened", "_with_text")
+    __slots__ = ("_begin", "_ends", "_opened", "_with_text")
 
-    def __init__(self, begin: Callable[[], Open | None], *, with_text: bool) -> None:
+    def __init__(
+        self, begin: Callable[[], Open | None], *, with_text: bool, ends: bool = True
+    ) -> None:
         self._begin = begin
+        self._ends = ends
         self._with_text = with_text
         self._opened: Open | None = None
 
@@ -152,19 +156,11 @@ class Scope:
     ) -> None:
         if self._opened is not None:
             leave(self._opened, error, with_text=self._with_text)
-            self._finish(self._opened)
+            if self._ends:
+                self._finish(self._opened)
 
     def _finish(self, opened: Open) -> None:
         end(opened)
-
-
-class OpenEnded(Scope):
-    """A block whose span is ended later, when the outcome is known."""
-
-    __slots__ = ()
-
-    def _finish(self, opened: Open) -> None:
-        return
 
 
 # --- The tracer -----------------------------------------------------------------------------------
@@ -254,7 +250,8 @@ class OpenTelemetryTracer:
         """Start a span for the attempt, a child of the span in its message; a batch's span links to
         them.
         """
-        return OpenEnded(lambda: self._begin_run(deliveries, runs), with_text=self._with_text)
+        begin = functools.partial(self._begin_run, deliveries, runs)
+        return Scope(begin, with_text=self._with_text, ends=False)
 
     @quiet
     def _begin_run(self, deliveries: Sequence[Delivery], runs: Sequence[JobContext]) -> Open | None:

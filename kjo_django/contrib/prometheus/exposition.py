@@ -1,4 +1,5 @@
-"""What is measured. Every query is bounded: rows of this hour, or counts that stop at a limit."""
+"""The metrics and their text format. Every query is bounded: rows of this hour, or counts that
+stop at a limit."""
 
 from __future__ import annotations
 
@@ -8,24 +9,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import (
-    BOUNDS,
-    DeadLetter,
-    DeadLetterReason,
-    DeadLetterState,
-    Job,
-    MetricBucket,
-)
-from kjo_django.operations.monitoring import status
+from kjo_django.models import BOUNDS, DeadLetter, DeadLetterReason, DeadLetterState, Job
+from kjo_django.operations.monitoring import metrics, status
 from kjo_django.operations.monitoring.health import lag_by_partition
 from kjo_django.operations.queues import overview
-from kjo_django.operations.rows import streamed
 from kjo_django.runtime import current_runtime, get_coordination, jobs_database
 from kjo_django.store.counting import COUNT_LIMIT, grouped_counts, seconds_since
 from kjo_django.worker.sessions import PREFIX
@@ -43,21 +36,13 @@ LE = tuple(0.001 * 2**n for n in range(BOUNDS - 1))
 """Upper bounds of the histograms in seconds; the last of the stored counts is open."""
 
 _COUNTERS = {
-    "completed_count": ("kjo_jobs_completed_total", "Jobs completed"),
-    "retried_count": ("kjo_jobs_retried_total", "Attempts that failed and are tried again"),
-    "failed_count": ("kjo_jobs_failed_total", "Jobs that failed for good"),
-    "duplicate_count": ("kjo_jobs_duplicate_total", "Deliveries without effect: done before"),
-    "skipped_count": ("kjo_jobs_skipped_total", "Records meant for others, or not to be run"),
+    "completed": ("kjo_jobs_completed_total", "Jobs completed"),
+    "retried": ("kjo_jobs_retried_total", "Attempts that failed and are tried again"),
+    "failed": ("kjo_jobs_failed_total", "Jobs that failed for good"),
+    "duplicate": ("kjo_jobs_duplicate_total", "Deliveries without effect: done before"),
+    "skipped": ("kjo_jobs_skipped_total", "Records meant for others, or not to be run"),
 }
 _SINCE = "this hour (UTC), all workers together"
-
-
-@runtime_checkable
-class ReportsMemory(Protocol):
-    """A coordination that can report its memory."""
-
-    def memory_bytes(self, timeout: float) -> int:
-        """Return the memory in use."""
 
 
 def collect(timeout: float) -> list[Family]:
@@ -70,11 +55,11 @@ def collect(timeout: float) -> list[Family]:
     now = timezone.now()
     queues = overview()
     names = [row["queue"] for row in queues]
-    lag, lag_was_told = _lag(deadline)
-    memory, memory_was_told = _redis_memory(deadline)
+    lag, has_lag = _lag(deadline)
+    memory, has_memory = _redis_memory(deadline)
     collected = Family("kjo_collected", "gauge", "1 where it answered this time, 0 where not.")
-    collected.add(lag_was_told, part="lag")
-    collected.add(memory_was_told, part="redis")
+    collected.add(has_lag, part="lag")
+    collected.add(has_memory, part="redis")
     return [
         *_executions(now),
         _production(now, names),
@@ -92,15 +77,6 @@ def collect(timeout: float) -> list[Family]:
 # --- What workers did: the minute aggregates of this hour ---------------------------------------
 
 
-@dataclass(slots=True)
-class _Done:
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
-    runs: list[int] = field(default_factory=lambda: [0] * BOUNDS)
-    waits: list[int] = field(default_factory=lambda: [0] * BOUNDS)
-    run_seconds: float = 0.0
-    wait_seconds: float = 0.0
-
-
 def _executions(now: datetime) -> Iterable[Family]:
     """Yield the counters of this hour.
 
@@ -108,47 +84,27 @@ def _executions(now: datetime) -> Iterable[Family]:
     read for each handler and worker, and pruning does not lower a counter. Every handler is listed
     from the start, or the first failure of an hour would be missed.
     """
-    done: dict[tuple[str, str], _Done] = defaultdict(_Done)
+    done = metrics.by_queue_and_handler(_hour(now))
     for handler in registry.handlers():
-        done[handler.options.queue, handler.name] = _Done()
-    rows = MetricBucket.objects.using(jobs_database()).filter(minute__gte=_hour(now)).order_by()
-    columns = (
-        *("queue", "handler", "run_histogram", "wait_histogram"),
-        *("run_seconds_sum", "wait_seconds_sum", *_COUNTERS),
-    )
-    for queue, handler_name, runs, waits, ran, waited, *counts in streamed(
-        rows.values_list(*columns)
-    ):
-        sums = done[queue, handler_name]
-        sums.run_seconds += ran
-        sums.wait_seconds += waited
-        for name, count in zip(_COUNTERS, counts, strict=True):
-            sums.counts[name] += count
-        _add(sums.runs, runs)
-        _add(sums.waits, waits)
-    found = sorted(done.items())
-    for column, (name, meaning) in _COUNTERS.items():
+        done.setdefault((handler.options.queue, handler.name), metrics.Figures())
+    found = sorted(done.items(), key=lambda item: item[0])
+    for counter, (name, meaning) in _COUNTERS.items():
         family = Family(name, "counter", f"{meaning}, {_SINCE}.")
-        for (queue, handler_name), sums in found:
-            family.add(sums.counts[column], queue=queue, handler=handler_name)
+        for (queue, handler_name), figures in found:
+            family.add(getattr(figures, counter), queue=queue, handler=handler_name)
         yield family
     run = Family("kjo_job_run_seconds", "histogram", f"Run times of attempts, {_SINCE}.")
     wait = Family("kjo_job_wait_seconds", "histogram", f"Times from due to started, {_SINCE}.")
-    for (queue, handler_name), sums in found:
+    for (queue, handler_name), figures in found:
         labels = {"queue": queue, "handler": handler_name}
-        run.add_histogram(LE, sums.runs, sums.run_seconds, **labels)
-        wait.add_histogram(LE, sums.waits, sums.wait_seconds, **labels)
+        run.add_histogram(LE, figures.runs, figures.run_seconds, **labels)
+        wait.add_histogram(LE, figures.waits, figures.wait_seconds, **labels)
     yield run
     yield wait
 
 
 def _hour(now: datetime) -> datetime:
     return now.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
-
-
-def _add(sums: list[int], counts: Sequence[int]) -> None:
-    for index, count in enumerate(counts[:BOUNDS]):
-        sums[index] += count
 
 
 # --- What is there now --------------------------------------------------------------------------
@@ -191,13 +147,12 @@ def _queues(now: datetime, queues: Sequence[dict[str, Any]]) -> Iterable[Family]
     )
     paused = Family("kjo_queue_paused", "gauge", "1 while an operator paused the queue.")
     for queue in sorted({*(row["queue"] for row in queues), *letters}):
-        found = waiting.get(queue)
-        age = (now - found.oldest).total_seconds() if found is not None else 0.0
-        since.add(max(0.0, age), queue=queue)
-        due.add(found.jobs if found is not None else 0, queue=queue)
-        dying = letters.get(queue)
-        dead.add(dying.letters if dying else 0, queue=queue)
-        dead_since.add(seconds_since(dying and dying.oldest, now) or 0.0, queue=queue)
+        count, due_since = waiting.get(queue, (0, None))
+        since.add(seconds_since(due_since, now) or 0.0, queue=queue)
+        due.add(count, queue=queue)
+        count, failed_at = letters.get(queue, (0, None))
+        dead.add(count, queue=queue)
+        dead_since.add(seconds_since(failed_at, now) or 0.0, queue=queue)
     for row in queues:
         paused.add(int(row["is_paused"]), queue=row["queue"])
     return since, due, dead, dead_since, paused
@@ -270,11 +225,11 @@ def _redis_memory(deadline: float) -> tuple[Family, bool]:
     failure.
     """
     family = Family("kjo_redis_memory_bytes", "gauge", "Memory in use of the coordination's Redis.")
-    coordination = get_coordination()
-    if not isinstance(coordination, ReportsMemory):
+    memory_bytes = getattr(get_coordination(), "memory_bytes", None)
+    if memory_bytes is None:
         return family, True
     try:
-        family.add(coordination.memory_bytes(_left(deadline)))
+        family.add(memory_bytes(_left(deadline)))
     except Exception as error:
         logger.warning("The memory of Redis cannot be asked for: %s", error)
         return family, False
@@ -291,14 +246,6 @@ def _left(deadline: float) -> float:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Sample(NamedTuple):
-    """One sample."""
-
-    suffix: str
-    labels: tuple[tuple[str, str], ...]
-    value: float
-
-
 @dataclass(slots=True)
 class Family:
     """A metric: name, kind, help text and samples."""
@@ -307,11 +254,12 @@ class Family:
     kind: str
     """``counter``, ``gauge`` or ``histogram``."""
     help: str
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[tuple[str, dict[str, str], float]] = field(default_factory=list)
+    """Of each the suffix of its name, its labels and its value."""
 
     def add(self, value: float, suffix: str = "", **labels: str) -> None:
         """Add a sample."""
-        self.samples.append(Sample(suffix, tuple(labels.items()), value))
+        self.samples.append((suffix, labels, value))
 
     def add_histogram(
         self, bounds: Sequence[float], counts: Sequence[int], summed: float, **labels: str
@@ -339,10 +287,10 @@ def _lines(family: Family) -> Iterable[str]:
     yield f"# HELP {family.name} {_escape(family.help)}"
     yield f"# TYPE {family.name} {family.kind}"
     for suffix, labels, value in family.samples:
-        told = ",".join(f'{name}="{_escape(text, quote=True)}"' for name, text in labels)
+        pairs = ",".join(f'{name}="{_escape(text, quote=True)}"' for name, text in labels.items())
         name = f"{family.name}{suffix}"
         # True is 1 here.
-        yield f"{name}{{{told}}} {+value!r}" if told else f"{name} {+value!r}"
+        yield f"{name}{{{pairs}}} {+value!r}" if pairs else f"{name} {+value!r}"
 
 
 def _escape(text: str, *, quote: bool = False) -> str:

@@ -25,7 +25,7 @@ class Command(KjoCommand):
     def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
         """Run the checks."""
         results = check_idempotency(transport=options["transport"], timeout=options["timeout"])
-        found = [{"name": r.name, "passed": r.is_ok, "error": r.error} for r in results]
+        found = [{"name": name, "passed": not error, "error": error} for name, error in results]
         return {"checks": found}, all(check["passed"] for check in found)
 
     def show(self, answer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from dataclasses import asdict
 from typing import Any
 
 from kjo_django.management.commands._shared import KjoCommand, duration, seconds, share
@@ -34,7 +35,7 @@ class Command(KjoCommand):
         )
         checks = health(options["timeout"], thresholds)
         is_ok = is_healthy(checks)
-        return {"healthy": is_ok, "checks": [check.as_dict() for check in checks]}, is_ok
+        return {"healthy": is_ok, "checks": [asdict(check) for check in checks]}, is_ok
 
     def show(self, answer: Any) -> None:
         """Print a line for each check, and what to do."""

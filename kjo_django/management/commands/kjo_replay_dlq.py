@@ -7,7 +7,7 @@ from typing import Any
 
 from kjo_django.management.commands._shared import KjoCommand, instant, plain, positive, rate
 from kjo_django.operations import dead_letters
-from kjo_django.operations.dead_letters import DeadLetterFilter, Mode
+from kjo_django.operations.dead_letters import DeadLetterFilter
 from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 
 
@@ -37,8 +37,8 @@ class Command(KjoCommand):
         add("--rate", type=rate, help="At most so many a second, 0.01 to 100,000.")
         add(
             "--mode",
-            choices=[mode.value for mode in Mode],
-            default=Mode.REPUBLISH.value,
+            choices=("republish", "reprocess"),
+            default="republish",
             help="republish: for the workers; reprocess: run them here and now.",
         )
         add("--dry-run", action="store_true", help="Change nothing; show what would happen.")
@@ -50,7 +50,8 @@ class Command(KjoCommand):
         def given(*names: str) -> dict[str, Any]:
             return {name: options[name] for name in names}
 
-        shared = given("limit", "rate", "dry_run", "force", "mode")
+        shared = given("limit", "rate", "dry_run", "force")
+        shared["reprocess"] = options["mode"] == "reprocess"
         filters = ("ids", "handler", "queue", "reason", "error", "fingerprint", "since", "until")
         chosen = DeadLetterFilter(**given(*filters))
         progress = self.progress("Looked at")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from dataclasses import asdict
 from typing import Any
 
 from kjo_django.enqueue.definition import known_queue
@@ -32,7 +33,7 @@ class Command(KjoCommand):
         changes = topics.create(options["queues"]) if options["action"] == "create" else []
         reports = topics.plan(options["queues"])
         is_ok = options["action"] == "plan" or all(report.is_ok for report in reports)
-        rows = [report.as_dict() for report in reports]
+        rows = [asdict(report) for report in reports]
         return {"action": options["action"], "changes": changes, "topics": rows}, is_ok
 
     def show(self, answer: Any) -> None:

@@ -1,1 +1,1 @@
-"""What keeps an installation in order: topics, pruning, and the rescue of lost messages."""
+"""Maintenance of an installation: topics, pruning, and the rescue of lost messages."""

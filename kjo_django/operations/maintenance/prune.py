@@ -1,8 +1,7 @@
-"""Deleting what has been kept long enough, in bounded chunks, each its own transaction.
+"""Deletion of rows that are older than their retention, in chunks of one transaction each.
 
-Jobs and dead letters are walked as a range of the primary key, since UUIDv7 is the time of
-creation; nothing is deleted before its own time of ending is old enough as well. Run it as often as
-you like, side by side too.
+Jobs and dead letters are read as a range of the primary key, since a UUIDv7 contains the time of
+creation. The time of their end must be old enough, too. Several processes may prune at once.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState
 
 LEASES_KEPT = timedelta(days=1)
-"""An expired lease still counts the deliveries of its message, which may yet come again."""
+"""An expired lease still counts the deliveries of its message, which may come again."""
 
 PruneProgress = Callable[[str, int], None]
-"""Called with what is being pruned and how many rows of it are gone."""
+"""Called with a kind of rows and how many of them are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long what is kept, counted from its end."""
+    """How long rows are kept after their end."""
 
     completed: timedelta
-    """Completed and cancelled jobs; a living result keeps its job."""
+    """Completed and cancelled jobs; a job stays as long as its result."""
     failed: timedelta
     """Failed jobs without an open dead letter, and closed dead letters."""
     processed_events: timedelta
@@ -55,7 +54,7 @@ class Retention:
 
     @classmethod
     def of_settings(cls, **overrides: timedelta | None) -> Retention:
-        """Return that of the settings; None overrides nothing."""
+        """Return the retention of the settings. An override of None changes nothing."""
         conf = get_settings()
         usual = {field.name: getattr(conf, f"retention_{field.name}") for field in fields(cls)}
         given = {name: age for name, age in overrides.items() if age is not None}
@@ -68,21 +67,23 @@ def prune(
     dry_run: bool = False,
     progress: PruneProgress = lambda kind, count: None,
 ) -> dict[str, int]:
-    """Delete what is older than its retention; returns how many rows of each kind were deleted, or
-    would be."""
+    """Delete rows older than their retention; return how many of each kind.
+
+    :param dry_run: delete nothing; return how many would be deleted.
+    """
     kept = retention or Retention.of_settings()
     using, now = jobs_database(), timezone.now()
     metrics_until = ago(now, kept.metrics)
     closed_until = ago(now, kept.failed)
-    # The open dead letters of completed jobs are of earlier generations, and hold all that a replay
-    # needs.
+    # A completed job with an open dead letter may be deleted: the letter is of an earlier
+    # generation, and a replay needs nothing else.
     finished = Job.objects.filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
     letters = DeadLetter.objects.filter(job=OuterRef("pk"), state=DeadLetterState.OPEN)
     failed = Job.objects.filter(~Exists(letters), state=JobState.FAILED)
     closed = DeadLetter.objects.exclude(state=DeadLetterState.OPEN).filter(
         pk__lt=uuid7_floor(closed_until), closed_at__lt=closed_until
     )
-    # By time, not by key: other services that share the table mint other ids.
+    # By time, not by key: other services that share the table have other kinds of keys.
     events = ProcessedEvent.objects.filter(processed_at__lt=ago(now, kept.processed_events))
     kinds: dict[str, tuple[QuerySet[Any], str]] = {
         "jobs": (_ended(finished.exclude(result_expires_at__gt=now), ago(now, kept.completed)), ""),
@@ -119,13 +120,12 @@ def _ended(jobs: QuerySet[Job], cutoff: datetime) -> QuerySet[Job]:
 
 
 def _delete(rows: QuerySet[Any], keys: list[Any]) -> int:
-    # One statement: nobody listens to the rows' signals.
+    # One statement: no receiver needs the rows' signals.
     return int(rows.filter(pk__in=keys).order_by()._raw_delete(rows.db))
 
 
 def _delete_jobs(rows: QuerySet[Job], keys: list[Any]) -> int:
-    """Delete those that still are what they were when they were found: another process may have
-    enqueued one of them anew."""
+    """Delete the jobs that are still in the selection: another process may have enqueued one."""
     held = [job.pk for job in lock(rows.only("pk", "state"), keys)]
     if not held:
         return 0
@@ -135,10 +135,10 @@ def _delete_jobs(rows: QuerySet[Job], keys: list[Any]) -> int:
 
 
 def _heads(rows: QuerySet[Any]) -> Iterator[list[Any]]:
-    """Yield the first rows again and again; whoever takes them deletes them."""
+    """Yield the keys of the first rows again and again; the caller deletes these rows."""
     keys = list(rows.values_list("pk", flat=True)[:CHUNK])
     while keys:
         yield keys
         before, keys = keys, list(rows.values_list("pk", flat=True)[:CHUNK])
         if keys == before:
-            return  # not deleted after all, as if a row had been touched: leave it
+            return  # the rows were not deleted

@@ -1,10 +1,9 @@
-"""Rescuing queued jobs whose message is gone.
+"""Rescue of queued jobs whose message is gone.
 
-It should not happen: a message is acknowledged after its job's outcome is durable. But topics are
-deleted, retentions end, offsets are reset by hand and groups renamed. A job that has been queued
-for ``RESCUE_AFTER``, that no worker holds and whose message its group has passed is handed over
-again, with the same generation and attempt; a message that was not gone after all is absorbed as a
-duplicate.
+A message is acknowledged after its job's outcome is durable. But topics are deleted, retentions
+end, offsets are reset by hand and groups renamed. A job that has been queued for ``RESCUE_AFTER``,
+that no worker holds and whose message the group has passed is published again, with its generation
+and attempt. If the message was not gone, the second one is dropped as a duplicate.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from kjo_django.states import JobState
 logger = logging.getLogger("kjo_django")
 
 PATIENCE = 10
-"""Where nobody knows whether a message still waits behind others, a job is published again after
-this many times ``RESCUE_AFTER``: late, but not never, and without doubling a backlog in between."""
+"""If nobody knows whether a message still waits, a job is published again after so many times
+``RESCUE_AFTER``. A shorter time would double a backlog."""
 
 
 @dataclass(slots=True)
 class RescueReport:
-    """What a rescue found."""
+    """The counts of a rescue."""
 
     republished: int = 0
     busy: int = 0
-    """Being processed after all."""
+    """Jobs that are being processed."""
     unreachable: dict[str, str] = field(default_factory=dict)
-    """Queues whose transport could not be asked, and why."""
+    """Queues whose transport could not be reached, and the errors."""
 
 
 def rescue(queues: Iterable[str] | None = None, *, limit: int = 10_000) -> RescueReport:
-    """Hand over again the queued jobs whose message is gone; paused queues are left alone.
+    """Publish the queued jobs whose message is gone; paused queues are left out.
 
     :param limit: republish at most so many in one call.
     """
@@ -70,8 +69,8 @@ def rescue(queues: Iterable[str] | None = None, *, limit: int = 10_000) -> Rescu
 def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
     conf, using, now = get_settings(), jobs_database(), timezone.now()
     cutoff = ago(now, conf.rescue_after)
-    # On a transactional transport the message of a retry was written with it, and so were those of
-    # pending jobs, had the queue not been another transport's then: no relay looks for them.
+    # A transactional transport stores a message with its job, and no relay publishes the job. But
+    # the queue may have had another transport when the job was stored.
     unsent = states.AWAITING_PUBLISH if storing.is_transactional(queue) else ()
     stale = Job.objects.using(using).filter(
         Q(queued_at__lt=cutoff) | Q(queued_at=None),
@@ -81,17 +80,16 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
         available_at__lt=cutoff,
     )
     if not stale.exists():
-        return  # the usual case; the transport is not bothered
+        return  # the usual case; the transport is not asked
     gone = _gone(queue, now)
     for keys in chunks(stale.filter(gone)):
         if report.republished >= limit:
             return
         with transaction.atomic(using=using):
-            locked = lock_jobs(keys[: limit - report.republished])
-            ids = [job.pk for job in locked.free]
-            rows = stale.filter(pk__in=ids)
-            # Only what is still stale: another worker may have rescued it this moment.
-            ids = list(rows.values_list("pk", flat=True))
+            free, busy, _ = lock_jobs(keys[: limit - report.republished])
+            # Another worker may have rescued a job this moment: only stale ones count.
+            rows = stale.filter(pk__in=[job.pk for job in free])
+            ids = set(rows.values_list("pk", flat=True))
             count = transition(
                 "republish",
                 rows,
@@ -101,27 +99,27 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
                 partition=None,
                 offset=None,
             )
-            if unsent:  # of the rows that are left: the others have been queued this moment
+            if unsent:  # rows that are left; the others have been queued this moment
                 count += transition("publish", rows, queued_at=now)
             if count:
-                send(ids, queue)
+                send(sorted(ids), queue)
         report.republished += count
-        for job in locked.free:
-            if job.pk in set(ids):
+        for job in free:
+            if job.pk in ids:
                 send_signals(signals.job_stalled, [job], attempt=job.attempts + 1)
-        report.busy += len(locked.busy)
+        report.busy += len(busy)
 
 
 def _gone(queue: QueueConf, now: datetime) -> Q:
     """Return the condition on stale jobs whose message no longer waits for the queue's group."""
     transport = get_transport(queue.transport)
     offsets = transport.offsets([queue.topic], queue.consumer_group)
-    # Waiting long beyond reason; also true of jobs whose place nobody recorded.
+    # Jobs that wait very long, also those without a recorded offset.
     long_ago = ago(now, PATIENCE * (now - ago(now, get_settings().rescue_after)))
     lost = Q(queued_at__lt=long_ago, available_at__lt=long_ago)
     lost |= Q(queued_at=None, available_at__lt=long_ago)
     if not any(where.lag for where in offsets.values()):
-        return Q(pk__isnull=False)  # nothing waits, or nobody knows: duplicates are absorbed
+        return Q(pk__isnull=False)  # nothing waits, or nobody knows: duplicates are dropped
     for partition, where in offsets.items():
         place = Q(topic=partition.topic, partition=partition.partition)
         if not where.lag:

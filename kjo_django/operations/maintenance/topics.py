@@ -1,10 +1,10 @@
-"""Topics: those the settings ask for, what is there, and making the two agree."""
+"""Topics: read their options, compare them with the broker's topics, create and grow them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -50,8 +50,8 @@ class TopicOptions:
 
     @property
     def config(self) -> dict[str, str]:
-        """Its configuration at the broker. An explicit entry wins over the option of the same
-        meaning."""
+        """The topic's configuration at the broker. An explicit entry wins over the option of the
+        same meaning."""
         explicit = {name: _entry(value) for name, value in self.config_entries.items()}
         return self.named_config | explicit
 
@@ -62,19 +62,17 @@ class TopicOptions:
         return {entry: _entry(value) for entry, value in values.items() if value is not None}
 
 
-@dataclass(slots=True)
-class Findings:
-    """What is wrong with options; an error makes its option keep the default."""
+def read_options(
+    given: Mapping[str, Any], where: str
+) -> tuple[TopicOptions, list[Problem], list[Problem]]:
+    """Return the options in ``topic_options``, their errors, and warnings about them.
 
-    errors: list[Problem] = field(default_factory=list)
-    warnings: list[Problem] = field(default_factory=list)
+    An option with an error has its default.
 
-
-def read_options(given: Mapping[str, Any], where: str) -> tuple[TopicOptions, Findings]:
-    """Read ``topic_options``; ``where`` names them in messages."""
-    options, problems = values.read_options(TopicOptions, given, where)
-    findings = Findings(problems)
-    config = options.config
+    :param where: the name of the options in messages.
+    """
+    options, errors = values.read_options(TopicOptions, given, where)
+    warnings, config = [], options.config
     for entry, value in options.named_config.items():
         if config[entry] != value:
             name = next(name for name, each in _CONFIG_NAMES.items() if each == entry)
@@ -82,55 +80,51 @@ def read_options(given: Mapping[str, Any], where: str) -> tuple[TopicOptions, Fi
                 f"{where} says {name}={value} and config_entries[{entry!r}]={config[entry]}; "
                 "the latter wins."
             )
-            findings.warnings.append(Problem(message, f"Remove {name!r}."))
-    _check_replicas(options, where, findings)
-    return options, findings
+            warnings.append(Problem(message, f"Remove {name!r}."))
+    # More replicas than there are stop every publish. As many stop it while one broker is away.
+    wanted = config.get(MIN_INSYNC_REPLICAS, "1")
+    if not wanted.isdigit() or int(wanted) < 1:
+        message = f"{where}: {MIN_INSYNC_REPLICAS} must be a whole number, not {wanted!r:.40}."
+        errors.append(Problem(message, ""))
+    elif int(wanted) > options.replication_factor:
+        message = (
+            f"{where}: {MIN_INSYNC_REPLICAS}={wanted} is more than "
+            f"replication_factor={options.replication_factor}; nothing could be published."
+        )
+        errors.append(Problem(message, "Lower the one or raise the other."))
+    elif int(wanted) == options.replication_factor > 1:
+        message = (
+            f"{where}: with {MIN_INSYNC_REPLICAS} = replication_factor = {wanted}, one broker "
+            "away stops every producer."
+        )
+        warnings.append(Problem(message, f"Use replication_factor={int(wanted) + 1}."))
+    return options, errors, warnings
 
 
 def _entry(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_replicas(options: TopicOptions, where: str, findings: Findings) -> None:
-    """Refuse more replicas than there are, and warn of equal numbers: then one broker that is away
-    stops all producers."""
-    wanted = options.config.get(MIN_INSYNC_REPLICAS)
-    if wanted is None:
-        return
-    if not wanted.isdigit() or int(wanted) < 1:
-        message = f"{where}: {MIN_INSYNC_REPLICAS} must be a whole number, not {wanted!r:.40}."
-        findings.errors.append(Problem(message, ""))
-    elif int(wanted) > options.replication_factor:
-        message = (
-            f"{where}: {MIN_INSYNC_REPLICAS}={wanted} is more than "
-            f"replication_factor={options.replication_factor}; nothing could be published."
-        )
-        findings.errors.append(Problem(message, "Lower the one or raise the other."))
-    elif int(wanted) == options.replication_factor > 1:
-        message = (
-            f"{where}: with {MIN_INSYNC_REPLICAS} = replication_factor = {wanted}, one broker "
-            "away stops every producer."
-        )
-        hint = f"Use replication_factor={int(wanted) + 1}."
-        findings.warnings.append(Problem(message, hint))
-
-
-def findings() -> list[Findings]:
-    """Return what is wrong with the topic options of each queue, for the system checks."""
+def problems() -> tuple[list[Problem], list[Problem]]:
+    """Return the errors in the topic options of all queues, and the warnings about them."""
     conf = get_settings()
-    names = sorted({"default", *conf.queues, *declared_queues()})
-    return [_read_of(conf.queue(name))[1] for name in names]
+    errors: list[Problem] = []
+    warnings: list[Problem] = []
+    for name in sorted({"default", *conf.queues, *declared_queues()}):
+        _, wrong, doubtful = _options_of(conf.queue(name))
+        errors += wrong
+        warnings += doubtful
+    return errors, warnings
 
 
-def _read_of(queue: QueueConf) -> tuple[TopicOptions, Findings]:
-    where = f"KJO['QUEUES'][{queue.name!r}]['topic_options']"
-    return read_options(queue.topic_options, where)
+def _options_of(queue: QueueConf) -> tuple[TopicOptions, list[Problem], list[Problem]]:
+    return read_options(queue.topic_options, f"KJO['QUEUES'][{queue.name!r}]['topic_options']")
 
 
 # --- The topics that are wanted -------------------------------------------------------------------
 
 PATIENCE = 5.0
-"""Seconds; a broker that is there has answered by then, one that is frozen takes half a minute."""
+"""Seconds in which a broker answers. One that is frozen takes half a minute."""
 
 Queues = Iterable[str | QueueConf] | None
 """Names or options of queues; None means all that are declared or used by a handler."""
@@ -146,8 +140,11 @@ class WantedTopic:
     queues: tuple[str, ...]
 
     def merged(self, other: WantedTopic) -> WantedTopic:
-        """Return the topic that two queues share: the larger numbers hold, both must allow its
-        creation, and the first one's configuration wins."""
+        """Return the topic that two queues share.
+
+        The larger numbers hold, both queues must allow its creation, and the configuration of the
+        first queue wins.
+        """
         spec = TopicSpec(
             self.spec.name,
             max(self.spec.partitions, other.spec.partitions),
@@ -159,21 +156,21 @@ class WantedTopic:
 
 
 def wanted(queues: Queues = None) -> list[WantedTopic]:
-    """Return the topics of the queues (all known ones if not given), each once.
+    """Return the topics of the queues, each once.
 
-    Dead-letter topics are wanted where the transport keeps what was read; elsewhere the table is
-    the only place of dead letters.
+    Dead-letter topics are among them where the transport keeps records that were read. Elsewhere
+    only the table holds dead letters.
 
-    :raises ImproperlyConfigured: when options are wrong.
+    :raises ImproperlyConfigured: an option is wrong.
     """
     found: dict[tuple[str, str], WantedTopic] = {}
     given = registry.queue_names() if queues is None else queues
     names = {queue if isinstance(queue, str) else queue.name for queue in given}
     for name in sorted(names):
         queue = get_settings().queue(name)
-        options, findings = _read_of(queue)
-        if findings.errors:
-            raise ImproperlyConfigured(str(findings.errors[0]))
+        options, errors, _ = _options_of(queue)
+        if errors:
+            raise ImproperlyConfigured(str(errors[0]))
         numbers, config = (options.partitions, options.replication_factor), options.config
         specs = [TopicSpec(queue.topic, *numbers, config)]
         if transport_class(queue.transport).capabilities.replay:
@@ -198,7 +195,7 @@ def _by_transport(queues: Queues) -> Iterator[tuple[str, list[WantedTopic]]]:
 
 
 def create(queues: Queues = None) -> list[str]:
-    """Create what is missing and grow what is too small; returns a line for each change."""
+    """Create missing topics and grow those that are too small; return a line for each change."""
     lines: list[str] = []
     for alias, topics in _by_transport(queues):
         lines += get_transport(alias).ensure_topics([topic.spec for topic in topics])
@@ -206,14 +203,24 @@ def create(queues: Queues = None) -> list[str]:
 
 
 def ensure_topics(queues: Queues = None) -> list[str]:
-    """Create the topics that may be created by themselves, before a worker subscribes to them.
+    """Create the topics whose ``auto_create`` is on, before a worker subscribes to them.
 
-    :raises ImproperlyConfigured: when a topic is missing whose ``auto_create`` is off.
+    :raises ImproperlyConfigured: a topic is missing whose ``auto_create`` is off.
     """
     lines: list[str] = []
     for alias, topics in _by_transport(queues):
         transport = get_transport(alias)
-        _refuse_missing(transport, [topic for topic in topics if not topic.auto_create])
+        by_hand = [topic for topic in topics if not topic.auto_create]
+        if by_hand and _makes_topics(type(transport)):
+            present = transport.describe_topics([topic.spec.name for topic in by_hand])
+            missing = {each.name for each in present if each.partitions is None}
+            for topic in by_hand:
+                if topic.spec.name in missing:
+                    raise ImproperlyConfigured(
+                        f"The topic {topic.spec.name!r} of queue {topic.queues[0]!r} does not "
+                        "exist, and its topic_options['auto_create'] is False. Create it with "
+                        "`manage.py kjo_topics create`."
+                    )
         automatic = [topic.spec for topic in topics if topic.auto_create]
         if automatic:
             lines += transport.ensure_topics(automatic)
@@ -221,10 +228,11 @@ def ensure_topics(queues: Queues = None) -> list[str]:
 
 
 def ensure_topics_soon(queues: Sequence[QueueConf]) -> list[str]:
-    """Call ``ensure_topics`` before a worker starts anything. Queues of a transport without topics
-    to make wait for it ``PATIENCE`` at most.
+    """Call ``ensure_topics`` before a worker starts anything.
 
-    :raises TimeoutError: there are such queues, and the broker of others has not answered yet.
+    If some queues are of a transport that needs no topics, they wait ``PATIENCE`` at most.
+
+    :raises TimeoutError: there are such queues, and the broker of the others has not answered.
     """
     needs = {_makes_topics(transport_class(queue.transport)) for queue in queues}
     if len(needs) < 2:
@@ -236,32 +244,18 @@ def _makes_topics(kind: type[Transport]) -> bool:
     return kind.ensure_topics is not Transport.ensure_topics
 
 
-def _refuse_missing(transport: Transport, topics: Sequence[WantedTopic]) -> None:
-    if not topics or not _makes_topics(type(transport)):
-        return
-    present = transport.describe_topics([topic.spec.name for topic in topics])
-    missing = {description.name for description in present if description.partitions is None}
-    for topic in topics:
-        if topic.spec.name in missing:
-            raise ImproperlyConfigured(
-                f"The topic {topic.spec.name!r} of queue {topic.queues[0]!r} does not exist, and "
-                "its topic_options['auto_create'] is False. Create it with "
-                "`manage.py kjo_topics create`."
-            )
-
-
-# --- Comparing them with what is there ------------------------------------------------------------
+# --- Comparing them with the broker's -------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class TopicReport:
-    """A topic as wanted, as it is, and what there is to do."""
+    """A topic as the settings ask for it, as the broker has it, and the action that is needed."""
 
     name: str
     transport: str
     queues: list[str]
     action: str
-    """``create``, ``grow``, ``none``, or ``by hand`` for what no program should change."""
+    """``create``, ``grow``, ``none``, or ``by hand`` for a difference no program should change."""
     wanted_partitions: int
     partitions: int | None
     wanted_replication_factor: int
@@ -269,13 +263,9 @@ class TopicReport:
     differences: list[str] = field(default_factory=list)
     is_ok: bool = True
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
-        return asdict(self)
-
 
 def plan(queues: Queues = None) -> list[TopicReport]:
-    """Compare what is wanted with what is there; changes nothing."""
+    """Return a comparison of each topic in the settings with the broker's. Nothing is changed."""
     reports = []
     for alias, topics in _by_transport(queues):
         transport = get_transport(alias)

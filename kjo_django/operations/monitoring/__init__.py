@@ -1,1 +1,1 @@
-"""How it goes: status, figures over time, health, and the checks of a deployment."""
+"""Monitoring: status, figures over time, health, and the checks of a deployment."""

@@ -1,7 +1,7 @@
-"""Ordered checks of everything, each with what to do; the whole answers within its timeout.
+"""Health checks in the order of their dependencies, each with its remedy, within a timeout.
 
 A run has one thread of its own, which the caller waits for until the time is up: connecting to a
-server that is away may hang for minutes. What depends on something broken is not checked.
+server that is away may hang for minutes. A check that needs something broken is not made.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 from django.core import checks as django_checks
 from django.core.exceptions import ImproperlyConfigured
@@ -24,7 +23,7 @@ from django.utils import timezone
 
 from kjo_django import conf as configuration
 from kjo_django import registry
-from kjo_django.conf import QueueConf, Settings, get_settings
+from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import ago
 from kjo_django.models import Job, MetricBucket
@@ -54,42 +53,39 @@ LEAST_EXECUTIONS = 10
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What is still well."""
+    """The limits within which a system is healthy."""
 
     lag: int = 100
-    """Messages a queue's group may be behind."""
+    """Messages that a queue's group may be behind."""
     failure_rate: float = 0.10
-    """Share of the finished jobs of the window that may have failed."""
+    """Share of the finished jobs of the last ``idle`` that may have failed."""
     idle: timedelta = timedelta(seconds=300)
-    """How long due work may wait; also the window of the failure rate."""
+    """How long due jobs may wait; also the time over which the failure rate is measured."""
     relay_age: timedelta = timedelta(seconds=60)
     """How long a due job may wait for the relay."""
 
 
 @dataclass(slots=True)
 class Check:
-    """One answer. ``ok`` is None where it was not checked; what is well and has a ``fix`` all the
-    same is a warning."""
+    """The result of one check. ``ok`` is None if it was not made. A check that is ok and has a
+    ``fix`` is a warning."""
 
     name: str
     ok: bool | None
     detail: str
     fix: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it ready for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
     name: str
     ask: Callable[[Thresholds, float], tuple[bool, str, str]]
-    """Gets the thresholds and the seconds left; what it raises is the detail of a failure."""
+    """Called with the thresholds and the seconds left; returns whether it is ok, the detail and the
+    fix. An exception is the detail of a failure."""
     fix: str
     needs: tuple[str, ...] = field(default=(SETTINGS,))
     asks_servers: bool = False
-    """Whether silence tells what is wrong: a server that does not answer is out of reach."""
+    """Whether it asks servers: one that does not answer in time is out of reach."""
 
 
 def health(
@@ -97,9 +93,9 @@ def health(
     thresholds: Thresholds | None = None,
     only: Collection[str] | None = None,
 ) -> list[Check]:
-    """Check everything in order, in at most about ``timeout`` seconds.
+    """Return the results of all checks, in order, after at most about ``timeout`` seconds.
 
-    :param only: names of the checks to make; those they need are among them.
+    :param only: names of the checks to make, and of those that they need; None: all.
     """
     probes = [probe for probe in PROBES if only is None or probe.name in only]
     deadline = time.monotonic() + timeout
@@ -136,7 +132,7 @@ def _answer(probe: _Probe, thresholds: Thresholds, seconds: float) -> Check:
 
 
 def _unchecked(probe: _Probe, checks: Mapping[str, Check]) -> Check | None:
-    """Return the check of a probe that needs something broken, None for any other."""
+    """Return the result of a check that needs something broken, None for any other check."""
     broken = [name for name in probe.needs if not checks[name].ok]
     if not broken:
         return None
@@ -146,30 +142,29 @@ def _unchecked(probe: _Probe, checks: Mapping[str, Check]) -> Check | None:
 def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
     """Return the lag of each consumed queue by partition, or None if it takes longer than that or
     a transport is away."""
+
+    def ask() -> dict[str, dict[str, int]]:
+        names = ("topic", "transport", "consumer_group")
+        rows = []
+        for name in registry.consumed_queue_names():
+            queue = conf.queue(name)
+            rows.append({"queue": name} | {each: getattr(queue, each) for each in names})
+        status.add_lags(rows)
+        for row in rows:
+            if row["lag_error"]:
+                raise PublishError(row["lag_error"])
+        return {row["queue"]: row["lag_by_partition"] for row in rows}
+
     try:
         conf = get_settings()
-        ask = functools.partial(_lags, conf)
         return answer_within(timeout, ask, share=("lag", id(conf)))
     except Exception as error:
         logger.warning("The lag cannot be asked for: %s", error)
         return None
 
 
-def _lags(conf: Settings) -> dict[str, dict[str, int]]:
-    queues = [conf.queue(name) for name in registry.consumed_queue_names()]
-    names = ("topic", "transport", "consumer_group")
-    rows = [
-        {"queue": queue.name} | {name: getattr(queue, name) for name in names} for queue in queues
-    ]
-    status.add_lags(rows)
-    for row in rows:
-        if row["lag_error"]:
-            raise PublishError(row["lag_error"])
-    return {row["queue"]: row["lag_by_partition"] for row in rows}
-
-
 def is_healthy(checks: Iterable[Check]) -> bool:
-    """Return whether every check passed."""
+    """Whether every check passed."""
     return all(check.ok for check in checks)
 
 
@@ -201,14 +196,14 @@ def _database(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 
 def how_to_migrate(alias: str) -> str:
-    """Return what makes the tables of this database what they should be."""
+    """Return the command that migrates this database."""
     where = "" if alias == DEFAULT_DB_ALIAS else f" --database {alias}"
     return f"Run manage.py migrate{where}."
 
 
 def missing_tables(timeout: float = 2.0) -> str:
-    """Return what to do where this app's tables are not there; "" where they are, or where the
-    database does not answer in time."""
+    """Return the command that creates this app's tables if they are missing; "" if they are there
+    or the database does not answer in time."""
     alias = jobs_database()
     try:
         tables = answer_within(timeout, lambda: connections[alias].introspection.table_names())
@@ -223,7 +218,7 @@ def _coordination(thresholds: Thresholds, timeout: float) -> tuple[bool, str, st
 
 def _transports(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     aliases = list(get_settings().transports)
-    # Half of what is left: those that are away must not keep the rest from being asked.
+    # Half of the time that is left: servers that are away must not delay the other checks.
     share = timeout / 2 / max(1, len(aliases))
     found = []
     for alias in aliases:
@@ -289,9 +284,13 @@ def _failures(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     paused = paused_queues()
-    waiting = status.oldest_waiting(timezone.now())
-    limit = ago(timezone.now(), thresholds.idle)
-    late = sorted(name for name, since in waiting.items() if since < limit and name not in paused)
+    now = timezone.now()
+    limit = ago(now, thresholds.idle)
+    late = sorted(
+        queue
+        for queue, (_, since) in status.due(now).items()
+        if since < limit and queue not in paused
+    )
     if not late:
         return True, "no due work waits long", ""
     if sum(_recent(thresholds.idle)):
@@ -304,8 +303,7 @@ def _progress(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 
 def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
-    """Warn of workers beyond the number of partitions, which stand by: a partition has one reader.
-    That is wasted, not broken."""
+    """Warn of more workers than partitions: each partition has one reader, so some stand by."""
     conf = get_settings()
     alive = [worker for worker in status.workers() if worker["is_alive"]]
     idle = []
@@ -324,14 +322,16 @@ def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 
 def shares_by_partition(queue: QueueConf) -> bool:
-    """Return whether each partition of the queue's topic is read by one worker at a time. Leased
-    records (the database, Redis Streams) are shared by any number."""
+    """Whether each partition of the queue's topic is read by one worker at a time.
+
+    Any number of workers share the records of the database and of Redis Streams.
+    """
     capabilities = transport_class(queue.transport).capabilities
     return capabilities.ordering and capabilities.replay
 
 
 def _recent(window: timedelta) -> tuple[int, int]:
-    """Return how many jobs completed and failed lately, from the minute aggregates."""
+    """Return how many jobs completed and failed in the last ``window``."""
     rows = MetricBucket.objects.using(jobs_database()).filter(
         minute__gte=ago(timezone.now(), window)
     )
@@ -368,7 +368,7 @@ PROBES = (
 )
 
 
-# --- What check --deploy asks the servers --------------------------------------------------------
+# --- The checks of a deployment -------------------------------------------------------------------
 
 PROBE_TIMEOUT = 5.0
 """Seconds for each server."""
@@ -380,7 +380,7 @@ IDS = {
 
 
 def deploy_checks() -> Iterator[django_checks.CheckMessage]:
-    """Yield what is wrong with the transports, their topics, coordination and the database."""
+    """Yield the faults of the transports, their topics, coordination and the database."""
     found = health(PROBE_TIMEOUT * len(IDS), only={SETTINGS, *IDS})
     for check in found:
         if check.ok is False and check.name in IDS:
@@ -390,7 +390,7 @@ def deploy_checks() -> Iterator[django_checks.CheckMessage]:
 
 
 def _pooler(runtime: Runtime) -> Iterator[django_checks.CheckMessage]:
-    """Yield the settings that a pooler in transaction mode before the jobs' database needs."""
+    """Yield the missing settings that a pooler in transaction mode before the database needs."""
     alias = runtime.database
     if not runtime.store.has_notify:
         return

@@ -1,7 +1,7 @@
-"""Figures over time from the aggregates workers write; jobs are never counted for them.
+"""Figures over time, from the aggregates that workers write. Jobs are never counted for them.
 
-Up to two hours are told by the minute, up to a day by the quarter, more by the hour: a chart reads
-some thousand rows at most, however much was done.
+A time of two hours is shown by the minute, a day by the quarter of an hour, a longer time by the
+hour. So a chart reads some thousand rows at most, however many jobs ran.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections import Counter, namedtuple
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -23,9 +23,9 @@ from kjo_django.operations.rows import streamed
 from kjo_django.runtime import jobs_database
 
 MINUTES = 5
-"""Minutes, the last whole ones, a rate is that of."""
+"""The last whole minutes that a queue's rates are measured over."""
 STEADY = 1.0
-"""Records a minute a lag may change by and count as steady."""
+"""Records a minute. A lag that changes by less is steady."""
 MOST = 10_000
 _MINUTE = timedelta(minutes=1)
 COUNTERS = ("completed", "retried", "failed", "duplicate", "skipped")
@@ -33,7 +33,7 @@ _SETTLED = functools.reduce(operator.add, (F(f"{name}_count") for name in COUNTE
 
 
 class Trend(enum.StrEnum):
-    """Where a lag goes."""
+    """How a lag changes."""
 
     GROWING = "growing"
     SHRINKING = "shrinking"
@@ -41,10 +41,10 @@ class Trend(enum.StrEnum):
 
 
 def add_rates(rows: Iterable[dict[str, Any]]) -> None:
-    """Add to each queue, in one query: the records settled a minute (completed, to be retried,
-    failed, dropped or skipped), what its lag grows by a minute, and where the lag goes.
+    """Add to each queue the records settled a minute, the lag's change a minute, and its trend.
 
-    The change is None where the lag of fewer than two minutes is known.
+    Settled are records that completed, will be retried, failed, were dropped or skipped. The change
+    is None where the lag of fewer than two minutes is known. One query serves all queues.
     """
     whole = timezone.now().replace(second=0, microsecond=0)
     minutes = (
@@ -76,17 +76,9 @@ def add_rates(rows: Iterable[dict[str, Any]]) -> None:
 
 
 RATE_MINUTES = 2
-"""Minutes, the last whole ones, the present rate is that of."""
+"""The last whole minutes that the present rate is measured over."""
 LAG_AGE = timedelta(minutes=3)
-"""A lag seen longer ago than that is not the present one."""
-
-
-_Row = namedtuple(
-    "_Row",
-    "minute queue handler lag runs waits run_seconds wait_seconds "
-    "completed retried failed duplicate skipped",
-)
-"""A row of an aggregate, in the order of ``_COLUMNS``."""
+"""An older lag is not the present one."""
 
 
 def _percentile_of(histogram: str, share: float) -> Any:
@@ -99,15 +91,15 @@ def _per_minute(counter: str) -> Any:
 
 @dataclass(slots=True)
 class Figures:
-    """What was done in some time. Seconds everywhere; None where nothing was measured."""
+    """The jobs and records of some time. Times are in seconds, None where nothing was measured."""
 
     completed: int = 0
     retried: int = 0
     failed: int = 0
     duplicate: int = 0
-    """Dropped, since they had taken effect before."""
+    """Records dropped because they had taken effect before."""
     skipped: int = 0
-    """Meant for others, or not to be run any more."""
+    """Records for other services, and records that are not to run any more."""
     runs: list[int] = field(default_factory=lambda: [0] * BOUNDS, repr=False)
     waits: list[int] = field(default_factory=lambda: [0] * BOUNDS, repr=False)
     run_seconds: float = 0.0
@@ -119,40 +111,40 @@ class Figures:
     wait_p50 = _percentile_of("waits", 0.5)
     wait_p95 = _percentile_of("waits", 0.95)
     wait_p99 = _percentile_of("waits", 0.99)
-    """Half, 95 or 99 of 100 attempts ran, or waited from due to started, no longer."""
+    """The longest run time, or wait from due to started, of 50, 95 or 99 of 100 attempts."""
 
-    def add(self, row: _Row) -> None:
-        """Add an aggregate's row."""
+    def add(self, row: Any) -> None:
+        """Add a row of the aggregates."""
         for name in COUNTERS:
-            setattr(self, name, getattr(self, name) + getattr(row, name))
-        # A row of nothing but the lag has no histograms; those of another length cannot be added.
-        if len(row.runs) == BOUNDS:
-            self.runs = list(map(operator.add, self.runs, row.runs))
-        if len(row.waits) == BOUNDS:
-            self.waits = list(map(operator.add, self.waits, row.waits))
-        self.run_seconds += row.run_seconds
-        self.wait_seconds += row.wait_seconds
+            setattr(self, name, getattr(self, name) + getattr(row, f"{name}_count"))
+        # A row with the lag alone has no histograms. One of another length cannot be added.
+        if len(row.run_histogram) == BOUNDS:
+            self.runs = list(map(operator.add, self.runs, row.run_histogram))
+        if len(row.wait_histogram) == BOUNDS:
+            self.waits = list(map(operator.add, self.waits, row.wait_histogram))
+        self.run_seconds += row.run_seconds_sum
+        self.wait_seconds += row.wait_seconds_sum
 
 
 @dataclass(slots=True)
 class Point(Figures):
-    """The figures of one time of a series."""
+    """The figures of one interval of a series."""
 
     time: datetime = datetime.min
     """When it begins."""
     minutes: float = 1.0
-    """How long it is; shorter for the present one."""
+    """Its length; the present interval is shorter."""
     lag: int | None = None
 
     completed_per_minute = _per_minute("completed")
     retried_per_minute = _per_minute("retried")
-    """Attempts a minute that will be repeated."""
+    """Attempts a minute that failed and will be repeated."""
     failed_per_minute = _per_minute("failed")
     """Jobs a minute that ended as dead letters."""
 
 
 class Series(NamedTuple):
-    """Points evenly spaced, the oldest first, none left out."""
+    """Evenly spaced points, the oldest first."""
 
     width: timedelta
     points: list[Point]
@@ -163,9 +155,9 @@ class Totals(Figures):
     """The figures of a time that ends now."""
 
     per_minute: float = 0.0
-    """Jobs completed a minute, of the last whole minutes."""
+    """Jobs completed a minute, over the last whole minutes."""
     lag: int = 0
-    """As workers saw it last."""
+    """As workers measured it last."""
 
 
 @dataclass(slots=True)
@@ -176,18 +168,11 @@ class Summary(Figures):
     """Jobs completed in each minute, the oldest first."""
 
 
-class Deploy(NamedTuple):
-    """The first start of a release."""
-
-    time: datetime
-    release: str
-
-
 def series(length: timedelta, *, queue: str | None = None, handler: str | None = None) -> Series:
-    """Return what was done in the time up to now.
+    """Return the figures of the time up to now, by interval.
 
-    :param queue: of this queue only.
-    :param handler: of this handler only.
+    :param queue: only this queue.
+    :param handler: only this handler.
     """
     now = timezone.now()
     rows, width = _table(length)
@@ -215,7 +200,7 @@ def series(length: timedelta, *, queue: str | None = None, handler: str | None =
 
 
 def totals(length: timedelta) -> Totals:
-    """Return the counts of the time up to now, the present rate and lag; no percentiles."""
+    """Return the counts of the time up to now, and the present rate and lag; no percentiles."""
     now = timezone.now()
     rows, width = _table(length)
     whole = _floor(now, _MINUTE)
@@ -242,21 +227,30 @@ def totals(length: timedelta) -> Totals:
 
 
 def by_queue(length: timedelta = timedelta(hours=1)) -> dict[str, Summary]:
-    """Return the figures of each queue; at most two hours, since these are read by the minute."""
+    """Return the figures of each queue over the time up to now, at most two hours."""
     return _summaries(length, "queue")
 
 
 def by_handler(length: timedelta = timedelta(hours=1)) -> dict[str, Summary]:
-    """Return the figures of each handler; at most two hours."""
+    """Return the figures of each handler over the time up to now, at most two hours."""
     return {name: each for name, each in _summaries(length, "handler").items() if name}
 
 
-def deploys(length: timedelta) -> list[Deploy]:
-    """Return the releases whose first worker started in the time up to now, oldest first."""
+def by_queue_and_handler(start: datetime) -> dict[tuple[str, str], Figures]:
+    """Return the figures since a time for each queue and handler; read by the minute."""
+    found: dict[tuple[str, str], Figures] = defaultdict(Figures)
+    for row in _rows(MetricBucket.objects.using(jobs_database()).order_by(), start):
+        found[row.queue, row.handler].add(row)
+    return found
+
+
+def deploys(length: timedelta) -> list[dict[str, Any]]:
+    """Return the ``release`` and the ``time`` of its first start, for each release whose first
+    worker started in the time up to now, the oldest first."""
     rows = Worker.objects.using(jobs_database()).exclude(release="").order_by()
-    starts = rows.values("release").annotate(first=Min("started_at"))
-    found = starts.filter(first__gte=timezone.now() - length).order_by("first")[:50]
-    return [Deploy(row["first"], row["release"]) for row in found]
+    starts = rows.values("release").annotate(time=Min("started_at"))
+    found = starts.filter(time__gte=timezone.now() - length).order_by("time")[:50]
+    return [{**row} for row in found]
 
 
 def percentile(histogram: Sequence[int], share: float) -> float | None:
@@ -299,26 +293,23 @@ def _table(length: timedelta) -> tuple[QuerySet[Any], timedelta]:
     return rows, timedelta(minutes=minutes)
 
 
-def _rows(rows: QuerySet[Any], start: datetime) -> Iterable[_Row]:
-    found = rows.filter(minute__gte=start).values_list(*_COLUMNS)
-    return map(_Row._make, streamed(found, chunk_size=5000))
+def _rows(rows: QuerySet[Any], start: datetime) -> Iterable[Any]:
+    found = rows.filter(minute__gte=start).values_list(*_COLUMNS, named=True)
+    return streamed(found, chunk_size=5000)
 
 
 def _summaries(length: timedelta, by: str) -> dict[str, Summary]:
     minute, count = _MINUTE, min(120, max(1, -(-length // _MINUTE)))
     start = _floor(timezone.now(), minute) + minute - count * minute
-    found: dict[str, Summary] = {}
+    found: dict[str, Summary] = defaultdict(lambda: Summary(sparkline=[0] * count))
     rows = MetricBucket.objects.using(jobs_database()).order_by()
     for row in _rows(rows, start):
-        name = getattr(row, by)
-        summary = found.get(name)
-        if summary is None:
-            summary = found[name] = Summary(sparkline=[0] * count)
+        summary = found[getattr(row, by)]
         summary.add(row)
         index = (row.minute - start) // minute
         if 0 <= index < count:
-            summary.sparkline[index] += row.completed
-    return found
+            summary.sparkline[index] += row.completed_count
+    return dict(found)  # a screen's cache pickles it
 
 
 def _floor(moment: datetime, width: timedelta) -> datetime:

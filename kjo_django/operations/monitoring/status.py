@@ -1,11 +1,11 @@
-"""What is going on: queues, workers, the relay's backlog. Bounded queries only."""
+"""The present state of queues, workers and the relay's backlog. Every query is bounded."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.db.models import Case, F, QuerySet, Value, When
 from django.utils import timezone
@@ -30,15 +30,15 @@ from kjo_django.store.counting import (
 )
 
 WAITING = (JobState.PENDING, JobState.QUEUED)
-"""Stored states of which some are shown as scheduled."""
+"""Stored states whose jobs are shown as scheduled while they are due later."""
 OTHERS = (JobState.FAILING, JobState.FAILED, JobState.CANCELLED)
 SHOWN = (*WAITING, JobStatus.SCHEDULED, *OTHERS)
-"""No index knows how many have completed; the minute buckets hold how many come."""
+"""States that an index can count. The minute buckets hold how many jobs complete."""
 
 
 def state_counts() -> dict[str, int]:
-    """Return how many jobs people are shown in each state an index knows, up to 100,000 rows of
-    each stored one."""
+    """Return how many jobs people are shown in each state of ``SHOWN``; of each stored state the
+    first 100,000 rows are counted."""
     jobs = Job.objects.using(jobs_database()).order_by("pk")
     waiting = with_shown_state(jobs, timezone.now())
     rows = {str(state): waiting.filter(state=state) for state in WAITING}
@@ -52,7 +52,7 @@ def state_counts() -> dict[str, int]:
 
 
 def overview() -> dict[str, Any]:
-    """Return what the first screen shows; counts are lower bounds from 100,000 on."""
+    """Return the figures of the first screen. A count of 100,000 is a lower bound."""
     now = timezone.now()
     unpublished, _is_needed = backlog(now)
     letters = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
@@ -87,10 +87,10 @@ def _first(rows: QuerySet[Job]) -> datetime | None:
 def status(queues: Iterable[str] | None = None) -> dict[str, Any]:
     """Return everything ``kjo_status`` shows, ready for JSON.
 
-    Counts are exact up to 100,000 rows of a state and lower bounds beyond, see ``is_capped``;
-    ``completed`` counts among the newest 100,000 jobs.
+    Counts are exact up to 100,000 rows of a state, and lower bounds beyond: ``is_capped`` is true
+    then. ``completed`` counts among the newest 100,000 jobs.
 
-    :param queues: restrict to these; all known ones otherwise.
+    :param queues: names of queues; None: all known ones.
     """
     now = timezone.now()
     rows, is_capped = queue_rows(queues, now)
@@ -110,10 +110,12 @@ def queue_rows(
     now: datetime | None = None,
     *,
     limit: int = COUNT_LIMIT,
+    with_lags: bool = True,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return how each queue does, and whether any count is a lower bound.
+    """Return each queue with its settings and its counts, and whether any count is a lower bound.
 
-    :param limit: rows of each state that are looked at.
+    :param limit: rows of each state that are counted.
+    :param with_lags: ask the transports how far the consumers are behind.
     """
     now = now or timezone.now()
     rows = queue_operations.overview()
@@ -121,31 +123,32 @@ def queue_rows(
         wanted = set(queues)
         rows = [row for row in rows if row["queue"] in wanted]
     counts, is_capped = count_by_state(now, limit)
-    waiting = oldest_waiting(now)
+    waiting = due(now)
     letters, letters_capped = open_dead_letters(limit)
     for row in rows:
         name = row["queue"]
         row["states"] = {state: counts.get((name, state), 0) for state in COUNTED}
-        row["oldest_waiting_seconds"] = seconds_since(waiting.get(name), now)
-        known = letters.get(name)
-        row["open_dead_letters"] = known.letters if known else 0
-        row["oldest_dead_letter_seconds"] = seconds_since(known and known.oldest, now)
-    add_lags(rows)
+        _, due_since = waiting.get(name, (0, None))
+        row["oldest_waiting_seconds"] = seconds_since(due_since, now)
+        row["open_dead_letters"], failed_at = letters.get(name, (0, None))
+        row["oldest_dead_letter_seconds"] = seconds_since(failed_at, now)
+    if with_lags:
+        add_lags(rows)
     return rows, is_capped or letters_capped
 
 
 COUNTED = tuple(state for state in JobStatus.values if state != JobStatus.PROCESSING)
-"""The states people are shown, but for processing, which only leases show."""
+"""The states that people are shown, without processing, which only leases show."""
 
 
 def count_by_state(
     now: datetime, limit: int = COUNT_LIMIT
 ) -> tuple[dict[tuple[str, str], int], bool]:
-    """Return ``{(queue, state): count}`` for the states of ``COUNTED``, and whether any count is a
-    lower bound."""
+    """Return how many jobs of each queue are in each state of ``COUNTED``, and whether any count
+    is a lower bound."""
     jobs = with_shown_state(Job.objects.using(jobs_database()).all(), now)
     rows = {state: jobs.filter(state=state).order_by("pk") for state in JobState.values}
-    # No index knows the completed ones; the newest rows matter.
+    # No index knows the completed jobs; of all jobs the newest are counted.
     rows[JobState.COMPLETED] = jobs.order_by("-pk")
     found = many_grouped_counts(rows, ("queue", "state", "shown_state"), limit=limit)
     counts: Counter[tuple[str, str]] = Counter()
@@ -156,66 +159,51 @@ def count_by_state(
 
 
 def with_shown_state(jobs: QuerySet[Job], now: datetime) -> QuerySet[Job]:
-    """Add ``shown_state``: the stored state, or scheduled."""
+    """Return the jobs with ``shown_state``: the stored state, or scheduled."""
     scheduled = When(is_scheduled(now), then=Value(str(JobStatus.SCHEDULED)))
     return jobs.annotate(shown_state=Case(scheduled, default=F("state")))
 
 
-class Due(NamedTuple):
-    """The due jobs of a queue that are not done; those that run are among them."""
+def due(now: datetime) -> dict[str, tuple[int, datetime]]:
+    """Return for each queue how many due jobs are not done, and since when the oldest is due.
 
-    jobs: int
-    oldest: datetime
-    """Since when the longest-waiting one has been due."""
-
-
-def due(now: datetime) -> dict[str, Due]:
-    """Return the due jobs by queue; counts are lower bounds past 100,000 rows of a state."""
+    Running jobs are among them. Past 100,000 rows of a state, counts are lower bounds.
+    """
     queued = Job.objects.using(jobs_database()).filter(state=JobState.QUEUED)
     rows = {
         "due": waiting_jobs(now),
         "queued": queued.filter(available_at__lte=now).order_by("pk"),
     }
-    found: dict[str, Due] = {}
+    found: dict[str, tuple[int, datetime]] = {}
     for groups, _ in many_grouped_counts(rows, ("queue",), oldest="available_at").values():
         for (queue,), (count, oldest) in groups.items():
             if oldest is not None:
-                known = found.get(queue, Due(0, oldest))
-                found[queue] = Due(known.jobs + count, min(known.oldest, oldest))
+                known, since = found.get(queue, (0, oldest))
+                found[queue] = known + count, min(since, oldest)
     return found
 
 
-def oldest_waiting(now: datetime) -> dict[str, datetime]:
-    """Return since when the longest-waiting due job of each queue has been due."""
-    return {queue: each.oldest for queue, each in due(now).items()}
-
-
-class OpenLetters(NamedTuple):
-    """The open dead letters of a queue."""
-
-    letters: int
-    oldest: datetime | None
-    """When the oldest one failed."""
-
-
-def open_dead_letters(limit: int = COUNT_LIMIT) -> tuple[dict[str, OpenLetters], bool]:
-    """Return the open dead letters by queue, and whether counts are lower bounds."""
+def open_dead_letters(
+    limit: int = COUNT_LIMIT,
+) -> tuple[dict[str, tuple[int, datetime | None]], bool]:
+    """Return for each queue how many dead letters are open and when the oldest of them failed, and
+    whether counts are lower bounds."""
     rows = DeadLetter.objects.using(jobs_database()).filter(state=DeadLetterState.OPEN)
     groups, is_capped = grouped_counts(
         rows.order_by("pk"), ("queue",), oldest="failed_at", limit=limit
     )
-    return {queue: OpenLetters(*found) for (queue,), found in groups.items()}, is_capped
+    return {queue: found for (queue,), found in groups.items()}, is_capped
 
 
 def waiting_jobs(now: datetime) -> QuerySet[Job]:
-    """Return the due jobs that no worker was given yet, longest due first."""
+    """Return the due jobs that are not published yet, longest due first."""
     jobs = Job.objects.using(jobs_database())
     return jobs.filter(state__in=AWAITING_PUBLISH, available_at__lte=now).order_by("available_at")
 
 
 def backlog(now: datetime) -> tuple[QuerySet[Job], bool]:
-    """Return the due jobs that the relay still has to publish, longest due first, and whether any
-    queue needs a relay; nothing of them is read yet."""
+    """Return a query of the due jobs that the relay has to publish, longest due first, and whether
+    any queue needs a relay."""
     conf = get_settings()
     names = [row["queue"] for row in queue_operations.overview()]
     direct = [name for name in names if is_transactional(conf.queue(name))]
@@ -223,7 +211,7 @@ def backlog(now: datetime) -> tuple[QuerySet[Job], bool]:
 
 
 def relay(now: datetime | None = None) -> dict[str, Any]:
-    """Return what the relay still has to publish: due rows of queues that need one."""
+    """Return how many due jobs the relay has to publish, and the age of the oldest."""
     now = now or timezone.now()
     unpublished, is_needed = backlog(now)
     return {
@@ -234,7 +222,7 @@ def relay(now: datetime | None = None) -> dict[str, Any]:
 
 
 def workers(now: datetime | None = None) -> list[dict[str, Any]]:
-    """Return the workers that have not stopped by themselves, the living ones first."""
+    """Return the workers whose rows are not stopped, the living ones first."""
     now = now or timezone.now()
     rows = Worker.objects.using(jobs_database()).exclude(state=Worker.State.STOPPED)
     found = [_worker(worker, now) for worker in rows.order_by("-heartbeat_at")[:500]]
@@ -269,9 +257,10 @@ def _worker(worker: Worker, now: datetime) -> dict[str, Any]:
 
 
 def add_lags(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to each queue where its group is and how far behind, or why that is not known.
+    """Add to each queue the offsets of its consumer group and its lag, or the reason why the lag is
+    not known.
 
-    One question for each group; one refusal is enough of a transport that is away.
+    Each group is asked for once. A transport that refuses is not asked again.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:

@@ -146,28 +146,12 @@ TOPIC = "kjo-idempotency-check"
 TYPE = "KJO_IDEMPOTENCY_CHECK"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """The result of one check."""
-
-    name: str
-    error: str = ""
-
-    @property
-    def is_ok(self) -> bool:
-        """Whether it passed."""
-        return not self.error
-
-
-class CheckFailed(Exception):
-    """A check failed."""
-
-
 def check_idempotency(
     *, transport: str = "default", timeout: float = 30.0
-) -> Iterator[CheckResult]:
-    """Yield the result of each check as it is known. Leaves nothing behind but the topic
-    ``kjo-idempotency-check``.
+) -> Iterator[tuple[str, str]]:
+    """Yield the name of each check and its error, or "", as soon as they are known.
+
+    Nothing is left behind but the topic ``kjo-idempotency-check``.
 
     :param timeout: seconds to wait for the broker.
     """
@@ -176,11 +160,11 @@ def check_idempotency(
         for name, run in check.all:
             try:
                 run()
-                yield CheckResult(name)
-            except (CheckFailed, KjoError) as error:
-                yield CheckResult(name, str(error))
+                yield name, ""
+            except KjoError as error:
+                yield name, str(error)
             except Exception as error:
-                yield CheckResult(name, f"{type(error).__name__}: {error}")
+                yield name, f"{type(error).__name__}: {error}"
     finally:
         check.clean_up()
 
@@ -218,12 +202,12 @@ class _Check:
         idempotency = self._services[service]
         outcome = idempotency.process_event_safely(event.id, event.type, count, event.to_wire())
         if outcome.processed != (self._calls == before + 1):
-            raise CheckFailed(f"processed={outcome.processed}, but it was called otherwise")
+            raise KjoError(f"processed={outcome.processed}, but it was called otherwise")
         return outcome.processed
 
     def _expect(self, wanted: bool, event: BaseEvent, service: int = 0) -> None:
         if self._process(event, service) is not wanted:
-            raise CheckFailed("it was skipped" if wanted else "it was processed again")
+            raise KjoError("it was skipped" if wanted else "it was processed again")
 
     def _first(self) -> None:
         self._expect(True, self._event)
@@ -246,9 +230,9 @@ class _Check:
             for event, service in ((self._event, 0), (self._event, 1), (self._other, 0))
         )
         if found != wanted:
-            raise CheckFailed(f"processed_events holds {len(found)} rows, not the {len(wanted)}")
+            raise KjoError(f"processed_events holds {len(found)} rows, not the {len(wanted)}")
         if any(row.event_data is None for row in rows):
-            raise CheckFailed("event_data was not stored")
+            raise KjoError("event_data was not stored")
 
     def _broker(self) -> None:
         """Publish one event twice, process it once, and check that a second consumer finds nothing
@@ -264,13 +248,13 @@ class _Check:
             transport.subscribe([TOPIC], group).close()
         for answer in publish(transport, [copy, copy]):
             if answer.error is not None:
-                raise CheckFailed(f"it was not published: {answer.error}")
+                raise KjoError(f"it was not published: {answer.error}")
         answers = [self._process(event) for _ in self._consume(group, event, 2)]
         if answers != [True, False]:
-            raise CheckFailed(f"two deliveries were answered with processed={answers}")
+            raise KjoError(f"two deliveries were answered with processed={answers}")
         again = list(self._consume(group, event, 1, patience=2.0))
         if again:
-            raise CheckFailed("a record that was acknowledged came again")
+            raise KjoError("a record that was acknowledged came again")
 
     def _consume(
         self, group: str, event: BaseEvent, count: int, patience: float | None = None
@@ -287,14 +271,14 @@ class _Check:
                     if _id_of(record) == event.id:
                         found += 1
                         if record.key != event.key.encode():
-                            raise CheckFailed("the key is not the user")
+                            raise KjoError("the key is not the user")
                         yield record
                     subscription.acknowledge([record])
             subscription.flush()
         finally:
             subscription.close()
         if found < count and patience is None:
-            raise CheckFailed(f"{found} of {count} records came within {self._timeout:g} s")
+            raise KjoError(f"{found} of {count} records came within {self._timeout:g} s")
 
 
 def _id_of(record: Record) -> Any:
