@@ -243,7 +243,7 @@ def _warn_ttls(settings: Settings) -> Messages:
 
 
 def _warn_memory_database(settings: Settings) -> Messages:
-    alias = settings.database or "default"
+    alias = runtime.jobs_database()
     database = django_settings.DATABASES.get(alias, {})
     name = str(database.get("NAME", ""))
     is_in_memory = name == ":memory:" or "mode=memory" in name
@@ -289,7 +289,7 @@ def _warn_router(settings: Settings) -> Messages:
 
 def _warn_pool(settings: Settings) -> Messages:
     """Each thread of a worker keeps the connection it was given: others would wait in vain."""
-    alias = settings.database or "default"
+    alias = runtime.jobs_database()
     pool = django_settings.DATABASES.get(alias, {}).get("OPTIONS", {}).get("pool")
     if not pool:
         return

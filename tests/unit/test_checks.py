@@ -10,7 +10,7 @@ from django.core.checks import Error, Tags, run_checks
 from django.core.checks import Warning as CheckWarning
 from django.db import connections
 
-from kjo_django import registry
+from kjo_django import checks, registry
 from kjo_django.checks import check_servers, check_settings
 from kjo_django.operations.monitoring.health import health
 from kjo_django.patterns.streams import AbstractStreamProducer
@@ -386,6 +386,17 @@ def test_a_database_the_routers_do_not_choose_is_a_warning(settings, routers, id
     settings.DATABASE_ROUTERS = routers
     messages = found(settings, {"DATABASE": "jobs"}, CheckWarning)
     assert [id for id, _, _ in messages] == ids
+
+
+@pytest.mark.usefixtures("two_databases")
+def test_the_database_that_routers_choose_is_the_one_looked_at(settings):
+    """Without KJO['DATABASE'] the jobs are where the routers send this app's models."""
+    declared = checks.django_settings.DATABASES
+    memory = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+    declared["jobs"] = {**memory, "OPTIONS": {"pool": {"max_size": 2}}}
+    assert found(settings, {}, CheckWarning) == []
+    settings.DATABASE_ROUTERS = [ToJobs()]
+    assert [id for id, *_ in found(settings, {}, CheckWarning)] == ["W004", "W011"]
 
 
 @pytest.mark.usefixtures("two_databases")
