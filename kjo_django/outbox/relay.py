@@ -292,19 +292,18 @@ class Relay:
                     if mine and self.publish_due(mine):
                         continue
                     self._leases.busy_since = None
-                    others = set(self._awake()) - set(mine)
-                    left = sorted(one for one in others if self._seconds_until_due([one], 1.0) <= 0)
+                    unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
+                    left = [
+                        queue
+                        for queue in sorted(set(self._awake()) - set(mine))
+                        if self._runtime.store.due_jobs_of(queue, 1, unrecorded, topics)
+                    ]
                     if not left or self._clock.monotonic() >= give_up_at:
                         return left
                     self._clock.wait(self._stopping, STANDBY)
         finally:
             self._publications.record_missing()
             self._leases.release(self.queues)
-
-    def _seconds_until_due(self, queues: Collection[str], longest: float) -> float:
-        topics = self._topic_backoff.names() if self._topic_backoff else []
-        next_at = self._runtime.store.next_due(queues, self._publications.unrecorded, topics)
-        return min((next_at - self._clock.now()).total_seconds(), longest) if next_at else longest
 
     # --- The loop ---------------------------------------------------------------------------------
 
@@ -351,7 +350,11 @@ class Relay:
                     self._publications.record_missing()
                     # As long as another relay has no reason to publish them again.
                     self._leases.take(awake)
-                delay = self._seconds_until_due(awake, longest)
+                topics = self._topic_backoff.names() if self._topic_backoff else []
+                store, unrecorded = self._runtime.store, self._publications.unrecorded
+                next_at, delay = store.next_due(awake, unrecorded, topics), longest
+                if next_at is not None:
+                    delay = min((next_at - self._clock.now()).total_seconds(), longest)
             if delay <= 0:
                 mine = self._leases.take(awake)
                 self._leases.busy_since = self._clock.monotonic()
