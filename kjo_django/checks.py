@@ -202,7 +202,7 @@ def _check_topic_names(settings: Settings) -> Messages:
 
 def _check_middleware(settings: Settings) -> Messages:
     try:
-        for refused in refusals():
+        for refused in refusals(settings.middleware):
             yield checks.Error(
                 refused,
                 hint="Django's sync_and_async_middleware, of django.utils.decorators, makes one "

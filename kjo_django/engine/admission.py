@@ -9,7 +9,7 @@ from datetime import datetime
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import KjoError, MessageError, StalledError
 from kjo_django.messages.headers import message_id
@@ -62,7 +62,7 @@ def admit(
     if row is None:
         if message.job_id is not None and message.service == runtime.service:
             # Its row was here and was deleted by somebody who meant it.
-            return Attempt(delivery, Ending.SKIPPED, "deleted")
+            return Attempt(delivery, Ending.SKIPPED, Reason.DELETED)
     elif row.generation == NAMED_BY_OTHERS:
         # Should it run, its marker would say that our job is done.
         text = f"Its id is that of the job {row.id} of this service, which has not ended"
@@ -74,18 +74,15 @@ def admit(
         holder, until = row.lease_token, row.lease_expires_at
         is_held = holder and holder != leases.token and until is not None and until > now
         if is_held and not leases.is_vanished(holder):
-            return Attempt(delivery, Ending.DEFERRED, "leased", row)
+            return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
     refusal = handler.refusal(message, row) if handler.refusal is not None else None
     if refusal is not None:
         # Not the end of the job whose name it bears: that one is none the worse for it.
         return Attempt(delivery, Ending.DEAD, refusal.reason, error=refusal)
-    spent = row.attempts if row is not None else 0
-    own = row.max_attempts if row is not None else handler.max_attempts(delivery.queue)
-    limit = limit_of(runtime, delivery.queue.name, own, spent)
-    attempt = Attempt(delivery, row=row, number=spent + delivery.deliveries, limit=limit)
+    attempt = attempt_of(runtime, delivery, row)
     if row is not None and row.expires_at is not None:
         end_expired(attempt, now)
-    if attempt.ending is None and attempt.number > limit:
+    if attempt.ending is None and attempt.number > (limit := attempt.limit):
         attempt.ending, attempt.reason = Ending.DEAD, DeadLetterReason.STALLED
         attempt.number = limit
         attempt.error = StalledError(
@@ -93,6 +90,17 @@ def admit(
             "that ended; it was not tried again"
         )
     return attempt
+
+
+def attempt_of(runtime: Runtime, delivery: Delivery, row: JobRow | None) -> Attempt:
+    """Return the next attempt of a delivery, with its number and the limit of its job."""
+    spent, own = 0, delivery.queue.max_attempts
+    if row is not None:
+        spent, own = row.attempts, row.max_attempts
+    elif delivery.handler is not None:
+        own = delivery.handler.max_attempts(delivery.queue)
+    limit = limit_of(runtime, delivery.queue.name, own, spent)
+    return Attempt(delivery, row=row, number=spent + delivery.deliveries, limit=limit)
 
 
 def end_expired(attempt: Attempt, now: datetime) -> None:
@@ -116,18 +124,18 @@ def limit_of(runtime: Runtime, queue: str, own: int, spent: int) -> int:
     return max(own if asked is None else asked, spent + 1)
 
 
-def why_skip(delivery: Delivery, row: JobRow) -> str:
-    """Return why the row forbids the run, or "" when it does not."""
+def why_skip(delivery: Delivery, row: JobRow) -> Reason | None:
+    """Return why the row forbids the run; None when it does not."""
     message = delivery.message
     assert message is not None
     if row.state not in _OPEN:
-        return str(row.state)
+        return Reason(row.state)
     if message.job_id is None:
         # A second copy of a foreign message whose retries are in the hands of its row.
-        return "has_row"
+        return Reason.HAS_ROW
     if message.generation != row.generation:
-        return "generation"
-    return "attempt" if message.attempt <= row.attempts else ""
+        return Reason.GENERATION
+    return Reason.ATTEMPT if message.attempt <= row.attempts else None
 
 
 def refuse(runtime: Runtime, delivery: Delivery) -> Attempt:

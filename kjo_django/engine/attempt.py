@@ -42,29 +42,6 @@ class Delivery:
     :param deliveries: times it was begun since its last durable outcome, this one included.
     """
 
-    __slots__ = (
-        "attempt",
-        "batch",
-        "deliveries",
-        "handler",
-        "is_orphan",
-        "is_settled",
-        "key",
-        "kind",
-        "lease",
-        "message",
-        "mode",
-        "paused_since",
-        "place",
-        "problem",
-        "queue",
-        "record",
-        "shard",
-        "subscription",
-        "trace",
-        "waiting_since",
-    )
-
     def __init__(
         self,
         record: Record,
@@ -155,6 +132,38 @@ class Ending(enum.Enum):
     """Not now: it stays unacknowledged and comes up again here."""
 
 
+class Reason(enum.StrEnum):
+    """Why a delivery was not run, or its run does not count; of a death, a ``DeadLetterReason``
+    says it."""
+
+    COMPLETED = "completed"
+    """What its job's row says."""
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    DELETED = "deleted"
+    HAS_ROW = "has_row"
+    GENERATION = "generation"
+    ATTEMPT = "attempt"
+    CHANGED = "changed"
+    LEASE_LOST = "lease lost"
+    LEASED = "leased"
+    PAUSED = "paused"
+    OUT_OF_BUDGET = "budget"
+    INTERRUPTED = "interrupted"
+
+
+class Abort(enum.Enum):
+    """Why a run was asked to end early."""
+
+    CANCELLED = "it was cancelled"
+    """Somebody cancelled the job; however the handler fails from here on, it is not retried."""
+    SHUTDOWN = "the worker stops"
+    LOST = "another worker took it over"
+    TIMEOUT = "it exceeded its timeout"
+
+
+UNWANTED = (Abort.CANCELLED, Abort.SHUTDOWN, Abort.LOST)
+"""Reasons to end for which nobody is to run it again now."""
 FAILURES = (Ending.RETRIED, Ending.DEAD, Ending.CANCELLED)
 """Endings that are written after the run, in a transaction of their own."""
 
@@ -166,8 +175,8 @@ class Attempt:
     delivery: Delivery
     ending: Ending | None = None
     """None: it may run, or runs."""
-    reason: str = ""
-    """Why it ended so."""
+    reason: Reason | str = ""
+    """Why it ended so: a ``Reason``, or that of its dead letter."""
     row: JobRow | None = None
     """Its job's row as it was read when the attempt began; None where there is none."""
     number: int = 0
@@ -182,6 +191,8 @@ class Attempt:
     result_ttl: int | None = None
     """Milliseconds its outcome is kept, where the run changed that."""
     error: BaseException | None = None
+    abort_reason: Abort | None = None
+    """Why its run was asked to end early, if it was."""
 
     retry_at: datetime | None = None
     pause_seconds: float | None = None

@@ -11,6 +11,7 @@ import logging
 import traceback as tracebacks
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -18,11 +19,11 @@ from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.engine.admission import limit_of, load_rows
-from kjo_django.engine.attempt import Attempt, Delivery, Ending
-from kjo_django.engine.handler.call import ENDINGS, CallResult, is_interrupt
-from kjo_django.engine.handler.connections import is_unusable
-from kjo_django.engine.handler.context import Abort, facts_of
+from kjo_django.engine.admission import attempt_of, limit_of, load_rows
+from kjo_django.engine.attempt import UNWANTED, Abort, Attempt, Delivery, Ending, Reason
+from kjo_django.engine.handler.call import call_isolated
+from kjo_django.engine.handler.connections import is_pristine
+from kjo_django.engine.handler.context import facts_of
 from kjo_django.engine.recorder import publication
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.storing import only_in_rows, row_key
@@ -79,35 +80,20 @@ def policy(runtime: Runtime, handler: Handler | None, queue: str) -> RetryPolicy
     )
 
 
-def judge(runtime: Runtime, attempt: Attempt, called: CallResult) -> None:
-    """Note how the handler's call ended, and decide what the attempt ends with."""
-    attempt.started_at, attempt.seconds = called.started_at, called.seconds
-    attempt.result, attempt.result_ttl = called.value, called.result_ttl
-    if called.error is None:
+def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
+    """Decide what an attempt ends with, given how the call of its handler ended: whether a failed
+    one is followed by another, or by the job's death."""
+    error, delivery, conf = attempt.error, attempt.delivery, runtime.settings
+    if error is None:
         attempt.ending = Ending.COMPLETED
-    else:
-        judge_error(runtime, attempt, called.error, called.abort_reason)
-
-
-_HANDED_BACK = (Abort.SHUTDOWN, Abort.LOST)
-
-
-def judge_error(
-    runtime: Runtime, attempt: Attempt, error: BaseException, abort_reason: Abort | None = None
-) -> Attempt:
-    """Decide whether a failed attempt is followed by another one or by the job's death.
-
-    :param error: what it failed with.
-    :param abort_reason: why its run was asked to end early, if it was.
-    """
-    attempt.error, attempt.result = error, None
-    delivery, conf = attempt.delivery, runtime.settings
-    if abort_reason is Abort.CANCELLED:
+        return attempt
+    attempt.result = None
+    if attempt.abort_reason is Abort.CANCELLED:
         attempt.ending, attempt.reason = Ending.CANCELLED, "aborted"
         return attempt
-    if isinstance(error, JobCancelledError) and abort_reason in _HANDED_BACK:
+    if isinstance(error, JobCancelledError) and attempt.abort_reason in UNWANTED:
         # It obeyed: what it did is undone, and the attempt is not spent.
-        attempt.ending, attempt.reason = Ending.DEFERRED, "interrupted"
+        attempt.ending, attempt.reason = Ending.DEFERRED, Reason.INTERRUPTED
         return attempt
     try:
         # Asked again: an operator may have changed it since the attempt began.
@@ -136,17 +122,17 @@ def judge_error(
     return attempt
 
 
+def judge_error(runtime: Runtime, attempt: Attempt, error: BaseException) -> Attempt:
+    """Decide what an attempt ends with that met an error outside of its handler."""
+    attempt.error = error
+    return judge(runtime, attempt)
+
+
 def failed_outside(runtime: Runtime, delivery: Delivery, error: BaseException) -> Attempt:
-    """Return the failed attempt of a delivery that met an error outside its handler."""
+    """Return the failed attempt of a delivery that met an error before it had one."""
     row = load_rows(runtime, [delivery])[1].get(delivery)
-    spent, own = 0, delivery.queue.max_attempts
-    if row is not None:
-        spent, own = row.attempts, row.max_attempts
-    elif delivery.handler is not None:
-        own = delivery.handler.max_attempts(delivery.queue)
-    limit = limit_of(runtime, delivery.queue.name, own, spent)
-    number = spent + delivery.deliveries
-    attempt = Attempt(delivery, row=row, number=number, limit=limit, started_at=timezone.now())
+    attempt = attempt_of(runtime, delivery, row)
+    attempt.started_at = timezone.now()
     return judge_error(runtime, attempt, error)
 
 
@@ -269,21 +255,15 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
         job_id, is_current = _record_job(runtime, attempt, now)
         if not is_current:
             # Cancelled or requeued meanwhile: its row says so, nothing is to be added.
-            attempt.ending, attempt.reason = Ending.SKIPPED, "changed"
+            attempt.ending, attempt.reason = Ending.SKIPPED, Reason.CHANGED
             continue
         if job_id is not None and attempt.ending in (Ending.RETRIED, Ending.DEAD):
             failures.append(_failure(attempt, job_id, now, worker))
         handler = attempt.delivery.handler
         if handler is not None and handler.observes:
-            try:
-                with transaction.atomic(using=using):
-                    handler.on_failure(attempt)
-            except ENDINGS as error:
-                if is_interrupt(error):
-                    raise
-                facts = _facts(attempt)
-                logger.exception("The failure hook of %s failed", handler.name, extra=facts)
-        if is_unusable(connections[using]):
+            hook = transaction.atomic(using=using)(partial(handler.on_failure, attempt))
+            call_isolated(hook, f"The failure hook of {handler.name} failed", _facts(attempt))
+        if not is_pristine(connections[using]):
             # What comes now would be committed without what was before it.
             raise OperationalError("The transaction was lost while a failure hook was called")
         if attempt.ending is Ending.DEAD:
@@ -294,7 +274,11 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
     DeadLetter.objects.using(using).bulk_create(letters, ignore_conflicts=True)
     for attempt in attempts:
         if attempt.ending is Ending.DEAD:
-            logger.error("Dead-lettered %s", _line_of(attempt), extra=_facts(attempt))
+            message, position = attempt.delivery.message, attempt.delivery.record.position
+            line = f"{message.id if message else position}: {attempt.reason}"
+            # One line, whatever others wrote.
+            line = one_line(f"{line}: {error_text(attempt.error)}")
+            logger.error("Dead-lettered %s", line, extra=_facts(attempt))
 
 
 def _was_recorded(using: str, attempt: Attempt) -> bool:
@@ -668,10 +652,3 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
         value=record.value,
         headers=headers,
     )
-
-
-def _line_of(attempt: Attempt) -> str:
-    """Return one line for the log, and no more than one, whatever others wrote."""
-    delivery = attempt.delivery
-    which = delivery.message.id if delivery.message else delivery.record.position
-    return one_line(f"{which}: {attempt.reason}: {error_text(attempt.error)}")

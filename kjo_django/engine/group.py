@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -34,14 +34,15 @@ from typing import Any
 from uuid import UUID
 
 from django.db import DatabaseError, OperationalError, connections
+from django.dispatch import Signal
 from django.utils import timezone
 
 from kjo_django import signals, tracing
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.admission import HeldBack
-from kjo_django.engine.attempt import FAILURES, Attempt, Delivery, Ending, Mode
-from kjo_django.engine.handler.call import ENDINGS, is_interrupt, leaving_no_blocks
+from kjo_django.engine.attempt import FAILURES, Attempt, Delivery, Ending, Mode, Reason
+from kjo_django.engine.handler.call import call_isolated, leaving_no_blocks
 from kjo_django.engine.handler.connections import (
     answers,
     drop_broken_connections,
@@ -52,15 +53,13 @@ from kjo_django.engine.handler.savepoint import LazySavepoint
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.recorder import OUTAGES, EndedQueue, Next, OutageRetry, Recorder
-from kjo_django.engine.runners.leased import LeasedRunner
+from kjo_django.engine.runners.lane import LaneRunner, RolledBack
 from kjo_django.engine.runners.loop import LoopRunner
-from kjo_django.engine.runners.transaction import ConnectionLost, RolledBack, TransactionRunner
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import HandlerTimeout
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.models import EventKey
-from kjo_django.states import JobState
 from kjo_django.transports.base import Subscription
 
 logger = logging.getLogger("kjo_django")
@@ -114,10 +113,7 @@ class Pipeline:
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
         self._recorder = Recorder(on_thread)
-        self._transaction = TransactionRunner(runtime, watch, on_measure)
-        self._leased = LeasedRunner(
-            runtime, watch, on_measure, self._stopping, is_own=self._is_workers
-        )
+        self._lane = LaneRunner(runtime, watch, on_measure, self._stopping, is_own=self._is_workers)
         self._loop: LoopRunner | None = None
         if on_settled is not None:
             ended = EndedQueue(partial(self._settle_coroutines, on_settled), 0.0, self._recorder)
@@ -132,18 +128,19 @@ class Pipeline:
     # --- A group ----------------------------------------------------------------------------------
 
     def run(
-        self, deliveries: Sequence[Delivery], mode: Mode, running: set[Delivery] | None = None
+        self, deliveries: Sequence[Delivery], running: set[Delivery] | None = None
     ) -> list[Delivery]:
         """Run a group to its durable end; returns the deferred, which stay unacknowledged.
 
         Outages of the database are waited out here: nothing is acknowledged, no attempt is spent.
 
+        :param deliveries: of one mode.
         :param running: those whose coroutines run on after the return are added to it.
         """
         left, retry = list(deliveries), None
         while True:
             try:
-                return self.run_once(left, mode, running)
+                return self.run_once(left, running)
             except OUTAGES as error:
                 retry = retry or OutageRetry(self._stopping)
                 using = self._runtime.database
@@ -151,18 +148,18 @@ class Pipeline:
                 left = _unsettled(left, running)
                 # What a database that is there refuses again and again must not keep a lane.
                 if following is not Next.AGAIN:
-                    return self._defer(left, ())
+                    return self._defer(left)
             except Exception:
                 # A bug. Leases that are held are renewed, and would be so for ever should the
                 # records come up elsewhere. It counts as an attempt, or it would go on for ever.
-                left = self._defer(_unsettled(left, running), (), count_delivery=True)
+                left = self._defer(_unsettled(left, running), count_delivery=True)
                 if not self._is_workers:
                     raise
                 logger.exception("A group of %d failed", len(left))
                 return left
 
     def run_once(
-        self, deliveries: Sequence[Delivery], mode: Mode, running: set[Delivery] | None = None
+        self, deliveries: Sequence[Delivery], running: set[Delivery] | None = None
     ) -> list[Delivery]:
         """Run a group to its durable end; an outage is raised. Returns the deferred."""
         freshen_connections(is_own=self._is_workers)
@@ -176,7 +173,7 @@ class Pipeline:
             left = [delivery for delivery in left if not held_back.covers(delivery)]
         if not left:
             return deferred
-        if mode is Mode.POISON:
+        if left[0].mode is Mode.POISON:
             refused = [admission.refuse(self._runtime, delivery) for delivery in left]
             return deferred + self._settle(refused)
         is_orphan = len(left) == 1 and (left[0].is_orphan or not self._is_workers)
@@ -185,12 +182,12 @@ class Pipeline:
         if claims.count(FIRST_CLAIM) == len(claims):
             for delivery in left:
                 delivery.deliveries = 1
-            waiting = self._run_claimed(left, mode, running)
+            waiting = self._run_claimed(left, running)
         elif is_orphan:
             left[0].deliveries = max(1, claims[0].deliveries)
-            waiting = self._run_orphan(left[0], mode)
+            waiting = self._run_orphan(left[0])
         else:
-            waiting = self._run_sorted(left, claims, held_back, mode, running)
+            waiting = self._run_sorted(left, claims, held_back, running)
         if waiting:
             # Not begun: others may have them. A no-op for what others hold.
             self._leases.release([delivery.lease for delivery in waiting])
@@ -227,7 +224,7 @@ class Pipeline:
                 f"given up after {seconds:.0f} s"
             )
             delivery.attempt = failures.judge_error(runtime, attempt, error)
-        return self._defer(left, ())
+        return self._defer(left)
 
     # --- Claim ------------------------------------------------------------------------------------
 
@@ -236,7 +233,6 @@ class Pipeline:
         deliveries: Sequence[Delivery],
         claims: Sequence[Claim],
         held_back: HeldBack,
-        mode: Mode,
         running: set[Delivery] | None,
     ) -> list[Delivery]:
         """Run what is ours; returns the deferred: what others hold; orphans, which were being run
@@ -266,48 +262,42 @@ class Pipeline:
         again = [delivery.lease for delivery in orphans if delivery.deliveries > 1]
         self._leases.release(again, undo_claim=True)
         if mine:
-            deferred += held_back.defer(self._run_claimed(mine, mode, running))
+            deferred += held_back.defer(self._run_claimed(mine, running))
         for delivery in orphans:
             delivery.is_orphan = True
         return deferred
 
-    def _run_orphan(self, delivery: Delivery, mode: Mode) -> list[Delivery]:
+    def _run_orphan(self, delivery: Delivery) -> list[Delivery]:
         """Run what was being run when a worker died; returns it if it is deferred.
 
         It may have killed that worker. It takes no other orphan with it, so each death costs an
         innocent one an attempt only the first time they meet.
         """
-        left = [delivery]
-        if self._takes_over(delivery):
-            left = self._run_claimed([delivery], mode, None)
+        left, ttl = [delivery], delivery.queue.processing_ttl
+        (claim,) = self._leases.claim([delivery.lease], ttl, takes_over=True)
+        delivery.deliveries = max(1, claim.deliveries)
+        if claim.acquired:
+            if delivery.deliveries > 1:
+                try:
+                    failures.record_lost_attempts(self._runtime, delivery)
+                except DatabaseError as error:
+                    # They count all the same, and that is what matters.
+                    logger.warning("Lost attempts of %s are not noted: %s", delivery.lease, error)
+                    drop_broken_connections()
+            left = self._run_claimed([delivery], None)
         if left and delivery.deliveries > 1:
             # Claimed and not begun. What dead workers began stays counted.
             self._leases.release([delivery.lease], undo_claim=True)
         return left
 
-    def _takes_over(self, delivery: Delivery) -> bool:
-        """Begin what a dead worker had begun, which counts as a delivery; False: somebody else
-        has."""
-        ttl = delivery.queue.processing_ttl
-        (claim,) = self._leases.claim([delivery.lease], ttl, takes_over=True)
-        delivery.deliveries = max(1, claim.deliveries)
-        if claim.acquired and delivery.deliveries > 1:
-            try:
-                failures.record_lost_attempts(self._runtime, delivery)
-            except DatabaseError as error:
-                # They count all the same, and that is what matters.
-                logger.warning("Lost attempts of %s are not noted: %s", delivery.lease, error)
-                drop_broken_connections()
-        return claim.acquired
-
     # --- Admit, run and record, in the group's transaction ----------------------------------------
 
     def _run_claimed(
-        self, deliveries: list[Delivery], mode: Mode, running: set[Delivery] | None
+        self, deliveries: list[Delivery], running: set[Delivery] | None
     ) -> list[Delivery]:
         """Admit, run and settle what nobody else holds; returns the deferred."""
-        if mode is not Mode.ATOMIC:
-            return self._run_leased(deliveries, mode, running)
+        if deliveries[0].mode is not Mode.ATOMIC:
+            return self._run_leased(deliveries, running)
         if len(deliveries) == 1:
             return self._settle([self._run_alone(deliveries[0])])
         try:
@@ -319,7 +309,7 @@ class Pipeline:
                 "A group of %d failed and runs again one by one: %s",
                 len(deliveries),
                 error,
-                exc_info=not isinstance(error, DatabaseError),
+                exc_info=not isinstance(error, DatabaseError | RolledBack),
             )
             freshen_connections(is_own=self._is_workers)
         else:
@@ -374,42 +364,40 @@ class Pipeline:
         """
         attempts: list[Attempt] = []
         try:
-            self._transact([delivery], attempts, savepoints=delivery.batch is not None)
-            return attempts[0]
+            self._transact([delivery], attempts)
         except RolledBack as rolled_back:
             # Was that the handler's doing, or the database's, which is away?
             if not answers(self._runtime.database):
                 raise OperationalError("The database went away") from rolled_back
-            return attempts[0]
         except OUTAGES as error:
-            attempt = attempts[0] if attempts else None
-            is_ran = attempt is not None and attempt.ending is Ending.COMPLETED
-            is_judged = isinstance(error, ConnectionLost)
-            # A database that answers again at once was not down: the job broke its connection or
-            # its commit, and would do so for ever if that did not count as an attempt.
+            # A database that answers again at once was not down: the job broke its commit, and
+            # would do so for ever if that did not count as an attempt.
             if (
-                attempt is None
+                not attempts
+                or attempts[0].ending is not Ending.COMPLETED
                 or not isinstance(error, DatabaseError)
-                or not (is_ran or is_judged)
                 or not answers(self._runtime.database)
             ):
                 raise
-            if is_judged:
-                return attempt
-            if attempt.is_in_doubt and self._is_committed(attempt):
-                attempt.is_recorded = attempt.is_confirmed = True
-                return attempt
-            return failures.judge_error(self._runtime, attempt, error)
+            self._judge_commit(attempts[0], error)
         except Exception as error:
             logger.exception("An attempt of %s could not be judged; it counts", delivery.kind)
             return failures.failed_outside(self._runtime, delivery, error)
+        return attempts[0]
 
-    def _is_committed(self, attempt: Attempt) -> bool:
-        """Return whether the COMMIT of a completion that was not answered has taken effect."""
+    def _judge_commit(self, attempt: Attempt, error: DatabaseError) -> None:
+        """Find out whether the COMMIT of a completion that was not answered has taken effect; if
+        not, it is a failed attempt."""
         handler = attempt.delivery.handler
-        if handler is None or (handler.judges_itself and not attempt.is_marked):
-            return False  # its marker is of an earlier message
-        return attempt.key in self._runtime.store.known_markers([attempt.key])
+        is_of_another = handler is not None and handler.judges_itself and not attempt.is_marked
+        if (
+            attempt.is_in_doubt
+            and not is_of_another  # its marker is of an earlier message
+            and attempt.key in self._runtime.store.known_markers([attempt.key])
+        ):
+            attempt.is_recorded = attempt.is_confirmed = True
+        else:
+            failures.judge_error(self._runtime, attempt, error)
 
     def _transact(
         self,
@@ -440,7 +428,7 @@ class Pipeline:
             admitted = admission.admit_group(self._leases, deliveries, marks=True)
             earlier = {attempt.delivery: attempt for attempt in ended}
             attempts += [a if a.ending else earlier.get(a.delivery, a) for a in admitted]
-            self._transaction.run(attempts, savepoint)
+            self._lane.run_in_transaction(attempts, savepoint)
             self._watch.check()
             completed = [a for a in attempts if a.ending is Ending.COMPLETED]
             if len(completed) < len(attempts):
@@ -465,7 +453,7 @@ class Pipeline:
     # --- Admit and run outside a transaction ------------------------------------------------------
 
     def _run_leased(
-        self, deliveries: list[Delivery], mode: Mode, running: set[Delivery] | None
+        self, deliveries: list[Delivery], running: set[Delivery] | None
     ) -> list[Delivery]:
         """Run a group under leases in rows until each of its attempts is settled, or its coroutine
         runs; returns the deferred.
@@ -473,17 +461,15 @@ class Pipeline:
         An admission is good for the groups' budget: what has not begun by then is judged again
         first. When the worker stops, nothing begins any more but the first of a group.
         """
-        if mode is Mode.CONCURRENT and self._loop is not None and running is not None:
+        is_concurrent = deliveries[0].mode is Mode.CONCURRENT
+        if is_concurrent and self._loop is not None and running is not None:
             attempts = self._admit_leased(deliveries)
             if admitted := [attempt for attempt in attempts if attempt.ending is None]:
                 running.update(attempt.delivery for attempt in admitted)
                 self._loop.run(admitted)
             return self._settle([a for a in attempts if a.delivery not in running])
-        # One that comes up twice keeps its lease until the last has been.
-        counts = Counter(delivery.lease for delivery in deliveries)
-        twice = {name for name, count in counts.items() if count > 1}
         ended = EndedQueue(
-            partial(self._settle, keep=twice),
+            self._settle,
             self._runtime.settings.group_budget.total_seconds(),
             self._recorder if self._is_workers else None,
         )
@@ -508,26 +494,20 @@ class Pipeline:
                     left, retry = left[len(part) :], None
                 continue
             retry = None
-            self._run_admitted(attempts, ended)
+            try:
+                self._lane.run_leased(attempts, ended)
+            finally:
+                self._recorder.forget(ended)
+                try:
+                    ended.settle()
+                finally:
+                    self._release_rows(attempts, {*ended.deferred})
             not_begun = [a.delivery for a in attempts if a.ending is None]
             has_begun = has_begun or any(a.started_at is not None for a in attempts)
             # It took longer than was thought when the group was formed.
             size = max(1, 2 * (len(part) - len(not_begun)))
             left = not_begun + left[len(part) :]
-        if twice:
-            self._leases.release(list(twice))
         return ended.deferred + left
-
-    def _run_admitted(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
-        """Run what was admitted as long as that is good, and settle what has ended."""
-        try:
-            self._leased.run(attempts, ended)
-        finally:
-            self._recorder.forget(ended)
-            try:
-                ended.settle()
-            finally:
-                self._release_rows(attempts, {*ended.deferred})
 
     def _without_repeats(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Return the first of a group, and no message twice: its second record is judged when what
@@ -567,7 +547,7 @@ class Pipeline:
                 if attempt.row is not None:
                     won.discard(attempt.row.id)  # a second record of the job waits for the first
             else:
-                attempt.ending, attempt.reason = Ending.DEFERRED, "leased"
+                attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LEASED
         return attempts
 
     def _release_rows(self, attempts: Sequence[Attempt], deferred: Collection[Delivery]) -> None:
@@ -575,14 +555,9 @@ class Pipeline:
         ending that was recorded; its lease would expire by itself."""
         if self._watch.is_abandoned:
             return  # they may be another thread's by now
-        held = [a for a in attempts if a.row is not None and a.row_lease is not None]
-        self._leases.let_rows_go(a.row.id for a in held if a.row is not None)
-        ids = [
-            attempt.row.id
-            for attempt in held
-            if attempt.row is not None
-            and (attempt.started_at is None or attempt.delivery in deferred)
-        ]
+        held = {a: a.row.id for a in attempts if a.row is not None and a.row_lease is not None}
+        self._leases.let_rows_go(held.values())
+        ids = [id for a, id in held.items() if a.started_at is None or a.delivery in deferred]
         if not ids:
             return
         try:
@@ -605,7 +580,9 @@ class Pipeline:
             deliveries = [attempt.delivery for attempt in some]
             back = set(deliveries)
             try:
-                loop.judge(some)
+                # Not on the loop: a back-off of somebody's own may take its time.
+                for attempt in some:
+                    failures.judge(self._runtime, attempt)
                 back = set(self._settle(some))
             except Exception:
                 # Nothing was acknowledged: they run again, and so it is seen.
@@ -618,13 +595,11 @@ class Pipeline:
 
     # --- Record -----------------------------------------------------------------------------------
 
-    def _settle(self, attempts: Sequence[Attempt], keep: Collection[str] = ()) -> list[Delivery]:
+    def _settle(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         """Take attempts that have ended through the rest of their way; returns the deferred.
 
         What is durable already is announced first: nothing that is raised while failures are
         recorded takes anything from it.
-
-        :param keep: names of leases that are not released.
         """
         self._watch.check()
         durable: list[Attempt] = []
@@ -639,7 +614,7 @@ class Pipeline:
             if attempt.pause_seconds is not None and self._is_workers and is_judged_now:
                 # Leave the message in its place there if its time allows.
                 if failures.keeps_place(self._runtime, attempt):
-                    attempt.ending, attempt.reason = Ending.DEFERRED, "paused"
+                    attempt.ending, attempt.reason = Ending.DEFERRED, Reason.PAUSED
                 if attempt.pause_seconds:
                     self._on_pause(attempt)
             if attempt.ending is Ending.DEFERRED:
@@ -652,18 +627,16 @@ class Pipeline:
                 failed.append(attempt)
             else:
                 durable.append(attempt)
-        deferred = self._finish(durable, keep) if durable else []
+        deferred = self._finish(durable) if durable else []
         if waiting:
-            deferred += self._defer(waiting, keep)
+            deferred += self._defer(waiting)
         if completed:
-            deferred += self._record_completions(completed, keep)
+            deferred += self._record_completions(completed)
         if failed:
-            deferred += self._record_failures(failed, keep)
+            deferred += self._record_failures(failed)
         return deferred
 
-    def _record_completions(
-        self, attempts: Sequence[Attempt], keep: Collection[str]
-    ) -> list[Delivery]:
+    def _record_completions(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         """Make completions outside a transaction durable, and finish them. One that the database
         refuses again and again is a failure of its attempt. Returns the deferred: they run again.
         """
@@ -678,18 +651,16 @@ class Pipeline:
             except Exception as error:
                 following = retry.after(error, using, "Endings cannot be recorded", len(attempts))
                 if following is Next.SPLIT:
-                    return [d for one in attempts for d in self._record_completions([one], keep)]
+                    return [d for one in attempts for d in self._record_completions([one])]
                 if following is Next.REFUSED:
                     for attempt in attempts:
                         failures.judge_error(self._runtime, attempt, error)
                     break
                 if following is Next.STOPPED:
-                    return self._defer([attempt.delivery for attempt in attempts], keep)
-        return self._settle(attempts, keep)
+                    return self._defer([attempt.delivery for attempt in attempts])
+        return self._settle(attempts)
 
-    def _record_failures(
-        self, attempts: Sequence[Attempt], keep: Collection[str]
-    ) -> list[Delivery]:
+    def _record_failures(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         """Make failures durable, and finish them; returns the deferred: with their attempt in hand,
         which is recorded should they come up here again."""
         using = self._runtime.database
@@ -705,7 +676,7 @@ class Pipeline:
                     attempt.delivery.attempt = attempt
                 following = retry.after(error, using, "Failures cannot be recorded", len(attempts))
                 if following is Next.SPLIT:
-                    return [d for one in attempts for d in self._record_failures([one], keep)]
+                    return [d for one in attempts for d in self._record_failures([one])]
                 if following is Next.REFUSED:
                     # It runs again, so that the attempt counts and there is an end to it.
                     for attempt in attempts:
@@ -713,15 +684,14 @@ class Pipeline:
                 if following is not Next.AGAIN:
                     return self._defer(
                         [attempt.delivery for attempt in attempts],
-                        keep,
                         count_delivery=following is Next.REFUSED,
                     )
         recorded = [attempt for attempt in attempts if attempt.is_recorded]
         refused = [attempt for attempt in attempts if not attempt.is_recorded]
         for attempt in refused:
             attempt.delivery.attempt = attempt
-        deferred = self._defer([a.delivery for a in refused], keep) if refused else []
-        return deferred + (self._finish(recorded, keep) if recorded else [])
+        deferred = self._defer([a.delivery for a in refused]) if refused else []
+        return deferred + (self._finish(recorded) if recorded else [])
 
     def _write_failures(self, attempts: Sequence[Attempt]) -> None:
         """Publish the dead letters, then commit everything about these attempts but those whose
@@ -739,7 +709,7 @@ class Pipeline:
 
     # --- Acknowledge, announce, release -----------------------------------------------------------
 
-    def _finish(self, attempts: Sequence[Attempt], keep: Collection[str]) -> list[Delivery]:
+    def _finish(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         """Acknowledge, announce and release what is durable. Nothing that is raised here undoes
         that; returns what could not be acknowledged, which is to be done when it comes up again."""
         deferred: list[Delivery] = []
@@ -761,7 +731,7 @@ class Pipeline:
                     attempt.is_acknowledged = attempt.is_recorded = True
                     attempt.delivery.attempt = None
                     attempt.delivery.is_settled = True
-        held = [a for a in attempts if not a.is_released and a.delivery.lease not in keep]
+        held = [attempt for attempt in attempts if not attempt.is_released]
         # Before anybody hears of a failure, since a retry may come to another worker at once.
         if failed := [a.delivery.lease for a in held if a.ending in FAILURES and a.delivery.lease]:
             self._leases.release(failed)
@@ -788,20 +758,20 @@ class Pipeline:
             if handler is not None and handler.observes:
                 # The state is committed; a hook cannot take it back.
                 facts = facts_of(attempt.delivery, attempt.number)
-                _call_isolated(handler.on_settled, attempt, handler.name, facts)
-            if attempt.ending is Ending.SKIPPED or attempt.reason == "lease lost":
+                call = partial(handler.on_settled, attempt)
+                call_isolated(call, f"A hook failed: {handler.name}", facts)
+            if attempt.ending is Ending.SKIPPED or attempt.reason is Reason.LEASE_LOST:
                 _log_skipped(attempt)
         for listener in self._listeners:
-            _call_isolated(listener, attempts, f"{len(attempts)} attempts", {})
+            what = f"A listener failed, called with {len(attempts)} attempts"
+            call_isolated(partial(listener, attempts), what, {})
 
-    def _defer(
-        self, deliveries: list[Delivery], keep: Collection[str], *, count_delivery: bool = False
-    ) -> list[Delivery]:
+    def _defer(self, deliveries: list[Delivery], *, count_delivery: bool = False) -> list[Delivery]:
         """Release what comes up again, and return it.
 
         :param count_delivery: their attempts count, though they have no ending.
         """
-        leases = [d.lease for d in deliveries if d.lease and d.lease not in keep]
+        leases = [delivery.lease for delivery in deliveries]
         self._leases.release(leases, count_delivery=count_delivery)
         if tracing.tracer is not None:
             tracing.tracer.given_back(deliveries)
@@ -823,8 +793,7 @@ def _resolved(attempt: Attempt, earlier: Attempt) -> Attempt:
     if earlier.ending is not Ending.COMPLETED or earlier.is_announced:
         return attempt
     # A handler that judges itself is refused by its row, not by its marker.
-    is_refused = attempt.ending is Ending.SKIPPED and attempt.reason == JobState.COMPLETED
-    if attempt.ending is Ending.DUPLICATE or is_refused:
+    if attempt.ending is Ending.DUPLICATE or attempt.reason is Reason.COMPLETED:
         earlier.is_confirmed = earlier.is_recorded = True
         return earlier
     attempt.is_confirmed = attempt.ending is Ending.COMPLETED
@@ -834,34 +803,23 @@ def _resolved(attempt: Attempt, earlier: Attempt) -> Attempt:
 # --- What is announced ----------------------------------------------------------------------------
 
 
-def _call_isolated(
-    function: Callable[[Any], object], argument: Any, what: str, facts: dict[str, Any]
-) -> None:
-    try:
-        function(argument)
-    except ENDINGS as error:
-        if is_interrupt(error):
-            raise
-        logger.exception("A hook failed: %s", what, extra=facts)
-
-
-_WHY_SKIPPED = {
-    "has_row": "its retries are its row's",
-    "generation": "its job has been requeued since",
-    "attempt": "this attempt has an outcome already",
-    "changed": "its job was changed meanwhile",
-    "lease lost": "its run outlived its lease, another worker has taken the job over since",
+_WHY_SKIPPED: dict[str, str] = {
+    Reason.HAS_ROW: "its retries are its row's",
+    Reason.GENERATION: "its job has been requeued since",
+    Reason.ATTEMPT: "this attempt has an outcome already",
+    Reason.CHANGED: "its job was changed meanwhile",
+    Reason.LEASE_LOST: "its run outlived its lease, another worker has taken the job over since",
 }
-"""Where the reason of an ending is no word for people, as a job's state is."""
+"""Where the reason of an ending is no text for people, as a job's state is."""
 
 
 def _log_skipped(attempt: Attempt) -> None:
     """Leave a line in the log for a message that was acknowledged without a run, or for a result
     that came too late."""
-    is_late = attempt.reason == "lease lost"
-    delivery, why = attempt.delivery, attempt.reason
+    is_late = attempt.reason is Reason.LEASE_LOST
+    delivery, why = attempt.delivery, str(attempt.reason)
     which = delivery.message.id if delivery.message else delivery.record.position
-    line = f"Skipped {which}: {_WHY_SKIPPED.get(why, why)}"
+    line = f"Skipped {which}: {_WHY_SKIPPED.get(attempt.reason, why)}"
     # What such a handler did outside the database has been done twice.
     level = logging.WARNING if is_late else logging.INFO
     logger.log(level, one_line(line), extra=facts_of(delivery, attempt.number))
@@ -878,16 +836,6 @@ def notify_waiters(attempts: Sequence[Attempt]) -> None:
         storing.notify_waiters(channels)
 
 
-_SIGNALS = (
-    signals.job_completed,
-    signals.job_retried,
-    signals.job_failed,
-    signals.job_stalled,
-    signals.job_cancelled,
-    signals.message_dead_lettered,
-)
-
-
 def result_of(attempt: Attempt) -> Any:
     """Return what the handler returned, as a waiter would get it."""
     message = attempt.delivery.message
@@ -896,52 +844,44 @@ def result_of(attempt: Attempt) -> Any:
     return load_result(attempt.result, serializer_for(message.content_type))
 
 
+_SIGNALS: dict[Ending | None, Signal] = {
+    Ending.COMPLETED: signals.job_completed,
+    Ending.RETRIED: signals.job_retried,
+    Ending.CANCELLED: signals.job_cancelled,
+    Ending.DEAD: signals.job_failed,
+}
+_LISTENED = (*_SIGNALS.values(), signals.job_stalled, signals.message_dead_lettered)
+
+
 def send_signals(attempts: Sequence[Attempt]) -> None:
     """Send the signals of durable attempts."""
-    if not any(signal.receivers for signal in _SIGNALS):
+    if not any(signal.receivers for signal in _LISTENED):
         return
     for attempt in attempts:
-        delivery, message = attempt.delivery, attempt.delivery.message
+        delivery, message, ending = attempt.delivery, attempt.delivery.message, attempt.ending
+        handler, number = message.type if message else "", {"attempt": attempt.number}
         facts: dict[str, Any] = {
             "job_id": (message.job_id or message.id) if message else None,
             "unique_id": attempt.row.unique_id if attempt.row else None,
             "queue": delivery.queue.name,
-            "handler": message.type if message else "",
+            "handler": handler,
         }
-        sender = facts["handler"]
-        if attempt.delivery.deliveries > 1:
-            signals.job_stalled.send_robust(sender=sender, attempt=attempt.number, **facts)
-        if attempt.ending is Ending.COMPLETED:
-            signals.job_completed.send_robust(
-                sender=sender,
-                result=result_of(attempt),
-                attempt=attempt.number,
-                seconds=attempt.seconds,
-                **facts,
-            )
-        elif attempt.ending is Ending.RETRIED:
-            signals.job_retried.send_robust(
-                sender=sender,
-                error=attempt.error,
-                attempt=attempt.number,
-                retry_at=attempt.retry_at,
-                **facts,
-            )
-        elif attempt.ending is Ending.CANCELLED:
-            signals.job_cancelled.send_robust(sender=sender, **facts)
-        elif attempt.ending is Ending.DEAD:
-            signals.job_failed.send_robust(
-                sender=sender,
-                error=attempt.error,
-                attempt=attempt.number,
-                reason=str(attempt.reason),
-                **facts,
-            )
+        if delivery.deliveries > 1:
+            signals.job_stalled.send_robust(sender=handler, **number, **facts)
+        if ending is Ending.COMPLETED:
+            facts |= {**number, "result": result_of(attempt), "seconds": attempt.seconds}
+        elif ending is Ending.RETRIED:
+            facts |= {**number, "error": attempt.error, "retry_at": attempt.retry_at}
+        elif ending is Ending.DEAD:
+            facts |= {**number, "error": attempt.error, "reason": str(attempt.reason)}
+        if ending in _SIGNALS:
+            _SIGNALS[ending].send_robust(sender=handler, **facts)
+        if ending is Ending.DEAD:
             signals.message_dead_lettered.send_robust(
-                sender=sender,
+                sender=handler,
                 dead_letter_id=attempt.dead_letter_id or None,
                 queue=facts["queue"],
-                handler=facts["handler"],
-                reason=str(attempt.reason),
+                handler=handler,
+                reason=facts["reason"],
                 error=attempt.error,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from uuid import UUID
@@ -13,7 +14,7 @@ from django.db import OperationalError, connections
 
 from kjo_django.conf import QueueConf
 from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim
-from kjo_django.engine.handler.connections import is_unusable
+from kjo_django.engine.handler.connections import is_pristine
 from kjo_django.exceptions import CoordinationError
 from kjo_django.runtime import Runtime
 
@@ -68,7 +69,9 @@ class LeaseBook:
         self.token = token
         self.ttl = ttl or runtime.settings.processing_ttl
         self.alive_ttl = alive_ttl or 3 * runtime.settings.heartbeat_interval
-        self._held: dict[str, timedelta] = {}
+        self._held: dict[str, tuple[timedelta, int]] = {}
+        """How long each lease lasts, and how many deliveries of a group have it: messages of one
+        item share a lease."""
         self._rows: set[UUID] = set()
         self._lock = threading.Lock()
         self._warn_at = 0.0
@@ -113,7 +116,7 @@ class LeaseBook:
                 each = zip(names, claims, strict=True)
                 acquired = [name for name, claim in each if claim.acquired]
         with self._lock:
-            self._held.update(dict.fromkeys(acquired, ttl))
+            self._held.update((name, (ttl, count)) for name, count in Counter(acquired).items())
             if self._unreleased:
                 self._unreleased.difference_update(self._held)
         return claims
@@ -184,17 +187,27 @@ class LeaseBook:
     def release(
         self, names: list[str], *, count_delivery: bool = False, undo_claim: bool = False
     ) -> None:
-        """Give the leases back; the outcomes are durable, or nothing was begun.
+        """Give back those of the leases that are held, now or when coordination answers again; the
+        outcomes are durable, or nothing was begun. A lease that was claimed for several deliveries
+        of a group is kept until the last of them is released.
 
         :param count_delivery: the attempt was begun and has no outcome: it counts as spent.
         :param undo_claim: nothing was begun, and what a dead worker began stays counted.
         """
-        if names and self._breaker.is_open():
-            self._release_later(names)
-            return
-        self.forget(names)
-        if names:
-            self._release_now(names, count_delivery=count_delivery, undo_claim=undo_claim)
+        with self._lock:
+            held = []
+            for name in names:
+                if name in self._held:
+                    ttl, count = self._held.pop(name)
+                    if count > 1:
+                        self._held[name] = (ttl, count - 1)
+                    else:
+                        held.append(name)
+            if held and self._breaker.is_open():
+                self._unreleased.update(held[: MAX_UNRELEASED - len(self._unreleased)])
+                return
+        if held:
+            self._release_now(held, count_delivery=count_delivery, undo_claim=undo_claim)
 
     def release_within(self, using: str, names: list[str]) -> bool:
         """Give the leases back with the transaction of ``using`` that makes the outcomes durable,
@@ -211,7 +224,7 @@ class LeaseBook:
             if names:
                 self._coordination.release(names, self.token)
         except CoordinationError as error:
-            if is_unusable(connections[using]):
+            if not is_pristine(connections[using]):
                 raise OperationalError(f"Leases cannot be released: {error}") from error
             self._not_released(names, began, error)
         return True
@@ -234,20 +247,6 @@ class LeaseBook:
         self._warn("Leases not released yet, or they expire by themselves", error)
         with self._lock:
             self._unreleased.update(names[: MAX_UNRELEASED - len(self._unreleased)])
-
-    def _release_later(self, names: Collection[str]) -> None:
-        """Forget leases that cannot be given back now, and give them back when that can be; those
-        that were never claimed are nobody's."""
-        with self._lock:
-            held = [name for name in names if self._held.pop(name, None) is not None]
-            self._unreleased.update(held[: MAX_UNRELEASED - len(self._unreleased)])
-
-    def _release_late(self) -> None:
-        """Give back what could not be given back before, now that coordination answers."""
-        with self._lock:
-            names, self._unreleased = list(self._unreleased), set()
-        for start in range(0, len(names), RELEASED_AT_ONCE):
-            self._release_now(names[start : start + RELEASED_AT_ONCE])
 
     def forget(self, names: Iterable[str]) -> None:
         """Renew these leases no longer: they have been given back."""
@@ -290,8 +289,10 @@ class LeaseBook:
             return
         if self._breaker.record_success():
             logger.info("Coordination answers again, leases are taken again")
-        if self._unreleased:
-            self._release_late()
+        with self._lock:
+            late, self._unreleased = list(self._unreleased), set()
+        for start in range(0, len(late), RELEASED_AT_ONCE):
+            self._release_now(late[start : start + RELEASED_AT_ONCE])
 
     def release_all(self) -> None:
         """Let others take over at once whatever is still held."""
@@ -305,12 +306,12 @@ class LeaseBook:
         """Extend what coordination holds; see ``renew_rows`` for the rest."""
         with self._lock:
             held = dict(self._held)
-        if held and self._breaker.is_open():
-            held = {}
+        if not held or self._breaker.is_open():
+            return
         began = self._clock.monotonic()
         try:
-            for ttl in set(held.values()):
-                names = [name for name, lasts in held.items() if lasts == ttl]
+            for ttl in {ttl for ttl, _ in held.values()}:
+                names = [name for name, (lasts, _) in held.items() if lasts == ttl]
                 self._coordination.renew(names, self.token, ttl)
                 self._breaker.record_success()
         except CoordinationError as error:

@@ -7,11 +7,9 @@ a long job never costs the worker its membership of the group.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
 
 from kjo_django import registry
 from kjo_django.conf import QueueConf
@@ -42,7 +40,8 @@ FIRST_RESTART, LAST_RESTART = 1.0, 30.0
 """Seconds before a poller starts over after a failure, and the most this grows to by doubling. It
 never gives up. Connections to brokers are librdkafka's, by its ``reconnect.backoff.*``."""
 CHUNKS = 8
-"""Polls that fill the room at least."""
+"""Polls that fill the room of a worker at least. A key holds no more than one of them brings, when
+that can be helped."""
 
 
 class Poller:
@@ -74,7 +73,7 @@ class Poller:
         self.group = group
         self._scheduler = scheduler
         self._max_outstanding = max_outstanding
-        self._flow = FlowControl(max_outstanding, is_alone=is_alone)
+        self._is_alone = is_alone
         self._on_error = on_error
         self._on_skipped = on_skipped
         self._queue_of = {queue.topic: queue for queue in reversed(queues)}
@@ -89,8 +88,6 @@ class Poller:
         self._paused_queues: frozenset[str] = frozenset()
         self._paused: set[TopicPartition] = set()
         self._skipped_keys: set[TopicKey] = set()
-        self._resume_at: dict[TopicPartition, float] = {}
-        self._lock = threading.Lock()
         self._subscribed_at = 0.0
         self._retry_at = 0.0
         self._retry_delay = FIRST_RESTART
@@ -132,17 +129,6 @@ class Poller:
         """Fetch nothing of these queues, and of all others again."""
         self._paused_queues = queues
 
-    def pause_for(self, partition: TopicPartition, seconds: float) -> None:
-        """Fetch nothing of one partition for a while: what its messages need is down."""
-        with self._lock:
-            self._resume_at[partition] = self._clock.monotonic() + seconds
-
-    def paused_partitions(self) -> dict[TopicPartition, float]:
-        """Return the partitions that are paused by an outage, with the seconds this lasts."""
-        now = self._clock.monotonic()
-        with self._lock:
-            return {tp: due - now for tp, due in self._resume_at.items() if due > now}
-
     # --- Its own thread ---------------------------------------------------------------------------
 
     def step(self) -> float:
@@ -153,16 +139,16 @@ class Poller:
             return pause
         try:
             subscription = self._subscription or self._subscribe()
-            plan = self._pause_and_plan(subscription)
+            max_records, full = self._pause_and_plan(subscription)
             if self.is_quiet and subscription.supports_release and self._scheduler.waiting:
                 waiting = self._scheduler.discard(subscription.assignment(), subscription)
                 subscription.release([delivery.record for delivery in waiting])
-            if self._is_draining or self.is_quiet or plan.max_records <= 0:
+            if self._is_draining or self.is_quiet or max_records <= 0:
                 subscription.poll(0, 0.0)
                 return FULL_WAIT
             # One that is full may have room again before another one brings anything.
-            timeout = FULL_POLL_TIMEOUT if plan.full else POLL_TIMEOUT
-            records = subscription.poll(plan.max_records, timeout)
+            timeout = FULL_POLL_TIMEOUT if full else POLL_TIMEOUT
+            records = subscription.poll(max_records, timeout)
             outage = subscription.last_error
             if outage is not None or self._has_error:
                 self._has_error = outage is not None
@@ -271,27 +257,27 @@ class Poller:
 
     # --- Pauses -----------------------------------------------------------------------------------
 
-    def _pause_and_plan(self, subscription: Subscription) -> FetchPlan:
+    def _pause_and_plan(self, subscription: Subscription) -> tuple[int, frozenset[TopicPartition]]:
         """Pause what is not to be read now, and resume the rest; return what the next poll may
-        fetch."""
+        fetch, as ``plan_fetch`` does."""
         assigned = subscription.assignment()
         topics = {q.topic for q in self._queues.values() if q.name in self._paused_queues}
-        now = self._clock.monotonic()
-        with self._lock:
-            self._resume_at = {tp: due for tp, due in self._resume_at.items() if due > now}
-            unwanted = {tp for tp in assigned if tp.topic in topics or tp in self._resume_at}
-        load = self._scheduler.load_of(subscription)
-        plan = self._flow.plan(
+        paused = self._scheduler.paused_partitions()
+        unwanted = {tp for tp in assigned if tp.topic in topics or tp in paused}
+        held, occupied = self._scheduler.load_of(subscription)
+        max_records, full = plan_fetch(
+            self._max_outstanding,
             [each for each in assigned if each not in unwanted],
-            load.held,
-            self._max_outstanding - load.occupied,
-            subscription.uncommitted(),
-            self._paused,
+            held,
+            self._max_outstanding - occupied,
+            uncommitted=subscription.uncommitted(),
+            paused=self._paused,
+            is_alone=self._is_alone,
         )
-        if plan.full and not plan.max_records:
+        if full and not max_records:
             # Nothing is read anyway, and a log's client would throw away what it has fetched.
-            return plan
-        wanted = unwanted | plan.full
+            return max_records, full
+        wanted = unwanted | full
         if to_pause := wanted - self._paused:
             subscription.pause(sorted(to_pause))
         # Also of partitions that somebody else has now: the subscription remembers a pause across
@@ -300,26 +286,27 @@ class Poller:
             subscription.resume(sorted(to_resume))
         self._paused = wanted
         # Read past keys of which much waits here already, where the transport can.
-        chunk, keys = self._flow.chunk, set[TopicKey]()
-        if sum(load.held.values()) >= chunk:
-            keys = self._scheduler.keys_waiting(subscription, chunk)
+        much, keys = max(1, self._max_outstanding // CHUNKS), set[TopicKey]()
+        if sum(held.values()) >= much:
+            keys = self._scheduler.keys_waiting(subscription, much)
         if keys != self._skipped_keys:
             subscription.skip_keys(keys)
             self._skipped_keys = keys
-        return plan
+        return max_records, full
 
 
-class FetchPlan(NamedTuple):
-    """What the next poll may fetch."""
-
-    max_records: int
-    """0: nothing; no partition has room."""
-    full: frozenset[TopicPartition]
-    """Partitions to fetch nothing from until they hold less."""
-
-
-class FlowControl:
-    """The limits of one poller: how many records it may fetch, and of which partitions. Pure.
+def plan_fetch(
+    most: int,
+    assigned: Sequence[TopicPartition],
+    held: Mapping[TopicPartition, int],
+    free: int,
+    *,
+    uncommitted: Mapping[TopicPartition, int],
+    paused: Collection[TopicPartition],
+    is_alone: bool,
+) -> tuple[int, frozenset[TopicPartition]]:
+    """Return how many records the next poll may fetch, 0 where no partition has room, and the
+    partitions that are full: nothing is fetched of them until they hold less.
 
     A worker holds ``MAX_OUTSTANDING`` records at most, and all its queues share that room. A
     backlog of slow jobs would fill it and keep every other queue waiting, so:
@@ -332,58 +319,40 @@ class FlowControl:
       unsettled one: so many are delivered again after a crash.
     - One poll fetches at most an eighth of the room, so that these limits are looked at in time.
 
-    :param max_outstanding: records its worker holds at most.
-    :param is_alone: whether its worker reads one topic only: that one needs to leave nothing free.
+    :param most: records the worker holds at most.
+    :param assigned: the partitions to choose from.
+    :param held: records of each partition that wait or run in this worker.
+    :param free: records the worker has room for, whatever their topic.
+    :param uncommitted: records of each partition that a crash would deliver again.
+    :param paused: partitions that were full: they have room again when they hold much less, not
+        with every record that ends.
+    :param is_alone: whether the worker reads one topic only: that one needs to leave nothing free.
     """
-
-    def __init__(self, max_outstanding: int, *, is_alone: bool) -> None:
-        self._most = max_outstanding
-        self._is_alone = is_alone
-        self.chunk = max(1, max_outstanding // CHUNKS)
-        """Records one poll fetches at most; a key holds at most as many when that can be helped."""
-
-    def plan(
-        self,
-        assigned: Sequence[TopicPartition],
-        held: Mapping[TopicPartition, int],
-        free: int,
-        uncommitted: Mapping[TopicPartition, int],
-        paused: Collection[TopicPartition],
-    ) -> FetchPlan:
-        """Return what to fetch next.
-
-        :param assigned: the partitions to choose from.
-        :param held: records of each partition that wait or run in this worker.
-        :param free: records the worker has room for, whatever their topic.
-        :param uncommitted: records of each partition a crash would deliver again.
-        :param paused: partitions that were full: they have room again when they hold much less, not
-            with every record that ends.
-        """
-        if not assigned:
-            # Its partitions are yet to come, within the poll.
-            return FetchPlan(max(0, min(free, self.chunk)), frozenset())
-        most, is_alone = self._most, self._is_alone
-        in_topic: Counter[str] = Counter()
-        for partition, count in held.items():
-            in_topic[partition.topic] += count
-        partitions = Counter(each.topic for each in assigned)
-        full: set[TopicPartition] = set()
-        room = 0
-        for each in assigned:
-            was_full, topic_held = each in paused, in_topic[each.topic]
-            if is_alone:
-                is_full = free <= 0
-            else:
-                is_full = topic_held >= max(1, free // 4 if was_full else free)
-            if partitions[each.topic] > 1:
-                limit = max(CHUNKS, most // (2 if is_alone else 4))
-                is_full |= held.get(each, 0) >= (limit // 2 if was_full else limit)
-            unsettled = uncommitted.get(each, 0)
-            is_full |= unsettled > (most // 2 if was_full else most - self.chunk)
-            if is_full:
-                full.add(each)
-                continue
-            # Half of the difference makes what it holds and what is free equal.
-            own = free if is_alone else max(1, (free - topic_held) // 2)
-            room = max(room, min(most - unsettled, own))
-        return FetchPlan(max(0, min(room, self.chunk)), frozenset(full))
+    chunk = max(1, most // CHUNKS)
+    if not assigned:
+        # Its partitions are yet to come, within the poll.
+        return max(0, min(free, chunk)), frozenset()
+    in_topic: Counter[str] = Counter()
+    for partition, count in held.items():
+        in_topic[partition.topic] += count
+    partitions = Counter(each.topic for each in assigned)
+    full: set[TopicPartition] = set()
+    room = 0
+    for each in assigned:
+        was_full, topic_held = each in paused, in_topic[each.topic]
+        if is_alone:
+            is_full = free <= 0
+        else:
+            is_full = topic_held >= max(1, free // 4 if was_full else free)
+        if partitions[each.topic] > 1:
+            limit = max(CHUNKS, most // (2 if is_alone else 4))
+            is_full |= held.get(each, 0) >= (limit // 2 if was_full else limit)
+        unsettled = uncommitted.get(each, 0)
+        is_full |= unsettled > (most // 2 if was_full else most - chunk)
+        if is_full:
+            full.add(each)
+            continue
+        # Half of the difference makes what it holds and what is free equal.
+        own = free if is_alone else max(1, (free - topic_held) // 2)
+        room = max(room, min(most - unsettled, own))
+    return max(0, min(room, chunk)), frozenset(full)

@@ -20,7 +20,7 @@ from django.utils import timezone
 
 from kjo_django import states
 from kjo_django.engine.admission import HeldBack
-from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.attempt import Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.connections import answers, drop_broken_connections, is_busy
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job, transition
@@ -91,12 +91,12 @@ def record_completions(runtime: Runtime, completed: Sequence[Attempt], token: st
             elif handler is not None and handler.judges_itself:
                 winners.append(attempt)
             else:
-                attempt.ending, attempt.reason = Ending.DUPLICATE, "lease lost"
+                attempt.ending, attempt.reason = Ending.DUPLICATE, Reason.LEASE_LOST
             attempt.is_marked = attempt.is_marked or attempt.key in fresh
         written = complete(store, winners, token)
         lost = [a for a in winners if a.row is not None and a.row.id not in written]
         for attempt in lost:
-            attempt.ending, attempt.reason = Ending.SKIPPED, "lease lost"
+            attempt.ending, attempt.reason = Ending.SKIPPED, Reason.LEASE_LOST
         store.delete_markers([attempt.key for attempt in lost if attempt.key in fresh])
         acknowledge_within(completed)
         recorded += [a for a in completed if a.ending is Ending.COMPLETED]

@@ -67,17 +67,6 @@ class QueueLimit(NamedTuple):
 NO_LIMIT = QueueLimit(1_000_000, 1_000_000)
 
 
-class Load(NamedTuple):
-    """What a worker holds, as a poller has to know it."""
-
-    held: dict[TopicPartition, int]
-    """How many of the poller's own deliveries wait and run, by partition."""
-    occupied: int
-    """Deliveries of all pollers that keep others from being fetched. Those of paused queues do so
-    only while they run: nothing more is fetched of such a queue, and what waits of it must not stop
-    the other queues."""
-
-
 ReadyName = tuple[str, bool, bool]
 """A list of keys that may start: their queue, whether coroutines come next, and whether orphans
 do. Coroutines that wait for their limit, and orphans that wait for one another, hold up nothing
@@ -124,7 +113,7 @@ class GroupScheduler:
         self._tickets = itertools.count()
         self._watched_until = math.inf
         """When the lane that waits for the first delayed key wakes up: one lane is enough."""
-        self._held_partitions: dict[TopicPartition, float] = {}
+        self._paused_until: dict[TopicPartition, float] = {}
         """Partitions of which nothing starts before a moment (monotonic)."""
         self._running: set[Delivery] = set()
         self._groups: Counter[str] = Counter()
@@ -228,7 +217,7 @@ class GroupScheduler:
     def _form_group(self, name: ReadyName) -> Group | None:
         """Take a group from a ready list; None if no key of the list may start now."""
         queue, ready = name[0], self._ready[name]
-        if self._held_partitions or not ready[0].waiting:
+        if self._paused_until or not ready[0].waiting:
             self._drop_unstartable(ready)
             if not ready:
                 return None
@@ -289,7 +278,7 @@ class GroupScheduler:
                 break
             ready.popleft()
             share -= 1
-            if self._held_partitions or (ready and not ready[0].waiting):
+            if self._paused_until or (ready and not ready[0].waiting):
                 self._drop_unstartable(ready)
         return taken
 
@@ -301,9 +290,9 @@ class GroupScheduler:
             if not key.waiting:  # discarded meanwhile
                 del self._keys[key.key]
             else:
-                until = self._held_partitions.get(key.waiting[0].place, 0.0)
+                until = self._paused_until.get(key.waiting[0].place, 0.0)
                 if until <= now:
-                    self._held_partitions.pop(key.waiting[0].place, None)
+                    self._paused_until.pop(key.waiting[0].place, None)
                     return
                 heapq.heappush(self._delayed, (until, next(self._tickets), key))
             ready.popleft()
@@ -424,10 +413,17 @@ class GroupScheduler:
             self._limits = limits
             self._startable.notify()
 
-    def hold(self, partition: TopicPartition, seconds: float) -> None:
-        """Start nothing of this partition for a while: what its messages need is down."""
+    def pause_partition(self, partition: TopicPartition, seconds: float) -> None:
+        """Fetch and start nothing of this partition for a while: what its messages need is down."""
         with self._startable:
-            self._held_partitions[partition] = self._clock.monotonic() + seconds
+            self._paused_until[partition] = self._clock.monotonic() + seconds
+
+    def paused_partitions(self) -> dict[TopicPartition, float]:
+        """Return the partitions that are paused, with the seconds this lasts."""
+        now = self._clock.monotonic()
+        with self._startable:
+            self._paused_until = {tp: end for tp, end in self._paused_until.items() if end > now}
+            return {tp: end - now for tp, end in self._paused_until.items()}
 
     def raise_lanes(self, count: int) -> int:
         """Expect at least so many threads to take groups; return how many more these are."""
@@ -445,8 +441,13 @@ class GroupScheduler:
 
     # --- What it holds ----------------------------------------------------------------------------
 
-    def load_of(self, subscription: Subscription) -> Load:
-        """Return what a poller has to know before it fetches more."""
+    def load_of(self, subscription: Subscription) -> tuple[dict[TopicPartition, int], int]:
+        """Return how many deliveries of a subscription wait and run, by partition; and how many of
+        all subscriptions keep others from being fetched.
+
+        Those of paused queues do so only while they run: nothing more is fetched of such a queue,
+        and what waits of it must not stop the other queues.
+        """
         with self._startable:
             self._held = +self._held  # without those that have come to nothing
             held = {tp: count for (own, tp), count in self._held.items() if own is subscription}
@@ -454,7 +455,7 @@ class GroupScheduler:
             if self._paused:
                 paused = (key for key in self._keys.values() if key.queue in self._paused)
                 occupied -= sum(len(key.waiting) for key in paused)
-            return Load(held, occupied)
+            return held, occupied
 
     def keys_waiting(self, subscription: Subscription, count: int) -> set[TopicKey]:
         """Return the keys of which at least so many of a subscription's deliveries wait."""

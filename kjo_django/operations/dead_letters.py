@@ -705,7 +705,7 @@ class Reprocessor:
             return SKIPPED
         self._leases.show_alive()
         self._ended.clear()
-        self._pipeline.run([delivery], delivery.mode)
+        self._pipeline.run([delivery])
         ending = self._ended[-1].ending if self._ended else None
         return (ending or Ending.DEFERRED).value
 

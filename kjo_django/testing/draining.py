@@ -20,11 +20,9 @@ from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Claim
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, delivery_of
 from kjo_django.engine.group import Pipeline, result_of, send_signals
-from kjo_django.engine.handler.call import call, make_context
-from kjo_django.engine.handler.context import JobContext
+from kjo_django.engine.handler.call import call_step
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.engine.runners.batch import Batch
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.enqueue.storing import EnqueueResult
@@ -156,20 +154,15 @@ def perform(job: JobDefinition | Queue, /, *payload: Any, attempt: int = 1, **fi
         raise delivery.problem
     if delivery.handler is None:
         raise MessageError("unknown_type", f"No handler is registered for {row.handler!r}")
-    known = JobRow.of(row)
     watch = TimeoutWatch()
+    one = Attempt(delivery, row=JobRow.of(row), number=attempt, limit=row.max_attempts)
     try:
-        one = Attempt(delivery, row=known, number=attempt, limit=row.max_attempts)
-        if delivery.batch is None:
-            result = call(delivery, make_context(JobContext, one), watch)
-        else:
-            (ran,) = Batch([one]).call(watch)
-            if ran.error is not None:
-                raise ran.error
-            result = ran.value
+        call_step(current_runtime(), watch, [one])
     finally:
         watch.stop()
-    return None if result is None else load_result(result, serializer_for(row.content_type))
+    if one.error is not None:
+        raise one.error
+    return None if one.result is None else load_result(one.result, serializer_for(row.content_type))
 
 
 # --- Details --------------------------------------------------------------------------------------
@@ -226,10 +219,10 @@ class _NoLeases(LeaseBook):
 class _Synchronous(Pipeline):
     """The pipeline, but what dies is not published: a test needs no broker."""
 
-    def _settle(self, attempts: Sequence[Attempt], keep: Collection[str] = ()) -> list[Delivery]:
+    def _settle(self, attempts: Sequence[Attempt]) -> list[Delivery]:
         for attempt in attempts:
             attempt.is_published = True
-        return super()._settle(attempts, keep)
+        return super()._settle(attempts)
 
 
 class _Runner:
@@ -248,7 +241,7 @@ class _Runner:
         self._ended.clear()
         deliveries = [_delivery_of(job) for job in jobs]
         with _callbacks_run(jobs_database()):
-            deferred = self._pipeline.run_once(deliveries, deliveries[0].mode)
+            deferred = self._pipeline.run_once(deliveries)
         send_signals(self._ended)
         for job, delivery in zip(jobs, deliveries, strict=True):
             if delivery in deferred:

@@ -94,7 +94,7 @@ class Lanes:
         started: set[Delivery] = set()
         self._runs[thread_id] = LaneRun(group, connections.all())
         try:
-            deferred = self._pipeline.run(group.deliveries, group.mode, started)
+            deferred = self._pipeline.run(group.deliveries, started)
         except RunAbandoned:
             return False
         except BaseException:

@@ -394,10 +394,7 @@ class Worker:
         seconds = attempt.pause_seconds or 0.0
         facts = facts_of(attempt.delivery, attempt.number)
         logger.warning("Pausing %s for %g s: %s", partition, seconds, attempt.error, extra=facts)
-        self.scheduler.hold(partition, seconds)
-        for poller in self.pollers:
-            if partition.topic in poller.topics:
-                poller.pause_for(partition, seconds)
+        self.scheduler.pause_partition(partition, seconds)
 
     def _apply_controls(self) -> None:
         controls = self.controls
@@ -458,9 +455,8 @@ class Worker:
             running.setdefault(delivery.place, []).append(
                 RunningJob(context.job_id, delivery.kind, now - timedelta(seconds=seconds))
             )
-        found = []
+        found, paused = [], self.scheduler.paused_partitions()
         for poller in self.pollers:
-            paused = poller.paused_partitions()
             for partition in poller.partitions:
                 rest = paused.get(partition)
                 found.append(

@@ -39,7 +39,7 @@ STAGES: Mapping[str, Sequence[str]] = {
         "PostgresStore.job_rows",
         "load_rows ",
     ),
-    "calling handlers": ("TransactionRunner._call", "LeasedRunner._call", "call "),
+    "calling handlers": ("LaneRunner._call",),
     "outcomes, one UPDATE a group": ("PostgresStore.complete ", "Store.complete "),
     "BEGIN and COMMIT": ("Atomic.__enter__", "Atomic.__exit__"),
     "acknowledging, releasing leases": ("LeaseBook.release", "Pipeline._settle"),

@@ -141,7 +141,7 @@ class Process:
             deferred: Sequence[Delivery] = group.deliveries
             flying: set[Delivery] = set()
             try:
-                deferred = worker._pipeline.run(group.deliveries, group.mode, flying)
+                deferred = worker._pipeline.run(group.deliveries, flying)
             except BaseException as error:
                 self._check()
                 if self.is_strict:

@@ -111,7 +111,7 @@ class Bench:
         deferred: list[Delivery] = []
         for group in groups:
             running: set[Delivery] = set()
-            left = self.pipeline.run(group, group[0].mode, running)
+            left = self.pipeline.run(group, running)
             with self._has_ended:
                 assert self._has_ended.wait_for(partial(running.issubset, self._ended), 60)
                 left += [delivery for delivery in self._deferred if delivery in running]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kjo_django import PermanentError, job, registry
 from kjo_django.engine.attempt import Attempt
+from kjo_django.engine.handler.call import in_steps
 from kjo_django.engine.handler.context import Abort
-from kjo_django.engine.runners.batch import in_steps
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.exceptions import JobCancelledError, RateLimitExceededError
 from kjo_django.models import DeadLetter, EventKey, Job, JobFailure, ProcessedEvent

@@ -275,7 +275,7 @@ def test_samples_go_to_the_innermost_stage_that_tells():
     lane = ("Worker._run_lane", "Pipeline.run")
     counted = by_stage(
         [
-            f"{frames('kjo-lane-0', *lane, 'TransactionRunner._call', 'LeaseBook.claim')} 3",
+            f"{frames('kjo-lane-0', *lane, 'LaneRunner._call', 'LeaseBook.claim')} 3",
             f"{frames('kjo-lane-1', *lane, 'Store.complete')};execute (psycopg/cursor.py:9) 2",
             f"{frames('kjo-lane-1', *lane, 'Store.completely')} 1",
             f"{frames('kjo-poll-x', 'Poller._run')} 4",

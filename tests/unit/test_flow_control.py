@@ -16,7 +16,7 @@ from django.db import connection
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.engine.poller import FetchPlan, FlowControl
+from kjo_django.engine.poller import plan_fetch
 from kjo_django.messages import headers as names
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_transport
@@ -253,46 +253,54 @@ def test_a_hot_key_leaves_room_for_others(configure, transport):
 A0, A1, B0 = TopicPartition("a", 0), TopicPartition("a", 1), TopicPartition("b", 0)
 
 
-def plan(control: FlowControl, held: dict, *, free: int, uncommitted=(), paused=()) -> FetchPlan:
-    return control.plan([A0, A1, B0], held, free, dict(uncommitted), paused)
+NO_PARTITIONS = frozenset[TopicPartition]()
 
 
-def test_the_only_topic_may_have_all_the_room():
-    control = FlowControl(800, is_alone=True)
-    assert control.plan([A0], {A0: 700}, 100, {}, ()) == (100, frozenset())
-    assert control.plan([A0], {A0: 800}, 0, {}, ()) == (0, {A0})
+def plan(held: dict, *, free: int, most: int = 800, uncommitted=(), paused=()):
+    """What may be fetched, and the full partitions, of a worker that reads two topics."""
+    return plan_fetch(
+        most,
+        [A0, A1, B0],
+        held,
+        free,
+        uncommitted=dict(uncommitted),
+        paused=paused,
+        is_alone=False,
+    )
+
+
+@pytest.mark.parametrize(("held", "planned"), [(700, (100, NO_PARTITIONS)), (800, (0, {A0}))])
+def test_the_only_topic_may_have_all_the_room(held, planned):
+    alone = {"uncommitted": {}, "paused": (), "is_alone": True}
+    assert plan_fetch(800, [A0], {A0: held}, 800 - held, **alone) == planned
 
 
 def test_a_topic_holds_no_more_than_it_leaves_free():
-    control = FlowControl(800, is_alone=False)
-    assert plan(control, {A0: 199, A1: 199}, free=402).full == set()
-    assert plan(control, {A0: 199, A1: 199}, free=398) == (100, {A0, A1})
+    assert plan({A0: 199, A1: 199}, free=402) == (100, NO_PARTITIONS)
+    assert plan({A0: 199, A1: 199}, free=398) == (100, {A0, A1})
 
 
 def test_a_full_topic_is_read_again_when_it_holds_much_less():
-    control = FlowControl(800, is_alone=False)
     paused = {A0, A1}
-    assert plan(control, {A0: 80, A1: 81}, free=639, paused=paused).full == {A0, A1}
-    assert plan(control, {A0: 79, A1: 79}, free=642, paused=paused).full == set()
+    assert plan({A0: 80, A1: 81}, free=639, paused=paused) == (100, {A0, A1})
+    assert plan({A0: 79, A1: 79}, free=642, paused=paused) == (100, NO_PARTITIONS)
 
 
 def test_one_partition_leaves_half_of_its_topics_room_to_the_others():
-    control = FlowControl(800, is_alone=False)
-    assert plan(control, {A0: 200}, free=600) == (100, {A0})
+    assert plan({A0: 200}, free=600) == (100, {A0})
 
 
 def test_a_poll_fetches_an_eighth_of_the_room_at_most():
-    assert plan(FlowControl(800, is_alone=False), {}, free=800).max_records == 100
-    assert plan(FlowControl(2, is_alone=False), {}, free=2).max_records == 1
+    assert plan({}, free=800)[0] == 100
+    assert plan({}, free=2, most=2)[0] == 1
 
 
 def test_however_little_room_there_is_a_topic_that_holds_nothing_is_read():
-    assert plan(FlowControl(4, is_alone=False), {A0: 4}, free=0) == (1, {A0, A1})
+    assert plan({A0: 4}, free=0, most=4) == (1, {A0, A1})
 
 
 def test_a_log_is_read_no_further_than_a_crash_may_repeat():
-    control = FlowControl(800, is_alone=False)
-    assert plan(control, {A0: 1}, free=799, uncommitted={A0: 700}).full == set()
-    assert plan(control, {A0: 1}, free=799, uncommitted={A0: 701}).full == {A0}
-    assert plan(control, {A0: 1}, free=799, uncommitted={A0: 401}, paused={A0}).full == {A0}
-    assert plan(control, {A0: 1}, free=799, uncommitted={A0: 400}, paused={A0}).full == set()
+    assert A0 not in plan({A0: 1}, free=799, uncommitted={A0: 700})[1]
+    assert A0 in plan({A0: 1}, free=799, uncommitted={A0: 701})[1]
+    assert A0 in plan({A0: 1}, free=799, uncommitted={A0: 401}, paused={A0})[1]
+    assert A0 not in plan({A0: 1}, free=799, uncommitted={A0: 400}, paused={A0})[1]

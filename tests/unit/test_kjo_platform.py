@@ -84,7 +84,7 @@ def test_a_pause_that_ends_while_somebody_else_has_the_partition():
     poller = Poller(current_runtime(), None, "group", [], lanes, max_outstanding=1)
     subscription, partition = Subscription(), TopicPartition("emails", 3)
     subscription.assigned = [partition]
-    poller.pause_for(partition, 0.05)
+    lanes.pause_partition(partition, 0.05)
     poller._pause_and_plan(subscription)
     assert subscription.paused == {partition}
     # Revoked; the pause ends; assigned again

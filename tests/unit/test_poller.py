@@ -307,7 +307,7 @@ def test_what_a_paused_queue_left_waiting_does_not_keep_others_from_being_fetche
 def test_a_resting_partition_rests_alone_and_comes_back_by_itself(polling, lanes):
     """KJO-76."""
     poller, asked = polling()
-    poller.pause_for(BOTH[0], 0.6)
+    lanes.pause_partition(BOTH[0], 0.6)
     poller.wake()
     eventually(lambda: ("pause", BOTH[:1]) in asked)
     publish(b"resting", partition=0)
@@ -320,11 +320,11 @@ def test_a_resting_partition_rests_alone_and_comes_back_by_itself(polling, lanes
 def test_a_rest_does_not_resume_a_queue_an_operator_paused(polling, lanes):
     poller, asked = polling()
     poller.set_paused(frozenset({"ledger"}))
-    poller.pause_for(BOTH[0], 0.05)
+    lanes.pause_partition(BOTH[0], 0.05)
     poller.wake()
     eventually(lambda: ("pause", BOTH) in asked)
     publish(b"1", partition=0)
-    eventually(lambda: not poller._resume_at)
+    eventually(lambda: not lanes.paused_partitions())
     before = len(asked)
     eventually(lambda: len(asked) > before + 2)
     assert lanes.waiting == 0
@@ -352,12 +352,11 @@ def test_it_tells_when_its_partitions_changed_last(make):
     eventually(lambda: first.rebalanced_at > shared)
 
 
-def test_it_tells_which_partitions_rest_and_for_how_long(make):
-    poller = make()
-    assert poller.paused_partitions() == {}
-    poller.pause_for(BOTH[0], 60)
-    poller.pause_for(BOTH[1], -1)
-    (rest,) = poller.paused_partitions().items()
+def test_it_tells_which_partitions_rest_and_for_how_long(lanes):
+    assert lanes.paused_partitions() == {}
+    lanes.pause_partition(BOTH[0], 60)
+    lanes.pause_partition(BOTH[1], -1)
+    (rest,) = lanes.paused_partitions().items()
     assert rest[0] == BOTH[0]
     assert 59 < rest[1] <= 60
 

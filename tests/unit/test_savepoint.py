@@ -221,7 +221,7 @@ def test_an_inner_failure_and_then_an_outer_one_undo_everything():
 def test_an_atomic_without_a_savepoint_that_fails_fails_the_handler():
     """Django marks the transaction unusable; the handler may not look away from that."""
     with group():
-        with pytest.raises(TransactionManagementError, match="were undone"), handler():
+        with pytest.raises(TransactionManagementError, match="was undone"), handler():
             Entry.objects.create(job="a")
             with pytest.raises(Failed), transaction.atomic(savepoint=False):
                 Entry.objects.create(job="b")

@@ -40,9 +40,9 @@ def groups(bench, monkeypatch):
     """How many ran together each time."""
     seen, run = [], bench.pipeline._run_claimed
 
-    def look(deliveries, mode, running):
+    def look(deliveries, running):
         seen.append(len(deliveries))
-        return run(deliveries, mode, running)
+        return run(deliveries, running)
 
     monkeypatch.setattr(bench.pipeline, "_run_claimed", look)
     return seen
@@ -257,8 +257,8 @@ def test_behind_one_that_is_deferred_nothing_of_its_key_begins(bench, monkeypatc
     left_by_the_dead([second])
     run = bench.pipeline._run_claimed
 
-    def defer_the_first(deliveries, mode, running):
-        return deliveries if first in deliveries else run(deliveries, mode, running)
+    def defer_the_first(deliveries, running):
+        return deliveries if first in deliveries else run(deliveries, running)
 
     # When: a lease in its row, say
     with monkeypatch.context() as patch:
@@ -277,7 +277,7 @@ def test_what_waits_behind_one_is_not_counted_with_it(bench, monkeypatch):
     class Killed(BaseException):
         pass
 
-    def kill(deliveries, mode, running):
+    def kill(deliveries, running):
         raise Killed
 
     as_job(lambda: None, "bench.pass").enqueue_many([{}] * 16)

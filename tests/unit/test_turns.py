@@ -189,7 +189,7 @@ def test_two_lanes_with_a_record_each_of_one_job_run_it_once(make_bench):
 
     def run_again() -> None:
         try:
-            late.extend(bench.pipeline.run([again], again.mode))
+            late.extend(bench.pipeline.run([again]))
         finally:
             connection.close()
 

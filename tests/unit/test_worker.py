@@ -336,10 +336,10 @@ def test_a_lane_survives_an_error_nobody_expected(monkeypatch, caplog):
 
     run, broken = Pipeline.run, iter([True])
 
-    def fail_once(self, deliveries, mode, started=None):
+    def fail_once(self, deliveries, started=None):
         if next(broken, False):
             raise ZeroDivisionError("a bug")
-        return run(self, deliveries, mode, started)
+        return run(self, deliveries, started)
 
     monkeypatch.setattr(Pipeline, "run", fail_once)
     write.enqueue(job="a")

@@ -1,10 +1,14 @@
-"""One call of one handler, behind its middleware: payload in, result or exception out.
+"""One call of one handler, behind its middleware; how it ended is noted in its attempt.
 
     log context → inherited headers → tracing → time limit → KJO["MIDDLEWARE"] → the handler
 
 A lane calls a chain of functions. An event loop calls a chain of coroutine functions. An ``async
 def`` handler in a transaction is called by a lane: it runs, with the middleware next to it that is
 asynchronous too, on an event loop of its own, whose database calls come back to the lane's thread.
+
+A batch handler (``@job(batch=…)``) is called once for several jobs, with every promise for each of
+them. What the call raises does not show which of them is to blame. So its writes are undone and
+each item runs again alone, in the same attempt: only the guilty one fails.
 """
 
 from __future__ import annotations
@@ -13,57 +17,48 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured, MiddlewareNotUsed
-from django.core.signals import setting_changed
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from kjo_django import tracing
-from kjo_django.conf import get_settings
-from kjo_django.engine.attempt import Attempt, Delivery, Mode
-from kjo_django.engine.handler.context import (
-    Abort,
-    BatchContext,
-    BatchItem,
-    JobContext,
-)
-from kjo_django.engine.handler.timeouts import ENDINGS as ENDINGS
-from kjo_django.engine.handler.timeouts import (
-    RunAbandoned,
-    RunningCall,
-    TimeoutWatch,
-    with_limit,
-)
-from kjo_django.exceptions import PayloadError, PermanentError
+from kjo_django.engine.attempt import UNWANTED, Attempt, Mode
+from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext, runs_of
+from kjo_django.engine.handler.timeouts import RunAbandoned, RunningCall, TimeoutWatch, with_limit
+from kjo_django.exceptions import JobCancelledError, PayloadError, PermanentError, text_of
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import inheritable, inheriting
 from kjo_django.messages.serializers import dump_result, load_value, serializer_for
 from kjo_django.registry import Handler, handlers
 from kjo_django.running_job import running
+from kjo_django.runtime import Runtime
 from kjo_django.tracing import Tracer
 
 Context = JobContext | BatchContext
 Call = Callable[[Any], Any]
 """Takes a context; returns the handler's result, or a coroutine that does."""
 Middleware = Callable[[Call], Call]
-C = TypeVar("C", bound=JobContext)
+_NOTHING = nullcontext()
 
 logger = logging.getLogger("kjo_django")
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether this is not the handler's: its thread was given up, or somebody pressed Ctrl-C
-    to end the command that runs the handler. Python raises that in the main thread; in any other
-    the handler raised it itself."""
+    """Return whether an exception is not the handler's: its thread was given up, or somebody
+    pressed Ctrl-C to end the command that runs the handler. Python raises that in the main thread;
+    in any other the handler raised it itself.
+
+    All else ends an attempt and not its lane: ``sys.exit()``, a cancelled task or a panic of a
+    library in Rust too.
+    """
     if isinstance(error, RunAbandoned):
         return True
     return (
@@ -72,181 +67,267 @@ def is_interrupt(error: BaseException) -> bool:
     )
 
 
+def call_isolated(call: Callable[[], object], what: str, facts: Mapping[str, Any]) -> None:
+    """Call a hook or a callback, and log what it raises.
+
+    :param what: what has failed then.
+    :param facts: for the log record.
+    """
+    try:
+        call()
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        # Also what would end the process.
+        logger.exception("%s", what, extra=facts)
+
+
 @contextmanager
 def leaving_no_blocks(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """End with this block the blocks of ``atomic()`` that handlers have entered within it and not
     left: the transaction around it would take itself for one of them, and never be committed.
 
     What their ``on_commit`` callbacks raise is logged from then on: the commit stands, and the
-    callbacks of others in the group come after it.
+    callbacks of others in the group come after it. Django's own robust callbacks fail when they log
+    one without a ``__qualname__``, such as a partial.
     """
     savepoints, blocks = len(connection.savepoint_ids), len(connection.atomic_blocks)
     try:
         yield
         callbacks: list[Any] = connection.run_on_commit
-        callbacks[:] = [(sids, partial(_call_isolated, call), False) for sids, call, _ in callbacks]
+        callbacks[:] = [
+            (
+                sids,
+                partial(call_isolated, call, f"An on_commit callback failed: {call!r}", {}),
+                False,
+            )
+            for sids, call, _ in callbacks
+        ]
     finally:
         del connection.savepoint_ids[savepoints:]
         del connection.atomic_blocks[blocks:]
 
 
-def _call_isolated(callback: Callable[[], Any]) -> None:
-    """Log what a callback raises. Django's own robust callbacks fail when they log one without a
-    ``__qualname__``, such as a partial."""
-    try:
-        callback()
-    except ENDINGS as error:
-        if is_interrupt(error):
-            raise
-        # Also what would end the process.
-        logger.exception("An on_commit callback failed: %r", callback)
-
-
-@dataclass(slots=True)
-class CallResult:
-    """How one call of a handler ended."""
-
-    started_at: datetime
-    seconds: float
-    value: bytes | None = None
-    """The wrapped result; None when the handler returned None."""
-    error: BaseException | None = None
-    abort_reason: Abort | None = None
-    """Why the run was asked to end early, if it was."""
-    result_ttl: int | None = None
-    """Milliseconds its outcome is kept, where the run changed that."""
-
-
 # --- The call -------------------------------------------------------------------------------------
 
 
-def make_context(kind: type[C], attempt: Attempt) -> C:
-    """Return the context of a run, as an object of this class."""
-    delivery, row = attempt.delivery, attempt.row
-    message, handler = delivery.message, delivery.handler
-    assert message is not None
-    assert handler is not None
-    headers = delivery.record.headers
-    # Reading headers takes its time, and mostly nobody is going to see them.
-    is_seen = handler.options.takes_context or kind is not JobContext or project_middleware()
-    unique_id = row.unique_id if row is not None else None
-    if original := headers.get(names.UNIQUE_ID):
-        # It replays the dead letter of another job, which was enqueued under this id.
-        unique_id = original.decode("utf-8", "replace")
-    limit = handler.options.timeout or delivery.queue.timeout
-    return kind(  # by place: made for every job, and by name takes half as long again
-        message.job_id or message.id,
-        attempt.number,
-        attempt.limit,
-        message.id,
-        delivery.queue.name,
-        names.texts(headers) if is_seen else {},
-        row.created_at if row is not None else message.timestamp,
-        unique_id,
-        message.generation,
-        None,
-        delivery.lease,
-        delivery.mode is Mode.ATOMIC,
-        None,
-        delivery,
-        limit.total_seconds() if limit is not None else None,
-    )
+def in_steps(attempts: Sequence[Attempt]) -> Sequence[Sequence[Attempt]]:
+    """Arrange a group: each step is one call, of one handler or of a batch handler's several.
 
-
-def call(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> bytes | None:
-    """Call the handler from this thread and return its wrapped result.
-
-    An ``async def`` handler runs on an event loop whose database calls come back to this thread,
-    so they are part of its transaction.
-
-    :raises MessageError: the payload cannot be decoded.
-    :raises PermanentError: the handler does not take it, or its result cannot be stored.
+    A batch has at most one item of a key, and of two records of one message at most one: the later
+    one's step comes later.
     """
-    message, handler = delivery.message, delivery.handler
-    assert message is not None
-    assert handler is not None
-    context.payload = load_value(message.payload, message.content_type)
-    value = chain(handler, watch, tracing.tracer, False)(context)
-    return None if value is None else wrapped(delivery, value)
+    if not any(attempt.delivery.batch for attempt in attempts):
+        return [[attempt] for attempt in attempts]
+    steps: list[list[Attempt]] = []
+    last: dict[object, int] = {}
+    open_steps: dict[object, list[int]] = {}
+    for attempt in attempts:
+        delivery = attempt.delivery
+        order = (delivery.shard, attempt.key)
+        earliest = 1 + max((last.get(one, -1) for one in order), default=-1)
+        limit = delivery.batch or 1
+        mine = open_steps.setdefault(delivery.handler, []) if delivery.batch else []
+        at = bisect_left(mine, earliest)
+        if at < len(mine):
+            number = mine[at]
+            steps[number].append(attempt)
+        else:
+            number = len(steps)
+            steps.append([attempt])
+            mine.append(number)
+        if len(steps[number]) >= limit:
+            mine.remove(number)
+        last.update(dict.fromkeys(order, number))
+    return steps
 
 
-async def acall(delivery: Delivery, context: JobContext, watch: TimeoutWatch) -> CallResult:
-    """Call an asynchronous handler on the loop this is awaited on, outside any transaction."""
-    message, handler = delivery.message, delivery.handler
-    assert message is not None
-    assert handler is not None
-    result, start = CallResult(timezone.now(), 0.0), time.perf_counter()
-    try:
-        context.payload = load_value(message.payload, message.content_type)
-        value = await chain(handler, watch, tracing.tracer, True)(context)
-        result.value = wrapped(delivery, value)
-    except ENDINGS as error:
-        result.error, result.abort_reason = error, context.abort_reason
-    result.seconds, result.result_ttl = time.perf_counter() - start, context.result_ttl
-    return result
+def call_step(
+    runtime: Runtime,
+    watch: TimeoutWatch,
+    step: Sequence[Attempt],
+    around: AbstractContextManager[object] = _NOTHING,
+) -> BaseException | None:
+    """Make one call of a handler from this thread, and note in its attempts how it ended.
 
+    An ``async def`` handler runs on an event loop whose database calls come back to this thread, so
+    they are part of its transaction.
 
-def call_batch(items: Sequence[BatchItem], watch: TimeoutWatch, *, on_loop: bool = False) -> Any:
-    """Call a batch handler from this thread, and return what it returns.
-
-    :param on_loop: whether it is called by an event loop: then a coroutine is returned.
+    :param step: one attempt, or several of a batch handler's.
+    :param around: is entered for the call. What that raises fails the call.
+    :returns: what the call raised. The attempts that have no error then are to run again alone.
     """
-    first = items[0]
-    assert first.delivery is not None
-    assert first.delivery.handler is not None
-    context = BatchContext(items, first.time_limit)
-    return chain(first.delivery.handler, watch, tracing.tracer, on_loop)(context)
-
-
-def wrapped(delivery: Delivery, value: Any) -> bytes | None:
-    """Wrap and serialize a handler's result.
-
-    :raises PermanentError: it cannot be stored.
-    """
-    if value is None:
+    handler, context, contexts = _prepare(runtime, step)
+    if not contexts:
         return None
-    assert delivery.message is not None
-    assert delivery.handler is not None
-    # A result travels as its payload does: whoever reads the row knows how to read both.
-    payloads = serializer_for(delivery.message.content_type)
-    results = delivery.handler.options.result_serializer or payloads
+    clock, raised = time.perf_counter(), None
     try:
-        return dump_result(value, payloads, results)
-    except PayloadError as error:
-        raise PermanentError(f"The handler's result cannot be stored: {error}") from error
+        with around:
+            call = chain(handler, watch, tracing.tracer, False, runtime.settings.middleware)
+            _note_results(contexts, call(context))
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raised = error
+    _note_end(contexts, time.perf_counter() - clock, raised)
+    return raised
+
+
+async def acall_step(runtime: Runtime, watch: TimeoutWatch, step: Sequence[Attempt]) -> None:
+    """Make one call of an asynchronous handler on the loop this is awaited on, outside any
+    transaction, and note in its attempts how it ended. The items of a batch that raises are called
+    again one by one."""
+    handler, context, contexts = _prepare(runtime, step)
+    if not contexts:
+        return
+    clock, raised = time.perf_counter(), None
+    try:
+        call = chain(handler, watch, tracing.tracer, True, runtime.settings.middleware)
+        _note_results(contexts, await call(context))
+    except BaseException as error:
+        raised = error
+    _note_end(contexts, time.perf_counter() - clock, raised)
+    if raised is not None:
+        for attempt in step:
+            if attempt.error is None:
+                await acall_step(runtime, watch, [attempt])
+
+
+def _prepare(
+    runtime: Runtime, step: Sequence[Attempt]
+) -> tuple[Handler, Context, dict[Attempt, JobContext]]:
+    """Return the handler of a call, the call's context, and that of each attempt that is about to
+    run, with its payload. An attempt whose payload cannot be read has failed instead."""
+    handler, queue = step[0].delivery.handler, step[0].delivery.queue
+    assert handler is not None
+    kind: type[JobContext] = JobContext if handler.options.batch is None else BatchItem
+    # Reading headers takes its time, and mostly nobody is going to see them.
+    is_seen = kind is BatchItem or handler.options.takes_context or runtime.settings.middleware
+    limit = handler.options.timeout or queue.timeout
+    seconds = limit.total_seconds() if limit is not None else None
+    context: Any = None
+    contexts: dict[Attempt, JobContext] = {}
+    for attempt in step:
+        delivery, row, message = attempt.delivery, attempt.row, attempt.delivery.message
+        assert message is not None
+        headers = delivery.record.headers
+        unique_id = row.unique_id if row is not None else None
+        if original := headers.get(names.UNIQUE_ID):
+            # It replays the dead letter of another job, which was enqueued under this id.
+            unique_id = original.decode("utf-8", "replace")
+        attempt.started_at = timezone.now()
+        try:
+            payload = load_value(message.payload, message.content_type)
+            if kind is BatchItem:
+                ((payload,), _) = handler.arguments(payload)
+        except Exception as error:
+            attempt.error = error
+            continue
+        # By place: made for every job, and by name takes half as long again.
+        context = contexts[attempt] = kind(
+            message.job_id or message.id,
+            attempt.number,
+            attempt.limit,
+            message.id,
+            queue.name,
+            names.texts(headers) if is_seen else {},
+            row.created_at if row is not None else message.timestamp,
+            unique_id,
+            message.generation,
+            None,
+            delivery.lease,
+            delivery.mode is Mode.ATOMIC,
+            None,
+            delivery,
+            seconds,
+            payload,
+        )
+    if contexts and kind is BatchItem:
+        context = BatchContext(cast("list[BatchItem]", list(contexts.values())), seconds)
+    return handler, context, contexts
+
+
+def _note_results(contexts: Mapping[Attempt, JobContext], value: Any) -> None:
+    """Note in the attempts what their call has returned.
+
+    :raises PermanentError: a batch handler did not return one result for each item, or a result
+        cannot be stored.
+    """
+    handler, count = next(iter(contexts)).delivery.handler, len(contexts)
+    assert handler is not None
+    values: Sequence[Any] = [value]
+    if handler.options.batch is not None:
+        values = [None] * count if value is None else value
+        if not isinstance(values, list | tuple) or len(values) != count:
+            what = f"{len(value)}" if isinstance(value, list | tuple) else type(value).__name__
+            raise PermanentError(
+                f"The batch handler {handler.name} must return None or a list of one result "
+                f"for each of its {count} items, not {what}"
+            )
+    for (attempt, context), result in zip(contexts.items(), values, strict=True):
+        attempt.error = context.error if isinstance(context, BatchItem) else None
+        if result is None or attempt.error is not None:
+            continue
+        assert attempt.delivery.message is not None
+        # A result travels as its payload does: whoever reads the row knows how to read both.
+        payloads = serializer_for(attempt.delivery.message.content_type)
+        results = handler.options.result_serializer or payloads
+        try:
+            attempt.result = dump_result(result, payloads, results)
+        except PayloadError as error:
+            raise PermanentError(f"The handler's result cannot be stored: {error}") from error
+
+
+def _note_end(
+    contexts: Mapping[Attempt, JobContext], seconds: float, raised: BaseException | None
+) -> None:
+    """Note in the attempts how long their call took, and who has failed if it raised: the only item
+    of a batch, or those that were asked to end."""
+    for attempt, context in contexts.items():
+        attempt.seconds, attempt.result_ttl = seconds / len(contexts), context.result_ttl
+        attempt.abort_reason = context.abort_reason
+        if raised is None:
+            continue
+        attempt.result = attempt.error = None
+        if len(contexts) == 1 or (
+            context.abort_reason in UNWANTED and isinstance(raised, JobCancelledError)
+        ):
+            attempt.error = raised
+        elif context.abort_reason in UNWANTED:
+            # Another's error, maybe: asked to end, it has.
+            why = f"{type(raised).__name__}: {text_of(raised)}"
+            why = f"The batch of job {context.job_id} was aborted: {why}"
+            attempt.error = JobCancelledError(why)
+    if raised is not None and len(contexts) > 1:
+        first = next(iter(contexts.values()))
+        logger.warning(
+            "A batch of %d of %s failed, its items run again one by one: %s: %s",
+            len(contexts),
+            first.handler,
+            type(raised).__name__,
+            text_of(raised),
+            extra={"handler": first.handler, "queue": first.queue},
+        )
 
 
 # --- The chain ------------------------------------------------------------------------------------
 
 
-@functools.cache
-def project_middleware() -> tuple[tuple[str, Middleware], ...]:
-    """Return what ``KJO["MIDDLEWARE"]`` names, with its path, outermost first.
-
-    :raises ImproperlyConfigured: a path leads to nothing that can be called.
-    """
-    found = []
-    for path in get_settings().middleware:
-        try:
-            middleware = import_string(path)
-        except ImportError as error:
-            raise ImproperlyConfigured(
-                f"KJO['MIDDLEWARE'] names {path!r}, which cannot be imported: {error}"
-            ) from error
-        if not callable(middleware):
-            raise ImproperlyConfigured(f"KJO['MIDDLEWARE'] names {path!r}, which is no function.")
-        found.append((path, middleware))
-    return tuple(found)
-
-
 @functools.lru_cache(maxsize=1024)
-def chain(handler: Handler, watch: TimeoutWatch, tracer: Tracer | None, on_loop: bool) -> Call:
+def chain(
+    handler: Handler,
+    watch: TimeoutWatch,
+    tracer: Tracer | None,
+    on_loop: bool,
+    paths: Sequence[str],
+) -> Call:
     """Return what calls a handler, behind all middleware; made once for each handler.
 
     :param on_loop: whether an event loop calls it, and not a lane.
+    :param paths: of the project's middleware.
     :raises ImproperlyConfigured: a middleware cannot stand around this handler.
     """
-    behind, interrupts = _behind_project_middleware(handler, on_loop), not handler.is_async
+    behind, interrupts = _behind_middleware(handler, on_loop, paths), not handler.is_async
 
     def run(context: Context) -> Any:
         call = RunningCall(watch, context, context.time_limit, interrupts=interrupts)
@@ -269,7 +350,7 @@ def _surroundings(context: Context, tracer: Tracer | None) -> Iterator[None]:
     """Let log records know the run, see ``contrib.logging``; let what is published during the run
     inherit headers of its message, of a batch those that all its messages have in common; and have
     the run traced."""
-    runs = context.items if isinstance(context, BatchContext) else (context,)
+    runs = runs_of(context)
     inherited = inheritable([run.delivery.record.headers for run in runs if run.delivery])
     span: AbstractContextManager[object] = nullcontext()
     if tracer is not None:
@@ -283,63 +364,77 @@ def _surroundings(context: Context, tracer: Tracer | None) -> Iterator[None]:
         running.reset(log_token)
 
 
-def _forget(*, setting: str, **kwargs: Any) -> None:
-    if setting == "KJO":
-        project_middleware.cache_clear()
-        chain.cache_clear()
-
-
-setting_changed.connect(_forget, dispatch_uid="kjo_django.engine.handler.call")
-
-
 # --- The project's middleware ---------------------------------------------------------------------
 
 
-def refusals() -> Iterator[str]:
-    """Yield why the middleware of the project cannot stand around a handler of the project's, for
-    the system checks.
+def import_middleware(paths: Sequence[str]) -> list[tuple[str, Middleware]]:
+    """Return what ``KJO["MIDDLEWARE"]`` names, with its path, innermost first.
 
     :raises ImproperlyConfigured: a path leads to nothing that can be called.
     """
-    names = project_middleware()
-    for handler in handlers():
-        is_async, on_loop = handler.is_async, handler.is_async and not handler.options.atomic
-        for path, middleware in reversed(names):
-            if refused := _refusal(handler, path, middleware, is_async, on_loop):
-                yield refused
-                break
-            is_async = is_async and getattr(middleware, "async_capable", False)
+    found: list[tuple[str, Middleware]] = []
+    for path in reversed(paths):
+        try:
+            middleware = import_string(path)
+        except ImportError as error:
+            raise ImproperlyConfigured(
+                f"KJO['MIDDLEWARE'] names {path!r}, which cannot be imported: {error}"
+            ) from error
+        if not callable(middleware):
+            raise ImproperlyConfigured(f"KJO['MIDDLEWARE'] names {path!r}, which is no function.")
+        found.append((path, middleware))
+    return found
 
 
-def _refusal(
-    handler: Handler, path: str, middleware: Middleware, is_async: bool, on_loop: bool
-) -> str:
-    """Return why a middleware cannot stand around what is, or is not, asynchronous; "" if it can.
+def refusals(paths: Sequence[str]) -> Iterator[str]:
+    """Yield why middleware cannot stand around a handler of the project's, for the system checks.
 
-    Both could be made to fit by threads, at a price nobody would find: coroutines that run one at a
-    time, or a time limit that cannot interrupt.
+    :param paths: of the project's middleware.
+    :raises ImproperlyConfigured: a path leads to nothing that can be called.
     """
-    if on_loop and not getattr(middleware, "async_capable", False):
-        return (
-            f"KJO['MIDDLEWARE'] names {path!r}, which is not asynchronous, and the job "
-            f"{handler.name!r} is an async function outside a transaction: all its coroutines run "
-            "on one event loop, which this middleware would block."
-        )
-    if not is_async and not getattr(middleware, "sync_capable", True):
-        return (
-            f"KJO['MIDDLEWARE'] names {path!r}, which is only asynchronous, and what it surrounds "
-            f"in the job {handler.name!r} is not."
-        )
-    return ""
+    named = import_middleware(paths)
+    for handler in handlers():
+        try:
+            _fit(handler, handler.is_async and not handler.options.atomic, named)
+        except ImproperlyConfigured as error:
+            yield str(error)
 
 
-def _behind_project_middleware(handler: Handler, on_loop: bool) -> Call:
+def _fit(
+    handler: Handler, on_loop: bool, named: Sequence[tuple[str, Middleware]]
+) -> list[tuple[str, Middleware, bool]]:
+    """Return the middleware of a handler, innermost first, and whether each surrounds, as a
+    coroutine function, what is one.
+
+    What cannot stand around a handler could be made to fit by threads, at a price nobody would
+    find: coroutines that run one at a time, or a time limit that cannot interrupt.
+
+    :raises ImproperlyConfigured: one cannot stand around this handler.
+    """
+    is_async, fitted = handler.is_async, []
+    for path, middleware in named:
+        is_capable = getattr(middleware, "async_capable", False)
+        if on_loop and not is_capable:
+            raise ImproperlyConfigured(
+                f"KJO['MIDDLEWARE'] names {path!r}, which is not asynchronous, and the job "
+                f"{handler.name!r} is an async function outside a transaction: all its coroutines "
+                "run on one event loop, which this middleware would block."
+            )
+        if not is_async and not getattr(middleware, "sync_capable", True):
+            raise ImproperlyConfigured(
+                f"KJO['MIDDLEWARE'] names {path!r}, which is only asynchronous, and what it "
+                f"surrounds in the job {handler.name!r} is not."
+            )
+        is_async = is_async and is_capable
+        fitted.append((path, middleware, is_async))
+    return fitted
+
+
+def _behind_middleware(handler: Handler, on_loop: bool, paths: Sequence[str]) -> Call:
     call, is_async = _invocation(handler), handler.is_async
-    names = project_middleware() if handler.runs_middleware else ()
-    for path, middleware in reversed(names):
-        if refused := _refusal(handler, path, middleware, is_async, on_loop):
-            raise ImproperlyConfigured(refused)
-        if is_async and not getattr(middleware, "async_capable", False):
+    named = import_middleware(paths if handler.runs_middleware else ())
+    for path, middleware, stays_async in _fit(handler, on_loop, named):
+        if is_async and not stays_async:
             call, is_async = _on_loop_of_its_own(call), False
         try:
             call = middleware(call)
@@ -375,7 +470,7 @@ def _on_loop_of_its_own(call: Call) -> Call:
         # What would end the event loop instead of the attempt is kept from it.
         try:
             return await with_limit(call(context), context, context.time_limit), None
-        except ENDINGS as error:
+        except BaseException as error:
             return None, error
 
     def run(context: Context) -> Any:

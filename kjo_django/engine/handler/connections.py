@@ -44,7 +44,7 @@ def freshen_connections(
         else:
             around = len(blocks) if outer is None else outer.get(connection.alias, 0)
         if _is_left_open(connection, around, is_own=is_own):
-            left = _left(connection)
+            left = not_pristine(connection)
             _abandon(connection, around)
         elif connection.connection is None or connection.in_atomic_block:
             continue
@@ -78,7 +78,7 @@ def _is_left_open(connection: BaseDatabaseWrapper, around: int, *, is_own: bool)
     # Django was torn from noting that it had begun one, or the handler did it by hand.
     if not is_own or not connection.autocommit:
         return False
-    return transaction_state(connection) in (OPEN, ABORTED)
+    return _transaction_state(connection) in (_OPEN, _UNUSABLE)
 
 
 def sever(connection: BaseDatabaseWrapper, *, terminates: bool = True) -> None:
@@ -107,24 +107,43 @@ def open_blocks() -> dict[str, int]:
 
 
 @contextmanager
-def keeping_transaction(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Refuse what breaks the transaction that a handler runs in: to close the connection, or to
-    enter blocks of ``atomic()`` and not leave them. These are forgotten: their savepoints go with
-    the handler's own.
+def pristine(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """Check after a call of a handler that it left its transaction as it found it.
 
-    :raises TransactionManagementError: the handler has done so.
+    :raises TransactionManagementError: it did not.
     """
-    blocks, met = len(connection.atomic_blocks), None
+    blocks = len(connection.atomic_blocks)
     try:
         yield
     except Error as error:
         if not connection.closed_in_transaction:
             raise
         # It says less than that the handler has closed the connection.
-        met = error
-    if connection.closed_in_transaction or len(connection.atomic_blocks) > blocks:
-        del connection.atomic_blocks[blocks:]
-        raise _left(connection) from met
+        raise not_pristine(connection) from error
+    if not is_pristine(connection, blocks):
+        raise not_pristine(connection)
+
+
+def is_pristine(connection: BaseDatabaseWrapper, blocks: int | None = None) -> bool:
+    """Return whether a transaction can go on. It cannot when its connection was closed, when an
+    error was caught that made it unusable, or when the database has undone it by itself, as SQLite
+    does when its disk is full: what is written then would be committed at once.
+
+    :param blocks: how many blocks of ``atomic()`` it began with; None: that is not checked.
+    """
+    if connection.needs_rollback or _transaction_state(connection) in (_UNUSABLE, _NONE):
+        return False
+    return blocks is None or len(connection.atomic_blocks) == blocks
+
+
+def not_pristine(connection: BaseDatabaseWrapper) -> TransactionManagementError:
+    """Return the error of a handler that did not leave a transaction as it found it."""
+    return TransactionManagementError(
+        f"The handler did not leave its transaction as it found it (database "
+        f"{connection.alias!r}); what it wrote there was undone. Leave every atomic() block, end "
+        "what you begin by hand, restore autocommit, do not close the connection within a "
+        "transaction, and catch database errors outside of an atomic() block around their cause."
+    )
 
 
 def may_be_left_open(connections: Iterable[BaseDatabaseWrapper]) -> bool:
@@ -134,14 +153,6 @@ def may_be_left_open(connections: Iterable[BaseDatabaseWrapper]) -> bool:
         or each.closed_in_transaction
         or (each.connection is not None and each.autocommit != each.settings_dict["AUTOCOMMIT"])
         for each in connections
-    )
-
-
-def _left(connection: BaseDatabaseWrapper) -> TransactionManagementError:
-    return TransactionManagementError(
-        f"The handler left a transaction open or closed the connection within one (database "
-        f"{connection.alias!r}); what it wrote there was undone. Leave every atomic() block, end "
-        "what you begin by hand, and restore autocommit."
     )
 
 
@@ -170,45 +181,25 @@ def drop_broken_connections() -> None:
             connection.close()
 
 
-def is_broken(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the connection can no longer carry its transaction."""
-    # closed_in_transaction: by the handler itself; SQLite's is_usable() would not tell.
-    if connection.connection is None or connection.closed_in_transaction:
-        return True
-    if connection.needs_rollback:  # its savepoint was not there any more
-        return True
-    if connection.in_atomic_block and transaction_state(connection) == IDLE:
-        return True
-    return bool(connection.errors_occurred and not connection.is_usable())
-
-
-def is_unusable(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether an error was swallowed after which nothing can be committed here."""
-    return connection.needs_rollback or transaction_state(connection) in (ABORTED, IDLE)
-
-
-OPEN, ABORTED, IDLE = "open", "aborted", "idle"
-
-
-def transaction_state(connection: BaseDatabaseWrapper) -> str | None:
-    """Return what the driver knows of the connection's transaction without asking the database.
-
-    ``OPEN``: there is one, or the next query begins it. ``ABORTED``: an error has made it unusable,
-    as on PostgreSQL. ``IDLE``: there is none, for nobody has begun one, or because the database
-    has undone it by itself, as SQLite does when its disk is full; whatever is written now is
-    committed at once. None: the driver does not know, or is neither psycopg 3 nor sqlite3.
-    """
-    raw: Any = connection.connection
-    if (server := getattr(raw, "pgconn", None)) is not None:
-        if server.transaction_status == _PQ_IN_ERROR:
-            return ABORTED
-        return IDLE if server.transaction_status == _PQ_IDLE and raw.autocommit else OPEN
-    is_open = getattr(raw, "in_transaction", None)
-    return None if is_open is None else OPEN if is_open else IDLE
-
-
-_PQ_IDLE, _PQ_IN_ERROR = 0, 3
+_OPEN, _UNUSABLE, _NONE = "open", "unusable", "none"
+_PQ_IDLE, _PQ_ACTIVE, _PQ_IN_TRANSACTION, _PQ_IN_ERROR = 0, 1, 2, 3
 """Of libpq's PGTransactionStatusType."""
+
+
+def _transaction_state(connection: BaseDatabaseWrapper) -> str | None:
+    """Return what the driver knows of the connection's transaction without asking the database:
+    whether there is one, or the next query begins it, and whether an error has made it unusable, as
+    on PostgreSQL. None: the driver does not know, or is neither psycopg 3 nor sqlite3."""
+    raw: Any = connection.connection
+    if (server := getattr(raw, "pgconn", None)) is None:
+        is_open = getattr(raw, "in_transaction", None)
+        return None if is_open is None else _OPEN if is_open else _NONE
+    if server.transaction_status == _PQ_IN_ERROR:
+        return _UNUSABLE
+    is_idle = server.transaction_status == _PQ_IDLE
+    if server.transaction_status in (_PQ_ACTIVE, _PQ_IN_TRANSACTION):
+        return _OPEN
+    return _OPEN if is_idle and not raw.autocommit else _NONE
 
 
 def answers(using: str) -> bool:

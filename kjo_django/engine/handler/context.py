@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,21 +10,12 @@ from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any
 
+from kjo_django.engine.attempt import Abort as Abort
 from kjo_django.engine.attempt import Delivery
 from kjo_django.exceptions import JobCancelledError, Retry
 from kjo_django.messages import headers as names
 
 _TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
-
-
-class Abort(enum.Enum):
-    """Why a run was asked to end early."""
-
-    CANCELLED = "it was cancelled"
-    """Somebody cancelled the job; however the handler fails from here on, it is not retried."""
-    SHUTDOWN = "the worker stops"
-    LOST = "another worker took it over"
-    TIMEOUT = "it exceeded its timeout"
 
 
 @dataclass(slots=True)
@@ -173,21 +163,12 @@ class BatchContext:
         self.items = items
         self.time_limit = time_limit
         """Seconds the call may take; None: no limit."""
-
-    @property
-    def handler(self) -> str:
+        self.handler = items[0].handler
         """The handler's name."""
-        return self.items[0].handler
-
-    @property
-    def queue(self) -> str:
+        self.queue = items[0].queue
         """The queue's name."""
-        return self.items[0].queue
-
-    @property
-    def payload(self) -> list[Any]:
+        self.payload = [item.payload for item in items]
         """The payloads of all items."""
-        return [item.payload for item in self.items]
 
     @cached_property
     def headers(self) -> Mapping[str, str]:

@@ -5,26 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
-from django.db import Error, transaction
+from django.db import Error
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from kjo_django.engine.handler.connections import ABORTED, transaction_state
+from kjo_django.engine.handler.connections import is_pristine, not_pristine
 from kjo_django.exceptions import JobTimeoutError
 from kjo_django.store import Store
 from kjo_django.store.postgres import pass_over, takes_several
 
-CAUGHT = (
-    "The handler caught a database error without an atomic() block around it; its writes were "
-    "undone."
-)
 # The server has one of ours at a time. Two names in turn: to go back to one that was never opened
 # must fail, and not find its predecessor. No more than two: psycopg, which keeps what it has found
 # out about a text, is to meet the same texts again.
 _NAMES = ("kjo_handler_a", "kjo_handler_b")
 _numbers = itertools.count(1)
+
 
 _Query = tuple[Callable[..., Any], Any, Any, bool, Any]
 """What a wrapper of queries is given: who executes it, text, parameters, whether many, context."""
@@ -42,8 +38,8 @@ class LazySavepoint:
     next query closes the last. (A query with a syntax error is refused before any of that is done.
     So it costs the group its transaction, and the handler fails when it runs alone.)
 
-    :raises TransactionManagementError: on leaving, when the handler swallowed an error that left
-        the transaction unusable; its writes are undone.
+    :raises TransactionManagementError: on leaving, when the handler did not leave the transaction
+        as it found it; its writes are undone.
     """
 
     def __init__(self, connection: BaseDatabaseWrapper, store: Store) -> None:
@@ -69,6 +65,7 @@ class LazySavepoint:
         self._sid = None
         self._opens = True
         self._depth = len(self._connection.savepoint_ids)
+        self._blocks = len(self._connection.atomic_blocks)
         self._callbacks = len(self._connection.run_on_commit)
         return self
 
@@ -110,7 +107,7 @@ class LazySavepoint:
             # not, going back fails, which costs the group its transaction.
             raise
         except Exception:
-            if self._sid is not None and transaction_state(self._connection) != ABORTED:
+            if self._sid is not None and is_pristine(self._connection):
                 # Refused before it was sent, by wrong parameters say.
                 self._connection.savepoint_ids.remove(self._sid)
                 self._sid, self._left_open, self._opens = None, left_open, True
@@ -122,37 +119,28 @@ class LazySavepoint:
             own.execute(opening)
         return execute(*query)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        connection, is_open = self._connection, self._sid is not None
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        connection = self._connection
         self._opens = False
         if error is not None:
             try:
                 self._undo()
             except Error:
                 pass  # the original error says why
-        elif connection.needs_rollback or (is_open and transaction_state(connection) == ABORTED):
+        elif not is_pristine(connection, self._blocks):
             self._undo()
-            raise transaction.TransactionManagementError(CAUGHT)
-        elif is_open:
-            self._keep()
-
-    def _keep(self) -> None:
-        connection, sid = self._connection, self._sid
-        if self._rides_along:
-            self._left_open = self._name
-        elif sid is not None:
+            raise not_pristine(connection)
+        elif self._sid is not None:
             try:
-                connection.savepoint_commit(sid)
+                if self._rides_along:
+                    self._left_open = self._name
+                else:
+                    connection.savepoint_commit(self._sid)
             except Exception:
                 self._undo()
                 raise
-        self._sid = None
-        del connection.savepoint_ids[self._depth :]
+            self._sid = None
+            del connection.savepoint_ids[self._depth :]
 
     def _undo(self) -> None:
         connection, sid = self._connection, self._sid

@@ -23,9 +23,6 @@ from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.handler.context import Abort, BatchContext, JobContext, runs_of
 from kjo_django.exceptions import HandlerTimeout, JobTimeoutError
 
-ENDINGS = BaseException
-"""What ends an attempt: ``sys.exit()``, a cancelled task or a panic of a library in Rust must not
-end the lane with it. All but ``is_interrupt``."""
 T = TypeVar("T")
 
 HUNG_AFTER = 10.0

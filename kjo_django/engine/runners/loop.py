@@ -24,18 +24,12 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
-from django.utils import timezone
 
-from kjo_django.engine import failures
 from kjo_django.engine.attempt import Attempt
-from kjo_django.engine.handler.call import CallResult
-from kjo_django.engine.handler.connections import (
-    freshen_connections,
-    may_be_left_open,
-)
+from kjo_django.engine.handler.call import acall_step, in_steps
+from kjo_django.engine.handler.connections import freshen_connections, may_be_left_open
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.recorder import EndedQueue, Recorder
-from kjo_django.engine.runners.batch import call_step, in_steps
 from kjo_django.runtime import Runtime
 
 logger = logging.getLogger("kjo_django")
@@ -105,7 +99,6 @@ class LoopRunner:
         self._recorder = recorder
         self._on_thread = on_thread
         self._waiting: deque[Sequence[Attempt]] = deque()
-        self._results: dict[Attempt, CallResult] = {}
         self.is_closed = False
         """Whether what has not ended is nobody's any more."""
         self._has_closed = threading.Event()
@@ -201,20 +194,20 @@ class LoopRunner:
     async def _run_step(self, step: Sequence[Attempt]) -> None:
         began, undone = time.monotonic(), len(self._undone)
         try:
-            results = await call_step(step, self._watch)
+            await acall_step(self._runtime, self._watch, step)
             if may_be_left_open(self._connections):
                 # In its turn: what another one is doing in a block of its own is left by then.
                 await sync_to_async(self._freshen)()
             if len(self._undone) > undone:
                 # Whoever did it, what this one has written may have been undone with it.
-                for result in results:
-                    result.error = result.error or self._undone[-1]
+                for attempt in step:
+                    attempt.error = attempt.error or self._undone[-1]
         except BaseException as error:
             # Even what is to end a process ends one attempt here: the loop is everybody's.
             if self.is_closed:
                 raise
-            results = [CallResult(timezone.now(), 0.0, error=error) for _ in step]
-        self._results.update(zip(step, results, strict=True))
+            for attempt in step:
+                attempt.error = error
         self._ended.put(began, step)
         self._recorder.watch(self._ended)
 
@@ -224,9 +217,3 @@ class LoopRunner:
         if left := freshen_connections(is_own=True):
             what = f"One of the coroutines that ran at the same time: {left}"
             self._undone.append(TransactionManagementError(what))
-
-    def judge(self, attempts: Sequence[Attempt]) -> None:
-        """Judge how coroutines have ended. Not on the loop: a back-off of somebody's own may take
-        its time."""
-        for attempt in attempts:
-            failures.judge(self._runtime, attempt, self._results.pop(attempt))

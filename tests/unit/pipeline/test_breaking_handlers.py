@@ -19,9 +19,7 @@ from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job, entries
 from tests.unit.pipeline.bench import both, settled
 
-LEFT = (
-    "The handler left a transaction open or closed the connection within one (database 'default')"
-)
+LEFT = "The handler did not leave its transaction as it found it (database 'default')"
 
 
 def close_connection(before: bool, after: bool):

@@ -69,9 +69,9 @@ def test_a_suspect_runs_alone_and_apart_from_its_group(bench):
     # Given
     ran, groups, run = [], [], bench.pipeline._run_claimed
 
-    def note(deliveries, mode, running):
+    def note(deliveries, running):
         groups.append(len(deliveries))
-        return run(deliveries, mode, running)
+        return run(deliveries, running)
 
     bench.pipeline._run_claimed = note
     job = as_job(lambda job: ran.append(job), "bench.note")

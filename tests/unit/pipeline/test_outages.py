@@ -100,7 +100,7 @@ def test_what_the_database_refuses_again_and_again_keeps_neither_its_lane_nor_ot
     monkeypatch.setattr(failures, "record_failures", refuse)
     monkeypatch.setattr(bench.stopping, "wait", wait)
     # When
-    deferred = bench.pipeline.run(deliveries, deliveries[0].mode)
+    deferred = bench.pipeline.run(deliveries)
     # Then: it comes up again; what ran in its group is recorded without it
     assert deferred == [deliveries[0]]
     attempts = {str(job.pk): job.attempts for job in Job.objects.all()}

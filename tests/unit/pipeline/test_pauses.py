@@ -179,5 +179,5 @@ def test_a_command_that_runs_a_job_itself_has_no_partition_to_rest(bench):
     pipeline = Pipeline(
         bench.leases, bench.watch, worker="command", listeners=[bench.outcomes.extend]
     )
-    assert pipeline.run_once(deliveries, deliveries[0].mode) == []
+    assert pipeline.run_once(deliveries) == []
     assert bench.results == [Ending.RETRIED]

@@ -1,0 +1,201 @@
+"""Running handlers on a lane's thread, one call after the other.
+
+Atomic handlers run in the transaction of their group, each behind a savepoint of its own where
+there are others.
+
+``atomic=False`` handlers run outside any transaction, under a lease in the job's row. The lease is
+durable, so of two workers one runs the job even when coordination has vanished. The ending is
+recorded with the marker in one transaction afterwards, and only by whoever still holds the lease: a
+worker that was frozen past it loses. The jobs of a group are admitted together, run one by one, and
+recorded together. What has run and is not recorded yet would run again after a crash, so it is
+recorded before another starts as soon as it has taken a small part of the groups' budget; of
+handlers that take longer than that, each is. Where one keeps its lane although those before it were
+quick, the recorder records these meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from django.db import connections
+from django.utils import timezone
+
+from kjo_django.engine import admission, failures
+from kjo_django.engine.attempt import UNWANTED, Attempt, Ending, Reason
+from kjo_django.engine.handler.call import call_step, in_steps
+from kjo_django.engine.handler.connections import (
+    freshen_connections,
+    is_pristine,
+    open_blocks,
+    pristine,
+)
+from kjo_django.engine.handler.savepoint import LazySavepoint
+from kjo_django.engine.handler.timeouts import TimeoutWatch
+from kjo_django.engine.recorder import EndedQueue
+from kjo_django.models import EventKey
+from kjo_django.runtime import Runtime
+
+OVERRUN = 100
+"""Times its budget a group may run before it ends with the handler that runs: what has completed is
+committed, and what has not begun comes up again."""
+_RAN = (Ending.COMPLETED, Ending.RETRIED, Ending.DEAD, Ending.CANCELLED)
+
+
+class RolledBack(Exception):
+    """A handler has failed, and its transaction is to be rolled back as a whole: the handler has no
+    savepoint of its own, or going back to it did not help.
+
+    :param ended: attempts that were asked to end, and did: they are not to run again.
+    """
+
+    def __init__(self, why: str, ended: Sequence[Attempt]) -> None:
+        super().__init__(why)
+        self.ended = ended
+
+
+class LaneRunner:
+    """Calls handlers one after the other; used by every lane's thread.
+
+    :param on_measure: is called with a handler's name and the seconds that its call took.
+    :param stopping: set when the worker stops.
+    :param is_own: whether the threads that call handlers are a worker's own.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        watch: TimeoutWatch,
+        on_measure: Callable[[str, float], None],
+        stopping: threading.Event,
+        *,
+        is_own: bool,
+    ) -> None:
+        self._runtime = runtime
+        self._watch = watch
+        self._on_measure = on_measure
+        self._stopping = stopping
+        self._is_own = is_own
+
+    def run_in_transaction(
+        self, attempts: Sequence[Attempt], savepoint: LazySavepoint | None = None
+    ) -> None:
+        """Call the handlers of the attempts that have no ending, in the transaction of the caller;
+        each has one then.
+
+        :param savepoint: what stands behind each handler; None: a handler that fails undoes the
+            whole transaction.
+        :raises RolledBack: the transaction cannot go on.
+        """
+        using = self._runtime.database
+        # Only where there are others.
+        outer = open_blocks() if len(connections.settings) > 1 else None
+        budget = self._runtime.settings.group_budget.total_seconds()
+        until = time.monotonic() + OVERRUN * budget
+        ended: dict[EventKey, Attempt] = {}
+        held_back = admission.HeldBack()
+        steps = in_steps(attempts) if len(attempts) > 1 else [attempts]
+        for number, step in enumerate(steps):
+            is_late = number > 0 and time.monotonic() >= until
+            calls = []
+            for attempt in step:
+                if attempt.key in ended:
+                    # Two records of one message in a group, as a crashed relay leaves them. The row
+                    # says nothing of what the first has just ended with.
+                    has_completed = ended[attempt.key].ending is Ending.COMPLETED
+                    attempt.ending = Ending.DUPLICATE if has_completed else Ending.SKIPPED
+                    attempt.reason = "" if has_completed else Reason.ATTEMPT
+                    attempt.error = None
+                elif is_late and attempt.ending is None:
+                    attempt.ending, attempt.reason = Ending.DEFERRED, Reason.OUT_OF_BUDGET
+                elif held_back and attempt.ending is None and held_back.covers(attempt.delivery):
+                    attempt.ending, attempt.reason = Ending.DEFERRED, Reason.PAUSED
+                elif attempt.ending is None:
+                    if number > 0:
+                        admission.end_expired(attempt, timezone.now())
+                    if attempt.ending is None:
+                        calls.append(attempt)
+            if calls:
+                self._call_in_transaction(calls, savepoint)
+            if len(steps) > 1:
+                held_back.after(step)
+                ended.update((a.key, a) for a in step if a.ending in _RAN)
+        if outer is not None and (left := freshen_connections(outer=outer, but=using)):
+            raise left
+
+    def _call_in_transaction(
+        self, step: Sequence[Attempt], savepoint: LazySavepoint | None
+    ) -> None:
+        connection = connections[self._runtime.database]
+        blocks = len(connection.atomic_blocks)
+        raised = self._call(step, savepoint or pristine(connection))
+        if raised is not None and (savepoint is None or not is_pristine(connection, blocks)):
+            unwanted = [attempt for attempt in step if attempt.abort_reason in UNWANTED]
+            why = f"{step[0].delivery.kind}: {failures.error_text(raised)}"
+            raise RolledBack(why, unwanted) from raised
+        for attempt in step:
+            if attempt.ending is None:  # of a batch that has failed
+                self._call_in_transaction([attempt], savepoint)
+
+    def run_leased(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
+        """Call the handlers of the attempts that have no ending, outside a transaction, as long as
+        their admission is good: for the groups' budget. When the worker stops, nothing begins any
+        more but the first.
+
+        :param ended: takes what has ended; what has not begun is left without an ending.
+        """
+        until = time.monotonic() + self._runtime.settings.group_budget.total_seconds()
+        has_begun = False
+        for step in in_steps(attempts):
+            not_run = [attempt for attempt in step if attempt.ending is not None]
+            ended.put_not_run(not_run)
+            ended.held_back.after(not_run)
+            if has_begun and (self._stopping.is_set() or time.monotonic() >= until):
+                continue
+            calls = [
+                attempt
+                for attempt in step
+                if attempt.ending is None and not ended.held_back.covers(attempt.delivery)
+            ]
+            if calls:
+                has_begun = True
+                ended.before_handler()
+                began = time.monotonic()
+                self._call(calls, self._fresh_connections())
+                for attempt in calls:
+                    if attempt.ending is None:  # of a batch that has failed
+                        self._call([attempt], self._fresh_connections())
+                ended.held_back.after(calls)
+                ended.put(began, calls)
+
+    @contextmanager
+    def _fresh_connections(self) -> Iterator[None]:
+        """Leave to the next call connections like new.
+
+        :raises TransactionManagementError: a transaction was left open, and so was undone.
+        """
+        # The blocks of atomic() a call is made in: none, in a thread of a worker's own.
+        outer = None if self._is_own else open_blocks()
+        left = None
+        try:
+            yield
+        finally:
+            left = freshen_connections(is_own=self._is_own, outer=outer)
+        if left is not None:
+            raise left
+
+    def _call(
+        self, step: Sequence[Attempt], around: AbstractContextManager[object]
+    ) -> BaseException | None:
+        """Make one call, and judge how it ended; return what it raised. The attempts of a batch
+        that has failed have no ending then, but for those that are to blame or were aborted."""
+        raised = call_step(self._runtime, self._watch, step, around)
+        ended = [attempt for attempt in step if raised is None or attempt.error is not None]
+        if ended:
+            kind = step[0].delivery.kind
+            self._on_measure(kind, max(attempt.seconds for attempt in ended))
+        for attempt in ended:
+            failures.judge(self._runtime, attempt)
+        return raised
