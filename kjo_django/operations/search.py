@@ -8,14 +8,13 @@ the other conditions.
 
 from __future__ import annotations
 
-import base64
 import difflib
 import functools
 import heapq
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, time, timedelta
@@ -35,7 +34,7 @@ from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, is_scheduled
 from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
-from kjo_django.operations.rows import batched
+from kjo_django.operations.rows import batched, key_of
 from kjo_django.retries import LONGEST_DELAY
 from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.states import OPEN, JobState, JobStatus
@@ -327,8 +326,8 @@ def page(
         rows, has_older, has_newer = found[:size], len(found) > size, after is not None
     return KeysetPage(
         rows,
-        next=_cursor(rows[-1]) if rows and has_older else None,
-        previous=_cursor(rows[0]) if rows and has_newer else None,
+        next=str(rows[-1].pk) if rows and has_older else None,
+        previous=str(rows[0].pk) if rows and has_newer else None,
         is_windowed=is_windowed,
     )
 
@@ -501,18 +500,13 @@ def _text(value: Any) -> str:
 def _merged(
     branches: Sequence[QuerySet[Job]], size: int, *, newest_first: bool = False
 ) -> list[Job]:
-    if len(branches) == 1:
-        return list(branches[0][:size])
-    parts: list[Iterable[Job]] = [list(rows[:size]) for rows in branches]
+    parts = [list(rows[:size]) for rows in branches]
     merged = heapq.merge(*parts, key=lambda job: job.pk, reverse=newest_first)
     return list(itertools.islice(merged, size))
 
 
-def _cursor(job: Job) -> str:
-    return base64.urlsafe_b64encode(job.pk.bytes).decode().rstrip("=")
-
-
 def _key(cursor: str) -> UUID:
-    if not re.fullmatch(r"[A-Za-z0-9_-]{22}", cursor):
+    key = key_of(cursor)
+    if key is None:
         raise ValueError(f"{cursor!r:.80} is no place in a list of jobs")
-    return UUID(bytes=base64.urlsafe_b64decode(cursor + "=="))
+    return key

@@ -150,7 +150,7 @@ def stop(workers: Workers, *, actor: str = "", on_changed: Observer | None = Non
 
 
 def _ask(
-    workers: Workers, wish: Worker.Request, actor: str, on_changed: Observer | None
+    workers: Workers, request: Worker.Request, actor: str, on_changed: Observer | None
 ) -> Outcomes:
     outcomes = Outcomes()
     using = jobs_database()
@@ -162,18 +162,18 @@ def _ask(
             # A conditional UPDATE each: of two operators one asks, and a stop is never taken back.
             living = rows.filter(heartbeat_at__gte=timezone.now() - alive_within())
             free = living.exclude(state=Worker.State.STOPPED).exclude(
-                wish__in={wish, Worker.Request.STOP}
+                wish__in={request, Worker.Request.STOP}
             )
-            asked = [key for key in chunk if free.filter(pk=key).update(wish=wish)]
+            asked = [key for key in chunk if free.filter(pk=key).update(wish=request)]
             found = {worker.pk: worker for worker in rows}
             changed = [found[key] for key in asked]
             for key in set(chunk) - set(asked):
-                outcomes.add(_refusal(found.get(key), wish))
+                outcomes.add(_refusal(found.get(key), request))
             outcomes.add_changed(ChangeResult.ASKED, len(changed))
             if on_changed is not None and changed:
                 on_changed(changed)
             for worker in changed:
-                facts = {"worker_id": str(worker.pk), "wish": str(wish), "actor": actor}
+                facts = {"worker_id": str(worker.pk), "wish": str(request), "actor": actor}
                 announce = functools.partial(
                     signals.worker_asked.send_robust, sender=worker.name, **facts
                 )
@@ -181,11 +181,11 @@ def _ask(
     return outcomes
 
 
-def _refusal(worker: Worker | None, wish: Worker.Request) -> ChangeResult:
+def _refusal(worker: Worker | None, request: Worker.Request) -> ChangeResult:
     if worker is None:
         return ChangeResult.NOT_FOUND
     if not worker.is_alive(alive_within()):
         return ChangeResult.GONE
-    if worker.wish == Worker.Request.STOP and wish != Worker.Request.STOP:
+    if worker.wish == Worker.Request.STOP and request != Worker.Request.STOP:
         return ChangeResult.STOPPING
     return ChangeResult.UNCHANGED
