@@ -63,6 +63,8 @@ class Handler:
     def __init__(self, function: Callable[..., Any], options: HandlerOptions) -> None:
         self.function = function
         self.options = options
+        self.name = options.name
+        """The registered name, ``<app>.<function>`` by default."""
         self.is_async = inspect.iscoroutinefunction(function)
         self._signature = inspect.signature(function)
         self._names: tuple[frozenset[str], frozenset[str]] | None = None
@@ -88,12 +90,7 @@ class Handler:
             )
 
     def __repr__(self) -> str:
-        return f"<Handler {self.options.name}>"
-
-    @property
-    def name(self) -> str:
-        """Its registered name, ``<app>.<function>`` by default."""
-        return self.options.name
+        return f"<Handler {self.name}>"
 
     def _check_batch_function(self) -> None:
         if self.options.takes_context:

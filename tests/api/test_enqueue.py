@@ -14,7 +14,7 @@ from django.db import connections
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from kjo_django import registry, signals
+from kjo_django import BatchItem, job, registry, signals
 from kjo_django.models import Job
 from kjo_django.testing import drain
 from tests.api.conftest import Login, errors_of, problem_of
@@ -45,6 +45,24 @@ def test_a_job_is_stored_and_runs(client: APIClient) -> None:
     }
     assert Job.objects.get().key == "c-1"
     assert drain().results == ["Hello Ada"]
+
+
+def test_a_job_that_is_run_in_batches_is_stored_and_runs(client: APIClient) -> None:
+    # Given
+    ran: list[str] = []
+
+    @job(name="tests.greet_all", batch=10)
+    def greet_all(items: list[BatchItem]) -> None:
+        ran.extend(item.payload["name"] for item in items)
+
+    try:
+        # When
+        answer = client.post(URL, {**BODY, "handler": "tests.greet_all"})
+        drain()
+    finally:
+        registry.unregister("tests.greet_all")
+    # Then
+    assert (answer.status_code, ran) == (201, ["Ada"])
 
 
 def test_the_same_id_again_is_the_same_job(client: APIClient) -> None:
