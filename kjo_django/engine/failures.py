@@ -19,7 +19,7 @@ from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.engine.admission import attempt_of, limit_of, load_rows
+from kjo_django.engine.admission import limit_of, load_rows
 from kjo_django.engine.attempt import UNWANTED, Abort, Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.call import call_isolated
 from kjo_django.engine.handler.connections import is_pristine
@@ -126,14 +126,6 @@ def judge_error(runtime: Runtime, attempt: Attempt, error: BaseException) -> Att
     """Decide what an attempt ends with that met an error outside of its handler."""
     attempt.error = error
     return judge(runtime, attempt)
-
-
-def failed_outside(runtime: Runtime, delivery: Delivery, error: BaseException) -> Attempt:
-    """Return the failed attempt of a delivery that met an error before it had one."""
-    row = load_rows(runtime, [delivery])[1].get(delivery)
-    attempt = attempt_of(runtime, delivery, row)
-    attempt.started_at = timezone.now()
-    return judge_error(runtime, attempt, error)
 
 
 PAUSE_KEPT_BEYOND = timedelta(days=7)

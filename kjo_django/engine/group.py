@@ -382,7 +382,10 @@ class Pipeline:
             self._judge_commit(attempts[0], error)
         except Exception as error:
             logger.exception("An attempt of %s could not be judged; it counts", delivery.kind)
-            return failures.failed_outside(self._runtime, delivery, error)
+            row = admission.load_rows(self._runtime, [delivery])[1].get(delivery)
+            attempt = admission.attempt_of(self._runtime, delivery, row)
+            attempt.started_at = timezone.now()
+            return failures.judge_error(self._runtime, attempt, error)
         return attempts[0]
 
     def _judge_commit(self, attempt: Attempt, error: DatabaseError) -> None:
@@ -477,7 +480,12 @@ class Pipeline:
         while left and not (has_begun and self._stopping.is_set()):
             ended.deferred += [d for d in left if ended.held_back.covers(d)]
             left = [d for d in left if not ended.held_back.covers(d)]
-            part = self._without_repeats(left[:size])
+            # No message twice: its second record is judged when the first's ending is recorded.
+            first: dict[EventKey, Delivery] = {}
+            for delivery in left[:size]:
+                if first.setdefault(delivery.key, delivery) is not delivery:
+                    break
+            part = list(first.values())
             try:
                 attempts = self._admit_leased(part) if part else []
             except OUTAGES as error:
@@ -508,15 +516,6 @@ class Pipeline:
             size = max(1, 2 * (len(part) - len(not_begun)))
             left = not_begun + left[len(part) :]
         return ended.deferred + left
-
-    def _without_repeats(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """Return the first of a group, and no message twice: its second record is judged when what
-        the first ended with is recorded."""
-        first: dict[EventKey, Delivery] = {}
-        for delivery in deliveries:
-            if first.setdefault(delivery.key, delivery) is not delivery:
-                break
-        return list(first.values())
 
     def _admit_leased(self, deliveries: Sequence[Delivery]) -> list[Attempt]:
         """Decide what may run and lease its rows, which is renewed until ``_release_rows``.

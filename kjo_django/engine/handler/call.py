@@ -31,7 +31,7 @@ from django.utils.module_loading import import_string
 
 from kjo_django import tracing
 from kjo_django.engine.attempt import UNWANTED, Attempt, Mode
-from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext, runs_of
+from kjo_django.engine.handler.context import BatchContext, BatchItem, JobContext
 from kjo_django.engine.handler.timeouts import RunAbandoned, RunningCall, TimeoutWatch, with_limit
 from kjo_django.exceptions import JobCancelledError, PayloadError, PermanentError, text_of
 from kjo_django.messages import headers as names
@@ -350,7 +350,7 @@ def _surroundings(context: Context, tracer: Tracer | None) -> Iterator[None]:
     """Let log records know the run, see ``contrib.logging``; let what is published during the run
     inherit headers of its message, of a batch those that all its messages have in common; and have
     the run traced."""
-    runs = runs_of(context)
+    runs = context.items if isinstance(context, BatchContext) else (context,)
     inherited = inheritable([run.delivery.record.headers for run in runs if run.delivery])
     span: AbstractContextManager[object] = nullcontext()
     if tracer is not None:

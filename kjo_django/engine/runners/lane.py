@@ -90,6 +90,8 @@ class LaneRunner:
         :raises RolledBack: the transaction cannot go on.
         """
         using = self._runtime.database
+        connection = connections[using]
+        blocks = len(connection.atomic_blocks)
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
         budget = self._runtime.settings.group_budget.total_seconds()
@@ -108,36 +110,32 @@ class LaneRunner:
                     attempt.ending = Ending.DUPLICATE if has_completed else Ending.SKIPPED
                     attempt.reason = "" if has_completed else Reason.ATTEMPT
                     attempt.error = None
-                elif is_late and attempt.ending is None:
-                    attempt.ending, attempt.reason = Ending.DEFERRED, Reason.OUT_OF_BUDGET
-                elif held_back and attempt.ending is None and held_back.covers(attempt.delivery):
-                    attempt.ending, attempt.reason = Ending.DEFERRED, Reason.PAUSED
-                elif attempt.ending is None:
+                elif attempt.ending is not None:
+                    continue
+                elif is_late or (held_back and held_back.covers(attempt.delivery)):
+                    attempt.ending = Ending.DEFERRED
+                    attempt.reason = Reason.OUT_OF_BUDGET if is_late else Reason.PAUSED
+                else:
                     if number > 0:
                         admission.end_expired(attempt, timezone.now())
                     if attempt.ending is None:
                         calls.append(attempt)
-            if calls:
-                self._call_in_transaction(calls, savepoint)
+            parts = [calls] if calls else []
+            for part in parts:
+                raised = self._call(part, savepoint or pristine(connection))
+                if raised is not None and (
+                    savepoint is None or not is_pristine(connection, blocks)
+                ):
+                    unwanted = [attempt for attempt in part if attempt.abort_reason in UNWANTED]
+                    why = f"{part[0].delivery.kind}: {failures.error_text(raised)}"
+                    raise RolledBack(why, unwanted) from raised
+                # Of a batch that has failed, those that are not known to be to blame.
+                parts += [[attempt] for attempt in part if attempt.ending is None]
             if len(steps) > 1:
                 held_back.after(step)
                 ended.update((a.key, a) for a in step if a.ending in _RAN)
         if outer is not None and (left := freshen_connections(outer=outer, but=using)):
             raise left
-
-    def _call_in_transaction(
-        self, step: Sequence[Attempt], savepoint: LazySavepoint | None
-    ) -> None:
-        connection = connections[self._runtime.database]
-        blocks = len(connection.atomic_blocks)
-        raised = self._call(step, savepoint or pristine(connection))
-        if raised is not None and (savepoint is None or not is_pristine(connection, blocks)):
-            unwanted = [attempt for attempt in step if attempt.abort_reason in UNWANTED]
-            why = f"{step[0].delivery.kind}: {failures.error_text(raised)}"
-            raise RolledBack(why, unwanted) from raised
-        for attempt in step:
-            if attempt.ending is None:  # of a batch that has failed
-                self._call_in_transaction([attempt], savepoint)
 
     def run_leased(self, attempts: Sequence[Attempt], ended: EndedQueue) -> None:
         """Call the handlers of the attempts that have no ending, outside a transaction, as long as
@@ -197,5 +195,8 @@ class LaneRunner:
             kind = step[0].delivery.kind
             self._on_measure(kind, max(attempt.seconds for attempt in ended))
         for attempt in ended:
-            failures.judge(self._runtime, attempt)
+            if attempt.error is None:
+                attempt.ending = Ending.COMPLETED
+            else:
+                failures.judge(self._runtime, attempt)
         return raised
