@@ -124,6 +124,18 @@ def test_what_a_living_worker_runs_is_left_to_it(bench, another):
     assert (entries(), the_job().attempts) == ({"a": 1}, 1)
 
 
+def test_a_lease_that_two_of_a_group_share_is_given_back_with_the_last_of_them(bench, another):
+    """Messages of one item have one lease, and only one worker runs them at a time."""
+    # Given
+    name = "CONS:LEDGER:item"
+    assert all(claim.acquired for claim in bench.leases.claim([name, name]))
+    # When, then
+    bench.leases.release([name])
+    assert not another.leases.claim([name])[0].acquired
+    bench.leases.release([name])
+    assert another.leases.claim([name])[0].acquired
+
+
 def test_a_key_keeps_its_order_though_its_first_job_is_held_elsewhere(bench, another):
     """One of a key at a time and in order, also across workers."""
     # Given
