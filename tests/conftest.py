@@ -1,10 +1,14 @@
 """Fixtures of every test."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
+
+from kjo_django import signals
+from kjo_django.exceptions import CoordinationError
+from kjo_django.runtime import get_coordination
 
 # Not Phase.explain: it traces what fails, and under a trace Python 3.11 has hung in an endless loop
 # that no time limit ended.
@@ -26,3 +30,58 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 
 def sendable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
+
+
+@pytest.fixture
+def hear() -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """Listen to signals by their names; return a list that grows by the facts of each that is sent,
+    with its ``signal``'s name."""
+    connected = []
+
+    def hear(*names: str) -> list[dict[str, Any]]:
+        heard: list[dict[str, Any]] = []
+        for name in names:
+
+            def receiver(_name: str = name, **facts: Any) -> None:
+                heard.append({**facts, "signal": _name})
+
+            signal = getattr(signals, name)
+            signal.connect(receiver, weak=False)
+            connected.append((signal, receiver))
+        return heard
+
+    yield hear
+    for signal, receiver in connected:
+        signal.disconnect(receiver)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[BaseException]]:
+    """Have the first calls of a function raise errors, one each; return those still to come."""
+
+    def failing(owner: Any, name: str, *errors: BaseException) -> list[BaseException]:
+        original, left = getattr(owner, name), list(errors)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if left:
+                raise left.pop(0)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+        return left
+
+    return failing
+
+
+@pytest.fixture
+def coordination_away(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have methods of the coordination fail, as they do while it cannot be reached."""
+
+    def away(*names: str) -> None:
+        def refuse(*arguments: Any, **options: Any) -> None:
+            raise CoordinationError("away")
+
+        for name in names:
+            monkeypatch.setattr(get_coordination(), name, refuse)
+
+    return away

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.services import (
-    KafkaServer,
-    PostgresServer,
     RedisServer,
     ServerFailed,
     Unprovisionable,
@@ -200,78 +198,6 @@ def test_a_given_server_is_used_and_left_running(monkeypatch: pytest.MonkeyPatch
         assert shown.stdout.strip() == given.url
         assert given.is_running
         assert given.pid == pid
-
-
-def test_kafka_keeps_its_port_and_messages_when_killed_and_restarted() -> None:
-    from confluent_kafka import Consumer, Producer, TopicPartition
-    from confluent_kafka.admin import AdminClient
-    from confluent_kafka.cimpl import NewTopic
-
-    with KafkaServer() as kafka:
-        # Given an acknowledged message
-        address = kafka.bootstrap_servers
-        client: dict[str, str | int | float | bool] = {"bootstrap.servers": address}
-        admin = AdminClient(client)
-        admin.create_topics([NewTopic("orders", 1)])["orders"].result(10)
-        producer = Producer(client)
-        producer.produce("orders", b"order 7")
-        assert producer.flush(10) == 0
-
-        # When the broker is killed and comes back
-        kafka.restart(kill=True)
-
-        # Then it has the message, at the same address
-        assert kafka.bootstrap_servers == address
-        consumer = Consumer(client | {"group.id": "readers"})
-        consumer.assign([TopicPartition("orders", 0, 0)])
-        message = consumer.poll(10)
-        consumer.close()
-        assert message is not None
-        assert message.value() == b"order 7"
-
-
-def test_postgres_keeps_its_port_and_rows_when_killed_under_open_connections() -> None:
-    import psycopg
-
-    with PostgresServer() as postgres:
-        url = postgres.createdb("shop")
-        connection = psycopg.connect(url, autocommit=True)
-        connection.execute("CREATE TABLE orders AS SELECT 7 AS id")
-        pid, port = postgres.pid, postgres.port
-
-        postgres.restart(kill=True)
-
-        assert (postgres.pid != pid, postgres.port) == (True, port)
-        with pytest.raises(psycopg.OperationalError):
-            connection.execute("SELECT 1")
-        with psycopg.connect(url) as again:
-            assert again.execute("SELECT id FROM orders").fetchall() == [(7,)]
-
-
-@pytest.mark.parametrize("appendonly", [True, False])
-def test_redis_keeps_its_port_and_with_appendonly_its_data(appendonly: bool) -> None:
-    import redis
-
-    with RedisServer(appendonly=appendonly) as server, redis.Redis.from_url(server.url) as client:
-        client.set("lease", "worker-1")
-        url = server.url
-
-        server.restart(kill=True)
-
-        assert server.url == url
-        assert client.get("lease") == (b"worker-1" if appendonly else None)
-
-
-def test_a_paused_server_answers_again_when_resumed() -> None:
-    import redis
-
-    with RedisServer() as server:
-        server.pause()
-        with redis.Redis.from_url(server.url, socket_timeout=0.2, retry=None) as client:
-            with pytest.raises(redis.TimeoutError):
-                client.ping()
-            server.resume()
-            assert client.ping()
 
 
 def test_a_server_that_cannot_start_shows_the_end_of_its_log() -> None:

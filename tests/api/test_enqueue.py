@@ -14,7 +14,7 @@ from django.db import connections
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from kjo_django import BatchItem, job, registry, signals
+from kjo_django import BatchItem, job, registry
 from kjo_django.models import Job
 from kjo_django.testing import drain
 from tests.api.conftest import Login, errors_of, problem_of
@@ -119,20 +119,12 @@ def test_a_moment_is_taken_with_any_offset(client: APIClient) -> None:
 
 
 def test_the_signal_and_the_log_know_of_it(
-    client: APIClient, django_capture_on_commit_callbacks: Any
+    client: APIClient, hear: Any, django_capture_on_commit_callbacks: Any
 ) -> None:
-    heard: list[Any] = []
-
-    def hear(sender: Any, **facts: Any) -> None:
-        heard.append(facts["unique_id"])
-
-    signals.job_enqueued.connect(hear)
-    try:
-        with django_capture_on_commit_callbacks(execute=True):
-            client.post(URL, {**BODY, "unique_id": "greeting-1"})
-    finally:
-        signals.job_enqueued.disconnect(hear)
-    assert heard == ["greeting-1"]
+    heard = hear("job_enqueued")
+    with django_capture_on_commit_callbacks(execute=True):
+        client.post(URL, {**BODY, "unique_id": "greeting-1"})
+    assert [each["unique_id"] for each in heard] == ["greeting-1"]
     entry = LogEntry.objects.get()
     assert entry.is_addition()
     assert (entry.user, entry.object_id) == (client.user, str(Job.objects.get().pk))

@@ -15,11 +15,9 @@ from django.db import connection, connections
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from kjo_django import signals
 from kjo_django.conf import get_settings
 from kjo_django.engine.handler.running import dump_progress, progress_name
 from kjo_django.engine.leases import alive_name, lease_name
-from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
@@ -449,17 +447,13 @@ def test_a_running_job_is_asked_to_end_if_that_is_wanted(operator: APIClient) ->
 
 
 def test_while_coordination_is_away_nobody_can_be_asked(
-    operator: APIClient, monkeypatch: pytest.MonkeyPatch
+    operator: APIClient, coordination_away: Any
 ) -> None:
     job = JobFactory(state="queued")
     hold(job)
-
-    def away(*arguments: Any) -> None:
-        raise CoordinationError("Redis is away")
-
-    monkeypatch.setattr(get_coordination(), "set_marks", away)
+    coordination_away("set_marks")
     told = problem_of(operator.post(url(job, "cancel"), {"abort": True}), 503)
-    assert told["detail"] == "Redis is away"
+    assert told["detail"] == "away"
 
 
 @pytest.mark.parametrize(
@@ -472,23 +466,14 @@ def test_how_to_cancel_is_said_exactly(operator: APIClient, body: Any) -> None:
 
 
 def test_a_failed_job_is_requeued_and_the_signal_is_sent(
-    operator: APIClient, django_capture_on_commit_callbacks: Any
+    operator: APIClient, hear: Any, django_capture_on_commit_callbacks: Any
 ) -> None:
-    heard: list[str] = []
-
-    def hear(sender: Any, **facts: Any) -> None:
-        heard.append(facts["job_id"])
-
-    signals.job_requeued.connect(hear)
-    job = JobFactory(failed=True)
-    try:
-        with django_capture_on_commit_callbacks(execute=True):
-            answer = operator.post(url(job, "requeue"))
-    finally:
-        signals.job_requeued.disconnect(hear)
+    heard, job = hear("job_requeued"), JobFactory(failed=True)
+    with django_capture_on_commit_callbacks(execute=True):
+        answer = operator.post(url(job, "requeue"))
     assert answer.json()["outcome"] == "requeued"
     assert answer.json()["job"]["attempts"] == 0
-    assert heard == [str(job.pk)]
+    assert [each["job_id"] for each in heard] == [str(job.pk)]
 
 
 def test_a_running_job_is_not_requeued(operator: APIClient) -> None:

@@ -10,7 +10,6 @@ from django.contrib.admin.models import LogEntry
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from kjo_django import signals
 from kjo_django.models import QueueControl, Worker
 from kjo_django.operations.monitoring.health import Check
 from kjo_django.transports.base import GroupOffsets, TopicPartition
@@ -67,20 +66,13 @@ def test_a_queue_is_paused_once_and_resumed_once(operator: APIClient) -> None:
 
 
 def test_the_signal_says_who_paused_it(
-    operator: APIClient, django_capture_on_commit_callbacks: Any
+    operator: APIClient, hear: Any, django_capture_on_commit_callbacks: Any
 ) -> None:
-    heard: list[Any] = []
-
-    def hear(sender: Any, **facts: Any) -> None:
-        heard.append((facts["queue"], facts["actor"]))
-
-    signals.queue_paused.connect(hear)
-    try:
-        with django_capture_on_commit_callbacks(execute=True):
-            operator.post("/kjo/queues/mails/pause/")
-    finally:
-        signals.queue_paused.disconnect(hear)
-    assert heard == [("mails", operator.user.username)]
+    heard = hear("queue_paused")
+    with django_capture_on_commit_callbacks(execute=True):
+        operator.post("/kjo/queues/mails/pause/")
+    (told,) = heard
+    assert (told["queue"], told["actor"]) == ("mails", operator.user.username)
 
 
 def test_limits_that_are_not_given_stay(operator: APIClient) -> None:

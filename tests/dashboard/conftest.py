@@ -9,21 +9,15 @@ from django.test import Client
 from django.urls import reverse
 
 from kjo_django.admin.dashboard.page import address_name
-from kjo_django.runtime import get_transport
+from tests.unit.deliveries import on_memory
 
 
 @pytest.fixture(autouse=True)
 def transport(settings):
     """The memory transport, and nothing kept by the cache of another test."""
-    settings.KJO = {
-        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
-        "QUEUES": {"default": {}, "emails": {}},
-    }
     cache.clear()
-    transport = get_transport()
-    transport.clear()
-    yield transport
-    transport.clear()
+    with on_memory(settings, QUEUES={"default": {}, "emails": {}}) as transport:
+        yield transport
     cache.clear()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 
 import pytest
@@ -14,7 +13,6 @@ from django.utils import timezone
 from kjo_django.admin.dashboard import SCREENS
 from kjo_django.admin.dashboard.page import button_actions, screen_of
 from kjo_django.models import DeadLetter, Job, QueueControl, Worker
-from kjo_django.operations import bulk
 from kjo_django.operations.actions import ACTIONS, TABLE, VIEW_PERMISSIONS, Subject, Surface
 from kjo_django.operations.internal import UserActor
 from tests.dashboard.conftest import texts, url
@@ -162,14 +160,3 @@ def test_the_expiry_of_jobs_is_changed_in_the_admin(operator):
         reverse("admin:kjo_django_job_change_expiry", args=[other.pk]), {"expires_in": "3600"}
     )
     assert expires_in_an_hour(job, other)
-
-
-def test_the_expiry_of_many_jobs_is_changed_by_a_job_of_its_own(operator, monkeypatch):
-    monkeypatch.setattr(bulk, "SYNCHRONOUS_LIMIT", 1)
-    rows = [JobFactory() for _ in range(2)]
-    client = operator("view_dashboard", "view_job", "retry_job")
-    given = {"q": "state:pending", "confirmed": 1, "expires_in": 3600}
-    client.post(url("jobs_all", "change_expiry"), given)
-    request = json.loads(bytes(Job.objects.get(handler=bulk.CHANGE).payload))
-    assert (request["action"], request["inputs"]) == ("change_expiry", {"expires_in": 3600.0})
-    assert not expires_in_an_hour(*rows)

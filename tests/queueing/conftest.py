@@ -7,7 +7,6 @@ test has a queue nobody else uses.
 from __future__ import annotations
 
 import itertools
-import shutil
 import threading
 import time
 import uuid
@@ -16,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.core.management import call_command
 from django.db import connections
 
 from kjo_django import Queue, conf, registry
 from kjo_django.operations import waiting
 from kjo_django.runtime import get_transport
-from tests.settings import database as settings_of
-from tests.unit.conftest import DEFAULT, led_to, sqlite_settings
+from tests.unit.conftest import (
+    DEFAULT,
+    _migrated_file,
+    _migrated_postgres,
+    led_to,
+    sqlite_file,
+)
+
+__all__ = ["_migrated_file", "_migrated_postgres", "sqlite_file"]  # fixtures of these tests too
 
 KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 STREAMS = "kjo_django.transports.redis_streams.RedisStreamsTransport"
@@ -51,42 +56,10 @@ ENGINES = [
 ]
 
 
-@pytest.fixture(scope="session")
-def _file_of_queues(
-    django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    path = tmp_path_factory.mktemp("queueing") / "template.sqlite3"
-    with django_db_blocker.unblock(), led_to(sqlite_settings(path)):
-        call_command("migrate", verbosity=0)
-    return path
-
-
-@pytest.fixture(scope="session")
-def _postgres_of_queues(
-    django_db_setup: None, django_db_blocker: Any, postgres_server: Any
-) -> Iterator[dict[str, Any]]:
-    configured = settings_of(postgres_server.createdb("kjo_queueing"))
-    with django_db_blocker.unblock(), led_to(configured):
-        call_command("migrate", verbosity=0)
-    yield configured
-    postgres_server.dropdb("kjo_queueing")
-
-
 @pytest.fixture
-def file_database(_file_of_queues: Path, django_db_blocker: Any, tmp_path: Path) -> Iterator[None]:
-    """``default`` is a fresh SQLite file."""
-    path = tmp_path / "db.sqlite3"
-    shutil.copyfile(_file_of_queues, path)
-    with django_db_blocker.unblock(), led_to(sqlite_settings(path)):
-        yield
-
-
-@pytest.fixture
-def postgres_database(
-    _postgres_of_queues: dict[str, Any], django_db_blocker: Any
-) -> Iterator[None]:
+def postgres_database(_migrated_postgres: dict[str, Any], django_db_blocker: Any) -> Iterator[None]:
     """``default`` is a PostgreSQL database; every test has queues of its own."""
-    with django_db_blocker.unblock(), led_to(_postgres_of_queues):
+    with django_db_blocker.unblock(), led_to(_migrated_postgres):
         yield
         assert connections[DEFAULT].vendor == "postgresql"
 
@@ -98,7 +71,7 @@ def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
     # A consumer group of its own too: one that is stopped while it joins keeps its group waiting.
     kjo = {**QUICK, "SERVICE_NAME": f"tests-{uuid.uuid4().hex[:8]}"}
     is_file = name in ("memory", "sqlite")
-    request.getfixturevalue("file_database" if is_file else "postgres_database")
+    request.getfixturevalue("sqlite_file" if is_file else "postgres_database")
     if name == "memory":
         kjo["TRANSPORTS"] = {"default": {"BACKEND": MEMORY}}
     if name == "kafka":
@@ -122,7 +95,7 @@ def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
 
 
 @pytest.fixture
-def file_queue(file_database: None, settings: Any) -> Iterator[Queue]:
+def file_queue(sqlite_file: Path, settings: Any) -> Iterator[Queue]:
     """A queue on the embedded default, for what does not depend on the engine."""
     settings.KJO = QUICK
     yield from _one_queue()

@@ -112,13 +112,6 @@ def test_no_job_is_looked_for_by_what_is_no_text(queue: Queue, id: Any) -> None:
             look()
 
 
-@pytest.mark.parametrize("payload", [object(), math.nan, {1, 2}, "\ud800", b"bytes"])
-def test_payloads_that_cannot_be_written(queue: Queue, payload: Any) -> None:
-    with pytest.raises(PayloadError):
-        queue.enqueue("a", payload)
-    assert not Job.objects.exists()
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,9 +8,7 @@ import pytest
 from django.db import OperationalError
 
 from kjo_django import Queue
-from kjo_django.exceptions import CoordinationError
 from kjo_django.operations import waiting
-from kjo_django.runtime import get_coordination
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "30", None, True])
@@ -22,12 +20,8 @@ def test_a_timeout_that_means_nothing_is_refused_before_anything_is_written(
     assert file_queue.get_status("a") is None
 
 
-def test_without_coordination_it_polls(file_queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any) -> Any:
-        raise CoordinationError("away")
-
-    for name in ("listen", "notify", "claim", "renew", "holders", "get_marks"):
-        monkeypatch.setattr(get_coordination(), name, refuse)
+def test_without_coordination_it_polls(file_queue: Queue, coordination_away: Any) -> None:
+    coordination_away("listen", "notify", "claim", "renew", "holders", "get_marks")
     file_queue.execute(lambda job: job.payload)
     file_queue.start()
     assert file_queue.enqueue_and_wait("a", 1) == 1

@@ -11,9 +11,11 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from django.db import connection
 from django.utils import timezone
 
 from kjo_django import registry
+from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
 from kjo_django.engine.group import Pipeline
@@ -179,6 +181,52 @@ def benched(settings: Any, monkeypatch: Any) -> Iterator[Bench]:
         bench.close()
 
 
+class SetClock(Clock):
+    """A clock that stands still until a test sets it on."""
+
+    seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+@contextmanager
+def on_memory(settings: Any, **keys: Any) -> Iterator[Any]:
+    """Yield the memory transport, with nothing in it before and afterwards."""
+    settings.KJO = MEMORY | keys
+    transport = get_transport()
+    transport.clear()
+    yield transport
+    transport.clear()
+
+
+@contextmanager
+def statements() -> Iterator[list[str]]:
+    """Yield a list that grows by each statement executed meanwhile."""
+    executed: list[str] = []
+
+    def note(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
+        executed.append(sql)
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(note):
+        yield executed
+
+
+@contextmanager
+def row_locked(pk: Any, lock: str = "FOR UPDATE") -> Iterator[None]:
+    """Meanwhile another connection holds a job's row, as that of a job that runs does."""
+    other = connection.copy()
+    try:
+        with other.cursor() as cursor:
+            cursor.execute("BEGIN")
+            cursor.execute(f"SELECT id FROM kjo_job WHERE id = %s {lock}", [pk])
+            assert cursor.fetchone() is not None
+        yield
+    finally:
+        other.close()
+
+
 def make_everything_due() -> None:
     """Let all delays pass."""
     now = timezone.now()
@@ -234,11 +282,15 @@ __all__ = [
     "MEMORY",
     "Bench",
     "Mode",
+    "SetClock",
     "Silent",
     "as_job",
     "benched",
     "entries",
     "make_everything_due",
+    "on_memory",
+    "row_locked",
+    "statements",
     "states",
     "the_job",
 ]

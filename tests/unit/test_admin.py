@@ -16,14 +16,14 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from kjo_django import registry, signals
+from kjo_django import registry
 from kjo_django.admin import display, filters
 from kjo_django.admin import jobs as jobs_admin
 from kjo_django.engine.handler.running import dump_progress, progress_name
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, QueueControl
-from kjo_django.runtime import get_coordination, get_transport
+from kjo_django.runtime import get_coordination
 from tests.factories import (
     DeadLetterFactory,
     JobFactory,
@@ -32,6 +32,7 @@ from tests.factories import (
     QueueControlFactory,
     WorkerFactory,
 )
+from tests.unit.deliveries import on_memory
 
 pytestmark = pytest.mark.django_db
 
@@ -41,14 +42,8 @@ MODELS = ("job", "deadletter", "processedevent", "worker", "queuecontrol")
 
 @pytest.fixture(autouse=True)
 def memory(settings):
-    settings.KJO = {
-        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
-        "QUEUES": {"default": {}, "emails": {}},
-    }
-    transport = get_transport()
-    transport.clear()
-    yield transport
-    transport.clear()
+    with on_memory(settings, QUEUES={"default": {}, "emails": {}}) as transport:
+        yield transport
 
 
 @pytest.fixture
@@ -654,26 +649,19 @@ def test_the_concurrency_can_be_changed_without_undoing_a_pause(staff):
 
 
 def test_a_changed_concurrency_is_told_as_everywhere_else(
-    staff, django_capture_on_commit_callbacks
+    staff, hear, django_capture_on_commit_callbacks
 ):
     # Given somebody who listens
-    told = []
-
-    def listen(sender, changes, actor, **_):
-        told.append((sender, changes, actor))
-
+    heard = hear("queue_changed")
     control = QueueControlFactory(queue="emails")
     client = staff("view_queuecontrol", "change_queuecontrol")
-    signals.queue_changed.connect(listen)
     # When
     with django_capture_on_commit_callbacks(execute=True):
         client.post(page_url(control), {"concurrency": "3"})
         client.post(page_url(control), {"concurrency": ""})
     # Then
-    assert told == [
-        ("emails", {"concurrency": 3}, "staff-2"),
-        ("emails", {"concurrency": None}, "staff-2"),
-    ]
+    assert [(each["sender"], each["actor"]) for each in heard] == [("emails", "staff-2")] * 2
+    assert [each["changes"] for each in heard] == [{"concurrency": 3}, {"concurrency": None}]
 
 
 @pytest.mark.parametrize("value", ["0", "1001", "-1", "many"])

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connection, transaction
+from django.db import transaction
 from django.utils import timezone
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ from kjo_django.models import DeadLetter, EventKey, Job, JobFailure, ProcessedEv
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.testing import drain, perform
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, entries, states
+from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, entries, statements, states
 from tests.unit.test_scheduler import delivery
 
 both = pytest.mark.usefixtures("real_database")
@@ -56,29 +56,21 @@ class Index:
     def __init__(self, *, size: int = 10, is_async: bool = False, **options) -> None:
         self.calls: list[list[str]] = []
         self.items: list = []
-        self.definition = as_job(
-            self._async() if is_async else self._sync(), "index", batch=size, **options
-        )
+        function = self.aindex if is_async else self.index
+        self.definition = as_job(function, "index", batch=size, **options)
 
-    def _sync(self):
-        def index(batch):
-            self._note(batch)
-            Entry.objects.bulk_create([Entry(job=item.payload["job"]) for item in batch])
-            return self.answer(batch)
+    def index(self, batch):
+        Entry.objects.bulk_create(self.note(batch))
+        return self.answer(batch)
 
-        return index
+    async def aindex(self, batch):
+        await Entry.objects.abulk_create(self.note(batch))
+        return self.answer(batch)
 
-    def _async(self):
-        async def index(batch):
-            self._note(batch)
-            await Entry.objects.abulk_create([Entry(job=item.payload["job"]) for item in batch])
-            return self.answer(batch)
-
-        return index
-
-    def _note(self, batch) -> None:
+    def note(self, batch) -> list[Entry]:
         self.calls.append([item.payload["job"] for item in batch])
         self.items += batch
+        return [Entry(job=name) for name in self.calls[-1]]
 
     def answer(self, batch):
         return None
@@ -114,21 +106,15 @@ def test_one_call_completes_each_job(bench, transport, is_atomic, is_async):
 def test_a_batch_costs_no_more_queries_than_one_job(bench):
     index = Index(size=100)
 
-    def statements(count: int) -> int:
+    def queries_of(count: int) -> int:
         index.definition.enqueue_many(names(count))
         deliveries = bench.poll()
-        counted: list[str] = []
-
-        def count_it(execute, sql, params, many, context):
-            counted.append(sql)
-            return execute(sql, params, many, context)
-
-        with connection.execute_wrapper(count_it):
+        with statements() as executed:
             bench.run(deliveries)
-        return len(counted)
+        return len(executed)
 
-    statements(1)
-    assert statements(2) == statements(80)
+    queries_of(1)
+    assert queries_of(2) == queries_of(80)
 
 
 def test_other_handlers_of_the_group_run_in_their_own_way(bench):

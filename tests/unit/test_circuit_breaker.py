@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kjo_django.clock import Clock
 from kjo_django.coordination.base import LONGEST_PAUSE, CircuitBreaker
-
-
-class Time(Clock):
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def monotonic(self) -> float:
-        return self.seconds
+from tests.unit.deliveries import SetClock
 
 
 @pytest.fixture
 def clock():
-    return Time()
+    return SetClock()
 
 
-def fail(breaker: CircuitBreaker, clock: Time, seconds: float) -> None:
+def fail(breaker: CircuitBreaker, clock: SetClock, seconds: float) -> None:
     """Ask, and wait so long in vain."""
     assert not breaker.is_open()
     began = clock.seconds

@@ -11,26 +11,22 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.utils import timezone
 
+from kjo_django import registry
 from kjo_django.management.commands import _shared
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job
-from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
+from tests.unit.deliveries import on_memory
 
 pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
 def memory(settings):
-    settings.KJO = {
-        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
-        "QUEUES": {"emails": {"topic": "email-queue", "topic_options": {"partitions": 2}}},
-    }
-    transport = get_transport()
-    transport.clear()
-    yield transport
-    transport.clear()
+    queues = {"emails": {"topic": "email-queue", "topic_options": {"partitions": 2}}}
+    with on_memory(settings, QUEUES=queues) as transport:
+        yield transport
 
 
 def run(*args):
@@ -238,8 +234,6 @@ def test_health_exits_with_one_when_something_is_not_well():
 
 @pytest.mark.django_db(transaction=True)
 def test_health_is_silent_about_fixes_when_all_is_well():
-    from kjo_django import registry
-
     call_command("kjo_topics", "create", stdout=io.StringIO())
     WorkerFactory(queues=registry.queue_names())
     text = run("kjo_health", "--timeout", "30")

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from kjo_django import signals, tracing
+from kjo_django import tracing
 from kjo_django.enqueue.definition import JobDefinition
 from kjo_django.enqueue.storing import store
 from kjo_django.exceptions import PayloadError
@@ -238,17 +238,11 @@ def test_one_bad_payload_stores_none_and_is_named(bad, kind, copies):
 
 
 @pytest.fixture
-def told(monkeypatch):
+def told(monkeypatch, hear):
     """What is woken, and the facts of each job_enqueued signal."""
-    facts: list[Any] = []
-
-    def receiver(signal: Any, sender: str, **kwargs: Any) -> None:
-        facts.append(kwargs)
-
+    facts = hear("job_enqueued")
     monkeypatch.setattr(get_coordination(), "notify", facts.append)
-    signals.job_enqueued.connect(receiver)
-    yield facts
-    signals.job_enqueued.disconnect(receiver)
+    return facts
 
 
 def test_it_is_told_once_and_after_the_commit(told):
@@ -257,6 +251,7 @@ def test_it_is_told_once_and_after_the_commit(told):
         assert told == []
     assert told[0] == "kjo:relay"
     common = {"unique_id": None, "queue": "ledger", "handler": "ledger.write"}
+    common |= {"signal": "job_enqueued", "sender": "ledger.write"}
     assert told[1:] == [{"job_id": str(answer.job_id), **common} for answer in answers]
 
 

@@ -10,7 +10,7 @@ from kjo_django.engine.handler.context import Abort
 from kjo_django.models import Job, ProcessedEvent
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import Bench, as_job, benched, entries, states
+from tests.unit.deliveries import Bench, as_job, benched, entries, statements, states
 
 pytestmark = pytest.mark.usefixtures("real_database")
 
@@ -28,37 +28,25 @@ class Writer:
         self.calls: list[str] = []
         self.committed: list[str] = []
         self.then = then
-        self.definition = as_job(self._function(), database_only=True, **options)
+        self.definition = as_job(self.write, database_only=True, takes_context=True, **options)
 
-    def _function(self):
-        def write(context, job):
-            self.calls.append(job)
-            Entry.objects.create(job=job)
-            transaction.on_commit(lambda: self.committed.append(job))
-            if job == "odd":
-                self.context = context
-                self.then()
-
-        return write
+    def write(self, context, job):
+        self.calls.append(job)
+        Entry.objects.create(job=job)
+        transaction.on_commit(lambda: self.committed.append(job))
+        if job == "odd":
+            self.context = context
+            self.then()
 
     def enqueue(self, *names: str) -> None:
         self.definition.enqueue_many({"job": name} for name in names)
 
 
-def writer(then=lambda: None, **options) -> Writer:
-    return Writer(then, takes_context=True, **options)
-
-
 def savepoints_of(bench: Bench) -> int:
-    deliveries, found = bench.poll(), []
-
-    def note(execute, sql, params, many, context):
-        found.append(sql.count("SAVEPOINT"))
-        return execute(sql, params, many, context)
-
-    with connection.execute_wrapper(note):
+    deliveries = bench.poll()
+    with statements() as executed:
         bench.run(deliveries)
-    return sum(found)
+    return sum(sql.count("SAVEPOINT") for sql in executed)
 
 
 def fail() -> None:
@@ -66,7 +54,7 @@ def fail() -> None:
 
 
 def test_a_group_has_no_savepoints(bench):
-    write = writer()
+    write = Writer()
     write.enqueue(*"abcd")
     assert savepoints_of(bench) == 0
     assert entries() == dict.fromkeys("abcd", 1)
@@ -76,7 +64,7 @@ def test_a_group_has_no_savepoints(bench):
 
 def test_beside_others_it_has(bench):
     """They have promised nothing: their effects must not be repeated for a neighbour's failure."""
-    write = writer(fail)
+    write = Writer(fail)
     write.enqueue("a", "odd")
     ledger.write.enqueue(job="other")
     assert savepoints_of(bench) > 0
@@ -86,7 +74,7 @@ def test_beside_others_it_has(bench):
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_one_that_fails_takes_nobody_with_it(bench, at):
     # Given
-    write = writer(fail)
+    write = Writer(fail)
     names = [*"abcd"]
     names.insert(at, "odd")
     write.enqueue(*names)
@@ -120,7 +108,7 @@ def swallow_in_the_orm() -> None:
 
 @pytest.mark.parametrize("then", [swallow, swallow_in_the_orm])
 def test_one_that_breaks_the_transaction_and_says_nothing_takes_nobody_with_it(bench, then):
-    write = writer(then)
+    write = Writer(then)
     write.enqueue("a", "odd", "b")
     bench.run()
     found = entries()
@@ -134,7 +122,7 @@ def test_one_that_breaks_the_connection_takes_nobody_with_it(bench):
         connection.close()
         Entry.objects.count()
 
-    write = writer(close, max_attempts=1)
+    write = Writer(close, max_attempts=1)
     write.enqueue("a", "odd", "b")
     bench.run()
     assert entries() == {"a": 1, "b": 1}
@@ -143,7 +131,7 @@ def test_one_that_breaks_the_connection_takes_nobody_with_it(bench):
 
 def test_one_that_was_asked_to_end_is_not_called_again(bench):
     # Given
-    write = writer()
+    write = Writer()
 
     def end() -> None:
         write.context.abort(Abort.CANCELLED)
@@ -182,7 +170,7 @@ def test_batches_too(bench):
 
 
 def test_one_alone_is_called_once(bench):
-    write = writer(fail)
+    write = Writer(fail)
     write.enqueue("odd")
     bench.run()
     assert write.calls == ["odd"]

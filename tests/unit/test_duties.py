@@ -1,29 +1,34 @@
-"""A worker's duties, whatever goes wrong: step by step in virtual time, and on a thread."""
+"""A worker's duties, whatever goes wrong, step by step and on a thread: lags, listening, any."""
 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from django.db import OperationalError
 
-from kjo_django.clock import Clock
-from kjo_django.runtime import current_runtime, get_coordination
+from kjo_django.conf import get_settings
+from kjo_django.enqueue.storing import topic_channel, wake
+from kjo_django.exceptions import CoordinationError, PublishError
+from kjo_django.models import MetricBucket, MetricRollup
+from kjo_django.operations.monitoring import metrics
+from kjo_django.runtime import current_runtime, get_coordination, get_transport
+from kjo_django.transports.database import DatabaseTransport
+from kjo_django.transports.memory import MemoryTransport
 from kjo_django.values import LONGEST
-from kjo_django.worker.duties import DutyThread, LeasedDuty
-from tests.unit.deliveries import KJO
-
-
-class Time(Clock):
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def monotonic(self) -> float:
-        return self.seconds
+from kjo_django.worker import duties
+from kjo_django.worker.duties import (
+    DutyThread,
+    LagRecorder,
+    LeasedDuty,
+    PublishListener,
+    record_lag,
+)
+from tests.ledger.jobs import write
+from tests.unit.deliveries import KJO, Bench, SetClock
 
 
 class Sweep(LeasedDuty):
@@ -46,30 +51,30 @@ class Sweep(LeasedDuty):
 
 @pytest.fixture(autouse=True)
 def _configured(sqlite_file, settings):
-    settings.KJO = KJO
+    settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "other": {}}}
 
 
 def test_its_steps_do_what_is_due_and_say_when_to_come_back():
-    time = Time()
-    sweep = Sweep(replace(current_runtime(), clock=time), pause=timedelta(minutes=1))
+    clock = SetClock()
+    sweep = Sweep(replace(current_runtime(), clock=clock), pause=timedelta(minutes=1))
     assert (sweep.step(), sweep.rounds) == (60, 0)
-    time.seconds += 59
+    clock.seconds += 59
     assert (sweep.step(), sweep.rounds) == (1, 0)
-    time.seconds += 1
+    clock.seconds += 1
     assert (sweep.step(), sweep.rounds) == (60, 1)
 
 
 def test_of_two_workers_one_does_it_until_it_leaves():
-    time = Time()
-    runtime = replace(current_runtime(), clock=time)
+    clock = SetClock()
+    runtime = replace(current_runtime(), clock=clock)
     first, second = (Sweep(runtime, name, pause=timedelta(minutes=1)) for name in "ab")
     for _ in range(2):
-        time.seconds += 60
+        clock.seconds += 60
         first.step()
         second.step()
     assert (first.rounds, second.rounds) == (2, 0)
     first.close()
-    time.seconds += 60
+    clock.seconds += 60
     second.step()
     assert second.rounds == 1
 
@@ -121,3 +126,154 @@ def test_a_rest_without_end_ends_no_duty(pause):
     thread.stop()
     thread.join(10)
     assert not thread.is_alive()
+
+
+# --- The lag of queues, as one worker for all writes it down --------------------------------------
+
+
+HOUR = timedelta(hours=1)
+
+
+def watch(token: str = "me") -> LagRecorder:
+    conf = get_settings()
+    return LagRecorder(current_runtime(), token, [conf.queue("ledger"), conf.queue("other")])
+
+
+def lags() -> dict[str, int]:
+    return dict(MetricBucket.objects.values_list("queue", "lag"))
+
+
+def test_what_waits_is_written_down_and_shown():
+    # Given
+    Bench().poll()
+    write.enqueue_many({"job": str(number)} for number in range(3))
+    # When
+    watch().work_on(["LAG:ledger", "LAG:other"])
+    # Then
+    assert lags() == {"ledger": 3, "other": 0}
+    assert metrics.totals(HOUR).lag == 3
+    assert metrics.series(timedelta(days=7)).points[-1].lag == 3
+
+
+def test_whoever_writes_writes_the_same_rows():
+    """Or screens, which add rows up, would show the lag of every worker there ever was."""
+    record_lag(current_runtime(), "ledger", 5)
+    record_lag(current_runtime(), "ledger", 4)
+    assert lags() == {"ledger": 4}
+    assert MetricRollup.objects.count() == 2
+
+
+def test_one_worker_asks_for_each_queue():
+    # Given another worker that has one of them
+    get_coordination().claim(["LAG:ledger"], "another", HOUR)
+    # Then
+    assert watch()._take_leases() == ["LAG:other"]
+
+
+def test_a_broker_that_was_away_is_asked_again_as_soon_as_ever(monkeypatch):
+    """It lets an answer wait for half a minute: the charts would stay empty for ten more."""
+
+    def away(topics, group):
+        time.sleep(1)
+        raise PublishError("no broker")
+
+    monkeypatch.setattr(get_transport(), "lag", away)
+    asking = watch()
+    asking.work_on(["LAG:ledger", "LAG:other"])
+    assert asking.pause == 15
+
+
+def test_a_transport_that_is_away_is_asked_once_and_nothing_breaks(monkeypatch):
+    # Given
+    asked = []
+
+    def away(topics, group):
+        asked.append(topics)
+        raise PublishError("no broker")
+
+    monkeypatch.setattr(get_transport(), "lag", away)
+    # When
+    watch().work_on(["LAG:ledger", "LAG:other"])
+    # Then
+    assert len(asked) == 1
+    assert lags() == {}
+
+
+def test_a_slow_answer_is_asked_for_less_often(monkeypatch, settings):
+    settings.KJO = {**KJO, "HEARTBEAT_INTERVAL": 5}
+    slow = watch()
+    assert slow.pause == 15
+    monkeypatch.setattr(LagRecorder, "ASKING_SHARE", 1000)
+
+    def answer_slowly(topics, group):
+        time.sleep(0.06)
+        return {}
+
+    monkeypatch.setattr(get_transport(), "lag", answer_slowly)
+    slow.work_on(["LAG:ledger"])
+    assert slow.pause >= 60
+
+
+# --- Who listens for publishing, and for how long -------------------------------------------------
+
+
+class Polling:
+    """As much of a poller as listening needs."""
+
+    def __init__(self, topic: str, needs_wakeup: bool = True) -> None:
+        self.topics = [topic]
+        self.needs_wakeup = needs_wakeup
+        self.woken = threading.Event()
+        self.wake = self.woken.set
+
+
+def listening(poller: Polling) -> DutyThread:
+    runtime = current_runtime()
+    return DutyThread(runtime, "listening", [PublishListener(runtime, [poller])])
+
+
+def test_a_call_wakes_the_pollers_and_stopping_waits_for_nothing():
+    # Given
+    poller = Polling("a")
+    thread = listening(poller)
+    thread.start()
+    # When
+    deadline = time.monotonic() + 10
+    while not poller.woken.wait(0.02) and time.monotonic() < deadline:
+        wake(topic_channel("a"))  # again: it may not have listened yet
+    # Then
+    assert poller.woken.is_set()
+    thread.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_coordination_that_is_away_at_the_start_is_listened_to_once_it_is_back(
+    monkeypatch, failing, caplog
+):
+    """Or a worker started during an outage of Redis would poll for the rest of its life."""
+    # Given
+    poller = Polling("a")
+    failing(get_coordination(), "listen", *[CoordinationError("away")] * 2)
+    monkeypatch.setattr(duties, "LISTEN_AGAIN", 0.05)
+    thread = listening(poller)
+    # When
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not poller.woken.wait(0.02) and time.monotonic() < deadline:
+        wake(topic_channel("a"))
+    # Then
+    assert poller.woken.is_set()
+    thread.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert caplog.text.count("Nobody can wake this worker") == 1
+
+
+def test_nobody_listens_for_a_broker_that_answers_the_poll_itself():
+    assert not PublishListener(current_runtime(), [Polling("a", needs_wakeup=False)]).is_needed
+
+
+def test_those_who_publish_within_a_transaction_call():
+    assert DatabaseTransport.capabilities.transactional
+    assert not MemoryTransport.capabilities.transactional

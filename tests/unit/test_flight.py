@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import IntegrityError, OperationalError, connection, transaction
+from django.db import IntegrityError, OperationalError, transaction
 
 from kjo_django import PermanentError, registry
 from kjo_django.engine import recorder
@@ -23,13 +23,11 @@ from kjo_django.engine.scheduler import GroupScheduler, QueueLimit
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations.jobs import cancel_one
 from kjo_django.runtime import current_runtime, get_coordination
-from kjo_django.worker import Worker
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, as_job
+from tests.unit.deliveries import KJO, MEMORY, as_job, row_locked, states
 from tests.unit.test_scheduler import delivery, handler
-
-WAIT = 60
+from tests.unit.workers import WAIT, Running, wait_until
 
 
 @pytest.fixture(params=["memory", "database"])
@@ -55,40 +53,8 @@ def configured(request, settings, monkeypatch):
     return settings
 
 
-@contextmanager
-def running(**options):
-    """A worker in a thread; its exit code is ``.code`` afterwards."""
-    worker = Worker(["ledger"], **options)
-
-    def run() -> None:
-        try:
-            worker.code = worker.run()
-        finally:
-            connection.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield worker
-    finally:
-        worker.stop()
-        thread.join(WAIT)
-        assert not thread.is_alive(), "the worker does not end"
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, "never came true"
-        time.sleep(0.02)
-
-
 def finished() -> bool:
     return not Job.objects.open().exists()
-
-
-def states() -> list[str]:
-    return list(Job.objects.order_by("id").values_list("state", flat=True))
 
 
 def settled() -> bool:
@@ -110,17 +76,17 @@ def test_the_slow_hold_up_nobody(configured, transport):
 
     job = as_job(patient, atomic=False)
     job.enqueue_many([{"number": n} for n in range(100)])
-    with running() as worker:
+    with Running() as running:
         wait_until(lambda: Job.objects.filter(state="completed").count() == 99)
         job.enqueue(number=100)
         wait_until(lambda: Job.objects.filter(state="completed").count() == 100)
-        wait_until(lambda: worker.scheduler.outstanding == 1)
+        wait_until(lambda: running.worker.scheduler.outstanding == 1)
         # And the lanes are free meanwhile
         as_job(lambda: None, "quick").enqueue()
         wait_until(lambda: Job.objects.filter(state="completed").count() == 101)
         go_on.set()
         wait_until(settled)
-    assert worker.code == 0
+    assert running.code == 0
     assert ProcessedEvent.objects.count() == 102
     assert not Job.objects.exclude(lease_token="").exists()
 
@@ -139,7 +105,7 @@ def test_thousands_are_in_flight_at_once(configured):
     as_job(meet, atomic=False, timeout=timedelta(seconds=120)).enqueue_many(
         [{"number": n} for n in range(count)]
     )
-    with running():
+    with Running():
         wait_until(everybody.is_set)
         wait_until(settled)
     assert set(states()) == {"completed"}
@@ -157,7 +123,7 @@ def test_no_more_are_in_flight_than_the_queue_allows(configured):
         now[0] -= 1
 
     as_job(count, atomic=False).enqueue_many([{"number": n} for n in range(30)])
-    with running():
+    with Running():
         wait_until(settled)
     assert peak == [3]
 
@@ -175,7 +141,7 @@ def test_a_key_is_in_flight_once_and_in_order(configured, transport):
 
     job = as_job(one_at_a_time, atomic=False, key="key", max_attempts=1)
     job.enqueue_many([{"key": str(n % 7), "number": n} for n in range(140)])
-    with running():
+    with Running():
         wait_until(settled)
     assert set(states()) == {"completed"}
     assert began == {str(key): list(range(key, 140, 7)) for key in range(7)}
@@ -196,9 +162,9 @@ def test_each_ends_in_its_own_way(configured, transport):
     job = as_job(behave, atomic=False, timeout=timedelta(seconds=0.2), max_attempts=1)
     hows = ("fail", "exit", "interrupt", "cancel", "hang", "well")
     job.enqueue_many([{"how": how} for how in hows])
-    with running() as worker:
+    with Running() as running:
         wait_until(settled)
-    assert worker.code == 0
+    assert running.code == 0
     assert states() == ["failed"] * 5 + ["completed"]
     assert DeadLetter.objects.count() == 5
 
@@ -214,6 +180,8 @@ def test_a_coroutine_whose_own_task_exits_costs_those_beside_it_nothing(configur
     async def gather() -> None:
         await asyncio.gather(leave())
 
+    async def land() -> None: ...
+
     async def stay(number) -> None:
         beside.append(number)
         while not has_exited.is_set():
@@ -221,18 +189,19 @@ def test_a_coroutine_whose_own_task_exits_costs_those_beside_it_nothing(configur
 
     # Given some that are in the air
     as_job(stay, atomic=False, max_attempts=1).enqueue_many([{"number": n} for n in range(3)])
-    with running() as worker:
+    with Running() as running:
         wait_until(lambda: len(beside) == 3)
         # When the task of another one exits
         as_job(gather, atomic=False, max_attempts=1).enqueue()
         wait_until(lambda: DeadLetter.objects.count() == 1)
         has_exited.set()
-        # Then
+        # Then those that come later take off, too
+        as_job(land, atomic=False).enqueue()
         wait_until(settled)
-    assert states() == ["completed"] * 3 + ["failed"]
+    assert states() == ["completed"] * 3 + ["failed", "completed"]
     assert sorted(beside) == [0, 1, 2]
     assert DeadLetter.objects.get().error_type == "kjo_django.engine.runners.loop.TaskExited"
-    assert worker.code == 0
+    assert running.code == 0
 
 
 def test_a_loop_that_cannot_be_made_is_tried_again_after_a_while(configured, monkeypatch):
@@ -255,35 +224,13 @@ def test_a_loop_that_cannot_be_made_is_tried_again_after_a_while(configured, mon
     assert tries[2] - tries[0] >= 0.4
 
 
-def test_a_coroutine_whose_own_task_exits_does_not_ground_those_that_come_later(configured):
-
-    async def leave() -> None:
-        sys.exit(3)
-
-    async def gather() -> None:
-        await asyncio.gather(leave())
-
-    async def land() -> None: ...
-
-    # Given
-    as_job(gather, atomic=False, max_attempts=1).enqueue()
-    with running() as worker:
-        wait_until(lambda: DeadLetter.objects.count() == 1)
-        # When
-        as_job(land, atomic=False).enqueue()
-        # Then
-        wait_until(settled)
-    assert states() == ["failed", "completed"]
-    assert worker.code == 0
-
-
 def test_those_that_board_while_the_loop_ends_take_off_with_the_next(configured):
     """Cancelled with it before they begin, they would be in the air for ever, with their keys."""
     is_flying = threading.Event()
 
     async def exit_beside_the_next() -> None:
         is_flying.set()
-        flight = worker._pipeline._loop
+        flight = running.worker._pipeline._loop
         end = time.monotonic() + WAIT
         while not flight._waiting and time.monotonic() < end:
             time.sleep(0.01)
@@ -295,14 +242,14 @@ def test_those_that_board_while_the_loop_ends_take_off_with_the_next(configured)
 
     # Given
     as_job(exit_beside_the_next, atomic=False, max_attempts=1).enqueue()
-    with running() as worker:
+    with Running() as running:
         assert is_flying.wait(WAIT)
         # When
         as_job(land, atomic=False, max_attempts=1).enqueue()
         # Then
         wait_until(settled)
     assert states()[1] == "completed"
-    assert worker.code == 0
+    assert running.code == 0
 
 
 def test_batches_fly_too(configured):
@@ -314,7 +261,7 @@ def test_batches_fly_too(configured):
         batch[0].fail(PermanentError("the first"))
 
     as_job(together, atomic=False, batch=4).enqueue_many([{"n": n} for n in range(8)])
-    with running():
+    with Running():
         wait_until(settled)
     assert sum(calls) == 8
     assert states().count("failed") == len(calls)
@@ -330,7 +277,7 @@ def test_a_job_cancelled_in_the_air_is_cancelled(configured):
             await asyncio.sleep(0.02)
 
     answer = as_job(obedient, atomic=False, takes_context=True).enqueue()
-    with running():
+    with Running():
         assert flying.wait(WAIT)
         cancel_one(answer.job_id, abort=True)
         wait_until(settled)
@@ -341,22 +288,16 @@ def test_a_job_cancelled_in_the_air_is_cancelled(configured):
 
 
 @pytest.mark.parametrize("failures", [1, 3])
-def test_an_outage_while_landing_runs_nothing_again(configured, monkeypatch, failures):
+def test_an_outage_while_landing_runs_nothing_again(configured, failing, failures):
     # Given
-    ran, record, left = [], recorder.record_completions, [failures]
-
-    def away(runtime, attempts, token):
-        if left[0]:
-            left[0] -= 1
-            raise OperationalError("server closed the connection unexpectedly")
-        return record(runtime, attempts, token)
+    ran, gone = [], OperationalError("server closed the connection unexpectedly")
+    failing(recorder, "record_completions", *[gone] * failures)
 
     async def note(number):
         ran.append(number)
 
-    monkeypatch.setattr(recorder, "record_completions", away)
     as_job(note, atomic=False).enqueue(number=1)
-    with running():
+    with Running():
         wait_until(settled)
     assert (ran, states()) == ([1], ["completed"])
 
@@ -377,7 +318,7 @@ def test_one_ending_that_cannot_be_recorded_takes_no_others_with_it(configured, 
     monkeypatch.setattr(recorder, "record_completions", refuse)
     monkeypatch.setattr("kjo_django.engine.recorder.DELAY_MIN", 0.01)
     as_job(well, atomic=False).enqueue_many({"job": name} for name in ("a", "poison", "b"))
-    with running():
+    with Running():
         wait_until(lambda: Job.objects.filter(state="completed").count() == 2)
         # Then it is tried again, and lands when it can
         monkeypatch.setattr(recorder, "record_completions", record)
@@ -400,8 +341,8 @@ def test_endings_are_settled_together(configured, monkeypatch):
 
     monkeypatch.setattr(recorder, "record_completions", count)
     as_job(together, atomic=False).enqueue_many([{"number": n} for n in range(300)])
-    with running() as worker:
-        wait_until(lambda: worker.scheduler.outstanding == 300)
+    with Running() as running:
+        wait_until(lambda: running.worker.scheduler.outstanding == 300)
         gate.set()
         wait_until(settled)
     assert sum(groups) == 300
@@ -421,9 +362,9 @@ def test_a_worker_that_stops_lets_them_land(configured):
         await Entry.objects.acreate(job=job)
 
     as_job(last, atomic=False).enqueue(job="a")
-    with running() as worker:
+    with Running() as running:
         assert flying.wait(WAIT)
-    assert worker.code == 0
+    assert running.code == 0
     assert states() == ["completed"]
     assert Entry.objects.count() == 1
     names = {thread.name for thread in threading.enumerate() if thread not in others}
@@ -441,12 +382,12 @@ def test_what_does_not_land_in_time_is_handed_back_and_runs_elsewhere(configured
             await asyncio.sleep(0.01)
 
     as_job(stubborn, atomic=False).enqueue()
-    with running() as first:
+    with Running() as first:
         assert flying.wait(WAIT)
     assert first.code == 1
     assert states() == ["queued"]
     is_second.set()
-    with running():
+    with Running():
         wait_until(settled)
     assert states() == ["completed"]
 
@@ -462,9 +403,9 @@ def test_an_obedient_one_keeps_its_attempt(configured):
             await asyncio.sleep(0.01)
 
     as_job(obedient, atomic=False, takes_context=True).enqueue()
-    with running() as worker:
+    with Running() as running:
         assert flying.wait(WAIT)
-    assert worker.code == 0
+    assert running.code == 0
     assert list(Job.objects.values_list("state", "attempts")) == [("queued", 0)]
 
 
@@ -511,8 +452,6 @@ def test_what_waits_for_room_in_the_air_holds_up_nothing_else():
 
 
 def test_a_flight_that_never_began_closes():
-    from unittest import mock
-
     others = [mock.Mock() for _ in range(4)]
     flight = LoopRunner(*others, on_thread=lambda: None)
     flight.close(0.1)
@@ -530,25 +469,10 @@ def test_renewing_waits_for_no_row_that_is_being_recorded(postgres, settings):
     leases = LeaseBook(current_runtime(), token, timedelta(minutes=5), timedelta(minutes=1))
     busy, free = (JobFactory(queue="ledger", state="queued", lease_token=token) for _ in range(2))
     leases.hold_rows([busy.pk, free.pk])
-    locked, let_go = threading.Event(), threading.Event()
-
-    def write() -> None:
-        with transaction.atomic():
-            Job.objects.filter(pk=busy.pk).update(error="being recorded")
-            locked.set()
-            let_go.wait(WAIT)
-        connection.close()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert locked.wait(WAIT)
     # When
-    try:
+    with row_locked(busy.pk):
         leases.renew_rows()
         renewed = set(Job.objects.exclude(lease_expires_at=None).values_list("pk", flat=True))
-    finally:
-        let_go.set()
-        writer.join()
     # Then
     assert renewed == {free.pk}
 
@@ -580,7 +504,7 @@ def test_a_transaction_one_leaves_open_completes_nothing_it_undid(configured, ho
     job = as_job(write, atomic=False, max_attempts=1)
     job.enqueue_many([{"name": name} for name in ("beside", "guilty")])
     # When
-    with running():
+    with Running():
         wait_until(finished)
         job.enqueue(name="later")
         wait_until(settled)
@@ -608,7 +532,7 @@ def test_a_block_that_is_left_is_nobodys_fault(configured):
 
     job = as_job(handle, atomic=False, max_attempts=1)
     job.enqueue_many([{"name": str(number)} for number in range(20)])
-    with running():
+    with Running():
         wait_until(settled)
     assert set(states()) == {"completed"}
     assert Entry.objects.count() == 10

@@ -12,7 +12,6 @@ import time
 import uuid
 
 import pytest
-from django.db import connection
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
@@ -21,10 +20,9 @@ from kjo_django.messages import headers as names
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
-from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, as_job
+from tests.unit.workers import WAIT, Running
 
-WAIT = 60
 PROMISED = 1.0
 """Seconds until a job of an idle queue begins, whatever others do."""
 SOON = 3.0
@@ -95,7 +93,7 @@ def configure(request, settings, sqlite_file):
     return configure
 
 
-class Working:
+class Working(Running):
     """A worker in a thread of its own, whose jobs of the queue ``slow`` last until ``release``."""
 
     def __init__(self) -> None:
@@ -115,24 +113,12 @@ class Working:
 
         as_job(work, "work.slow", queue="slow", atomic=False)
         as_job(also_work, "work.quick", queue="quick", atomic=False)
-        self.worker = Worker(["slow", "quick"], relay=False)
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        try:
-            self.worker.run()
-        finally:
-            connection.close()
-
-    def __enter__(self) -> Working:
-        self._thread.start()
-        return self
+        super().__init__(["slow", "quick"], relay=False)
 
     def __exit__(self, *error: object) -> None:
         self.worker.stop()
         self.release.set()
-        self._thread.join(WAIT)
-        assert not self._thread.is_alive(), "the worker does not end"
+        self.join()
 
     def begins(self, name: str, timeout: float) -> bool:
         """Whether a job begins within so many seconds."""

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import Counter
 from datetime import timedelta
 
 import pytest
-from django.db import connection
 
 from kjo_django import BatchItem, registry
 from kjo_django.engine.handler import timeouts
 from kjo_django.models import DeadLetter, Job, JobFailure
-from kjo_django.worker import Worker
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, as_job
-
-WAIT = 20
+from tests.unit.deliveries import KJO, MEMORY, as_job, entries
+from tests.unit.workers import WAIT, Running, wait_until
 
 pytestmark = pytest.mark.usefixtures("real_database")
 
@@ -66,40 +61,6 @@ def hanging():
         hanging.thread.join(WAIT)
 
 
-def wait_until(condition) -> None:
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, "never came true"
-        time.sleep(0.02)
-
-
-class Running:
-    """A worker of one lane in its thread."""
-
-    def __init__(self) -> None:
-        self.worker = Worker(["ledger"], concurrency=1)
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        try:
-            self.worker.run()
-        finally:
-            connection.close()
-
-    def __enter__(self) -> Running:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.worker.stop()
-        self._thread.join(WAIT)
-        assert not self._thread.is_alive(), "the worker does not end"
-
-
-def entries() -> Counter[str]:
-    return Counter(Entry.objects.values_list("job", flat=True))
-
-
 @pytest.mark.parametrize("kind", ["atomic", "outside", "batch", "coroutine"])
 def test_a_hung_handler_costs_an_attempt_and_not_its_lane(hanging, kind):
     # Given the only lane in a handler that does not return
@@ -119,7 +80,7 @@ def test_a_hung_handler_costs_an_attempt_and_not_its_lane(hanging, kind):
     options = {"batch": 5} if kind == "batch" else {"atomic": kind != "outside"}
     definition = as_job(function, timeout=timedelta(seconds=0.2), max_attempts=3, **options)
     id = definition.enqueue(job="hangs").job_id
-    with Running() as running:
+    with Running(concurrency=1) as running:
         wait_until(lambda: hanging.calls == 1)
         write.enqueue(job="another")
         # When it has been waited for long enough, then its job and all others go on
@@ -155,7 +116,7 @@ def test_the_others_of_its_group_are_run_by_the_next_lane(hanging):
             Entry.objects.create(job=job)
 
     definition = as_job(work, timeout=timedelta(seconds=0.2), max_attempts=1)
-    with Running() as running:
+    with Running(concurrency=1) as running:
         running.worker.scheduler.measure("bench.work", 0.0001)
         definition.enqueue_many({"job": name} for name in ("before", "hangs", "after"))
         # When, then

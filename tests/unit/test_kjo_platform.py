@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kjo_django.clock import Clock
 from kjo_django.engine.poller import Poller
 from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
 from kjo_django.transports.kafka.clients import KafkaOptions
-from tests.unit.deliveries import Silent
+from tests.unit.deliveries import SetClock, Silent
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = KafkaOptions("default", {"bootstrap.servers": "nowhere:1"})
@@ -106,19 +105,9 @@ class Away:
         raise ConnectionError("the broker is away")
 
 
-class Time(Clock):
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def monotonic(self) -> float:
-        return self.seconds
-
-
 @pytest.fixture
 def time_passes():
-    return Time()
+    return SetClock()
 
 
 @pytest.fixture

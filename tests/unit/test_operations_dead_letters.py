@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
 from django.utils import timezone
 
-from kjo_django import signals
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, TransportMessage
-from kjo_django.operations import dead_letters, jobs, rows
+from kjo_django.operations import dead_letters, fingerprints, jobs, rows
 from kjo_django.operations.dead_letters import DeadLetterFilter
+from kjo_django.operations.fingerprints import error_groups
 from kjo_django.operations.topic_replay import TopicReplay
-from kjo_django.runtime import get_transport
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory
-from tests.unit.deliveries import KJO, MEMORY, Bench
+from tests.unit.deliveries import KJO, MEMORY, Bench, on_memory, row_locked
 
 pytestmark = pytest.mark.django_db
 
@@ -28,15 +25,8 @@ EVERYTHING = DeadLetterFilter()
 
 @pytest.fixture
 def memory(settings):
-    """The memory transport; its topics can be read."""
-    settings.KJO = {
-        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
-        "MAX_REPLAYS": 2,
-    }
-    get_transport().clear()
-    transport = get_transport()
-    yield transport
-    transport.clear()
+    with on_memory(settings, MAX_REPLAYS=2) as transport:
+        yield transport
 
 
 def test_a_jobs_dead_letter_requeues_the_job(memory):
@@ -346,24 +336,19 @@ def test_filters_select_by_id_and_until():
 
 
 def test_discarding_closes_with_a_note_and_tells_once_committed(
-    django_capture_on_commit_callbacks,
+    hear, django_capture_on_commit_callbacks
 ):
     # Given
-    seen = []
-
-    def receiver(signal, sender, dead_letter_id, note, **kwargs):
-        seen.append((dead_letter_id, note))
-
-    signals.message_discarded.connect(receiver)
+    heard = hear("message_discarded")
     letter = DeadLetterFactory()
     DeadLetterFactory(discarded=True)
     # When
     with django_capture_on_commit_callbacks(execute=True):
         count = dead_letters.discard(DeadLetter.objects.all(), note="a test order", actor="ann")
-    signals.message_discarded.disconnect(receiver)
     # Then
     assert count == 1
-    assert seen == [(str(letter.pk), "a test order")]
+    (told,) = heard
+    assert (told["dead_letter_id"], told["note"]) == (str(letter.pk), "a test order")
     letter.refresh_from_db()
     assert letter.state == DeadLetterState.DISCARDED
     assert letter.note == "a test order (ann)"
@@ -397,24 +382,9 @@ def test_a_job_that_moves_on_before_it_is_locked_is_left_alone(memory, monkeypat
 def test_an_edited_replay_waits_for_nobody_who_holds_the_job():
     """Who requeues the job holds its row and waits for the letter: a deadlock otherwise."""
     letter = DeadLetterFactory(of_job=True)
-    locked, ended = threading.Event(), threading.Event()
-
-    def requeue():
-        with transaction.atomic():
-            Job.objects.select_for_update(no_key=True).get(pk=letter.job_id)
-            locked.set()
-            ended.wait(10)
-        connection.close()
-
-    thread = threading.Thread(target=requeue)
-    thread.start()
-    locked.wait(30)
-    try:
+    with row_locked(letter.job_id, "FOR NO KEY UPDATE"):
         report = dead_letters.edit_and_replay(letter.pk, b'{"a": 2}')
         assert dict(report.refused) == {"the job is processing": 1}
-    finally:
-        ended.set()
-        thread.join()
 
 
 @pytest.mark.postgres
@@ -428,3 +398,82 @@ def test_a_count_of_replays_made_up_by_others_leaves_room_to_count_on(settings):
     assert DeadLetter.objects.count() == 1
     assert dead_letters.replay(EVERYTHING, force=True).replayed == 1
     bench.close()
+
+
+# --- By kind of error, counted and foreseen within bounds -----------------------------------------
+
+
+NOW = timezone.now()
+
+
+def letters(fingerprint: str, count: int, **columns) -> list[DeadLetter]:
+    return [DeadLetterFactory(fingerprint=fingerprint, **columns) for _ in range(count)]
+
+
+def test_a_group_tells_since_when_in_which_releases_and_how_often_it_came_back():
+    # Given
+    for number, release in enumerate(["1", "", "2", "2", "3"]):
+        DeadLetterFactory(
+            fingerprint="often",
+            release=release,
+            error=f"error {number}",
+            replay_count=number % 2,
+            failed_at=NOW - timedelta(minutes=9 - number),
+        )
+    letters("once", 1)
+    # When
+    often, once = error_groups()
+    # Then
+    assert (often.fingerprint, often.count, often.error) == ("often", 5, "error 4")
+    assert (often.first_failed_at, often.last_failed_at) == (
+        NOW - timedelta(minutes=9),
+        NOW - timedelta(minutes=5),
+    )
+    assert often.releases == ("3", "2", "1")
+    assert often.replayed_count == 2
+    assert (once.count, once.releases, once.replayed_count) == (1, (), 0)
+
+
+def test_five_releases_of_a_group_are_told_at_most():
+    for number in range(7):
+        letters("often", 1, release=f"r{number}")
+    assert error_groups()[0].releases == ("r6", "r5", "r4", "r3", "r2")
+
+
+def test_groups_are_those_of_the_newest_letters_and_of_the_selection(monkeypatch):
+    # Given
+    letters("old", 3, queue="emails")
+    letters("new", 2)
+    # Then
+    found = [group.fingerprint for group in error_groups(DeadLetterFilter(queue="emails"))]
+    assert found == ["old"]
+    monkeypatch.setattr(fingerprints, "COUNT_LIMIT", 3)
+    assert [(g.fingerprint, g.count) for g in error_groups()] == [("new", 2), ("old", 1)]
+
+
+def test_a_group_is_resolved_by_discarding_it_with_a_note():
+    # Given
+    letters("known", 3)
+    letters("other", 1)
+    # When
+    assert dead_letters.discard(DeadLetterFilter(fingerprint="known"), note="fixed in 2") == 3
+    # Then
+    assert [group.fingerprint for group in error_groups()] == ["other"]
+    closed = DeadLetter.objects.filter(fingerprint="known")
+    assert set(closed.values_list("state", "note")) == {("discarded", "fixed in 2")}
+
+
+def test_a_preview_is_bounded_and_tells_what_has_taken_effect():
+    # Given
+    done = DeadLetterFactory(message_id="done")
+    ProcessedEventFactory(event_id="done", event_type=done.handler, service_name="tests")
+    letters("a", 2)
+    # When
+    report = dead_letters.preview(DeadLetterFilter(), limit=2)
+    # Then
+    assert (report.matched, report.already_processed, report.is_capped) == (2, 1, True)
+    assert report.refused == {"already processed": 1}
+    whole = dead_letters.preview(DeadLetterFilter())
+    assert (whole.matched, whole.is_capped) == (3, False)
+    assert dead_letters.replay(DeadLetterFilter(), dry_run=True, limit=None).matched == 3
+    assert DeadLetter.objects.filter(state="open").count() == 3

@@ -13,6 +13,8 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.utils import timezone
 
+from kjo_django import registry
+from kjo_django.coordination.database import DatabaseCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import health as module
@@ -21,6 +23,7 @@ from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import JobFactory, MetricBucketFactory, QueueControlFactory, WorkerFactory
+from tests.unit.deliveries import on_memory
 
 # The probes run in threads of their own, which see committed rows only.
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -28,21 +31,13 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture(autouse=True)
 def memory(settings):
-    settings.KJO = {
-        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
-        "QUEUES": {"emails": {}},
-    }
-    transport = get_transport()
-    transport.clear()
-    topics.create()
-    yield transport
-    transport.clear()
+    with on_memory(settings, QUEUES={"emails": {}}) as transport:
+        topics.create()
+        yield transport
 
 
 @pytest.fixture
 def worker():
-    from kjo_django import registry
-
     return WorkerFactory(queues=registry.queue_names())
 
 
@@ -111,8 +106,6 @@ def test_a_transport_out_of_reach_takes_its_dependants_with_it(memory, worker):
 
 
 def test_coordination_out_of_reach_is_told(monkeypatch):
-    from kjo_django.coordination.database import DatabaseCoordination
-
     def probe(self, timeout):
         raise CoordinationError("redis is away")
 

@@ -6,10 +6,9 @@ import threading
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import connection
 from django.utils import timezone
 
-from kjo_django import signals
 from kjo_django.conf import get_settings
 from kjo_django.engine.leases import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
@@ -21,27 +20,12 @@ from kjo_django.operations.rows import CHUNK
 from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.states import JobState
 from tests.factories import DeadLetterFactory, JobFactory
-
-MEMORY = {
-    "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
-}
+from tests.unit.deliveries import MEMORY, row_locked
 
 
 @pytest.fixture
-def received():
-    """Collect signals: (name, keyword arguments)."""
-    seen = []
-    receivers = []
-    for name in ("job_requeued", "job_cancelled", "message_replayed"):
-
-        def receiver(signal, sender, name=name, **kwargs):
-            seen.append((name, kwargs))
-
-        getattr(signals, name).connect(receiver)
-        receivers.append((getattr(signals, name), receiver))
-    yield seen
-    for signal, receiver in receivers:
-        signal.disconnect(receiver)
+def received(hear):
+    return hear("job_requeued", "job_cancelled", "message_replayed")
 
 
 @pytest.mark.django_db
@@ -60,17 +44,8 @@ def test_an_open_job_is_cancelled_by_one_conditional_transition(
     job.refresh_from_db()
     assert job.state == JobState.CANCELLED
     assert job.finished_at is not None
-    assert received == [
-        (
-            "job_cancelled",
-            {
-                "job_id": str(job.pk),
-                "unique_id": None,
-                "queue": "default",
-                "handler": "tests.add",
-            },
-        )
-    ]
+    facts = {"unique_id": None, "queue": "default", "handler": "tests.add", "sender": "tests.add"}
+    assert received == [{"signal": "job_cancelled", "job_id": str(job.pk), **facts}]
 
 
 @pytest.mark.django_db
@@ -144,15 +119,10 @@ def test_a_job_leased_by_a_living_worker_answers_processing_until_that_worker_is
 
 
 @pytest.mark.django_db
-def test_without_coordination_the_rows_decide(monkeypatch):
+def test_without_coordination_the_rows_decide(coordination_away):
     """Correctness never depends on coordination."""
     # Given
-    from kjo_django.exceptions import CoordinationError
-
-    def unreachable(names):
-        raise CoordinationError("gone")
-
-    monkeypatch.setattr(get_coordination(), "holders", unreachable)
+    coordination_away("holders")
     # When, then
     assert jobs.cancel_one(JobFactory(queued=True).pk) is CancelResult.CANCELLED
 
@@ -178,7 +148,7 @@ def test_a_requeued_job_starts_a_new_generation_with_all_its_attempts(
     assert letter.state == DeadLetterState.REPLAYED
     assert letter.replay_count == 1
     assert letter.note == "replayed by ann"
-    assert [name for name, _ in received] == ["job_requeued", "message_replayed"]
+    assert [each["signal"] for each in received] == ["job_requeued", "message_replayed"]
 
 
 @pytest.mark.django_db
@@ -253,25 +223,10 @@ def test_a_job_whose_row_a_running_handler_has_locked_answers_processing():
     # Given
     job = JobFactory(queued=True)
     other = JobFactory(queued=True)
-    locked, ended = threading.Event(), threading.Event()
-
-    def handler():
-        with transaction.atomic():
-            Job.objects.select_for_update(no_key=True).get(pk=job.pk)
-            locked.set()
-            ended.wait(30)
-        connection.close()
-
-    thread = threading.Thread(target=handler)
-    thread.start()
-    locked.wait(30)
     # When, then nobody waits for it
-    try:
+    with row_locked(job.pk, "FOR NO KEY UPDATE"):
         assert jobs.cancel([job, other]).counts == {"processing": 1, "cancelled": 1}
         assert jobs.requeue([job]).counts == {"processing": 1}
-    finally:
-        ended.set()
-        thread.join()
     assert jobs.cancel_one(job.pk) is CancelResult.CANCELLED
 
 
@@ -332,16 +287,12 @@ def test_a_job_asked_for_twice_counts_once():
 
 
 @pytest.mark.django_db
-def test_running_jobs_that_cannot_be_asked_keep_no_other_from_being_cancelled(monkeypatch):
+def test_running_jobs_that_cannot_be_asked_keep_no_other_from_being_cancelled(coordination_away):
     """Whatever chunk they are in."""
-
-    def refuse(marks, ttl):
-        raise CoordinationError("away")
-
     soon = timezone.now() + timedelta(minutes=1)
     busy = JobFactory(queued=True, lease_expires_at=soon)
     others = JobFactory.create_batch(CHUNK)
-    monkeypatch.setattr(get_coordination(), "set_marks", refuse)
+    coordination_away("set_marks")
     with pytest.raises(CoordinationError):
         jobs.cancel(Job.objects.all(), abort=True)
     assert Job.objects.filter(state="cancelled").count() == len(others)
@@ -357,4 +308,4 @@ def test_a_job_with_a_header_of_no_text_is_cancelled_and_told_of(
     job = JobFactory(state="failing", headers={names.REPLY_TO: {"base64": "/w=="}})
     with django_capture_on_commit_callbacks(execute=True):
         assert jobs.cancel_one(job.pk) is CancelResult.CANCELLED
-    assert [name for name, _ in received] == ["job_cancelled"]
+    assert [each["signal"] for each in received] == ["job_cancelled"]

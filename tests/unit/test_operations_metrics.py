@@ -1,4 +1,4 @@
-"""Figures over time, from the aggregates."""
+"""Figures over time, from the aggregates: how much, how fast, and where lags go."""
 
 from bisect import bisect_right
 from datetime import UTC, datetime, timedelta
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRollup, Worker
 from kjo_django.operations.monitoring import metrics
+from kjo_django.operations.monitoring.metrics import Trend
 from tests.factories import WorkerFactory
 
 NOW = datetime(2026, 5, 4, 10, 37, 20, tzinfo=UTC)
@@ -17,7 +18,7 @@ HOUR = timedelta(hours=1)
 
 
 @pytest.fixture(autouse=True)
-def now(monkeypatch):
+def _now(monkeypatch):
     monkeypatch.setattr(timezone, "now", lambda: NOW)
 
 
@@ -159,3 +160,76 @@ def test_a_percentile_lies_within_the_bounds_of_its_measurement(seconds, share):
 def test_nothing_measured_has_no_percentile():
     assert metrics.percentile([0] * BOUNDS, 0.5) is None
     assert metrics.percentile([], 0.5) is None
+
+
+# --- How fast queues go and where their lags go ---------------------------------------------------
+
+
+def lag_of(queue: str = "mail") -> tuple[float | None, Trend | None]:
+    rows = [{"queue": queue}]
+    metrics.add_rates(rows)
+    return rows[0]["lag_per_minute"], rows[0]["lag_trend"]
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("seen", "change", "trend"),
+    [
+        ((), None, None),
+        ((5,), None, None),
+        ((None, 5, None), None, None),
+        ((0, 0, 0), 0.0, Trend.STEADY),
+        ((10, 20, 40), 15.0, Trend.GROWING),
+        ((40, 90, 10), -15.0, Trend.SHRINKING),
+        ((10, None, None, 40), 10.0, Trend.GROWING),
+        ((0, 1, 1, 1, 1, 1), 0.2, Trend.STEADY),
+        ((5, 5, 5, 5, 5, 0), -1.0, Trend.SHRINKING),
+    ],
+)
+def test_a_trend_is_what_lies_between_the_first_and_the_last(seen, change, trend):
+    """A lag a minute; None where nobody asked."""
+    for number, lag in enumerate(seen):
+        if lag is not None:
+            bucket(len(seen) - 1 - number, handler="", lag=lag)
+    assert lag_of() == (change, trend)
+
+
+@pytest.mark.django_db
+def test_whatever_is_settled_in_the_last_whole_minutes_counts():
+    # Given what handlers of two workers did, and what is too old or not over
+    bucket(1, handler="a", completed_count=10, retried_count=5)
+    other = "019a0000-0000-7000-8000-000000000002"
+    bucket(1, handler="b", failed_count=3, duplicate_count=2, worker_id=other)
+    bucket(5, handler="a", skipped_count=5)
+    bucket(6, handler="a", completed_count=1000)
+    bucket(0, handler="a", completed_count=1000)
+    bucket(2, queue="other", handler="c", completed_count=50)
+    # When
+    rows = [{"queue": "mail"}, {"queue": "other"}]
+    metrics.add_rates(rows)
+    # Then
+    assert [row["per_minute"] for row in rows] == [5.0, 10.0]
+
+
+@pytest.mark.django_db
+def test_a_lag_is_followed_to_the_present_minute():
+    for ago, lag in ((7, 10_000), (4, 100), (2, 60), (0, 20)):
+        bucket(ago, handler="", lag=lag)
+        bucket(ago, handler="a", completed_count=1)
+    assert lag_of() == (-20.0, Trend.SHRINKING)
+
+
+@pytest.mark.django_db
+def test_one_query_tells_of_all_queues(django_assert_num_queries):
+    for number in range(20):
+        bucket(1, queue=f"queue-{number}", handler="a", completed_count=number)
+    rows = [{"queue": f"queue-{number}"} for number in range(21)]
+    with django_assert_num_queries(1):
+        metrics.add_rates(rows)
+    assert rows[10] == {
+        "queue": "queue-10",
+        "per_minute": 2.0,
+        "lag_per_minute": None,
+        "lag_trend": None,
+    }
+    assert rows[20]["per_minute"] == 0

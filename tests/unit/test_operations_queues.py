@@ -6,7 +6,6 @@ from datetime import timedelta
 
 import pytest
 
-from kjo_django import signals
 from kjo_django.models import QueueControl
 from kjo_django.operations import queues
 from tests.factories import QueueControlFactory
@@ -14,21 +13,17 @@ from tests.factories import QueueControlFactory
 pytestmark = pytest.mark.django_db
 
 
-def test_a_pause_is_a_row_and_is_told_once_it_is_committed(django_capture_on_commit_callbacks):
+def test_a_pause_is_a_row_and_is_told_once_it_is_committed(
+    hear, django_capture_on_commit_callbacks
+):
     # Given
-    seen = []
-
-    def receiver(signal, sender, queue, actor, **kwargs):
-        seen.append((queue, actor))
-
-    signals.queue_paused.connect(receiver)
+    heard = hear("queue_paused")
     # When
     with django_capture_on_commit_callbacks(execute=True):
         assert queues.pause("emails", actor="ann") is True
         assert queues.pause("emails", actor="bob") is False
-    signals.queue_paused.disconnect(receiver)
     # Then
-    assert seen == [("emails", "ann")]
+    assert [(each["queue"], each["actor"]) for each in heard] == [("emails", "ann")]
     assert queues.paused_queues() == {"emails"}
     assert QueueControl.objects.get().changed_by == "ann"
 
@@ -126,21 +121,17 @@ def test_a_policy_out_of_range_is_refused_whole(given, told):
     assert not QueueControl.objects.exists()
 
 
-def test_a_policy_is_told_once_it_is_committed(django_capture_on_commit_callbacks):
+def test_a_policy_is_told_once_it_is_committed(hear, django_capture_on_commit_callbacks):
     # Given
-    heard, seen = [], []
-
-    def receiver(signal, sender, queue, actor, changes, **kwargs):
-        heard.append((queue, actor, changes))
-
-    signals.queue_changed.connect(receiver)
+    heard, seen = hear("queue_changed"), []
     # When
     with django_capture_on_commit_callbacks(execute=True):
         queues.set_policy("emails", concurrency=2, actor="ann", on_changed=seen.extend)
         assert heard == []
-    signals.queue_changed.disconnect(receiver)
     # Then
-    assert heard == [("emails", "ann", {"concurrency": 2})]
+    (told,) = heard
+    assert (told["queue"], told["actor"]) == ("emails", "ann")
+    assert told["changes"] == {"concurrency": 2}
     assert [(row.queue, row.concurrency) for row in seen] == [("emails", 2)]
 
 

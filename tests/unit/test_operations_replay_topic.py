@@ -16,6 +16,7 @@ from kjo_django.operations.topic_replay import TopicReplay, replay_topic
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicSpec
 from tests.factories import JobFactory, ProcessedEventFactory
+from tests.unit.deliveries import on_memory
 
 pytestmark = pytest.mark.django_db
 
@@ -25,16 +26,10 @@ SOURCE = "events-dlq"
 @pytest.fixture(autouse=True)
 def memory(settings, monkeypatch):
     monkeypatch.setattr(module, "IDLE_PATIENCE", 0.1)
-    settings.KJO = {
-        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
-        "QUEUES": {"orders": {"topic": "order-events"}},
-        "MAX_REPLAYS": 3,
-    }
-    get_transport().clear()
-    get_transport().ensure_topics([TopicSpec(SOURCE, 2)])
-    transport = get_transport()
-    yield transport
-    transport.clear()
+    keys = {"QUEUES": {"orders": {"topic": "order-events"}}, "MAX_REPLAYS": 3}
+    with on_memory(settings, **keys) as transport:
+        transport.ensure_topics([TopicSpec(SOURCE, 2)])
+        yield transport
 
 
 def fill(count=1, topic=SOURCE, **headers):

@@ -7,7 +7,6 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from kjo_django import signals
 from kjo_django.engine.attempt import Ending
 from kjo_django.models import Job, TransportMessage
 from kjo_django.operations import rescheduling
@@ -101,20 +100,14 @@ def test_a_job_that_is_being_processed_is_left_alone():
     assert rescheduling.change_queue([running], "other").counts == {"processing": 1}
 
 
-def test_those_made_due_are_told_with_who_asked():
+def test_those_made_due_are_told_with_who_asked(hear):
     # Given
-    heard, seen = [], []
-
-    def receiver(signal, sender, job_id, actor, **kwargs):
-        heard.append((job_id, actor))
-
+    heard, seen = hear("job_run_now"), []
     later = JobFactory(available_at=timezone.now() + LATER)
-    signals.job_run_now.connect(receiver)
     # When
     rescheduling.run_now([later, JobFactory()], actor="ann", on_changed=seen.extend)
-    signals.job_run_now.disconnect(receiver)
     # Then
-    assert heard == [(str(later.pk), "ann")]
+    assert [(each["job_id"], each["actor"]) for each in heard] == [(str(later.pk), "ann")]
     assert [job.pk for job in seen] == [later.pk]
 
 
@@ -201,23 +194,18 @@ def test_a_job_whose_message_is_on_its_way_expires_as_asked(transport):
     assert Job.objects.get(pk=later).state == "completed"
 
 
-def test_a_job_that_would_expire_never_does(transport):
+def test_a_job_that_would_expire_never_does(transport, hear):
     # Given
     id = write.using(expires_at=timezone.now() + timedelta(hours=1)).enqueue(job="x").job_id
-    heard = []
-
-    def hear(**facts):
-        heard.append((facts["job_id"], facts["expires_at"], facts["actor"]))
-
-    signals.job_expiry_changed.connect(hear)
+    heard = hear("job_expiry_changed")
     # When
     outcomes = rescheduling.change_expiry([id], None, actor="ann")
     again = rescheduling.change_expiry([id], None, actor="ann")
-    signals.job_expiry_changed.disconnect(hear)
     # Then
     assert Job.objects.get(pk=id).expires_at is None
     assert (outcomes.counts, again.counts) == ({"changed": 1}, {"unchanged": 1})
-    assert heard == [(str(id), None, "ann")]
+    (told,) = heard
+    assert (told["job_id"], told["expires_at"], told["actor"]) == (str(id), None, "ann")
 
 
 def test_the_expiry_of_what_has_ended_or_runs_or_is_for_others_stays():

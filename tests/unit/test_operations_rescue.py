@@ -10,6 +10,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
+from kjo_django.exceptions import PublishError
 from kjo_django.ids import uuid7_floor
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, TransportMessage
@@ -20,10 +21,9 @@ from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import GroupOffsets, OutgoingRecord, TopicPartition, TopicSpec
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import JobFactory
+from tests.unit.deliveries import MEMORY, on_memory
 
 pytestmark = pytest.mark.django_db
-
-MEMORY = {"TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}}}
 
 
 @pytest.mark.parametrize("after", [timedelta(days=365 * 60), timedelta.max])
@@ -38,11 +38,8 @@ def test_who_waits_for_ever_rescues_nothing(memory, settings, monkeypatch, after
 
 @pytest.fixture
 def memory(settings):
-    settings.KJO = MEMORY
-    transport = get_transport()
-    transport.clear()
-    yield transport
-    transport.clear()
+    with on_memory(settings) as transport:
+        yield transport
 
 
 def queued_job(minutes=30, **kwargs):
@@ -203,8 +200,6 @@ def test_on_kafka_a_job_its_group_has_passed_is_rescued_though_others_wait_behin
 
 def test_a_transport_out_of_reach_is_reported_and_keeps_no_other_queue_waiting(memory, monkeypatch):
     # Given
-    from kjo_django.exceptions import PublishError
-
     queued_job()
     queued_job(queue="emails")
 

@@ -21,20 +21,16 @@ from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
 from tests.ledger.jobs import write
+from tests.unit.deliveries import on_memory
 
 pytestmark = pytest.mark.django_db
 
 
 @pytest.fixture(autouse=True)
 def memory(settings):
-    settings.KJO = {
-        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
-        "QUEUES": {"emails": {}, "images": {"topic": "image-queue"}},
-    }
-    transport = get_transport()
-    transport.clear()
-    yield transport
-    transport.clear()
+    queues = {"emails": {}, "images": {"topic": "image-queue"}}
+    with on_memory(settings, QUEUES=queues) as transport:
+        yield transport
 
 
 def queue(name, **kwargs):

@@ -3,15 +3,22 @@ shown in tests/acceptance/test_wishes.py."""
 
 from __future__ import annotations
 
+import json
 import uuid
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from django.utils import timezone
 
-from kjo_django import signals
 from kjo_django.models import Worker
 from kjo_django.operations import workers
+from kjo_django.operations.workers import (
+    MOST,
+    Assignment,
+    RunningJob,
+    assignments,
+    rebalanced_at,
+)
 from tests.factories import WorkerFactory
 
 pytestmark = pytest.mark.django_db
@@ -65,25 +72,82 @@ def test_a_quiet_worker_may_be_stopped():
     assert workers.stop([worker]).counts == {"unchanged": 1}
 
 
-def test_a_wish_is_told_once_it_is_committed(django_capture_on_commit_callbacks):
+def test_a_wish_is_told_once_it_is_committed(hear, django_capture_on_commit_callbacks):
     # Given
-    worker, heard, seen = WorkerFactory(name="host-1"), [], []
-
-    def receiver(signal, sender, worker_id, wish, actor, **kwargs):
-        heard.append((sender, worker_id, wish, actor))
-
-    signals.worker_asked.connect(receiver)
+    worker, heard, seen = WorkerFactory(name="host-1"), hear("worker_asked"), []
     # When
     with django_capture_on_commit_callbacks(execute=True):
         workers.stop([worker], actor="ann", on_changed=seen.extend)
         assert heard == []
         workers.stop([worker], actor="bob", on_changed=seen.extend)
-    signals.worker_asked.disconnect(receiver)
     # Then
-    assert heard == [("host-1", str(worker.pk), "stop", "ann")]
+    (told,) = heard
+    assert (told["sender"], told["worker_id"]) == ("host-1", str(worker.pk))
+    assert (told["wish"], told["actor"]) == ("stop", "ann")
     assert [(row.pk, row.wish) for row in seen] == [(worker.pk, "stop")]
 
 
 def test_the_heartbeat_that_is_just_old_enough_counts():
     old = timezone.now() - workers.alive_within() + timedelta(seconds=2)
     assert workers.quiet([WorkerFactory(heartbeat_at=old)]).counts == {"asked": 1}
+
+
+# --- What a worker's row tells of its partitions, whoever wrote it --------------------------------
+
+
+NOW = datetime(2026, 5, 4, 10, 37, 20, tzinfo=UTC)
+
+
+def test_what_is_stored_is_read_again():
+    # Given
+    held = [
+        Assignment("mails", 0, "g", NOW, NOW + timedelta(seconds=5), (RunningJob("1", "x", NOW),)),
+        Assignment("mails", 1, "g"),
+    ]
+    # When
+    stored = json.loads(json.dumps([each.stored() for each in held]))
+    # Then
+    assert assignments(stored) == held
+    assert stored[1] == {"group": "g", "topic": "mails", "partition": 1}
+    # And so is what programs are told
+    assert assignments([each.as_dict() for each in held]) == held
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        5,
+        "mails",
+        {"mails": 0},
+        [None],
+        ["mails"],
+        [[]],
+        [["mails"]],
+        [["mails", 0]],
+        [{}],
+        [{"topic": "mails"}],
+        [{"topic": "mails", "partition": 0, "rebalanced_at": "yesterday"}],
+        [{"topic": "mails", "partition": 0, "resting_until": 5}],
+        [{"topic": "mails", "partition": 0, "running": [{"id": "1"}]}],
+        [{"topic": "mails", "partition": 0, "running": 5}],
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_left_out(told):
+    assert assignments(told) == []
+
+
+def test_what_a_later_release_adds_is_passed_over():
+    stored = [{"topic": "mails", "partition": 0, "colour": "blue"}, {"colour": "red"}]
+    assert assignments(stored) == [Assignment("mails", 0)]
+
+
+def test_a_row_without_an_end_is_read_to_a_limit():
+    stored = [{"topic": "mails", "partition": number} for number in range(MOST + 1)]
+    assert len(assignments(stored)) == MOST
+
+
+def test_the_latest_change_of_all_groups_is_the_workers():
+    held = [Assignment("a", 0, "g", NOW), Assignment("b", 0, "h", NOW + timedelta(minutes=1))]
+    assert rebalanced_at([*held, Assignment("c", 0)]) == NOW + timedelta(minutes=1)

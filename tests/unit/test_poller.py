@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -18,6 +17,7 @@ from kjo_django.runtime import current_runtime, get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
 from kjo_django.worker.duties import DutyThread
 from tests.unit.deliveries import Silent
+from tests.unit.workers import wait_until
 
 MEMORY = {
     "BACKEND": "kjo_django.transports.memory.MemoryTransport",
@@ -114,15 +114,6 @@ def take(lanes: Watched) -> bytes:
     return delivery.record.value
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
-    for _ in range(1000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("never came true")
-
-
 # --- Reading --------------------------------------------------------------------------------------
 
 
@@ -204,14 +195,14 @@ def test_full_lanes_stop_the_fetching_and_not_the_membership(make, lanes):
     publish(b"1", b"2", b"3", partition=0)
     # When
     poller.start()
-    eventually(lambda: lanes.outstanding == 2)
+    wait_until(lambda: lanes.outstanding == 2)
     group = lanes.take(timeout=WAIT)
     # Then
     assert poller.polled_count == 2
     assert len(poller.partitions) == 2
     poller._subscription.acknowledge([group.deliveries[0].record])
     lanes.finish(group)
-    eventually(lambda: poller.polled_count == 3)
+    wait_until(lambda: poller.polled_count == 3)
 
 
 @pytest.fixture
@@ -221,7 +212,7 @@ def polling(make, monkeypatch):
     def start() -> tuple[Polling, list[tuple]]:
         poller = make()
         poller.start()
-        eventually(lambda: len(poller.partitions) == 2)
+        wait_until(lambda: len(poller.partitions) == 2)
         asked: list[tuple] = []
         for name in ("poll", "pause", "resume"):
             original = getattr(poller._subscription, name)
@@ -243,10 +234,10 @@ def test_draining_fetches_nothing_more_and_stays_a_member(polling, lanes):
     assert take(lanes) == b"1"
     # When
     poller.drain()
-    eventually(lambda: ("poll", 0) in asked)
+    wait_until(lambda: ("poll", 0) in asked)
     publish(b"2", partition=0)
     before = len(asked)
-    eventually(lambda: len(asked) > before + 1)
+    wait_until(lambda: len(asked) > before + 1)
     # Then
     assert lanes.waiting == 0
     assert set(asked[before:]) == {("poll", 0)}
@@ -257,7 +248,7 @@ def test_closing_hands_back_what_was_not_settled(make, lanes):
     poller = make()
     poller.start()
     publish(b"1", partition=0)
-    eventually(lambda: lanes.waiting == 1)
+    wait_until(lambda: lanes.waiting == 1)
     poller.stop()
     assert lanes.waiting == 0
     other = get_transport().subscribe(["ledger"], "g")
@@ -273,10 +264,10 @@ def test_a_paused_queue_is_not_fetched_and_misses_nothing(polling, lanes):
     poller, asked = polling()
     poller.set_paused(frozenset({"ledger"}))
     poller.wake()
-    eventually(lambda: ("pause", BOTH) in asked)
+    wait_until(lambda: ("pause", BOTH) in asked)
     publish(b"1", partition=0)
     before = len(asked)
-    eventually(lambda: len(asked) > before + 3)
+    wait_until(lambda: len(asked) > before + 3)
     assert lanes.waiting == 0
     # When
     poller.set_paused(frozenset())
@@ -290,7 +281,7 @@ def test_what_a_paused_queue_left_waiting_does_not_keep_others_from_being_fetche
     poller = make("ledger", "mails", max_outstanding=2)
     poller.start()
     publish(b"1", b"2", b"3", partition=0)
-    eventually(lambda: lanes.waiting == 2)
+    wait_until(lambda: lanes.waiting == 2)
     poller.set_paused(frozenset({"ledger"}))
     lanes.set_paused({"ledger"})
     # When
@@ -298,7 +289,7 @@ def test_what_a_paused_queue_left_waiting_does_not_keep_others_from_being_fetche
     # Then
     assert take(lanes) == b"{}"
     # And no more than was there is fetched of the one that is paused
-    eventually(lambda: lanes.running == 0)
+    wait_until(lambda: lanes.running == 0)
     lanes.set_paused(())
     poller.set_paused(frozenset())
     assert [take(lanes), take(lanes), take(lanes)] == [b"1", b"2", b"3"]
@@ -309,7 +300,7 @@ def test_a_resting_partition_rests_alone_and_comes_back_by_itself(polling, lanes
     poller, asked = polling()
     lanes.pause_partition(BOTH[0], 0.6)
     poller.wake()
-    eventually(lambda: ("pause", BOTH[:1]) in asked)
+    wait_until(lambda: ("pause", BOTH[:1]) in asked)
     publish(b"resting", partition=0)
     publish(b"free", partition=1)
     assert take(lanes) == b"free"
@@ -322,11 +313,11 @@ def test_a_rest_does_not_resume_a_queue_an_operator_paused(polling, lanes):
     poller.set_paused(frozenset({"ledger"}))
     lanes.pause_partition(BOTH[0], 0.05)
     poller.wake()
-    eventually(lambda: ("pause", BOTH) in asked)
+    wait_until(lambda: ("pause", BOTH) in asked)
     publish(b"1", partition=0)
-    eventually(lambda: not lanes.paused_partitions())
+    wait_until(lambda: not lanes.paused_partitions())
     before = len(asked)
-    eventually(lambda: len(asked) > before + 2)
+    wait_until(lambda: len(asked) > before + 2)
     assert lanes.waiting == 0
     assert "resume" not in {name for name, _ in asked}
 
@@ -336,20 +327,20 @@ def test_it_tells_when_its_partitions_changed_last(make):
     first = make()
     assert first.rebalanced_at is None
     first.start()
-    eventually(lambda: len(first.partitions) == 2 and first.rebalanced_at)
+    wait_until(lambda: len(first.partitions) == 2 and first.rebalanced_at)
     alone = first.rebalanced_at
     # When a second takes one of them
     second = make()
     second.start()
-    eventually(lambda: len(first.partitions) == 1 and second.rebalanced_at)
+    wait_until(lambda: len(first.partitions) == 1 and second.rebalanced_at)
     # Then both tell
     assert alone < first.rebalanced_at <= second.rebalanced_at
     # And when it is given back, the first does again
     shared = first.rebalanced_at
     second.stop()
     first.wake()
-    eventually(lambda: len(first.partitions) == 2)
-    eventually(lambda: first.rebalanced_at > shared)
+    wait_until(lambda: len(first.partitions) == 2)
+    wait_until(lambda: first.rebalanced_at > shared)
 
 
 def test_it_tells_which_partitions_rest_and_for_how_long(lanes):
@@ -361,7 +352,7 @@ def test_it_tells_which_partitions_rest_and_for_how_long(lanes):
     assert 59 < rest[1] <= 60
 
 
-def test_a_poller_that_fails_tells_and_starts_over(make, lanes, monkeypatch):
+def test_a_poller_that_fails_tells_and_starts_over(make, lanes, failing):
     # Given
     told: list[str | None] = []
     failed = threading.Event()
@@ -371,15 +362,7 @@ def test_a_poller_that_fails_tells_and_starts_over(make, lanes, monkeypatch):
         if error:
             failed.set()
 
-    transport = get_transport()
-    subscribe, broken = transport.subscribe, iter([True])
-
-    def fail_once(*args, **kwargs):
-        if next(broken, False):
-            raise RuntimeError("no subscription for you")
-        return subscribe(*args, **kwargs)
-
-    monkeypatch.setattr(transport, "subscribe", fail_once)
+    failing(get_transport(), "subscribe", RuntimeError("no subscription for you"))
     # When
     make(on_error=hear).start()
     publish(b"1", partition=0)
@@ -387,7 +370,7 @@ def test_a_poller_that_fails_tells_and_starts_over(make, lanes, monkeypatch):
     assert failed.wait(WAIT)
     assert told == ["no subscription for you"]
     assert take(lanes) == b"1"
-    eventually(lambda: told[-1] is None)
+    wait_until(lambda: told[-1] is None)
 
 
 def test_a_rebalance_waits_for_what_runs_and_forgets_what_waits(make, lanes):
@@ -396,7 +379,7 @@ def test_a_rebalance_waits_for_what_runs_and_forgets_what_waits(make, lanes):
     poller.start()
     for partition in (0, 1):
         publish(b"%d runs" % partition, partition=partition)
-        eventually(lambda: lanes.filled.is_set())
+        wait_until(lambda: lanes.filled.is_set())
         lanes.filled.clear()
     groups = [lanes.take(timeout=WAIT)]
     # When: another member comes, and gets one of the two
@@ -410,12 +393,12 @@ def test_a_rebalance_waits_for_what_runs_and_forgets_what_waits(make, lanes):
     done = threading.Event()
     thread = threading.Thread(target=join)
     thread.start()
-    eventually(lambda: lanes.waiting <= 1)
+    wait_until(lambda: lanes.waiting <= 1)
     for group in groups:
         lanes.finish(group)
-    eventually(lambda: len(poller.partitions) == 1)
+    wait_until(lambda: len(poller.partitions) == 1)
     # Then
-    eventually(lambda: len(other.assignment()) == 1)
+    wait_until(lambda: len(other.assignment()) == 1)
     mine, theirs = poller.partitions, other.assignment()
     assert {*mine, *theirs} == {TopicPartition("ledger", 0), TopicPartition("ledger", 1)}
     done.set()
@@ -428,14 +411,14 @@ def test_a_rebalance_of_one_group_leaves_what_another_reads_of_the_same_topic(ma
     mails, images = make("mails", group="mails"), make("images", group="images")
     mails.start()
     images.start()
-    eventually(lambda: len(mails.partitions) == len(images.partitions) == 2)
+    wait_until(lambda: len(mails.partitions) == len(images.partitions) == 2)
     for partition in (0, 1):
         publish(b"{}", topic="shared", partition=partition)
-    eventually(lambda: lanes.waiting == 4)
+    wait_until(lambda: lanes.waiting == 4)
     # When: one group gets another member
     other = get_transport().subscribe(["shared"], "mails")
     try:
-        eventually(lambda: bool(other.poll(10, 0.05)) or len(mails.partitions) == 1)
+        wait_until(lambda: bool(other.poll(10, 0.05)) or len(mails.partitions) == 1)
         # Then: that group forgets the partition it gives away, and the other nothing
         left = []
         for _ in range(3):
@@ -472,4 +455,4 @@ def test_a_subscription_that_fails_is_closed_whatever_else_fails(make, monkeypat
     poller.start()
     # Then
     assert closed.wait(WAIT)
-    eventually(lambda: poller._subscription not in failed and len(poller.partitions) == 2)
+    wait_until(lambda: poller._subscription not in failed and len(poller.partitions) == 2)

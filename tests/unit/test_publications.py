@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from django.db import OperationalError, connection, transaction
+from django.db import OperationalError
 
 from kjo_django.models import Job
 from kjo_django.outbox.relay import Relay
@@ -13,7 +13,7 @@ from kjo_django.runtime import get_transport
 from kjo_django.store.postgres import PostgresStore
 from kjo_django.testing.conformance import eventually
 from tests.ledger.jobs import write
-from tests.unit.deliveries import KJO, MEMORY
+from tests.unit.deliveries import KJO, MEMORY, row_locked, states
 
 WAIT = 20
 NAME = "kjo-relay-records"
@@ -32,10 +32,6 @@ def enqueue(count: int) -> None:
 
 def published() -> list[bytes]:
     return [record.value for record in get_transport().records("ledger")]
-
-
-def states() -> list[str]:
-    return list(Job.objects.order_by("id").values_list("state", flat=True))
 
 
 def threads() -> set[threading.Thread]:
@@ -92,16 +88,9 @@ def tell(publish, event):
 
 @pytest.mark.parametrize("refused", [1, 2])
 def test_given_records_the_database_refuses_when_it_takes_them_again_then_nothing_goes_out_twice(
-    monkeypatch, refused
+    failing, refused
 ):
-    record, refusals = PostgresStore.record_published, iter([True] * refused)
-
-    def refuse(*arguments):
-        if next(refusals, False):
-            raise OperationalError("the server is gone")
-        return record(*arguments)
-
-    monkeypatch.setattr(PostgresStore, "record_published", refuse)
+    failing(PostgresStore, "record_published", *[OperationalError("the server is gone")] * refused)
     enqueue(6)
     relay = Relay()
 
@@ -122,24 +111,9 @@ def test_given_records_the_database_refuses_when_it_takes_them_again_then_nothin
 def test_given_a_row_that_is_locked_when_its_batch_is_recorded_then_the_others_do_not_wait_for_it():
     enqueue(4)
     relay = Relay()
-    locked, may_end = threading.Event(), threading.Event()
-
-    def run_the_first_job():
-        with transaction.atomic():
-            Job.objects.select_for_update().get(pk=Job.objects.order_by("id").first().pk)
-            locked.set()
-            may_end.wait(WAIT)
-        connection.close()
-
-    consumer = threading.Thread(target=run_the_first_job)
-    consumer.start()
-    try:
-        assert locked.wait(WAIT)
+    with row_locked(Job.objects.order_by("id").first().pk):
         publish_all(relay)
         assert states() == ["pending", "queued", "queued", "queued"]
-    finally:
-        may_end.set()
-        consumer.join(WAIT)
 
     relay._publications.record_missing()
 

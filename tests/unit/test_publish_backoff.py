@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from kjo_django.clock import Clock
 from kjo_django.enqueue.storing import store_record
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Job
@@ -16,7 +15,7 @@ from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.store import store_for
 from kjo_django.transports.base import OutgoingRecord, Published
 from tests.ledger.jobs import write
-from tests.unit.deliveries import KJO, MEMORY
+from tests.unit.deliveries import KJO, MEMORY, SetClock
 
 KINDS = {**KJO, **MEMORY, "QUEUES": {"ledger": {}}, "POLL_INTERVAL": 3600}
 
@@ -140,17 +139,8 @@ def test_a_silent_coordination_is_not_waited_for_batch_after_batch(relay, monkey
 # --- The backoff ----------------------------------------------------------------------------------
 
 
-class StoppedClock(Clock):
-    """A clock that says what it is told to say."""
-
-    time = 100.0
-
-    def monotonic(self) -> float:
-        return self.time
-
-
 def test_each_failure_doubles_the_wait_up_to_half_a_minute():
-    backoff = PublishBackoff(StoppedClock())
+    backoff = PublishBackoff(SetClock())
     assert [backoff.fail("a") for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
     backoff.pop("a")
     assert backoff.names() == []
@@ -158,15 +148,15 @@ def test_each_failure_doubles_the_wait_up_to_half_a_minute():
 
 
 def test_a_wait_ends_and_what_nobody_tries_again_is_forgotten():
-    clock = StoppedClock()
+    clock = SetClock()
     backoff = PublishBackoff(clock)
     backoff.fail("a")
     assert backoff.names() == ["a"]
     # Ended, it counts still
-    clock.time += 1
+    clock.seconds += 1
     assert backoff.names() == []
     assert backoff.fail("a") == 2
     # And not for ever: there may be any number of topics
-    clock.time += 2 + LONGEST_BACKOFF + 1
+    clock.seconds += 2 + LONGEST_BACKOFF + 1
     assert backoff.names() == []
     assert backoff.fail("a") == 1

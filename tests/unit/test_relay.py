@@ -17,7 +17,6 @@ from django.core.management import call_command
 from django.db import OperationalError, connection, connections, transaction
 from django.utils import timezone
 
-from kjo_django import signals
 from kjo_django.clock import Clock
 from kjo_django.conf import get_settings
 from kjo_django.coordination.database.coordination import LocalListener
@@ -36,7 +35,8 @@ from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, Published
 from tests.factories import JobFactory
 from tests.ledger.jobs import always_fails, write, write_keyed
-from tests.unit.deliveries import KJO, MEMORY, Bench, make_everything_due
+from tests.ledger.models import Entry
+from tests.unit.deliveries import KJO, MEMORY, Bench, make_everything_due, row_locked
 
 KINDS = {**KJO, **MEMORY, "QUEUES": {"ledger": {}, "other": {}}, "POLL_INTERVAL": 3600}
 
@@ -60,6 +60,20 @@ def alone(settings, sqlite_file):
 
 def published(topic: str = "ledger") -> list[bytes]:
     return [record.value for record in get_transport().records(topic)]
+
+
+def around_publishing(monkeypatch, *, before=lambda: None, after=lambda: None) -> None:
+    """Have the transport do something before it takes records, and after."""
+    transport = get_transport()
+    publish = transport.publish
+
+    def surrounded(records):
+        before()
+        answers = publish(records)
+        after()
+        return answers
+
+    monkeypatch.setattr(transport, "publish", surrounded)
 
 
 def jobs(**state) -> list[Job]:
@@ -358,29 +372,14 @@ def test_a_row_that_is_locked_is_noted_when_it_is_free(postgres, settings, meanw
     assert len(published()) == 1
 
 
-def test_a_job_whose_row_was_locked_is_published_again_though_calls_never_cease(
-    postgres, settings, monkeypatch
-):
+def test_a_job_whose_row_was_locked_is_published_again_though_calls_never_cease(postgres, settings):
     """Its next attempt, or here its next generation, does not wait for a quiet moment."""
     # Given a job that ran when it was to be noted where it went
     settings.KJO = KINDS
     relay = Relay()
     write.enqueue(job="first")
-    locked, may_end = threading.Event(), threading.Event()
-
-    def run_the_job():
-        with transaction.atomic():
-            Job.objects.select_for_update().get()
-            locked.set()
-            may_end.wait(20)
-        connection.close()
-
-    consumer = threading.Thread(target=run_the_job)
-    consumer.start()
-    assert locked.wait(10)
-    assert relay.publish_due() == 1
-    may_end.set()
-    consumer.join(10)
+    with row_locked(jobs()[0].pk):
+        assert relay.publish_due() == 1
     # When it is to run again, and others are enqueued all the time
     assert requeue(Job.objects.all()).changed_count == 1
     for number in range(100):
@@ -394,18 +393,10 @@ def test_a_job_whose_row_was_locked_is_published_again_though_calls_never_cease(
     assert published().count(b'{"job":"first"}') == 2
 
 
-def test_what_cannot_be_noted_is_noted_later_and_not_published_again(alone, monkeypatch):
+def test_what_cannot_be_noted_is_noted_later_and_not_published_again(alone, failing):
     """A database that is locked, or away, while the relay has its messages out."""
     # Given
-    store = type(store_for("default"))
-    record, refusals = store.record_published, iter([True])
-
-    def refuse(*arguments):
-        if next(refusals, False):
-            raise OperationalError("database is locked")
-        return record(*arguments)
-
-    monkeypatch.setattr(store, "record_published", refuse)
+    failing(type(store_for("default")), "record_published", OperationalError("database is locked"))
     write.enqueue(job="a")
     # When
     with pytest.raises(OperationalError):
@@ -417,18 +408,11 @@ def test_what_cannot_be_noted_is_noted_later_and_not_published_again(alone, monk
     assert len(published()) == 1
 
 
-def test_records_for_others_go_out_once_though_the_database_refuses_their_note(alone, monkeypatch):
+def test_records_for_others_go_out_once_though_the_database_refuses_their_note(alone, failing):
     """Who reads them may have no marker that tells a second copy."""
     # Given
-    store = type(store_for("default"))
-    complete, refusals = store.complete_forwarded, iter([True] * 2)
-
-    def refuse(*arguments, **options):
-        if next(refusals, False):
-            raise OperationalError("database is locked")
-        return complete(*arguments, **options)
-
-    monkeypatch.setattr(store, "complete_forwarded", refuse)
+    locked = OperationalError("database is locked")
+    failing(type(store_for("default")), "complete_forwarded", locked, locked)
     JobFactory(queue="ledger", destination="elsewhere")
     # When
     with pytest.raises(OperationalError):
@@ -470,13 +454,7 @@ def test_a_relay_that_is_stopped_within_a_backlog_has_recorded_all_it_sent(
     # Given
     numbered("ledger", 30)
     relay = Relay(["ledger"])
-    publish = get_transport().publish
-
-    def stop_and_publish(records):
-        relay.stop()
-        return publish(records)
-
-    monkeypatch.setattr(get_transport(), "publish", stop_and_publish)
+    around_publishing(monkeypatch, before=relay.stop)
     # When
     running = threading.Thread(target=relay.run)
     running.start()
@@ -492,8 +470,9 @@ def test_a_relay_that_is_stopped_within_a_backlog_has_recorded_all_it_sent(
 class VirtualClock(Clock):
     """A clock that stands still until it is set on."""
 
+    passed = 0.0
+
     def __init__(self) -> None:
-        self.passed = 0.0
         self.began = timezone.now()
 
     def now(self):
@@ -654,22 +633,13 @@ def refuse_bad(monkeypatch, _memory):
 
 
 def test_a_record_refused_for_good_is_a_dead_letter_and_replayed_when_it_may_be_taken(
-    relay, refuse_bad
+    relay, refuse_bad, hear
 ):
     # Given
     write.enqueue_many([{"job": "good"}, {"job": "bad"}])
     told = []
     relay = Relay(on_error=told.append)
-    failed, dead = [], []
-
-    def note_failed(**facts):
-        failed.append(facts)
-
-    def note_dead(**facts):
-        dead.append(facts)
-
-    signals.job_failed.connect(note_failed)
-    signals.message_dead_lettered.connect(note_dead)
+    failed, dead = hear("job_failed"), hear("message_dead_lettered")
     # When
     relay.publish_due()
     # Then it has failed, and everything that counts failures sees it
@@ -730,15 +700,10 @@ def test_who_waits_for_a_job_that_is_refused_is_told(relay, refuse_bad, monkeypa
 
 @pytest.mark.parametrize("takes_effect", [True, False])
 def test_a_refusal_whose_commit_had_no_answer_is_announced_if_it_took_effect(
-    relay, refuse_bad, monkeypatch, takes_effect
+    relay, refuse_bad, monkeypatch, hear, takes_effect
 ):
     # Given
-    failed = []
-
-    def note_failed(**facts):
-        failed.append(facts["job_id"])
-
-    signals.job_failed.connect(note_failed)
+    failed = hear("job_failed")
     write.enqueue(job="bad")
     commit = connection.commit
     breaks = [OperationalError("server closed the connection unexpectedly")]
@@ -756,7 +721,8 @@ def test_a_refusal_whose_commit_had_no_answer_is_announced_if_it_took_effect(
         relay.publish_due()
     # Then
     (bad,) = jobs()
-    assert (bad.state, failed) == (("failed", [str(bad.pk)]) if takes_effect else ("pending", []))
+    assert bad.state == ("failed" if takes_effect else "pending")
+    assert [each["job_id"] for each in failed] == [str(bad.pk)] * takes_effect
 
 
 def test_a_refused_job_that_runs_just_now_is_left_to_its_run(postgres, settings, monkeypatch):
@@ -765,25 +731,10 @@ def test_a_refused_job_that_runs_just_now_is_left_to_its_run(postgres, settings,
     answer = Published(error="too large", is_final=True, is_too_large=True)
     monkeypatch.setattr(get_transport(), "publish", lambda records: [answer])
     write.enqueue(job="bad")
-    locked, done = threading.Event(), threading.Event()
-
-    def run():
-        with transaction.atomic():
-            Job.objects.select_for_update().get()
-            locked.set()
-            done.wait(20)
-        connection.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert locked.wait(20)
-        # When, then: the relay waits for nobody
+    # When, then: the relay waits for nobody
+    with row_locked(jobs()[0].pk):
         assert Relay().publish_due() == 1
         assert jobs()[0].state == "pending"
-    finally:
-        done.set()
-        thread.join(20)
     assert DeadLetter.objects.count() == 0
 
 
@@ -804,8 +755,6 @@ def test_a_crash_between_publish_and_record_publishes_again_and_the_job_runs_onc
     bench = Bench()
     bench.run()
     assert [job.state for job in jobs()] == ["completed"]
-    from tests.ledger.models import Entry
-
     assert Entry.objects.count() == 1
     bench.close()
 
@@ -822,15 +771,11 @@ def test_a_job_that_has_moved_on_is_not_set_back(relay, monkeypatch):
     """It was consumed, failed and is due again before the relay wrote down its first message."""
     # Given
     always_fails.enqueue(job="a")
-    transport = get_transport()
-    publish = transport.publish
-
-    def consume_at_once(records):
-        answers = publish(records)
-        transition("retry", Job.objects.all(), attempts=1, available_at=timezone.now())
-        return answers
-
-    monkeypatch.setattr(transport, "publish", consume_at_once)
+    now = timezone.now()
+    around_publishing(
+        monkeypatch,
+        after=lambda: transition("retry", Job.objects.all(), attempts=1, available_at=now),
+    )
     # When
     relay.publish_due()
     # Then
@@ -839,38 +784,26 @@ def test_a_job_that_has_moved_on_is_not_set_back(relay, monkeypatch):
     monkeypatch.undo()
     relay.publish_due()
     assert jobs()[0].state == "queued"
-    assert [record.headers[names.ATTEMPT] for record in transport.records("ledger")] == [b"1", b"2"]
+    sent = get_transport().records("ledger")
+    assert [record.headers[names.ATTEMPT] for record in sent] == [b"1", b"2"]
 
 
-@pytest.mark.parametrize("action", ["complete", "cancel", "fail"])
-def test_a_job_that_has_ended_meanwhile_stays_so(relay, monkeypatch, action):
+@pytest.mark.parametrize(
+    ("action", "state", "generation"),
+    [
+        ("complete", "completed", 1),
+        ("cancel", "cancelled", 1),
+        ("fail", "failed", 1),
+        ("requeue", "pending", 2),
+    ],
+)
+def test_a_job_that_has_ended_or_begun_anew_meanwhile_stays_so(
+    relay, monkeypatch, action, state, generation
+):
     write.enqueue(job="a")
-    transport = get_transport()
-    publish = transport.publish
-
-    def end_at_once(records):
-        answers = publish(records)
-        transition(action, Job.objects.all())
-        return answers
-
-    monkeypatch.setattr(transport, "publish", end_at_once)
+    around_publishing(monkeypatch, after=lambda: transition(action, Job.objects.all()))
     relay.publish_due()
-    assert jobs()[0].state == {"complete": "completed", "cancel": "cancelled"}.get(action, "failed")
-
-
-def test_a_requeued_generation_is_not_marked_by_the_one_before(relay, monkeypatch):
-    write.enqueue(job="a")
-    transport = get_transport()
-    publish = transport.publish
-
-    def requeue_at_once(records):
-        answers = publish(records)
-        transition("requeue", Job.objects.all())
-        return answers
-
-    monkeypatch.setattr(transport, "publish", requeue_at_once)
-    relay.publish_due()
-    assert (jobs()[0].state, jobs()[0].generation) == ("pending", 2)
+    assert (jobs()[0].state, jobs()[0].generation) == (state, generation)
 
 
 # --- The loop -------------------------------------------------------------------------------------
@@ -979,12 +912,6 @@ def test_called_for_a_job_that_is_due_later_it_wakes_for_it(arrived):
         assert arrived.wait(10)
 
 
-def test_it_wakes_for_the_job_that_falls_due_next(arrived):
-    write.using(delay=timedelta(milliseconds=200)).enqueue(job="soon")
-    with Running():
-        assert arrived.wait(10)
-
-
 def test_it_stops_at_once_though_it_waits(alone):
     with Running() as running:
         wake(RELAY_CHANNEL)
@@ -1010,15 +937,8 @@ def test_while_it_publishes_no_other_relay_takes_over(alone, monkeypatch):
     # Given a broker that takes its time
     lifetime = timedelta(seconds=1)
     monkeypatch.setattr(relays, "LEASE_TTL", lifetime)
-    transport, begun, may_end = get_transport(), threading.Event(), threading.Event()
-    publish = transport.publish
-
-    def publish_slowly(records):
-        begun.set()
-        may_end.wait(60)
-        return publish(records)
-
-    monkeypatch.setattr(transport, "publish", publish_slowly)
+    begun, may_end = threading.Event(), threading.Event()
+    around_publishing(monkeypatch, before=lambda: begun.set() or may_end.wait(60))
     write.enqueue(job="a")
     with Running():
         assert begun.wait(20)
@@ -1059,15 +979,8 @@ def test_two_that_publish_once_at_the_same_time_publish_each_record_once(relay, 
     # Given records for others, and a broker that lets the first one wait until the second has come
     for number in range(20):
         store_record("elsewhere", value=b"%d" % number, key=b"k", headers={}, kind="an.event")
-    transport, begun, may_end = get_transport(), threading.Event(), threading.Event()
-    publish = transport.publish
-
-    def publish_slowly(records):
-        begun.set()
-        may_end.wait(5)
-        return publish(records)
-
-    monkeypatch.setattr(transport, "publish", publish_slowly)
+    begun, may_end = threading.Event(), threading.Event()
+    around_publishing(monkeypatch, before=lambda: begun.set() or may_end.wait(5))
     with ThreadPoolExecutor(2) as pool:
         # When
         first = pool.submit(produce_once)
@@ -1085,7 +998,6 @@ def test_two_that_publish_once_at_the_same_time_publish_each_record_once(relay, 
 def test_what_another_relay_has_is_passed_over_and_named(monkeypatch):
     # Given another relay that is alive and publishes nothing
     monkeypatch.setattr(relays, "LEASE_TTL", timedelta(seconds=0.2))
-    monkeypatch.setattr(relays, "LEASE_TTL", timedelta(seconds=0.2))
     get_coordination().claim([lease_of("ledger")], "the other", timedelta(minutes=5))
     write.enqueue(job="a")
     write.using(queue="other").enqueue(job="b")
@@ -1099,12 +1011,8 @@ def test_what_another_relay_has_is_passed_over_and_named(monkeypatch):
     ]
 
 
-def test_without_coordination_every_relay_works(arrived, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise CoordinationError("away")
-
-    for name in ("claim", "renew", "release", "listen", "notify"):
-        monkeypatch.setattr(get_coordination(), name, refuse)
+def test_without_coordination_every_relay_works(arrived, coordination_away):
+    coordination_away("claim", "renew", "release", "listen", "notify")
     write.enqueue(job="a")
     with Running():
         assert arrived.wait(10)
@@ -1152,18 +1060,10 @@ def test_a_relay_begun_while_coordination_was_away_is_called_once_it_is_back(arr
     [PublishError("broker away"), OperationalError("database away"), ValueError("a bug")],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_goes_wrong_is_told_waited_out_and_survived(arrived, monkeypatch, error):
+def test_whatever_goes_wrong_is_told_waited_out_and_survived(arrived, failing, error):
     """Promise 3: a relay that died of an error would leave every later job unpublished."""
     # Given
-    broken = iter([True])
-    publish_due = Relay.publish_due
-
-    def fail_once(self, *args, **options):
-        if next(broken, False):
-            raise error
-        return publish_due(self, *args, **options)
-
-    monkeypatch.setattr(Relay, "publish_due", fail_once)
+    failing(Relay, "publish_due", error)
     write.enqueue(job="a")
     # When
     with Running() as running:
@@ -1171,22 +1071,6 @@ def test_whatever_goes_wrong_is_told_waited_out_and_survived(arrived, monkeypatc
         assert running.told.wait(10)
         assert running.errors[0] == str(error)
         assert arrived.wait(10)
-
-
-def test_an_outage_of_the_transport_is_told_and_its_end_too(alone):
-    # Given
-    get_transport().fail("broker away")
-    write.enqueue(job="a")
-    with Running() as running:
-        assert running.told.wait(10)
-        assert running.errors == ["broker away"]
-    assert jobs()[0].state == "pending"
-    # When
-    get_transport().fail(None)
-    make_everything_due()
-    Running().relay.publish_due()
-    # Then
-    assert jobs()[0].state == "queued"
 
 
 def test_a_queue_whose_transport_fails_holds_up_no_other(alone, monkeypatch):

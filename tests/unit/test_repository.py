@@ -101,17 +101,6 @@ def test_the_version_is_said_once() -> None:
     assert f"## {kjo_django.__version__}" in (ROOT / "docs" / "changelog.md").read_text()
 
 
-def test_public_names_are_there() -> None:
-    for name in kjo_django.__all__:
-        assert getattr(kjo_django, name) is not None
-    assert set(kjo_django.__all__) == set(kjo_django._PUBLIC)
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = kjo_django.nothing  # type: ignore[attr-defined]
-
-
 @pytest.mark.django_db
 def test_the_migrations_are_complete() -> None:
     call_command("makemigrations", check=True, dry_run=True, verbosity=0)

@@ -91,28 +91,6 @@ def test_the_query_it_rides_along_with_answers_as_if_it_were_alone(monkeypatch, 
             assert (cursor.fetchall(), cursor.nextset()) == ([("second",)], None)
 
 
-def test_what_fails_between_two_that_succeed_is_undone_alone():
-    with group() as savepoint:
-        with savepoint:
-            Entry.objects.create(job="a")
-        fail(savepoint, lambda: Entry.objects.create(job="lost"))
-        fail(savepoint, lambda: None)
-        with savepoint:
-            Entry.objects.create(job="b")
-    assert entries() == ["a", "b"]
-
-
-def test_a_first_query_the_database_refuses_undoes_that_handler_alone():
-    with group() as savepoint:
-        with savepoint:
-            Entry.objects.create(job="a")
-        with pytest.raises(DatabaseError, match="no_such_table"), savepoint:
-            connection.cursor().execute("INSERT INTO no_such_table VALUES (1)")
-        with savepoint:
-            Entry.objects.create(job="b")
-    assert entries() == ["a", "b"]
-
-
 def test_a_query_that_was_never_sent_has_opened_nothing():
     """psycopg looks at the parameters first."""
     with group() as savepoint:

@@ -11,17 +11,16 @@ from django.utils import timezone
 
 from kjo_django.conf import get_settings
 from kjo_django.engine import failures, recorder
-from kjo_django.engine.attempt import Attempt, Delivery, Ending
+from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import MessageError, PermanentError, RateLimitExceededError, Retry
 from kjo_django.models import DeadLetter, Job, JobFailure
-from kjo_django.registry import find
 from kjo_django.runtime import current_runtime
 from kjo_django.store import store_for
 from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import Record
 from tests.factories import JobFactory
-from tests.unit.deliveries import KJO, MEMORY, Bench, Silent
+from tests.unit.deliveries import KJO, MEMORY, Bench
 
 pytestmark = pytest.mark.usefixtures("real_database")
 
@@ -85,14 +84,6 @@ def test_a_requeued_job_is_not_completed_by_the_generation_before():
     assert complete(outcome) == set()
 
 
-def test_with_a_lease_only_its_holder_completes():
-    job = a_job(lease_token="mine", lease_expires_at=timezone.now())
-    assert complete(outcome_of(job), token="other") == set()
-    assert complete(outcome_of(job), token="mine") == {job.pk}
-    job.refresh_from_db()
-    assert (job.lease_token, job.lease_expires_at) == ("", None)
-
-
 def test_many_are_completed_and_each_gets_its_own_result_and_lifetime():
     jobs = [a_job(result_ttl=1000 * (n + 1)) for n in range(5)]
     done = [outcome_of(job, result=b"%d" % n) for n, job in enumerate(jobs)]
@@ -148,29 +139,6 @@ def test_the_planner_expects_the_groups_rows_whatever_statistics_say(real_databa
 
 
 # --- Failure --------------------------------------------------------------------------------------
-
-
-def test_a_retry_is_written_with_its_failure():
-    job = a_job()
-    due = timezone.now() + timedelta(minutes=1)
-    fail(outcome_of(job, Ending.RETRIED, error=ValueError("no"), retry_at=due))
-    job.refresh_from_db()
-    assert (job.state, job.attempts, job.error, job.available_at) == ("failing", 1, "no", due)
-    failure = JobFailure.objects.get()
-    assert (failure.worker, failure.retry_at, failure.error_type) == ("worker", due, "ValueError")
-    assert not DeadLetter.objects.exists()
-
-
-def test_a_death_is_written_with_its_failure_and_letter():
-    job = a_job(result_ttl=5000)
-    outcome = outcome_of(job, Ending.DEAD, error=ValueError("no"), reason="exhausted")
-    fail(outcome)
-    job.refresh_from_db()
-    assert (job.state, job.attempts) == ("failed", 1)
-    assert job.result_expires_at - job.finished_at == timedelta(seconds=5)
-    letter = DeadLetter.objects.get()
-    assert (letter.job_id, str(letter.pk)) == (job.pk, outcome.dead_letter_id)
-    assert JobFailure.objects.count() == 1
 
 
 @pytest.mark.parametrize(
@@ -243,13 +211,3 @@ def test_the_policy_is_that_of_the_settings(settings):
     assert policy.decide(ValueError(), 4, 5).delay == timedelta(seconds=9)
     assert policy.decide(ConnectionError(), 1, 5).delay == timedelta(seconds=11)
     assert policy.decide(KeyError(), 1, 5).pause is not None
-
-
-def test_a_record_that_is_nobodys_still_dies_visibly():
-    queue = get_settings().queue("ledger")
-    record = Record("ledger", 0, 1, None, None, {})
-    delivery = Delivery(record, Silent(), queue, "tests", None, find("ledger.no_op"))
-    outcome = Attempt(delivery, Ending.DEAD, error=MessageError("invalid", "x"), reason="invalid")
-    fail(outcome)
-    assert DeadLetter.objects.get().value is None
-    assert not Job.objects.exists()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connection
 
 from kjo_django import registry
 from kjo_django.exceptions import PublishError
@@ -16,8 +14,7 @@ from kjo_django.operations.maintenance import topics
 from kjo_django.transports.memory import MemoryTransport
 from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, as_job
-
-WAIT = 20
+from tests.unit.workers import WAIT, Running, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -52,50 +49,20 @@ class Silence:
         monkeypatch.setattr(MemoryTransport, method, wait)
 
 
-class Running:
-    """A worker in its thread."""
-
-    def __init__(self, *queues):
-        self.worker = Worker(list(queues))
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self):
-        try:
-            self.worker.run()
-        finally:
-            connection.close()
-
-    def __enter__(self):
-        self._thread.start()
-        return self.worker
-
-    def __exit__(self, *error):
-        self.worker.stop()
-        self._thread.join(WAIT)
-        assert not self._thread.is_alive()
-
-
-def wait_until(condition):
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, "never came true"
-        time.sleep(0.02)
-
-
 def test_a_silent_broker_holds_up_no_queue_of_another_transport(monkeypatch):
     # Given
     monkeypatch.setattr(topics, "PATIENCE", 0.1)
     silence, ran = Silence(monkeypatch), threading.Event()
     as_job(ran.set, queue="ledger").enqueue()
-    with Running("ledger", "remote") as worker:
+    with Running(["ledger", "remote"]) as running:
         try:
             # Then
             assert ran.wait(WAIT)
-            wait_until(lambda: "could not be checked yet" in worker.last_error)
+            wait_until(lambda: "could not be checked yet" in running.worker.last_error)
         finally:
             # When it answers, its topics are there
             silence.ends.set()
-        wait_until(lambda: worker._topics.is_done)
+        wait_until(lambda: running.worker._topics.is_done)
     assert silence.asked_count >= 2
     assert not Job.objects.open().exists()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_right
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from django.db import DatabaseError
+from django.db import DatabaseError, connections
 from django.utils import timezone
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,9 @@ from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, MetricBucket, MetricRo
 from kjo_django.registry import find
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import Record
-from kjo_django.worker.statistics import Statistics
+from kjo_django.worker import statistics as module
+from kjo_django.worker.statistics import OutageLog, Statistics
+from tests.ledger.models import Entry
 from tests.unit.deliveries import Silent
 
 pytestmark = pytest.mark.django_db
@@ -179,3 +182,94 @@ def test_lanes_count_at_the_same_time(statistics):
     for thread in threads:
         thread.join()
     assert (statistics.processed, statistics.failed) == (1600, 800)
+
+
+# --- Beside other writers of a file of SQLite -----------------------------------------------------
+
+
+@pytest.mark.usefixtures("sqlite_file")
+def test_counts_are_kept_though_another_writes_meanwhile(monkeypatch):
+    """Who has read and then writes is refused at once, however long he would wait."""
+    # Given rows that are read and added to
+    statistics = Statistics(current_runtime(), uuid7())
+    statistics.add([outcome()])
+    statistics.flush()
+    statistics.add([outcome()])
+
+    # And a writer that comes in between
+    def write() -> None:
+        Entry.objects.create(job="j")
+        connections.close_all()
+
+    writer, add = threading.Thread(target=write), module._sum
+
+    def add_beside_a_writer(left, right):
+        if writer.ident is None:
+            writer.start()
+            writer.join(0.5)
+        return add(left, right)
+
+    monkeypatch.setattr(module, "_sum", add_beside_a_writer)
+    # When
+    statistics.flush()
+    writer.join(30)
+    # Then
+    assert MetricBucket.objects.get().completed_count == 2
+    assert Entry.objects.count() == 1
+
+
+# --- What a worker cannot do just now: told once, kept until it is over ---------------------------
+
+
+def test_an_outage_is_told_once_and_kept_until_it_is_over(caplog):
+    # Given
+    caplog.set_level(logging.ERROR, "kjo_django")
+    told, before = [], timezone.now()
+    outages = OutageLog(lambda source, error: told.append((source, error)))
+    # When a part meets the same again and again
+    for _ in range(3):
+        outages.note("relay", "the broker is away")
+    # Then
+    assert told == [("relay", "the broker is away")]
+    assert caplog.messages == ["relay: the broker is away"]
+    assert outages.error == "the broker is away"
+    assert before <= outages.began_at <= timezone.now()
+    # And once it is over, it is news again
+    outages.note("relay", None)
+    assert (outages.error, outages.began_at) == ("", None)
+    outages.note("relay", "the broker is away")
+    assert len(told) == 2
+
+
+def test_what_one_part_has_is_not_over_since_another_works():
+    # Given
+    outages = OutageLog(lambda source, error: None)
+    outages.note("mailers (default)", "away")
+    outages.note("mailers (other)", "gone")
+    # When
+    outages.note("mailers (default)", None)
+    # Then
+    assert outages.error == "gone"
+
+
+def test_a_worker_tells_groups_of_one_name_apart(settings):
+    """Two transports with a group of the same name, of which one works."""
+    # Given
+    from kjo_django.worker.process import Worker
+
+    memory = {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}
+    queue = {"consumer_group": "mailers"}
+    settings.KJO = {
+        "TRANSPORTS": {"default": memory, "other": memory},
+        "QUEUES": {"a": queue, "b": {**queue, "transport": "other"}},
+    }
+    told = []
+    worker = Worker(["a", "b"], on_error=lambda source, error: told.append(source))
+    one, other = worker.pollers
+    # When
+    for _ in range(2):
+        one._on_error("away")
+        other._on_error(None)
+    # Then
+    assert told == ["mailers (default)"]
+    assert worker.last_error == "away"

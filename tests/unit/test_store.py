@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from django.db import transaction
 from django.utils import timezone
 
-from kjo_django.models import EventKey, Job, Lease
+from kjo_django.models import EventKey, Job, Lease, ProcessedEvent
 from kjo_django.store import store_for
 from kjo_django.store.base import Store
 from kjo_django.store.rows import Completion, JobRow, Place, Publication
@@ -140,3 +140,45 @@ def test_leases_are_claimed_once_and_deleted_by_their_holder(store):
     assert claim("you") == {"a": (True, 2), "b": (False, 1)}
     store.delete_leases(["a", "b"], "me")
     assert list(Lease.objects.values_list("name", "token")) == [("a", "you")]
+
+
+# --- Markers of effects ---------------------------------------------------------------------------
+
+
+def keys(*numbers: int) -> list[EventKey]:
+    return [EventKey(f"event-{number}", "shop", "paid") for number in numbers]
+
+
+def mark(marked: list[EventKey], **options) -> set[EventKey]:
+    with transaction.atomic():
+        return store_for("default").insert_markers(marked, **options)
+
+
+@pytest.mark.parametrize("count", [1, 950], ids=["one", "more than a statement asks for"])
+def test_of_those_known_already_none_is_new_and_the_others_are(real_database, count):
+    # Given
+    assert mark(keys(*range(count))) == set(keys(*range(count)))
+    # When
+    fresh = mark(keys(*range(2 * count)))
+    # Then
+    assert fresh == set(keys(*range(count, 2 * count)))
+    assert mark(keys(*range(2 * count))) == set()
+    assert ProcessedEvent.objects.count() == 2 * count
+
+
+def test_one_key_twice_is_one_marker(real_database):
+    assert mark(keys(1, 1)) == set(keys(1))
+    assert ProcessedEvent.objects.count() == 1
+
+
+def test_a_marker_can_be_read_as_django_would_have_written_it(real_database):
+    # Given
+    moment = datetime(2024, 2, 29, 12, 0, 0, 123456, UTC)
+    # When
+    mark(keys(1), now=moment)
+    # Then
+    marker = ProcessedEvent.objects.get()
+    assert (marker.event_key, marker.processed_at) == (keys(1)[0], moment)
+    assert (marker.created_at, marker.updated_at) == (moment, moment)
+    assert ProcessedEvent.objects.get(pk=marker.pk) == marker
+    assert marker.pk.version == 7

@@ -220,15 +220,6 @@ def test_they_run_back_to_back(bench):
     assert scheduler.outstanding == 0
 
 
-@pytest.mark.parametrize(("limit", "times"), [(5, 4), (3, 2), (2, 1)])
-def test_each_death_of_a_worker_counts(bench, limit, times):
-    as_job(lambda: None, "bench.pass", max_attempts=limit).enqueue_many([{}] * 5)
-    deliveries = bench.poll()
-    left_by_the_dead(deliveries, times)
-    run_all(bench, deliveries)
-    assert set(Job.objects.values_list("state", "attempts")) == {("completed", limit)}
-
-
 def test_a_key_keeps_its_order(bench):
     # Given suspects of three keys, and of each key another that had not begun
     ran = []

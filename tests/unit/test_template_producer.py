@@ -12,12 +12,13 @@ from datetime import timedelta
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django import AbstractProducer, ModelProducer, signals
+from kjo_django import AbstractProducer, ModelProducer
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.patterns.items import producer
 from kjo_django.runtime import close_backends, get_coordination, get_transport
 from kjo_django.transports.base import Published
 from tests.items.models import Item
+from tests.unit.deliveries import MEMORY
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -60,10 +61,7 @@ def items(count, **more):
 
 @pytest.fixture(autouse=True)
 def memory(settings):
-    settings.KJO = {
-        "SERVICE_NAME": "tests",
-        "TRANSPORTS": {"default": {"BACKEND": "kjo_django.transports.memory.MemoryTransport"}},
-    }
+    settings.KJO = {"SERVICE_NAME": "tests", **MEMORY}
     yield
     close_backends()
 
@@ -493,25 +491,16 @@ def test_the_mark_is_set_before_the_hook_is_called():
     assert source.succeeded == [source.message_hash(source.items[0])]
 
 
-def test_signals_tell_the_same(monkeypatch):
+def test_signals_tell_the_same(monkeypatch, hear):
     """KJO-05, KJO-06."""
     refuse_some(monkeypatch, {"2"})
-    told = []
-
-    def sent(sender, item_id, message_type, **kwargs):
-        told.append(("sent", sender, item_id, message_type))
-
-    def failed(sender, item_id, error, **kwargs):
-        told.append(("failed", item_id, str(error)))
-
-    signals.item_sent.connect(sent)
-    signals.item_send_failed.connect(failed)
-    try:
-        Source(items(2)).produce_messages({}, 10)
-    finally:
-        signals.item_sent.disconnect(sent)
-        signals.item_send_failed.disconnect(failed)
-    assert told == [("sent", "Source", "1", "new"), ("failed", "2", "too large")]
+    heard = hear("item_sent", "item_send_failed")
+    Source(items(2)).produce_messages({}, 10)
+    sent, failed = heard
+    assert (sent["signal"], sent["sender"]) == ("item_sent", "Source")
+    assert (sent["item_id"], sent["message_type"]) == ("1", "new")
+    assert (failed["signal"], failed["item_id"]) == ("item_send_failed", "2")
+    assert str(failed["error"]) == "too large"
 
 
 def test_without_redis_nothing_is_sent(redis_down):

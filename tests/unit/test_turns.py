@@ -23,15 +23,15 @@ from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from kjo_django.runtime import get_coordination
 from kjo_django.store import store_for
 from kjo_django.store.rows import JobRow
-from kjo_django.worker import Worker
 from tests.factories import JobFactory
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, states
+from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, statements, states
+from tests.unit.workers import WAIT, Running, wait_until
 
 pytestmark = pytest.mark.usefixtures("real_database")
-WAIT = 60
 AMPLE, SHORT, NEXT_TO_NONE = 600, 0.2, 0.000002
 """Seconds of budget: one nothing exhausts here, one a sleep does, one everything does."""
+GONE = OperationalError("server closed the connection unexpectedly")
 
 
 @pytest.fixture(autouse=True)
@@ -95,13 +95,6 @@ def refusing_to_record(monkeypatch, error, is_refused=lambda attempt: True):
         yield
 
 
-def wait_until(condition) -> None:
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, "never came true"
-        time.sleep(0.01)
-
-
 # --- Together -------------------------------------------------------------------------------------
 
 
@@ -112,15 +105,10 @@ def test_the_number_of_queries_does_not_grow_with_the_group(make_bench):
 
     def queries_of(count: int) -> int:
         job.enqueue_many([{"number": number} for number in range(count)])
-        deliveries, statements = bench.poll(), []
-
-        def note(execute, sql, *rest):
-            statements.append(sql)
-            return execute(sql, *rest)
-
-        with connection.execute_wrapper(note):
+        deliveries = bench.poll()
+        with statements() as executed:
             bench.run(deliveries)
-        return len(statements)
+        return len(executed)
 
     queries_of(1)
     assert queries_of(60) == queries_of(2)
@@ -463,18 +451,11 @@ def test_behind_one_of_its_key_that_is_held_elsewhere_nothing_runs_and_nothing_i
 
 
 @pytest.mark.parametrize("failures", [1, 3])
-def test_an_outage_while_recording_runs_nothing_again(make_bench, monkeypatch, failures):
+def test_an_outage_while_recording_runs_nothing_again(make_bench, monkeypatch, failing, failures):
     # Given
-    bench, ran, left, record = make_bench(AMPLE), [], [failures], recorder.record_completions
+    bench, ran = make_bench(AMPLE), []
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
-
-    def away(runtime, attempts, token):
-        if left[0]:
-            left[0] -= 1
-            raise OperationalError("server closed the connection unexpectedly")
-        return record(runtime, attempts, token)
-
-    monkeypatch.setattr(recorder, "record_completions", away)
+    failing(recorder, "record_completions", *[GONE] * failures)
     as_job(noting(ran), "bench.note", atomic=False).enqueue_many([{"number": n} for n in range(3)])
     # When
     bench.run()
@@ -522,20 +503,13 @@ def test_a_lock_in_the_way_of_the_record_is_waited_out_and_runs_nothing_again(
     assert settled(bench)
 
 
-def test_an_outage_that_was_waited_out_is_no_refusal(make_bench, monkeypatch):
+def test_an_outage_that_was_waited_out_is_no_refusal(make_bench, monkeypatch, failing):
     """The database comes back between the attempt to record and the look whether it is there."""
     # Given
-    bench, ran, record = make_bench(AMPLE), [], recorder.record_completions
+    bench, ran = make_bench(AMPLE), []
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     is_there = iter([False] * 5 + [True] * 2)
-    failures = iter(range(7))
-
-    def away(runtime, attempts, token):
-        if next(failures, None) is not None:
-            raise OperationalError("server closed the connection unexpectedly")
-        return record(runtime, attempts, token)
-
-    monkeypatch.setattr(recorder, "record_completions", away)
+    failing(recorder, "record_completions", *[GONE] * 7)
     monkeypatch.setattr("kjo_django.engine.recorder.answers", lambda using: next(is_there))
     as_job(noting(ran), "bench.note", atomic=False).enqueue(number=0)
     # When
@@ -567,15 +541,14 @@ def test_an_ending_that_cannot_be_recorded_takes_no_others_with_it(make_bench, m
     assert settled(bench)
 
 
-def test_a_completion_that_cannot_be_recorded_is_a_failure_of_its_attempt(make_bench, monkeypatch):
+def test_a_completion_that_cannot_be_recorded_is_a_failure_of_its_attempt(
+    make_bench, monkeypatch, failing
+):
     # Given
     bench, ran = make_bench(AMPLE), []
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
 
-    def refuse(runtime, attempts, token):
-        raise IntegrityError("not this one")
-
-    monkeypatch.setattr(recorder, "record_completions", refuse)
+    failing(recorder, "record_completions", *[IntegrityError("not this one")] * 100)
     as_job(noting(ran), "bench.note", atomic=False).enqueue(number=0)
     # When
     deferred = bench.run()
@@ -662,7 +635,7 @@ def test_an_outage_before_they_begin_spends_nothing(make_bench, monkeypatch):
     deliveries = bench.poll()
 
     def away(*args, **kwargs):
-        raise OperationalError("server closed the connection unexpectedly")
+        raise GONE
 
     with monkeypatch.context() as patch:
         patch.setattr("kjo_django.engine.admission.load_rows", away)
@@ -756,30 +729,19 @@ def test_a_worker_that_stops_begins_no_more_of_a_group(settings):
     job = as_job(note, atomic=False)
     # Not the first anybody sees of it: that one runs alone.
     job.enqueue(number=0)
-    worker = Worker(["ledger"], owns_process=False)
-    codes: list[int] = []
-
-    def run() -> None:
+    with Running(owns_process=False) as running:
         try:
-            codes.append(worker.run())
+            wait_until(lambda: completed() == 1)
+            with transaction.atomic():
+                job.enqueue_many([{"number": n} for n in range(1, 40)])
+            assert begun.wait(WAIT)
+            # When
+            running.worker.stop()
+            wait_until(lambda: running.worker.scheduler.is_stopped)
         finally:
-            connection.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        wait_until(lambda: completed() == 1)
-        with transaction.atomic():
-            job.enqueue_many([{"number": n} for n in range(1, 40)])
-        assert begun.wait(WAIT)
-        # When
-        worker.stop()
-        wait_until(lambda: worker.scheduler.is_stopped)
-    finally:
-        go_on.set()
-        thread.join(WAIT)
+            go_on.set()
     # Then: what it was in is finished, the others are as they were
-    assert codes == [0]
+    assert running.code == 0
     assert ran == [0, 1]
     assert completed() == 2
     rest = Job.objects.exclude(state="completed")

@@ -7,7 +7,6 @@ import time
 import pytest
 from django.db import transaction
 
-from kjo_django import signals
 from kjo_django.enqueue.storing import (
     REPLY_CHANNELS,
     after_commit,
@@ -28,57 +27,6 @@ def calls(monkeypatch):
     return woken
 
 
-@pytest.fixture
-def told():
-    ids: list[str] = []
-
-    def receiver(job_id, **kwargs):
-        ids.append(job_id)
-
-    signals.job_enqueued.connect(receiver)
-    yield ids
-    signals.job_enqueued.disconnect(receiver)
-
-
-def fact(job_id: str) -> dict[str, str]:
-    return {"job_id": job_id, "queue": "q", "handler": "h"}
-
-
-def test_a_channel_is_called_once_per_transaction(calls):
-    with transaction.atomic():
-        for _ in range(3):
-            after_commit("default", "a")
-            after_commit("default", "b")
-        assert calls == []
-    assert sorted(calls) == ["a", "b"]
-
-
-def test_outside_a_transaction_each_call_is_made_at_once(calls):
-    after_commit("default", "a")
-    after_commit("default", "a")
-    assert calls == ["a", "a"]
-
-
-def test_a_rolled_back_transaction_calls_nobody(calls, told):
-    with pytest.raises(RuntimeError), transaction.atomic():
-        after_commit("default", "a", [fact("1")])
-        raise RuntimeError
-    assert calls == told == []
-
-
-def test_what_an_inner_block_asked_for_shares_its_fate_and_no_other(calls, told):
-    with transaction.atomic():
-        after_commit("default", "outer", [fact("outer")])
-        with pytest.raises(RuntimeError), transaction.atomic():
-            after_commit("default", "inner", [fact("inner")])
-            raise RuntimeError
-        with transaction.atomic():
-            after_commit("default", "kept", [fact("kept")])
-        after_commit("default", "outer", [fact("last")])
-    assert set(calls) == {"outer", "kept"}
-    assert told == ["outer", "kept", "last"]
-
-
 def test_a_callback_of_somebody_else_in_between_keeps_its_place(calls):
     order: list[str] = []
     with transaction.atomic():
@@ -89,26 +37,15 @@ def test_a_callback_of_somebody_else_in_between_keeps_its_place(calls):
     assert calls == ["a", "b"]
 
 
-def test_signals_tell_of_each_job_in_order(calls, told):
-    with transaction.atomic():
-        for number in "123":
-            after_commit("default", "a", [fact(number)])
-        assert told == []
-    assert told == ["1", "2", "3"]
-    assert calls == ["a"]
-
-
-def test_coordination_out_of_reach_is_logged_and_the_rest_goes_on(monkeypatch, caplog, told):
+def test_coordination_out_of_reach_is_logged_and_the_rest_goes_on(coordination_away, caplog, hear):
     # Given
-    def refuse(channel):
-        raise CoordinationError("gone")
-
-    monkeypatch.setattr(get_coordination(), "notify", refuse)
+    told = hear("job_enqueued")
+    coordination_away("notify")
     # When
-    after_commit("default", "a", [fact("1")])
+    after_commit("default", "a", [{"job_id": "1", "queue": "q", "handler": "h"}])
     wake("b")
     # Then
-    assert told == ["1"]
+    assert [each["job_id"] for each in told] == ["1"]
     assert "Could not wake a" in caplog.text
     assert "Could not wake b" in caplog.text
 

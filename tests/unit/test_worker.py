@@ -8,19 +8,21 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from datetime import datetime, timedelta
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connection
+from django.db import OperationalError
 from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.conf import get_settings
+from kjo_django.engine.group import Pipeline
 from kjo_django.engine.leases import LeaseBook, alive_name
+from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow
+from kjo_django.operations.maintenance import topics
 from kjo_django.operations.workers import Assignment, assignments, rebalanced_at
 from kjo_django.runtime import current_runtime, get_coordination, get_transport
 from kjo_django.worker import Worker
@@ -36,8 +38,7 @@ from tests.ledger.jobs import (
 )
 from tests.ledger.models import Entry
 from tests.unit.deliveries import KJO, MEMORY, as_job
-
-WAIT = 20
+from tests.unit.workers import WAIT, Running, wait_until
 
 
 @pytest.fixture(params=["database", "memory"])
@@ -66,56 +67,6 @@ def finished() -> bool:
     return not Job.objects.open().exists()
 
 
-class Running:
-    """A worker in its thread; ``code`` is its exit code once it has ended."""
-
-    def __init__(self, queues=("ledger",), **options) -> None:
-        self.worker = Worker(list(queues), **options)
-        self.code: int | None = None
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        try:
-            self.code = self.worker.run()
-        finally:
-            connection.close()
-
-    def __enter__(self) -> Running:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.worker.stop()
-        self.join()
-
-    def join(self) -> None:
-        self._thread.join(WAIT)
-        assert not self._thread.is_alive(), "the worker does not end"
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, "never came true"
-        time.sleep(0.02)
-
-
-@contextmanager
-def hearing(*names: str):
-    heard: list[tuple[str, dict]] = []
-    receivers = []
-    for name in names:
-
-        def receiver(signal, sender, name=name, **facts):
-            heard.append((name, {"sender": sender, **facts}))
-
-        getattr(signals, name).connect(receiver)
-        receivers.append((name, receiver))
-    yield heard
-    for name, receiver in receivers:
-        getattr(signals, name).disconnect(receiver)
-
-
 # --- Work -----------------------------------------------------------------------------------------
 
 
@@ -136,15 +87,6 @@ def test_it_runs_what_waits_and_what_comes_until_it_is_stopped(transport):
         "outside",
     ]
     assert set(Job.objects.values_list("state", flat=True)) == {"completed"}
-
-
-def test_a_failing_job_is_retried_until_it_is_a_dead_letter(transport):
-    always_fails.enqueue(job="x")
-    with Running():
-        wait_until(finished)
-        wait_until(DeadLetter.objects.exists)
-    assert DeadLetter.objects.get().attempts == 2
-    assert Job.objects.get().state == "failed"
 
 
 def test_keys_keep_their_order_over_three_lanes(transport):
@@ -173,7 +115,6 @@ def test_it_drains_and_ends(transport):
 
 
 def test_what_is_due_later_does_not_keep_it_from_being_drained():
-
     write.using(delay=timedelta(hours=1)).enqueue(job="later")
     worker = Worker(["ledger"])
     assert worker.is_drained()
@@ -321,8 +262,6 @@ def test_a_signal_stops_it_well_and_its_handlers_are_restored(number):
 def test_no_thread_outlives_it():
     with Running(["ledger"]):
         wait_until(lambda: WorkerRow.objects.exists())
-    names = {thread.name for thread in threading.enumerate()}
-    wait_until(lambda: not [n for n in names if n.startswith("kjo-lane")] or True)
     left = [t.name for t in threading.enumerate() if t.name.startswith(("kjo-lane", "kjo-poll"))]
     assert left == []
 
@@ -330,18 +269,9 @@ def test_no_thread_outlives_it():
 # --- Surviving ------------------------------------------------------------------------------------
 
 
-def test_a_lane_survives_an_error_nobody_expected(monkeypatch, caplog):
+def test_a_lane_survives_an_error_nobody_expected(failing, caplog):
     # Given: a bug in the pipeline
-    from kjo_django.engine.group import Pipeline
-
-    run, broken = Pipeline.run, iter([True])
-
-    def fail_once(self, deliveries, started=None):
-        if next(broken, False):
-            raise ZeroDivisionError("a bug")
-        return run(self, deliveries, started)
-
-    monkeypatch.setattr(Pipeline, "run", fail_once)
+    failing(Pipeline, "run", ZeroDivisionError("a bug"))
     write.enqueue(job="a")
     # When
     with Running(concurrency=1):
@@ -384,8 +314,6 @@ def test_a_handler_that_panics_takes_no_lane_with_it(options):
 def test_a_lane_that_failed_holds_no_leases(monkeypatch):
     """They would be renewed for ever, although a rebalance may have taken the records away."""
     # Given: a bug, in what runs a job
-    from kjo_django.engine.group import Pipeline
-
     failed = threading.Event()
 
     def fail(self, delivery):
@@ -402,14 +330,8 @@ def test_a_lane_that_failed_holds_no_leases(monkeypatch):
         wait_until(lambda: not list(get_coordination().names("CONS:")))
 
 
-def test_a_worker_without_coordination_works_on(monkeypatch):
-    from kjo_django.exceptions import CoordinationError
-
-    def refuse(*args, **kwargs):
-        raise CoordinationError("away")
-
-    for name in ("claim", "renew", "release", "holders", "notify", "listen"):
-        monkeypatch.setattr(get_coordination(), name, refuse)
+def test_a_worker_without_coordination_works_on(coordination_away):
+    coordination_away("claim", "renew", "release", "holders", "notify", "listen")
     write.enqueue(job="a")
     with Running():
         wait_until(finished)
@@ -418,7 +340,6 @@ def test_a_worker_without_coordination_works_on(monkeypatch):
 
 def test_leases_not_given_back_in_an_outage_are_given_back_after_it(monkeypatch):
     """Else a retry that comes to another worker would wait for PROCESSING_TTL."""
-    from kjo_django.exceptions import CoordinationError
 
     def refuse(*args, **kwargs):
         raise CoordinationError("away")
@@ -533,7 +454,7 @@ def test_a_pause_is_obeyed_and_its_end_too():
         wait_until(lambda: Entry.objects.exists())
 
 
-def test_signals_tell_what_became_of_each_job_after_it_is_durable():
+def test_signals_tell_what_became_of_each_job_after_it_is_durable(hear):
     """Observed from a connection of its own: only what is committed can be seen."""
     # Given
     seen = []
@@ -547,15 +468,13 @@ def test_signals_tell_what_became_of_each_job_after_it_is_durable():
     signals.job_failed.connect(look)
     done = give.enqueue(value=[1])
     dead = always_fails.enqueue(job="x")
+    heard = hear("job_completed", "job_retried", "job_failed", "message_dead_lettered")
+    life = hear("worker_started", "worker_stopped")
     # When
-    with (
-        hearing("job_completed", "job_retried", "job_failed", "message_dead_lettered") as heard,
-        hearing("worker_started", "worker_stopped") as life,
-        Running(),
-    ):
+    with Running():
         wait_until(lambda: len(heard) >= 4)
     # Then
-    facts = dict(heard)
+    facts = {each["signal"]: each for each in heard}
     assert facts["job_completed"]["result"] == [1]
     assert facts["job_completed"]["job_id"] == str(done.job_id)
     assert facts["job_completed"]["sender"] == facts["job_completed"]["handler"] == "ledger.give"
@@ -565,7 +484,7 @@ def test_signals_tell_what_became_of_each_job_after_it_is_durable():
     assert facts["message_dead_lettered"]["dead_letter_id"] == str(DeadLetter.objects.get().pk)
     assert facts["job_failed"]["job_id"] == str(dead.job_id)
     assert sorted(seen) == [(1, "completed"), (1, "failing"), (2, "failed")]
-    assert [name for name, _ in life] == ["worker_started", "worker_stopped"]
+    assert [each["signal"] for each in life] == ["worker_started", "worker_stopped"]
 
 
 def test_a_receiver_that_raises_changes_nothing(caplog):
@@ -601,8 +520,6 @@ def test_an_outage_of_the_transport_is_its_last_error_and_passes(transport, capl
 def test_signs_of_life_and_leases_go_on_while_the_database_is_away(tmp_path, monkeypatch):
     """Nobody has a reason to take over what runs here, or to restart the worker."""
     # Given a worker whose duties in the database fail; coordination is elsewhere and answers
-    from django.db import OperationalError
-
     alive, done = tmp_path / "alive", []
     running = Running(heartbeat_file=str(alive))
     leases = running.worker.leases
@@ -650,9 +567,6 @@ def test_a_heartbeat_survives_an_error_nobody_expected(monkeypatch, caplog):
 
 def test_a_topic_found_missing_later_stops_no_heartbeat(monkeypatch):
     # Given: the broker is away when the worker starts, and when it is back a topic is missing
-    from kjo_django.exceptions import PublishError
-    from kjo_django.operations.maintenance import topics
-
     answers = iter([PublishError("away")])
 
     def look(queues):
@@ -670,9 +584,6 @@ def test_a_topic_found_missing_later_stops_no_heartbeat(monkeypatch):
 def test_a_broker_that_lets_the_question_for_topics_wait_holds_up_no_heartbeat(monkeypatch):
     """Half a minute without a sign of life, and others take over what runs here."""
     # Given: the broker is away when the worker starts, and then answers nothing at all
-    from kjo_django.exceptions import PublishError
-    from kjo_django.operations.maintenance import topics
-
     first, asked, answered = iter([PublishError("away")]), threading.Event(), threading.Event()
 
     def look(queues):

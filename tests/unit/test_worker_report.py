@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
 from datetime import timedelta
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 from django.utils import timezone
 
+from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.runtime import current_runtime
 from kjo_django.transports.base import TopicPartition
-from kjo_django.worker import report
+from kjo_django.worker import Worker, report
 from kjo_django.worker.report import StatusReporter, render, status_of
 from kjo_django.worker.statistics import memory_limit
+from tests.unit.deliveries import KJO
+from tests.unit.test_scheduler import delivery
 
 MB = 2**20
 
 
-def worker(**changes):
+def printed(**changes):
     """A worker as in seed 1's printed report."""
     now = timezone.now()
     facts = {
@@ -85,12 +88,12 @@ def line(text, name):
 )
 def test_it_prints_what_seed_1_prints(expected):
     name = expected.partition(":")[0]
-    assert line(render(worker()), name) == expected
+    assert line(render(printed()), name) == expected
 
 
 def test_the_same_as_numbers():
     """KJO-57, KJO-77 … 85."""
-    status = status_of(worker())
+    status = status_of(printed())
     assert json.loads(json.dumps(status)) == status
     assert (status["active"], status["concurrency"], status["capacity_percent"]) == (2, 3, 66.67)
     assert (status["per_minute"], status["success_percent"]) == (41.57, 97.8)
@@ -100,14 +103,14 @@ def test_the_same_as_numbers():
 
 def test_nothing_processed_divides_nothing_by_zero():
     """KJO-81."""
-    text = render(worker(processed=0, failed=0, retried=0, uptime=0.0))
+    text = render(printed(processed=0, failed=0, retried=0, uptime=0.0))
     assert line(text, "Success Rate") == "Success Rate: 100.0% (0 failures)"
 
 
 def test_partitions_of_several_topics_carry_their_names():
     """KJO-83."""
     partitions = [TopicPartition("b", 0), TopicPartition("a", 1)]
-    found = line(render(worker(partitions=partitions)), "Active Partitions")
+    found = line(render(printed(partitions=partitions)), "Active Partitions")
     assert found == "Active Partitions: [a[1], b[0]]"
 
 
@@ -118,12 +121,12 @@ def test_partitions_of_several_topics_carry_their_names():
 def test_the_age_of_the_last_error(seconds, age):
     """KJO-84."""
     at = timezone.now() - timedelta(seconds=seconds)
-    assert age in line(render(worker(last_error_at=at)), "Last Error")
+    assert age in line(render(printed(last_error_at=at)), "Last Error")
 
 
 def test_no_error_no_line():
     """KJO-84."""
-    assert "Last Error" not in render(worker(last_error="", last_error_at=None))
+    assert "Last Error" not in render(printed(last_error="", last_error_at=None))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,7 @@ def test_it_is_written_when_due_and_when_there_is_something_to_tell(monkeypatch)
     """KJO-77."""
     clock = [100.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
-    out, busy = io.StringIO(), worker()
+    out, busy = StringIO(), printed()
     reporter = StatusReporter(busy, out, interval=None, as_json=True)
     reporter.report_if_due()
     clock[0] += 29.9
@@ -165,8 +168,8 @@ def test_zero_is_never(monkeypatch):
     """KJO-77: --status-interval 0."""
     clock = [100.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
-    out = io.StringIO()
-    reporter = StatusReporter(worker(), out, interval=0)
+    out = StringIO()
+    reporter = StatusReporter(printed(), out, interval=0)
     clock[0] += 1e6
     reporter.report_if_due()
     assert out.getvalue() == ""
@@ -175,6 +178,74 @@ def test_zero_is_never(monkeypatch):
 def test_an_error_that_quotes_others_is_one_line_without_commands():
     """Of the log, and to a terminal."""
     hostile = "no 'x'\nINFO all is well\x1b[2J\x9b2J"
-    (found,) = [each for each in render(worker(last_error=hostile)).split("\n") if "no 'x'" in each]
+    (found,) = [
+        each for each in render(printed(last_error=hostile)).split("\n") if "no 'x'" in each
+    ]
     assert found.isprintable()
     assert "all is well" in found
+
+
+# --- Of a worker ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(db, settings):
+    settings.KJO = {**KJO, "CONCURRENCY": 4}
+    return Worker(["ledger"], name="host-1", relay=False)
+
+
+def settle(worker: Worker, completed: int = 0, failed: int = 0) -> None:
+    error = ValueError("it broke")
+    dead = Attempt(delivery("a"), Ending.DEAD, error=error, started_at=timezone.now())
+    done = Attempt(delivery("a"), Ending.COMPLETED, started_at=timezone.now())
+    worker.statistics.add([done] * completed + [dead] * failed)
+
+
+def test_a_worker_that_has_done_nothing_has_failed_nothing(worker):
+    status = status_of(worker)
+    assert (status["processed"], status["failed"], status["success_percent"]) == (0, 0, 100.0)
+    assert (status["active"], status["concurrency"], status["queue_length"]) == (0, 4, 0)
+    assert status["last_error"] is None
+    assert "Last Error" not in render(worker)
+
+
+def test_the_numbers_are_those_of_its_statistics_and_lanes(worker):
+    settle(worker, completed=7, failed=1)
+    worker.scheduler.put([delivery("a"), delivery("b"), delivery("c")])
+    worker.scheduler.take(timeout=0)
+    status = status_of(worker)
+    assert (status["processed"], status["failed"], status["success_percent"]) == (8, 1, 87.5)
+    assert (status["active"], status["queue_length"]) == (1, 2)
+    assert status["capacity_percent"] == 25.0
+    assert status["last_error"] == "it broke"
+
+
+def test_failed_attempts_count_as_failures_though_another_follows(worker):
+    """Or the report says 100 % above the last error."""
+    error = ValueError("nothing was sold")
+    retried = Attempt(delivery("a"), Ending.RETRIED, error=error, started_at=timezone.now())
+    settle(worker, completed=1)
+    worker.statistics.add([retried, retried])
+    status = status_of(worker)
+    assert (status["processed"], status["failed"], status["retried"]) == (3, 0, 2)
+    assert status["success_percent"] == 33.3
+    text = render(worker)
+    assert "Success Rate:      33.3% (2 failures, 0 for good)" in text
+    assert 'Last Error:        "nothing was sold"' in text
+
+
+def test_as_json_every_line_is_an_object(worker):
+    out = StringIO()
+    reporter = StatusReporter(worker, out, 0, as_json=True)
+    reporter.announce()
+    settle(worker, completed=1)
+    reporter.report()
+    (line,) = out.getvalue().splitlines()
+    assert json.loads(line)["processed"] == 1
+
+
+def test_it_says_what_was_started_and_how_to_stop_it(worker):
+    out = StringIO()
+    StatusReporter(worker, out, 0).announce()
+    assert "Consuming ledger with 4 lanes as host-1" in out.getvalue()
+    assert "Ctrl-C" in out.getvalue()

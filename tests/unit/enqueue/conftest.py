@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kjo_django import signals
 from kjo_django.runtime import get_coordination
 
 KJO = {"SERVICE_NAME": "tests", "QUEUES": {"ledger": {}, "other": {}}}
@@ -26,13 +25,6 @@ def calls(monkeypatch):
 
 
 @pytest.fixture
-def told():
+def told(hear):
     """The facts of each job_enqueued signal."""
-    facts = []
-
-    def receiver(signal, sender, **kwargs):
-        facts.append(kwargs)
-
-    signals.job_enqueued.connect(receiver)
-    yield facts
-    signals.job_enqueued.disconnect(receiver)
+    return hear("job_enqueued")

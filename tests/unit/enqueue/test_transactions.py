@@ -7,7 +7,6 @@ from django.db import transaction
 
 from kjo_django import signals
 from kjo_django.models import Job
-from kjo_django.runtime import get_coordination
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import messages
 
@@ -40,14 +39,9 @@ def test_nothing_is_seen_or_told_before_the_commit(calls, told, transport):
         assert calls == told == []
     assert calls == ["kjo:topic:ledger" if transport == "database" else "kjo:relay"]
     job = Job.objects.get()
-    assert told == [
-        {
-            "job_id": str(job.pk),
-            "unique_id": None,
-            "queue": "ledger",
-            "handler": "ledger.write",
-        }
-    ]
+    facts = {"unique_id": None, "queue": "ledger", "handler": "ledger.write"}
+    facts |= {"signal": "job_enqueued", "sender": "ledger.write"}
+    assert told == [{"job_id": str(job.pk), **facts}]
 
 
 @pytest.mark.django_db(transaction=True)
@@ -109,15 +103,8 @@ def test_a_duplicate_wakes_nobody(calls, told):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_an_unreachable_coordination_costs_the_call_only(monkeypatch, caplog):
-    # Given
-    from kjo_django.exceptions import CoordinationError
-
-    def refuse(channel):
-        raise CoordinationError("away")
-
-    monkeypatch.setattr(get_coordination(), "notify", refuse)
-    # When, then
+def test_an_unreachable_coordination_costs_the_call_only(coordination_away, caplog):
+    coordination_away("notify")
     assert write.enqueue(job="a").is_new
     assert "it will find out by polling: away" in caplog.text
 

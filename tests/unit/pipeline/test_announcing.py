@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 from django.db import OperationalError
 
-from kjo_django import signals
 from kjo_django.engine import failures
 from kjo_django.engine.attempt import Ending
+from kjo_django.engine.group import send_signals
 from kjo_django.models import Job, JobFailure
 from kjo_django.runtime import get_coordination
 from kjo_django.store import store_for
@@ -35,24 +35,14 @@ def bench(settings, bench):
 
 
 @pytest.fixture
-def announced(bench, monkeypatch):
-    """The results of job_completed and job_retried, as a worker sends them."""
-    from kjo_django.engine.group import send_signals
-
-    seen = []
-
-    def completed(sender, result, **facts):
-        seen.append(("completed", result))
-
-    def retried(sender, **facts):
-        seen.append(("retried", None))
-
-    signals.job_completed.connect(completed, weak=False, dispatch_uid="announcing")
-    signals.job_retried.connect(retried, weak=False, dispatch_uid="announcing")
+def announced(bench, monkeypatch, hear):
+    """The facts of job_completed and job_retried, as a worker sends them."""
     monkeypatch.setattr(bench.pipeline, "_listeners", [bench.outcomes.extend, send_signals])
-    yield seen
-    signals.job_completed.disconnect(dispatch_uid="announcing")
-    signals.job_retried.disconnect(dispatch_uid="announcing")
+    return hear("job_completed", "job_retried")
+
+
+def told(announced) -> list[tuple[str, object]]:
+    return [(each["signal"].removeprefix("job_"), each.get("result")) for each in announced]
 
 
 def a_group_whose_second_fails(options, calls):
@@ -75,38 +65,25 @@ def a_group_whose_second_fails(options, calls):
     job.enqueue_many([{"number": number} for number in range(3)])
 
 
-def is_all_settled(bench):
-    """Whether nothing is left that is due, and nobody holds a lease."""
-    return not list(get_coordination().names("CONS:")) and bench.lag() == 0
-
-
-def once_away(monkeypatch, name="record_failures", times=1):
-    """The database is away for so many calls."""
-    original, left = getattr(failures, name), [OperationalError("gone")] * times
-
-    def away(*arguments, **named):
-        if left:
-            raise left.pop()
-        return original(*arguments, **named)
-
-    monkeypatch.setattr(failures, name, away)
-
-
 @both
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_outage_while_a_failure_is_recorded_costs_no_completion_its_signal(
-    bench, transport, announced, monkeypatch, kind
+    bench, transport, announced, monkeypatch, failing, kind
 ):
     # Given
     calls = []
     a_group_whose_second_fails(KINDS[kind], calls)
-    once_away(monkeypatch)
+    failing(failures, "record_failures", OperationalError("gone"))
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     # When
     deferred = bench.run()
     # Then
     assert deferred == []
-    assert sorted(announced, key=str) == [("completed", 0), ("completed", 2), ("retried", None)]
+    assert sorted(told(announced), key=str) == [
+        ("completed", 0),
+        ("completed", 2),
+        ("retried", None),
+    ]
     assert states() == ["completed", "failing", "completed"]
     assert sorted(map(str, bench.results)) == sorted(
         map(str, [Ending.COMPLETED, Ending.COMPLETED, Ending.RETRIED])
@@ -114,30 +91,30 @@ def test_an_outage_while_a_failure_is_recorded_costs_no_completion_its_signal(
     # And nothing ran because of it again
     assert max(calls.count(number) for number in range(3)) <= (2 if "without" in kind else 1)
     assert JobFailure.objects.count() == 1
-    assert is_all_settled(bench)
+    assert settled(bench)
 
 
 @both
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_stops_in_the_outage_hands_back_the_failure_alone(
-    bench, transport, announced, monkeypatch, kind
+    bench, transport, announced, failing, kind
 ):
     # Given
     calls = []
     a_group_whose_second_fails(KINDS[kind], calls)
     deliveries = bench.poll()
-    once_away(monkeypatch, times=2)
+    failing(failures, "record_failures", *[OperationalError("gone")] * 2)
     # When: it stops, and tries only once more
     deferred = bench.run(deliveries)
     # Then
     assert deferred == [deliveries[1]]
-    assert announced == [("completed", 0), ("completed", 2)]
+    assert told(announced) == [("completed", 0), ("completed", 2)]
     # And the failure is recorded as it was, should the record come up here again
     ran = len(calls)
     bench.run(deferred)
     assert (len(calls), JobFailure.objects.count()) == (ran, 1)
-    assert announced[2:] == [("retried", None)]
-    assert is_all_settled(bench)
+    assert told(announced)[2:] == [("retried", None)]
+    assert (bench.lag(), list(get_coordination().names("CONS:"))) == (0, [])
 
 
 def commits_without_an_answer(monkeypatch, is_lost):
@@ -177,7 +154,7 @@ def test_a_commit_without_an_answer_is_announced_like_any_other(
     # Then
     assert left == []
     assert ran == list(range(count))
-    assert announced == [("completed", number) for number in range(count)]
+    assert told(announced) == [("completed", number) for number in range(count)]
     assert settled(bench)
 
 
@@ -189,32 +166,26 @@ def test_a_failure_whose_commit_had_no_answer_is_announced_and_recorded_once(
     """Found by the fault matrix: its second recording found the row changed, by itself, or made the
     message a second row."""
     # Given
-    store = type(store_for("default"))
-    original, left = store.transaction, [OperationalError("server closed the connection")]
-
-    @contextmanager
-    def without_an_answer(self, **options):
-        with original(self, **options):
-            yield
-        if left and JobFailure.objects.exists():
-            raise left.pop()
-
     a_group_whose_second_fails({}, [])
     if is_foreign:
         Job.objects.all().delete()
         for number in range(3):
             named = {"kjo_id": f"foreign-{number}", "kjo_type": "bench.second_fails"}
             bench.publish(b'{"number": %d}' % number, **named)
-    monkeypatch.setattr(store, "transaction", without_an_answer)
+    left = commits_without_an_answer(monkeypatch, JobFailure.objects.exists)
     monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
     # When
     bench.run()
     # Then
     assert left == []
-    assert sorted(announced, key=str) == [("completed", 0), ("completed", 2), ("retried", None)]
+    assert sorted(told(announced), key=str) == [
+        ("completed", 0),
+        ("completed", 2),
+        ("retried", None),
+    ]
     assert JobFailure.objects.count() == 1
     assert Job.objects.filter(state="failing").count() == 1
-    assert is_all_settled(bench)
+    assert settled(bench)
 
 
 @both
@@ -305,8 +276,8 @@ def test_an_acknowledgement_that_raises_is_made_again_and_nothing_announced_twic
         deferred = bench.run(deliveries)
     # Then
     assert deferred == deliveries
-    assert announced == [("completed", 7)]
+    assert told(announced) == [("completed", 7)]
     # And
     assert bench.run(deferred) == []
-    assert announced == [("completed", 7)]
+    assert told(announced) == [("completed", 7)]
     assert settled(bench)

@@ -193,20 +193,6 @@ def test_a_callback_that_fails_after_the_commit_leaves_the_job_completed(bench, 
     assert settled(bench)
 
 
-def test_callbacks_of_a_failed_handler_are_not_called(bench):
-    called = []
-
-    def fail():
-        transaction.on_commit(lambda: called.append("no query"))
-        Entry.objects.create(job="a")
-        transaction.on_commit(lambda: called.append("query"))
-        raise RuntimeError
-
-    as_job(fail).enqueue()
-    bench.run()
-    assert called == []
-
-
 @both
 def test_a_handler_that_leaves_a_transaction_open_by_hand_is_stopped(bench):
     def rollback():

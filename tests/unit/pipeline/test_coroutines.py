@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
 
 from kjo_django.engine.attempt import Ending, Mode
 from kjo_django.enqueue.storing import result_of
@@ -53,20 +52,3 @@ def test_coroutines_outside_a_transaction_run_at_the_same_time(bench, transport)
     assert bench.results == [Ending.COMPLETED] * count
     assert [result_of(job) for job in Job.objects.order_by("id")] == list(range(count))
     assert settled(bench)
-
-
-def test_a_coroutine_that_fails_or_takes_too_long_is_alone_with_it(bench):
-    async def behave(how):
-        if how == "fail":
-            raise RuntimeError
-        await asyncio.sleep(3600 if how == "hang" else 0)
-
-    job = as_job(behave, atomic=False, timeout=timedelta(seconds=0.2), max_attempts=1)
-    job.enqueue_many([{"how": how} for how in ("fail", "hang", "well")])
-    bench.run()
-    states = {job.arguments["how"]: (job.state, job.error) for job in Job.objects.all()}
-    assert states == {
-        "fail": ("failed", "RuntimeError"),
-        "hang": ("failed", "The handler exceeded its timeout of 0.2 s"),
-        "well": ("completed", ""),
-    }

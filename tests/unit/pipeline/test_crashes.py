@@ -101,14 +101,6 @@ def test_a_job_that_killed_all_its_workers_ends_as_stalled(bench):
     assert settled(bench)
 
 
-def test_a_job_that_killed_all_but_one_gets_its_last_attempt(bench):
-    ledger.write.using(max_attempts=3).enqueue(job="a")
-    deliveries = bench.poll()
-    crashed_while_running(bench, deliveries, times=2)
-    bench.run(deliveries)
-    assert (the_job().state, the_job().attempts) == ("completed", 3)
-
-
 def test_what_a_living_worker_runs_is_left_to_it(bench, another):
     # Given
     ledger.write.enqueue(job="a")
@@ -155,28 +147,9 @@ def test_a_key_keeps_its_order_though_its_first_job_is_held_elsewhere(bench, ano
     assert all(job.attempts == 1 for job in Job.objects.all())
 
 
-def test_a_key_keeps_its_order_after_a_crash(bench):
-    # Given: a worker died in the first of these
-    for number in range(3):
-        ledger.write_keyed.enqueue(job=str(number), key="k")
-    deliveries = bench.poll()
-    crashed_while_running(bench, deliveries[:1])
-    # When
-    for _ in range(3):
-        deliveries = bench.run(deliveries)
-    # Then
-    assert [entry.job for entry in Entry.objects.order_by("id")] == ["0", "1", "2"]
-
-
-def test_without_coordination_the_database_decides(bench, another, monkeypatch):
+def test_without_coordination_the_database_decides(bench, another, coordination_away):
     # Given
-    from kjo_django.exceptions import CoordinationError
-
-    def refuse(*args, **kwargs):
-        raise CoordinationError("away")
-
-    for name in ("claim", "renew", "release", "holders"):
-        monkeypatch.setattr(get_coordination(), name, refuse)
+    coordination_away("claim", "renew", "release", "holders")
     ledger.write.enqueue(job="a")
     deliveries = bench.poll()
     # When

@@ -11,13 +11,12 @@ from django.db import connections
 from django.utils import timezone
 
 from kjo_django import Queue, conf, job, publish_event, registry
+from kjo_django.engine import failures
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.leases import LeaseBook
-from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, JobFailure, ProcessedEvent
 from kjo_django.operations import jobs as operations
-from kjo_django.runtime import get_coordination
 from tests.declarations import forgetting
 from tests.ledger.jobs import write
 from tests.ledger.models import Entry
@@ -228,18 +227,12 @@ def test_an_origin_made_up_by_others_is_not_believed(bench, transport, origin):
 @both
 @pytest.mark.parametrize("atomic", [True, False])
 def test_a_row_is_not_left_open_by_another_copy_that_took_effect(
-    bench, another, monkeypatch, atomic
+    bench, another, monkeypatch, coordination_away, atomic
 ):
     """While coordination is away two workers run a copy each, and the one that fails writes its
     retry down last: every attempt of that would be a duplicate, and no end in sight."""
     # Given
-    from kjo_django.engine import failures
-
-    def away(*args, **kwargs):
-        raise CoordinationError("away")
-
-    for name in ("claim", "renew", "release", "holders"):
-        monkeypatch.setattr(get_coordination(), name, away)
+    coordination_away("claim", "renew", "release", "holders")
     # As one that is elsewhere, which can be away while the database is there.
     monkeypatch.setattr(LeaseBook, "release_within", lambda self, using, names: False)
     ran = []

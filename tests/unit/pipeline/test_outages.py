@@ -7,8 +7,9 @@ from contextlib import nullcontext, suppress
 import pytest
 from django.db import IntegrityError, OperationalError, connection, connections, transaction
 
+from kjo_django.engine import failures
 from kjo_django.exceptions import CoordinationError
-from kjo_django.models import Job, JobFailure, ProcessedEvent
+from kjo_django.models import Job, ProcessedEvent
 from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
@@ -41,43 +42,11 @@ def test_an_outage_of_the_database_spends_no_attempt_and_loses_nothing(bench, mo
 
 
 @both
-def test_an_outage_while_failures_are_written_repeats_nothing_that_is_durable(bench, monkeypatch):
-    # Given
-    ledger.write.enqueue(job="a")
-    ledger.always_fails.enqueue(job="x")
-    deliveries = bench.poll()
-    broken = iter([True])
-    original = Job.objects.bulk_create
-
-    from kjo_django.engine import failures
-
-    record = failures.record_failures
-
-    def once_away(*args, **kwargs):
-        if next(broken, False):
-            raise OperationalError("gone")
-        return record(*args, **kwargs)
-
-    monkeypatch.setattr(failures, "record_failures", once_away)
-    monkeypatch.setattr(bench.stopping, "wait", lambda seconds: False)
-    # When
-    bench.run(deliveries)
-    # Then
-    assert original is not None
-    assert entries() == {"a": 1}
-    assert JobFailure.objects.count() == 1
-    assert Job.objects.get(handler="ledger.always_fails").attempts == 1
-    assert settled(bench)
-
-
-@both
 def test_what_the_database_refuses_again_and_again_keeps_neither_its_lane_nor_others(
     bench, monkeypatch
 ):
     """Its handler fails, and the failure cannot be written, for what it is: nothing is away."""
     # Given
-    from kjo_django.engine import failures
-
     ledger.always_fails.using(key="bad").enqueue(job="bad")
     ledger.always_fails.using(key="bad").enqueue(job="behind")
     ledger.always_fails.using(key="good").enqueue(job="good")

@@ -8,7 +8,7 @@ import pytest
 from django.utils import timezone
 
 from kjo_django.engine.attempt import Ending
-from kjo_django.exceptions import CoordinationError, PausableError, RateLimitExceededError
+from kjo_django.exceptions import PausableError, RateLimitExceededError
 from kjo_django.models import DeadLetter, Job, JobFailure, Mark
 from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
@@ -148,18 +148,13 @@ def test_an_error_of_no_class_rests_for_the_first_back_off(bench):
     assert [outcome.pause_seconds for outcome in bench.pauses] == [1.0]
 
 
-def test_without_coordination_a_worker_remembers_its_own_pauses(settings, bench, monkeypatch):
+def test_without_coordination_a_worker_remembers_its_own_pauses(settings, bench, coordination_away):
     # Given
     bench = reconfigured(settings, bench, PAUSE_BUDGET=timedelta(hours=2))
     service = Service()
     service.job("a transaction", max_attempts=1).enqueue(number=0)
     deliveries = bench.poll()
-
-    def refuse(*arguments, **named):
-        raise CoordinationError("away")
-
-    for name in ("get_marks", "set_marks"):
-        monkeypatch.setattr(get_coordination(), name, refuse)
+    coordination_away("get_marks", "set_marks")
     # When
     assert bench.run(deliveries) == deliveries
     (delivery,) = deliveries

@@ -13,7 +13,7 @@ from kjo_django.enqueue.storing import result_of
 from kjo_django.models import Job, ProcessedEvent, TransportMessage
 from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger
-from tests.unit.deliveries import Bench, as_job, entries, states, the_job
+from tests.unit.deliveries import Bench, as_job, entries, statements, states, the_job
 from tests.unit.pipeline.bench import both, reconfigured, settled
 
 
@@ -63,16 +63,10 @@ def queries_of(bench: Bench, count: int, definition=ledger.no_op, **payload: obj
     definition.enqueue_many([payload] * count)
     deliveries = bench.poll()
     assert len(deliveries) == count
-    statements: list[str] = []
-
-    def record(execute, sql, params, many, context):
-        statements.append(sql)
-        return execute(sql, params, many, context)
-
-    with connection.execute_wrapper(record):
+    with statements() as executed:
         bench.run(deliveries)
     assert set(bench.results) == {Ending.COMPLETED}
-    return statements
+    return executed
 
 
 def test_the_number_of_queries_does_not_grow_with_the_group(bench, real_database):

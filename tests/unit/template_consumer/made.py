@@ -67,10 +67,3 @@ def always(error):
         raise error
 
     return process
-
-
-def wait_for(condition, timeout=15.0):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.01)

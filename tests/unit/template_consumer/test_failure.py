@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from django.db import transaction
 
-from kjo_django import signals
 from kjo_django.exceptions import PermanentError
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.operations import dead_letters
@@ -162,26 +161,15 @@ def test_messages_of_producers_that_set_no_headers_are_understood(quick):
     assert made.calls == [item.pk]
 
 
-def test_signals_tell_the_same(quick):
+def test_signals_tell_the_same(quick, hear):
     """KJO-43, KJO-44."""
-    told = []
-
-    def completed(sender, **kwargs):
-        told.append(("completed", sender))
-
-    def failed(sender, error, **kwargs):
-        told.append(("failed", str(error)))
-
-    signals.job_completed.connect(completed)
-    signals.job_failed.connect(failed)
-    try:
-        consumer(name="made")
-        send(Item.objects.create(), Item.objects.create(state=2))
-        work()
-        consumer(always(PermanentError("no")), name="made")
-        send(Item.objects.create())
-        work()
-    finally:
-        signals.job_completed.disconnect(completed)
-        signals.job_failed.disconnect(failed)
-    assert told == [("completed", "made"), ("failed", "no")]
+    heard = hear("job_completed", "job_failed")
+    consumer(name="made")
+    send(Item.objects.create(), Item.objects.create(state=2))
+    work()
+    consumer(always(PermanentError("no")), name="made")
+    send(Item.objects.create())
+    work()
+    completed, failed = heard
+    assert (completed["signal"], completed["sender"]) == ("job_completed", "made")
+    assert (failed["signal"], str(failed["error"])) == ("job_failed", "no")

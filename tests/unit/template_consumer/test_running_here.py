@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from tests.items.models import Item
-from tests.unit.template_consumer.made import consumer, send, wait_for
+from tests.unit.template_consumer.made import consumer, send
+from tests.unit.workers import wait_until
 
 pytestmark = pytest.mark.usefixtures("forgotten_definitions")
 
@@ -31,21 +32,21 @@ def test_connect_consume_disconnect(quick):
     thread = threading.Thread(target=consuming.start_consuming)
     thread.start()
     try:
-        wait_for(lambda: consuming.get_status()["concurrency"]["active"] == 2)
-        wait_for(lambda: consuming.get_status()["queue"]["length"] == 3)
+        wait_until(lambda: consuming.get_status()["concurrency"]["active"] == 2)
+        wait_until(lambda: consuming.get_status()["queue"]["length"] == 3)
         status = consuming.get_status()
         assert status["concurrency"] == {"max": 2, "active": 2, "queued": 3, "available": 0}
         assert status["queue"]["oldest_waiting_ms"] >= 0
         assert status["performance"]["max_concurrent_reached"] == 2
         # KJO-58: raising the limit starts what waits at once.
         consuming.set_max_concurrency(4)
-        wait_for(lambda: consuming.get_status()["concurrency"]["active"] == 4)
+        wait_until(lambda: consuming.get_status()["concurrency"]["active"] == 4)
         assert consuming.get_status()["concurrency"]["max"] == 4
         consuming.set_max_concurrency(1)
         assert consuming.get_status()["concurrency"]["max"] == 1
     finally:
         go.set()
-        wait_for(lambda: Item.objects.filter(state=2).count() == 5)
+        wait_until(lambda: Item.objects.filter(state=2).count() == 5)
         assert consuming.disconnect(timeout=20)
         thread.join(20)
     assert not thread.is_alive()
