@@ -1,4 +1,4 @@
-"""Names and docstrings follow the rules that keep the package readable.
+"""The rules that keep the package readable: names, docstrings, and which package may do what.
 
 A name is the noun of the field, as a manual of Kafka, PostgreSQL or Django has it, and no metaphor.
 No two modules have one name. A docstring is understood without its neighbour. What does not hold
@@ -116,3 +116,78 @@ def are_parallel(packages: set[str]) -> bool:
     return len(packages) == 1 or any(
         all(re.fullmatch(pattern, package) for package in packages) for pattern in PARALLEL
     )
+
+
+# --- Which package may do what --------------------------------------------------------------------
+
+SQL = re.compile(
+    r"\b(SELECT|UPDATE|INSERT INTO|DELETE FROM|COPY)\s+[\w\"{%(*]+[\s\S]*"
+    r"\b(FROM|SET|VALUES|STDIN|WHERE)\b|\bpg_\w+\("
+)
+
+
+def outside(*packages: str) -> Iterator[tuple[str, ast.Module]]:
+    return ((path, tree) for path, tree in modules().items() if not path.startswith(packages))
+
+
+def texts(tree: ast.Module) -> Iterator[str]:
+    """Return all strings but docstrings, f-strings with their fields left out."""
+    statements = (node for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    documentation = {id(statement.value) for statement in statements}
+    for node in ast.walk(tree):
+        if id(node) in documentation:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "%s" for part in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_only_the_store_and_the_database_transport_write_sql():
+    found = {
+        path
+        for path, tree in outside("store.", "transports.database.")
+        if any(map(SQL.search, texts(tree)))
+    }
+    assert found == set()
+
+
+def test_only_the_store_and_the_database_transport_ask_which_database_it_is():
+    found = {
+        path
+        for path, tree in outside("store.", "transports.database.")
+        if any(isinstance(node, ast.Attribute) and node.attr == "vendor" for node in ast.walk(tree))
+    }
+    assert found == set()
+
+
+INTERNALS = {
+    *("atomic_blocks", "autocommit", "closed_in_transaction", "errors_occurred", "in_atomic_block"),
+    *("needs_rollback", "run_on_commit", "savepoint_ids"),
+}
+"""What Django does not document of a connection."""
+
+
+def test_in_the_engine_only_its_handler_package_touches_the_internals_of_a_connection():
+    found = {
+        f"{path}: {node.attr}"
+        for path, tree in outside("engine.handler.")
+        if path.startswith("engine.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in INTERNALS
+    }
+    assert found == set()
+
+
+def test_sql_is_recognised():
+    for text in (
+        "SELECT id FROM kjo_job",
+        "UPDATE kjo_job SET state = %s",
+        "INSERT INTO kjo_lease (name) VALUES (%s)",
+        "DELETE FROM kjo_lease WHERE name = %s",
+        'COPY kjo_job ("id") FROM STDIN',
+        "\nWITH free AS (SELECT id FROM kjo_job FOR UPDATE)",
+        "SELECT pg_backend_pid()",
+    ):
+        assert SQL.search(text), text

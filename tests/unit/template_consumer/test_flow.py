@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
+
 import pytest
 
 from kjo_django import AbstractConsumer
+from kjo_django.exceptions import RateLimitExceededError
 from kjo_django.models import DeadLetter, Job, ProcessedEvent
 from kjo_django.runtime import get_coordination
 from tests.items.models import Item, Run
 from tests.unit.deliveries import Bench
-from tests.unit.template_consumer.made import consumer, send, settled, work
+from tests.unit.template_consumer.made import Producer, consumer, send, settled, work
+from tests.unit.workers import wait_until
 
 pytestmark = pytest.mark.usefixtures("forgotten_definitions")
 
@@ -215,3 +221,149 @@ def test_a_content_hash_that_no_database_keeps_holds_nothing_up(settings):
     bench.close()
     assert [result.value for result in bench.results] == ["completed"]
     assert made.calls == ["1"]
+
+
+# --- One item at a time, whoever speaks of it, and partitions that rest ---------------------------
+
+
+def test_an_item_somebody_else_processes_waits(quick):
+    """KJO-60, KJO-62, KJO-F14: it is neither run nor counted as done."""
+    made = consumer()
+    item = Item.objects.create()
+    name = f"CONS:MADE:{item.pk}"
+    alive = "WORKER:other"
+    get_coordination().claim([name], "other", timedelta(seconds=30))
+    get_coordination().claim([alive], "other", timedelta(seconds=30))
+    send_all = Producer().produce_messages({}, 10)
+    assert send_all.sent == 0  # KJO-08: nor is it sent meanwhile
+    get_coordination().release([name], "other")
+    send(item)
+    get_coordination().claim([name], "other", timedelta(seconds=30))
+    deadline = time.monotonic() + 1.0
+    work(until=lambda: time.monotonic() > deadline)
+    assert made.calls == []
+    get_coordination().release([name], "other")
+    work()
+    assert made.calls == [str(item.pk)]
+
+
+def test_the_lease_lasts_as_long_as_the_class_says(quick):
+    """KJO-61, KJO-65, KJO-87."""
+    seen = []
+
+    def process(self, message):
+        from kjo_django.models import Lease
+
+        lease = Lease.objects.get(name=f"CONS:MADE:{message['id']}")
+        seen.append((lease.expires_at, lease.token))
+
+    consumer(process, processing_ttl=77, atomic=False)
+    send(Item.objects.create())
+    worker = work()
+    from django.utils import timezone
+
+    left = (seen[0][0] - timezone.now()).total_seconds()
+    assert 60 < left <= 77
+    assert seen[0][1] == worker.id.hex
+
+
+def test_messages_of_one_item_run_one_at_a_time_under_every_type(quick):
+    """KJO-54, KJO-101, KJO-F7: though their keys differ; items, not partitions, are sequential."""
+    running, most = set(), []
+
+    def process(self, message):
+        assert message["id"] not in running
+        running.add(message["id"])
+        most.append(len(running))
+        time.sleep(0.02)
+        running.discard(message["id"])
+        Item.objects.filter(pk=message["id"]).update(looked_at=1)
+
+    made = consumer(
+        process, atomic=False, is_item_completed=lambda self, i: False, max_concurrency=4
+    )
+    items = [Item.objects.create() for _ in range(3)]
+    for kind in ("new", "retry", "other"):
+        send(*items, kind=kind)
+    work()
+    assert len(made.calls) == 9
+
+
+def test_a_pausable_error_spares_the_rest_of_its_group(quick):
+    """KJO-72, KJO-76: whatever waits in the partition does not run into the same wall."""
+    fails = []
+
+    def process(self, message):
+        if len(self.calls) > 30 and not fails:
+            fails.append(message["id"])
+            raise RateLimitExceededError("slow down")
+
+    made = consumer(process, max_concurrency=1)
+    items = Item.objects.bulk_create(Item() for _ in range(60))
+    send(*items)
+    work(until=settled)
+    assert Item.objects.filter(state=2).count() == 60
+    # No attempt was lost: it was its turn again when the pause was over.
+    assert len(made.calls) == 61
+    assert Job.objects.count() == 0
+
+
+# --- A consumer run by hand: connect, consume, disconnect -----------------------------------------
+
+
+def test_start_before_connect_is_refused(quick):
+    """KJO-48."""
+    made = consumer()
+    with pytest.raises(RuntimeError, match="connect"):
+        made().start_consuming()
+
+
+def test_connect_consume_disconnect(quick):
+    """KJO-48, KJO-56, KJO-57, KJO-78: bounded, the rest waits; and its status meanwhile."""
+    go = threading.Event()
+    made = consumer(lambda self, message: go.wait(10) and None, max_concurrency=2, atomic=False)
+    items = [Item.objects.create() for _ in range(5)]
+    send(*items)
+    consuming = made()
+    assert consuming.get_status() == {"is_connected": False}
+    consuming.connect()
+    thread = threading.Thread(target=consuming.start_consuming)
+    thread.start()
+    try:
+        wait_until(lambda: consuming.get_status()["concurrency"]["active"] == 2)
+        wait_until(lambda: consuming.get_status()["queue"]["length"] == 3)
+        status = consuming.get_status()
+        assert status["concurrency"] == {"max": 2, "active": 2, "queued": 3, "available": 0}
+        assert status["queue"]["oldest_waiting_ms"] >= 0
+        assert status["performance"]["max_concurrent_reached"] == 2
+        # KJO-58: raising the limit starts what waits at once.
+        consuming.set_max_concurrency(4)
+        wait_until(lambda: consuming.get_status()["concurrency"]["active"] == 4)
+        assert consuming.get_status()["concurrency"]["max"] == 4
+        consuming.set_max_concurrency(1)
+        assert consuming.get_status()["concurrency"]["max"] == 1
+    finally:
+        go.set()
+        wait_until(lambda: Item.objects.filter(state=2).count() == 5)
+        assert consuming.disconnect(timeout=20)
+        thread.join(20)
+    assert not thread.is_alive()
+    assert consuming.get_status() == {"is_connected": False}
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "3"])
+def test_a_concurrency_below_one_is_refused(count):
+    """KJO-58."""
+    made = consumer()
+    with pytest.raises(ValueError, match="above 0"):
+        made().set_max_concurrency(count)
+
+
+def test_disconnect_of_what_never_consumed_returns_at_once(quick):
+    """An error between the two, or a probe that only connects."""
+    consuming = consumer()()
+    consuming.connect()
+    assert consuming.disconnect(timeout=5)
+    assert consuming.get_status() == {"is_connected": False}
+    with pytest.raises(RuntimeError, match="connect"):
+        consuming.start_consuming()
