@@ -49,7 +49,7 @@ def kill_again_and_again(engine: Engine, kills: int) -> int:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("name", "kills"), [("embedded", 6), pytest.param("real", 20, marks=REAL.marks)]
+    ("name", "kills"), [("embedded", 6), pytest.param("real", 12, marks=REAL.marks)]
 )
 def test_a_worker_killed_at_random_moments(
     name: str, kills: int, request: pytest.FixtureRequest, record_property

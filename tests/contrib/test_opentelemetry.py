@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ from tests.events.bench import EVENTS, TOPIC, Service
 from tests.events.conftest import _forget_declarations as forget_declarations  # noqa: F401
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
-from tests.unit.deliveries import KJO, MEMORY, Bench, as_job
+from tests.unit.deliveries import KJO, MEMORY, Bench, as_job, kafka_at
 
 SECRET = "ada@example.com"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -70,12 +71,29 @@ class Spans(InMemorySpanExporter):
         return found
 
 
+@contextmanager
+def traced(provider: trace.TracerProvider) -> Iterator[None]:
+    contrib.instrument(provider)
+    try:
+        yield
+    finally:
+        contrib.uninstrument()
+
+
 @pytest.fixture
 def spans() -> Iterator[Spans]:
     spans = Spans()
-    contrib.instrument(spans.provider)
-    yield spans
-    contrib.uninstrument()
+    with traced(spans.provider):
+        yield spans
+
+
+def work(messages: int) -> None:
+    """Run a worker in a thread until it has carried out so many."""
+    worker = Worker(["ledger"], max_messages=messages)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    thread.join(90)
+    assert not thread.is_alive()
 
 
 @pytest.fixture(params=["memory", "database"])
@@ -265,10 +283,7 @@ def test_lanes_in_threads_do_not_mix_their_traces(settings, sqlite_file, spans):
     for number in range(20):
         with spans.request(f"request {number}"):
             ledger.write_slowly.enqueue(job=str(number), milliseconds=10)
-    worker = Worker(["ledger"], max_messages=20)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    thread.join(60)
+    work(20)
     runs = spans.named("process ledger.write_slowly")
     assert len(runs) == 20
     assert {trace_of(run) for run in runs} == {
@@ -281,18 +296,12 @@ def test_a_worker_that_stops_exports_what_is_held_back(settings, sqlite_file):
     settings.KJO = KJO | {"POLL_INTERVAL": 0.1}
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
-    contrib.instrument(provider)
-    try:
+    with traced(provider):
         ledger.write.enqueue(job="a")
-        worker = Worker(["ledger"], max_messages=1)
-        thread = threading.Thread(target=worker.run)
-        thread.start()
-        thread.join(60)
+        work(1)
         told = {span.name for span in exporter.get_finished_spans()}
-        assert told == {"enqueue ledger.write", "process ledger.write"}
-    finally:
-        contrib.uninstrument()
-        provider.shutdown()
+    provider.shutdown()
+    assert told == {"enqueue ledger.write", "process ledger.write"}
 
 
 # --- Many at once ---------------------------------------------------------------------------------
@@ -659,13 +668,10 @@ def test_telemetry_that_fails_fails_no_job(bench, caplog, monkeypatch, where):
     monkeypatch.setattr(module, "_complained", -module.COMPLAIN_EVERY)
     provider, broken = TracerProvider(), Broken(where)
     provider.add_span_processor(SimpleSpanProcessor(broken) if where == "export" else broken)
-    contrib.instrument(provider)
-    try:
+    with traced(provider):
         ledger.write.enqueue(job="a")
         ledger.write_attempt.enqueue(job="b", fail_times=1)
         bench.run_until_done()
-    finally:
-        contrib.uninstrument()
     assert broken.raised >= 4
     assert bench.results == [Ending.COMPLETED, Ending.RETRIED, Ending.COMPLETED]
     assert not trace.get_current_span().get_span_context().is_valid
@@ -677,44 +683,34 @@ def test_telemetry_that_fails_fails_no_job(bench, caplog, monkeypatch, where):
 def test_an_error_of_the_job_is_still_raised_when_telemetry_fails(bench):
     provider, broken = TracerProvider(), Broken("end")
     provider.add_span_processor(broken)
-    contrib.instrument(provider)
-    try:
-        with pytest.raises(RuntimeError, match="always fails"):
-            ledger.always_fails.enqueue(job="a")
-            drain("ledger")
-    finally:
-        contrib.uninstrument()
+    with traced(provider), pytest.raises(RuntimeError, match="always fails"):
+        ledger.always_fails.enqueue(job="a")
+        drain("ledger")
 
 
 def test_without_an_sdk_what_callers_gave_is_passed_through(bench):
     """The API alone makes no spans and loses none of others."""
-    contrib.instrument(trace.NoOpTracerProvider())
-    try:
-        seen = []
+    seen = []
 
-        def handler() -> None:
-            seen.append(trace.get_current_span().get_span_context().trace_id)
-            ledger.write.enqueue(job="child")
+    def handler() -> None:
+        seen.append(trace.get_current_span().get_span_context().trace_id)
+        ledger.write.enqueue(job="child")
 
+    with traced(trace.NoOpTracerProvider()):
         as_job(handler).using(headers={"traceparent": CALLER}).enqueue()
         bench.run_until_done()
-        assert f"{seen[0]:032x}" in CALLER
-        assert Job.objects.get(handler="ledger.write").headers["traceparent"] == CALLER
-    finally:
-        contrib.uninstrument()
+    assert f"{seen[0]:032x}" in CALLER
+    assert Job.objects.get(handler="ledger.write").headers["traceparent"] == CALLER
 
 
 def test_what_is_not_sampled_is_carried_as_not_sampled(bench):
     spans = Spans()
     spans.provider.sampler = ALWAYS_OFF
-    contrib.instrument(spans.provider)
-    try:
+    with traced(spans.provider):
         ledger.write.enqueue(job="a")
         flags = Job.objects.get().headers["traceparent"].rpartition("-")[2]
         assert int(flags, 16) & 1 == 0
         bench.run_until_done()
-    finally:
-        contrib.uninstrument()
     assert spans.get_finished_spans() == ()
 
 
@@ -784,23 +780,17 @@ def test_the_trace_goes_through_kafka(settings, sqlite_file, kafka_server, spans
     """Web request, outbox, relay, broker, worker, a retry: one trace."""
     caplog.set_level(logging.ERROR)
     topic = f"it-trace-{uuid.uuid4().hex[:8]}"
-    backend = "kjo_django.transports.kafka.KafkaTransport"
-    options = {"bootstrap.servers": kafka_server.bootstrap_servers}
     settings.KJO = {
         **KJO,
         "QUEUES": {"ledger": {"topic": topic}},
-        "TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": options}},
+        **kafka_at(kafka_server.bootstrap_servers),
         "BACKOFF_BASE": 0.1,
         "POLL_INTERVAL": 0.1,
         "CONCURRENCY": 1,
     }
     with spans.request() as request:
         ledger.write_attempt.enqueue(job="a", fail_times=1)
-    worker = Worker(["ledger"], max_messages=2)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    thread.join(90)
-    assert not thread.is_alive()
+    work(2)
     made = spans.one("enqueue ledger.write_attempt")
     first, second = spans.named("process ledger.write_attempt")
     assert is_child(made, request)

@@ -23,6 +23,7 @@ from kjo_django.transports.base import GroupOffsets, OutgoingRecord, TopicPartit
 from kjo_django.transports.memory import MemoryTransport
 from tests.dashboard.conftest import url
 from tests.factories import JobFactory, MetricBucketFactory, QueueControlFactory, WorkerFactory
+from tests.unit.deliveries import kafka_at
 
 pytestmark = pytest.mark.django_db
 
@@ -320,12 +321,7 @@ def test_offsets_are_those_kafka_tells(everybody, settings, kafka_server):
     topic = f"it-screen-{uuid.uuid4().hex[:8]}"
     servers = {"bootstrap.servers": kafka_server.bootstrap_servers}
     settings.KJO = {
-        "TRANSPORTS": {
-            "default": {
-                "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
-                "OPTIONS": servers,
-            }
-        },
+        **kafka_at(kafka_server.bootstrap_servers),
         "QUEUES": {"emails": {"topic": topic, "consumer_group": topic}},
     }
     transport = get_transport()

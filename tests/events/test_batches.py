@@ -17,6 +17,7 @@ from kjo_django.transports.kafka import KafkaTransport
 from kjo_django.transports.memory import MemoryTransport
 from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, read_all, send
 from tests.ledger.models import Entry
+from tests.unit.deliveries import kafka_at
 
 pytestmark = pytest.mark.django_db(transaction=True)
 FIVE = ["user-events", "user-profile-events", "interview-events"]
@@ -155,12 +156,7 @@ def test_they_are_created_on_kafka_and_creating_again_changes_nothing(
     suffix = uuid.uuid4().hex[:8]
     settings.KJO = {
         **EVENTS,
-        "TRANSPORTS": {
-            "default": {
-                "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
-                "OPTIONS": {"bootstrap.servers": kafka_server.bootstrap_servers},
-            }
-        },
+        **kafka_at(kafka_server.bootstrap_servers),
         "TOPIC_OPTIONS": {"partitions": 3, "replication_factor": 1},
         "QUEUES": {f"it-{name}-{suffix}": {} for name in FIVE},
     }

@@ -22,6 +22,7 @@ from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Record, TopicSpec
 from kjo_django.worker import Worker
 from tests.events.bench import EVENTS
+from tests.unit.deliveries import kafka_at
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("real_database")]
 WAIT = 40
@@ -80,7 +81,6 @@ class Topics:
 @pytest.fixture
 def topics(settings, kafka_server) -> Topics:
     options = {
-        "bootstrap.servers": kafka_server.bootstrap_servers,
         "delivery.timeout.ms": 2_000,
         "topic.metadata.propagation.max.ms": 500,
         "topic.metadata.refresh.interval.ms": 1_000,
@@ -88,12 +88,7 @@ def topics(settings, kafka_server) -> Topics:
     }
     settings.KJO = {
         **EVENTS,
-        "TRANSPORTS": {
-            "default": {
-                "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
-                "OPTIONS": options,
-            }
-        },
+        **kafka_at(kafka_server.bootstrap_servers, **options),
         "POLL_INTERVAL": 0.2,
         "SHUTDOWN_GRACE": 5,
         "CONCURRENCY": 1,

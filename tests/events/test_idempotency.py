@@ -18,6 +18,7 @@ from kjo_django.models import ProcessedEvent
 from kjo_django.patterns.events.idempotency import ProcessOutcome
 from tests.events.bench import EVENTS, MEMORY
 from tests.ledger.models import Entry
+from tests.unit.deliveries import kafka_at
 
 SIX = """\
 ✅ First event processing: PASSED
@@ -178,12 +179,7 @@ def test_the_command_on_kafka_and_postgresql(settings, kafka_server) -> None:
     """KII-09, KII-32, KII-F5: an explicit commit, and a second consumer that finds nothing."""
     settings.KJO = {
         "SERVICE_NAME": f"check-{uuid.uuid4().hex[:8]}",
-        "TRANSPORTS": {
-            "default": {
-                "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
-                "OPTIONS": {"bootstrap.servers": kafka_server.bootstrap_servers},
-            }
-        },
+        **kafka_at(kafka_server.bootstrap_servers),
     }
     out = io.StringIO()
     call_command("kjo_check_idempotency", stdout=out)

@@ -50,6 +50,23 @@ def record(**changes) -> Record:
     return replace(found, **changes)
 
 
+def as_confluent(record: Record, **changes) -> SimpleNamespace:
+    """The record as confluent-kafka gives it."""
+    told = {
+        **{name: getattr(record, name) for name in ("topic", "partition", "offset")},
+        "key": record.key,
+        "value": record.value,
+        "headers": list(record.headers.items()),
+        **changes,
+    }
+    return SimpleNamespace(**{name: lambda value=value: value for name, value in told.items()})
+
+
+def relay_all() -> None:
+    Job.objects.update(available_at=timezone.now())
+    Relay().publish_due()
+
+
 def accept(processor, message=None, **config) -> Status:
     config = {"redelivery_delay": NOW, "redelivery_topic": "again", **config}
     with KDLQMessageConsumer("test", DlqConfig("DLQ", **config), processor) as consumer:
@@ -304,8 +321,7 @@ def test_a_delayed_redelivery_waits_in_the_outbox() -> None:
     assert timedelta(seconds=55) < job.available_at - timezone.now() <= timedelta(minutes=1)
     Relay().publish_due()
     assert read_all("again") == []
-    Job.objects.update(available_at=timezone.now())
-    Relay().publish_due()
+    relay_all()
     assert the_one("again").headers["KDLQ_Redelivered"] == b"\x00\x00\x00\x01"
     assert the_one_key() == b"\x00\x00\x00\x07"
     assert Job.objects.get().state == JobState.COMPLETED
@@ -407,17 +423,8 @@ def test_what_was_processed_from_the_dead_letter_topic_is_closed() -> None:
 
 
 def test_a_timestamp_no_calendar_holds_is_none():
-    theirs = record()
-    message = SimpleNamespace(
-        topic=lambda: theirs.topic,
-        partition=lambda: theirs.partition,
-        offset=lambda: theirs.offset,
-        key=lambda: theirs.key,
-        value=lambda: theirs.value,
-        headers=lambda: list(theirs.headers.items()),
-        timestamp=lambda: (1, 2**62),
-    )
-    assert as_record(message) == replace(theirs, timestamp=None)
+    message = as_confluent(record(), timestamp=(1, 2**62))
+    assert as_record(message) == record(timestamp=None)
 
 
 @pytest.mark.parametrize("delay", [NOW, timedelta(milliseconds=1)])
@@ -425,21 +432,11 @@ def test_names_given_twice_and_headers_without_a_value_are_redelivered_and_kille
     """The last of a name was left, and an empty value."""
     # Given a message as confluent-kafka gives it
     theirs = [("zeta", b"1"), ("h", b"1"), ("nul", None), ("h", b"2"), ("alpha", b"\xff")]
-    plain = record()
-    message = SimpleNamespace(
-        topic=lambda: plain.topic,
-        partition=lambda: plain.partition,
-        offset=lambda: plain.offset,
-        key=lambda: plain.key,
-        value=lambda: plain.value,
-        headers=lambda: theirs,
-        timestamp=lambda: (1, 1_700_000_000_000),
-    )
+    message = as_confluent(record(), headers=theirs, timestamp=(1, 1_700_000_000_000))
     # When
     again = answers(ProcessingStatus.MUST_BE_REDELIVERED)
     accept(again, message, redelivery_delay=delay)
-    Job.objects.update(available_at=timezone.now())
-    Relay(["outgoing"]).publish_due()
+    relay_all()
     accept(answers(ProcessingStatus.ERROR), message)
     # Then
     (redelivered,), (killed,) = read_all("again"), read_all("DLQ")
@@ -465,8 +462,7 @@ def test_a_message_without_a_value_has_none_after_it_has_waited(value) -> None:
     again = answers(ProcessingStatus.MUST_BE_REDELIVERED)
     message = record(value=value)
     accept(again, message, redelivery_delay=timedelta(milliseconds=1))
-    Job.objects.update(available_at=timezone.now())
-    Relay(["outgoing"]).publish_due()
+    relay_all()
     (redelivered,) = read_all("again")
     assert redelivered.value == value
     assert not {name for name in redelivered.headers if name.startswith("kjo-")}
@@ -476,8 +472,7 @@ def test_what_only_rows_say_is_not_believed_of_others() -> None:
     message = record(headers={"kjo-raw-key": b"other", "kjo-no-value": b"1"})
     again = answers(ProcessingStatus.MUST_BE_REDELIVERED)
     accept(again, message, redelivery_delay=timedelta(milliseconds=1))
-    Job.objects.update(available_at=timezone.now())
-    Relay(["outgoing"]).publish_due()
+    relay_all()
     (redelivered,) = read_all("again")
     assert (redelivered.key, redelivered.value) == (message.key, message.value)
 

@@ -33,6 +33,11 @@ def transport(request, settings) -> str:
     return request.param
 
 
+@pytest.fixture
+def memory(settings) -> None:
+    settings.KJO = {**EVENTS, **MEMORY}
+
+
 class Consumers:
     """Benches for every topic of the consumer."""
 
@@ -108,10 +113,8 @@ def test_a_second_delivery_of_a_routed_message_routes_nothing(transport) -> None
 
 
 @pytest.mark.parametrize("requeues", [0, 1])
-def test_a_second_copy_of_a_redelivery_takes_no_effect(settings, requeues) -> None:
+def test_a_second_copy_of_a_redelivery_takes_no_effect(memory, requeues) -> None:
     """The relay publishes again what it could not note; an operator who requeues it means it."""
-    settings.KJO = {**EVENTS, **MEMORY}
-    get_transport().clear()  # type: ignore[attr-defined]
 
     @kdlq_handler("payments", topic="pay")
     def process(record: Record) -> ProcessingStatus:
@@ -133,10 +136,8 @@ def test_a_second_copy_of_a_redelivery_takes_no_effect(settings, requeues) -> No
     assert Entry.objects.count() == 1 + requeues
 
 
-def test_a_redelivery_by_others_that_copies_our_header_is_a_message_of_its_own(settings) -> None:
+def test_a_redelivery_by_others_that_copies_our_header_is_a_message_of_its_own(memory) -> None:
     """The Java library keeps all headers and counts one further."""
-    settings.KJO = {**EVENTS, **MEMORY}
-    get_transport().clear()  # type: ignore[attr-defined]
     runs = []
 
     @kdlq_handler("payments", topic="pay")
@@ -192,9 +193,8 @@ def test_an_error_of_the_routing_itself_is_retried_and_loses_nothing(
     assert [(record.header_list, record.key) for record in seen] == [(list(headers.items()), b"k")]
 
 
-def test_from_the_dead_letter_topic(settings) -> None:
+def test_from_the_dead_letter_topic(memory) -> None:
     """KDLQ-13, KDLQ-21: killed once, processed from the topic, failing: skipped and recorded."""
-    settings.KJO = {**EVENTS, **MEMORY}
     config = DlqConfig("pay-dlq", max_kills=1)
 
     @kdlq_handler("payments", topic="pay", config=config, from_dlq=True)
@@ -211,9 +211,8 @@ def test_from_the_dead_letter_topic(settings) -> None:
 
 
 @pytest.fixture
-def killed(settings):
+def killed(memory):
     """A message that was killed: a row in the table, a record in the topic; it would do now."""
-    settings.KJO = {**EVENTS, **MEMORY}
     fails = [True]
 
     @kdlq_handler("payments", topic="pay", config=DlqConfig("pay-dlq"), from_dlq=True)
@@ -438,10 +437,8 @@ def test_places_and_rows_made_up_by_others_are_not_believed(keyed) -> None:
 @pytest.mark.usefixtures("postgres")  # SQLite takes any text
 @pytest.mark.parametrize("id", [b"a\0b", b"x" * 300, b""])
 @pytest.mark.parametrize("job_id", [b"1", b"a\0b"])
-def test_ids_made_up_by_others_hold_nothing_up(settings, id, job_id) -> None:
+def test_ids_made_up_by_others_hold_nothing_up(memory, id, job_id) -> None:
     """Whoever may write to the topic may write our headers."""
-    settings.KJO = {**EVENTS, **MEMORY}
-    get_transport().clear()  # type: ignore[attr-defined]
     runs = []
 
     @kdlq_handler("payments", topic="pay")

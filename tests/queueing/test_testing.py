@@ -26,13 +26,9 @@ from kjo_django.testing import (
 )
 from tests.ledger import jobs as ledger
 from tests.ledger.models import Entry
+from tests.unit.deliveries import kafka_at
 
-UNREACHABLE_KAFKA = {
-    "default": {
-        "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
-        "OPTIONS": {"bootstrap.servers": "127.0.0.1:1"},
-    }
-}
+UNREACHABLE_KAFKA = kafka_at("127.0.0.1:1")
 
 
 class InATestCase(TestCase):
@@ -169,7 +165,7 @@ class InATestCase(TestCase):
         assert not Entry.objects.exists()
 
     def test_no_broker_is_needed(self) -> None:
-        with self.settings(KJO={"TRANSPORTS": UNREACHABLE_KAFKA, "QUEUES": {"ledger": {}}}):
+        with self.settings(KJO={**UNREACHABLE_KAFKA, "QUEUES": {"ledger": {}}}):
             ledger.write.enqueue(job="a")
             ledger.refuse.enqueue(job="b")
             drained = drain(raise_errors=False)

@@ -42,6 +42,13 @@ KJO: dict[str, Any] = {
 }
 
 
+def kafka_at(servers: str, **options: Any) -> dict[str, Any]:
+    """The settings of a transport there, by default every queue's."""
+    options = {"bootstrap.servers": servers, **options}
+    backend = "kjo_django.transports.kafka.KafkaTransport"
+    return {"TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": options}}}
+
+
 class Impatience:
     """Stands for the worker's stop flag: an outage is waited for once, then the worker stops."""
 

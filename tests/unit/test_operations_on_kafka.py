@@ -25,6 +25,7 @@ from kjo_django.runtime import get_transport
 from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import OutgoingRecord, TopicSpec
 from tests.ledger.jobs import write
+from tests.unit.deliveries import kafka_at
 
 pytestmark = [pytest.mark.kafka, pytest.mark.django_db(transaction=True)]
 
@@ -36,12 +37,7 @@ def topic(settings, kafka_server):
     """A queue ``events`` on a topic of its own."""
     name = f"it-events-{uuid.uuid4().hex[:8]}"
     settings.KJO = {
-        "TRANSPORTS": {
-            "default": {
-                "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
-                "OPTIONS": {"bootstrap.servers": kafka_server.bootstrap_servers},
-            }
-        },
+        **kafka_at(kafka_server.bootstrap_servers),
         "QUEUES": {"events": {"topic": name, "topic_options": OPTIONS}},
     }
     return name

@@ -21,7 +21,7 @@ from kjo_django.testing.conformance import eventually
 from kjo_django.transports.base import GroupOffsets, OutgoingRecord, TopicPartition, TopicSpec
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import JobFactory
-from tests.unit.deliveries import MEMORY, on_memory
+from tests.unit.deliveries import MEMORY, kafka_at, on_memory
 
 pytestmark = pytest.mark.django_db
 
@@ -173,10 +173,8 @@ def test_on_kafka_a_job_its_group_has_passed_is_rescued_though_others_wait_behin
     """What consumed it died of its own bug, say, and acknowledged before the outcome was there."""
     # Given
     topic = f"kjo-{uuid.uuid4().hex[:12]}"
-    servers = {"bootstrap.servers": kafka_server.bootstrap_servers}
-    backend = "kjo_django.transports.kafka.KafkaTransport"
     settings.KJO = {
-        "TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": servers}},
+        **kafka_at(kafka_server.bootstrap_servers),
         "QUEUES": {"ledger": {"topic": topic, "topic_options": {"partitions": 1}}},
     }
     transport = get_transport()

@@ -21,7 +21,7 @@ from kjo_django.transports.base import OutgoingRecord
 from kjo_django.transports.memory import MemoryTransport
 from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
 from tests.ledger.jobs import write
-from tests.unit.deliveries import on_memory
+from tests.unit.deliveries import kafka_at, on_memory
 
 pytestmark = pytest.mark.django_db
 
@@ -154,12 +154,7 @@ def test_a_broker_that_answers_nothing_keeps_no_screen_waiting(settings, monkeyp
     monkeypatch.setattr("kjo_django.transports.kafka.transport.PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         settings.KJO = {
-            "TRANSPORTS": {
-                "default": {
-                    "BACKEND": "kjo_django.transports.kafka.KafkaTransport",
-                    "OPTIONS": {"bootstrap.servers": f"127.0.0.1:{silent.getsockname()[1]}"},
-                }
-            },
+            **kafka_at(f"127.0.0.1:{silent.getsockname()[1]}"),
             "QUEUES": {"emails": {}},
         }
         started = time.monotonic()
