@@ -9,13 +9,13 @@ import pytest
 
 from kjo_django import BaseEvent, EventIdempotencyService, event_handler
 from kjo_django.conf import get_settings
-from kjo_django.models import DeadLetter, ProcessedEvent
+from kjo_django.models import ProcessedEvent
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_transport
-from kjo_django.transports.base import Published, TopicSpec
+from kjo_django.transports.base import TopicSpec
 from kjo_django.transports.kafka import KafkaTransport
 from kjo_django.transports.memory import MemoryTransport
-from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, read_all, send
+from tests.events.bench import EVENTS, MEMORY, TOPIC, Service, send
 from tests.ledger.models import Entry
 from tests.unit.deliveries import kafka_at
 
@@ -94,46 +94,6 @@ def test_a_failing_third_message_and_a_restart(five_events) -> None:
     assert sorted(Entry.objects.values_list("job", flat=True)) == ["1", "2", "3", "4", "5"]
     # And the commit was real: a third start finds nothing (KII-F5)
     assert transport.lag([topic], "batches") == dict.fromkeys(transport.lag([topic], "batches"), 0)
-
-
-def test_a_dead_letter_that_is_not_acknowledged_commits_nothing(settings, monkeypatch) -> None:
-    """Issue 5, item 4; KII-F3: publish, report, row, offset; one copy across a restart."""
-    settings.KJO = {**EVENTS, **MEMORY}
-
-    @event_handler("T", topic=TOPIC)
-    def handle(event: BaseEvent) -> None: ...
-
-    real = MemoryTransport.publish
-
-    def refuse(self, records):
-        if records[0].topic == "user-events-dlq":
-            return [Published("the broker said nothing")] * len(records)
-        return real(self, records)
-
-    send(b"poison")
-    # Given a broker that does not take dead letters
-    monkeypatch.setattr(MemoryTransport, "publish", refuse)
-    first = Service()
-    first.run()
-    first.close()
-    assert (DeadLetter.objects.count(), first.results) == (0, [])
-    # When the service starts again, still refused, and then accepted
-    second = Service()
-    assert second.main.lag() == 1
-    second.run()
-    monkeypatch.setattr(MemoryTransport, "publish", real)
-    for bench in (second.main, second.retries):
-        bench.close()
-    third = Service()
-    third.run()
-    third.close()
-    # Then there is exactly one copy, and another start adds none
-    last = Service()
-    last.run()
-    assert last.main.lag() == 0
-    last.close()
-    assert [record.value for record in read_all("user-events-dlq")] == [b"poison"]
-    assert DeadLetter.objects.count() == 1
 
 
 def test_the_seeds_five_topics_and_their_dead_letter_topics(settings) -> None:

@@ -379,29 +379,6 @@ def test_close_waits_no_longer_than_it_is_told_and_never_for_itself() -> None:
     consumer.close(timeout=0)
 
 
-def test_a_thousand_redeliveries_without_end() -> None:
-    """Issue 5, item 5: every header once, counter 1,000, the first record's origin."""
-    config = DlqConfig("DLQ", redelivery_delay=NOW, informational_headers=True)
-    message = record()
-    subscription = get_transport().subscribe(["tq"], "loop")
-    with KDLQMessageConsumer(
-        "test", config, answers(ProcessingStatus.MUST_BE_REDELIVERED)
-    ) as consumer:
-        for _ in range(1000):
-            assert consumer.accept(message) is Status.REDELIVERED
-            (message,) = subscription.poll(10, 1.0)
-    subscription.close()
-    assert message.headers == {
-        "theirs": b"x",
-        "KDLQ_Redelivered": struct.pack(">i", 1000),
-        "KDLQ_PrcMarker": b"test",
-        "KDLQ_OrigTopic": b"tq",
-        "KDLQ_OrigOffset": struct.pack(">q", 41),
-        "KDLQ_OrigPartition": struct.pack(">i", 2),
-        "KDLQ_OrigTs": struct.pack(">q", round(STAMP.timestamp() * 1000)),
-    }
-
-
 def test_a_replay_resets_redeliveries_and_keeps_kills(settings) -> None:
     """KDLQ-F6: a replayed message has its whole budget of redeliveries again."""
     settings.KJO = {"SERVICE_NAME": "tests", "QUEUES": {"tq": {}}, **MEMORY}
