@@ -11,14 +11,6 @@ from django.contrib.auth.models import Permission, User
 from rest_framework.test import APIClient
 
 from kjo_django import job, registry
-from tests.unit.conftest import _migrated_file, _migrated_postgres, postgres, sqlite_file
-
-__all__ = [
-    "_migrated_file",
-    "_migrated_postgres",
-    "postgres",
-    "sqlite_file",
-]  # fixtures of these tests too
 
 Login = Callable[..., APIClient]
 

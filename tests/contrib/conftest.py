@@ -49,12 +49,3 @@ def work(tasks: Any, db: None) -> Iterator[Callable[[], Bench]]:
     yield run
     for bench in benches:
         bench.close()
-
-
-# Databases with real transactions, for threads.
-from tests.unit.conftest import (  # noqa: E402, F401
-    _migrated_file,
-    _migrated_postgres,
-    postgres,
-    sqlite_file,
-)

@@ -15,13 +15,3 @@ from tests.declarations import forgetting
 def _forget_declarations() -> Iterator[None]:
     with forgetting(conf._declared, registry._routes, handlers._routes):
         yield
-
-
-# Databases with real transactions, for threads.
-from tests.unit.conftest import (  # noqa: E402, F401
-    _migrated_file,
-    _migrated_postgres,
-    postgres,
-    real_database,
-    sqlite_file,
-)

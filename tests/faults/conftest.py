@@ -14,12 +14,6 @@ from django.db import connections
 from kjo_django.transports.database.transport import forget_groups
 from tests.faults.building import TASKS, built, kjo
 from tests.faults.world import World
-from tests.unit.conftest import (  # noqa: F401
-    _migrated_file,
-    _migrated_postgres,
-    postgres,
-    sqlite_file,
-)
 
 ENGINES = ["sqlite-database", "sqlite-memory", "postgres-database", "postgres-memory"]
 

@@ -22,6 +22,7 @@ from kjo_django.conf import get_settings
 from kjo_django.ids import uuid7
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Subscription, Transport
+from tests.databases import led_to, sqlite_settings
 from tests.faults.boundary import Died, Fault, within
 from tests.faults.clock import Clock
 from tests.faults.conftest import ENGINES
@@ -30,7 +31,6 @@ from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.faults.test_matrix import SEED
 from tests.faults.world import FACTS, World, _be_impatient, run
 from tests.ledger.models import Entry
-from tests.unit.conftest import led_to, sqlite_settings
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {each.name: each for each in SCENARIOS}

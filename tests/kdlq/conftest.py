@@ -1,20 +1,5 @@
 """Event topics of their own for each test, and what was declared for them forgotten after it."""
 
-from __future__ import annotations
+from tests.events.conftest import _forget_declarations
 
-from collections.abc import Iterator
-
-import pytest
-
-from kjo_django import conf, registry
-from kjo_django.patterns.events import handlers
-from tests.declarations import forgetting
-from tests.unit.conftest import _migrated_postgres, postgres
-
-__all__ = ["_migrated_postgres", "postgres"]  # fixtures of these tests too
-
-
-@pytest.fixture(autouse=True)
-def _forget_declarations() -> Iterator[None]:
-    with forgetting(conf._declared, registry._routes, handlers._routes):
-        yield
+__all__ = ["_forget_declarations"]

@@ -20,15 +20,6 @@ from django.db import connections
 from kjo_django import Queue, conf, registry
 from kjo_django.operations import waiting
 from kjo_django.runtime import get_transport
-from tests.unit.conftest import (
-    DEFAULT,
-    _migrated_file,
-    _migrated_postgres,
-    led_to,
-    sqlite_file,
-)
-
-__all__ = ["_migrated_file", "_migrated_postgres", "sqlite_file"]  # fixtures of these tests too
 
 KAFKA = "kjo_django.transports.kafka.KafkaTransport"
 STREAMS = "kjo_django.transports.redis_streams.RedisStreamsTransport"
@@ -56,14 +47,6 @@ ENGINES = [
 ]
 
 
-@pytest.fixture
-def postgres_database(_migrated_postgres: dict[str, Any], django_db_blocker: Any) -> Iterator[None]:
-    """``default`` is a PostgreSQL database; every test has queues of its own."""
-    with django_db_blocker.unblock(), led_to(_migrated_postgres):
-        yield
-        assert connections[DEFAULT].vendor == "postgresql"
-
-
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
     """The contract's engines: memory, SQLite, PostgreSQL, Kafka with Redis, Redis Streams."""
@@ -71,7 +54,7 @@ def engine(request: pytest.FixtureRequest, settings: Any) -> Iterator[str]:
     # A consumer group of its own too: one that is stopped while it joins keeps its group waiting.
     kjo = {**QUICK, "SERVICE_NAME": f"tests-{uuid.uuid4().hex[:8]}"}
     is_file = name in ("memory", "sqlite")
-    request.getfixturevalue("sqlite_file" if is_file else "postgres_database")
+    request.getfixturevalue("sqlite_file" if is_file else "postgres")
     if name == "memory":
         kjo["TRANSPORTS"] = {"default": {"BACKEND": MEMORY}}
     if name == "kafka":

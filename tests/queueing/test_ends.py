@@ -145,7 +145,7 @@ def test_what_cannot_be_kept_of_an_error_hurts_nobody(
 
 
 @pytest.mark.postgres
-@pytest.mark.usefixtures("postgres_database")
+@pytest.mark.usefixtures("postgres")
 @pytest.mark.django_db(databases=[])
 def test_postgresql_keeps_no_nul_and_the_failure_is_recorded_all_the_same(queue: Queue) -> None:
     queue.enqueue("nul", "binary")

@@ -468,7 +468,7 @@ def test_results_may_have_a_serializer_of_their_own() -> None:
 
 
 @pytest.mark.postgres
-@pytest.mark.usefixtures("postgres_database")  # SQLite takes any text
+@pytest.mark.usefixtures("postgres")  # SQLite takes any text
 @pytest.mark.parametrize("id", ["a\0b", "\ud800"])
 def test_an_id_no_database_keeps_is_nobodys(id) -> None:
     """Ids come from outside: what nobody has is unknown, not an error."""

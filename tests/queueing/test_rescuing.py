@@ -86,9 +86,7 @@ def test_one_rescuer_works_at_a_time(file_queue: Queue, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def frozen(
-    postgres_database: None, settings: Any
-) -> Iterator[Callable[[str], psycopg.Connection[Any]]]:
+def frozen(postgres: None, settings: Any) -> Iterator[Callable[[str], psycopg.Connection[Any]]]:
     """Open a session as a worker's lane does, in the middle of a transaction."""
     settings.KJO = QUICK
     opened: list[psycopg.Connection[Any]] = []

@@ -48,7 +48,7 @@ def migrated(folder: Path) -> Path:
     """Return an empty SQLite file with all tables."""
     from django.core.management import call_command
 
-    from tests.unit.conftest import led_to, sqlite_settings
+    from tests.databases import led_to, sqlite_settings
 
     path = folder / "template.sqlite3"
     with led_to(sqlite_settings(path)):

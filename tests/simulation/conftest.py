@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.simulation.running import Simulation, simulated
-from tests.unit.conftest import _migrated_file  # noqa: F401
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import dead_letters
 from kjo_django.operations import jobs as operations
 from kjo_django.transports.database.transport import forget_groups
+from tests.databases import led_to, sqlite_settings
 from tests.faults.boundary import MOST_CALLS, Boundary, Died, Endless, current
 from tests.faults.building import TASKS, built, kjo
 from tests.faults.clock import Clock
@@ -37,7 +38,6 @@ from tests.faults.world import ROUNDS, World
 from tests.simulation import fibers
 from tests.simulation.fibers import CallFault, Fiber, current_fiber
 from tests.simulation.schedule import THREADS, Step
-from tests.unit.conftest import led_to, sqlite_settings
 
 QUEUES = (QUEUE, "faults-queue", "tasks", STREAM)
 FROZEN = 3.0

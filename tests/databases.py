@@ -1,0 +1,106 @@
+"""Databases with real transactions, in which threads and broken connections behave as in life.
+
+Under these fixtures the alias ``default`` itself leads to another database for the length of one
+test: product code, routers and ``transaction.atomic()`` then all mean it, in every thread.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import connections
+
+from kjo_django.runtime import close_backends
+from kjo_django.transports.database.transport import forget_groups
+from tests.settings import database as settings_of
+
+DEFAULT = "default"
+
+
+@contextmanager
+def led_to(settings: dict[str, Any]) -> Iterator[None]:
+    """Let ``default`` mean the database of these settings."""
+    configured = connections.configure_settings({DEFAULT: settings})[DEFAULT]
+    before, usual = connections[DEFAULT], connections.settings[DEFAULT]
+    connections.settings[DEFAULT] = configured
+    del connections[DEFAULT]
+    close_backends()
+    forget_groups()
+    try:
+        yield
+    finally:
+        close_backends()
+        forget_groups()
+        connections[DEFAULT].close()
+        connections.settings[DEFAULT] = usual
+        connections[DEFAULT] = before
+
+
+def sqlite_settings(path: Path) -> dict[str, Any]:
+    # What these tests lose in a power cut, nobody misses.
+    options = {"timeout": 20, "init_command": "PRAGMA synchronous=OFF"}
+    return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path), "OPTIONS": options}
+
+
+@pytest.fixture(scope="session")
+def _migrated_file(
+    django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    path = tmp_path_factory.mktemp("unit") / "template.sqlite3"
+    with django_db_blocker.unblock(), led_to(sqlite_settings(path)):
+        call_command("migrate", verbosity=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def _migrated_postgres(
+    django_db_setup: None, django_db_blocker: Any, postgres_server: Any
+) -> Iterator[dict[str, Any]]:
+    # A name of its own: the processes of a test run share the server.
+    name = f"kjo_unit_{uuid.uuid4().hex[:12]}"
+    settings = settings_of(postgres_server.createdb(name))
+    with django_db_blocker.unblock(), led_to(settings):
+        call_command("migrate", verbosity=0)
+    yield settings
+    postgres_server.dropdb(name)
+
+
+@pytest.fixture
+def sqlite_file(_migrated_file: Path, django_db_blocker: Any, tmp_path: Path) -> Iterator[Path]:
+    """``default`` is a fresh SQLite file; its path."""
+    path = tmp_path / "db.sqlite3"
+    shutil.copyfile(_migrated_file, path)
+    with django_db_blocker.unblock(), led_to(sqlite_settings(path)):
+        yield path
+
+
+@pytest.fixture
+def postgres(_migrated_postgres: dict[str, Any], django_db_blocker: Any) -> Iterator[None]:
+    """``default`` is an empty PostgreSQL database."""
+    with django_db_blocker.unblock(), led_to(_migrated_postgres):
+        connection = connections[DEFAULT]
+        tables = ", ".join(
+            connection.ops.quote_name(table)
+            for table in connection.introspection.table_names()
+            if table.startswith(("kjo_", "ledger_", "processed_"))
+        )
+        with connection.cursor() as cursor:
+            cursor.execute(f"TRUNCATE {tables} RESTART IDENTITY CASCADE")
+        yield
+
+
+@pytest.fixture(
+    params=["sqlite_file", pytest.param("postgres", marks=pytest.mark.postgres)],
+    ids=["sqlite", "postgres"],
+)
+def real_database(request: pytest.FixtureRequest) -> str:
+    """The same test on a SQLite file and on PostgreSQL; the vendor's name."""
+    request.getfixturevalue(request.param)
+    return str(connections[DEFAULT].vendor)
