@@ -581,7 +581,8 @@ class Pipeline:
             try:
                 # Not on the loop: a back-off of somebody's own may take its time.
                 for attempt in some:
-                    failures.judge(self._runtime, attempt)
+                    if attempt.error is not None:
+                        failures.judge_error(self._runtime, attempt, attempt.error)
                 back = set(self._settle(some))
             except Exception:
                 # Nothing was acknowledged: they run again, and so it is seen.
@@ -761,6 +762,13 @@ class Pipeline:
                 call_isolated(call, f"A hook failed: {handler.name}", facts)
             if attempt.ending is Ending.SKIPPED or attempt.reason is Reason.LEASE_LOST:
                 _log_skipped(attempt)
+        # Those who wait for a job; of duplicates too, since the worker before may have died between
+        # its commit and its call.
+        ended = (a.delivery.record.headers for a in attempts if a.ending is not Ending.RETRIED)
+        if channels := {
+            names.text(headers, names.REPLY_TO) for headers in ended if names.REPLY_TO in headers
+        }:
+            call_isolated(partial(storing.notify_waiters, channels), "Waiters were not called", {})
         for listener in self._listeners:
             what = f"A listener failed, called with {len(attempts)} attempts"
             call_isolated(partial(listener, attempts), what, {})
@@ -822,17 +830,6 @@ def _log_skipped(attempt: Attempt) -> None:
     # What such a handler did outside the database has been done twice.
     level = logging.WARNING if is_late else logging.INFO
     logger.log(level, one_line(line), extra=facts_of(delivery, attempt.number))
-
-
-def notify_waiters(attempts: Sequence[Attempt]) -> None:
-    """Call those who wait for a job that has ended; duplicates too, since the worker before may
-    have died between its commit and its call. Costs nothing where nobody waits."""
-    ended = (a.delivery.record.headers for a in attempts if a.ending is not Ending.RETRIED)
-    channels = {
-        names.text(headers, names.REPLY_TO) for headers in ended if names.REPLY_TO in headers
-    }
-    if channels:
-        storing.notify_waiters(channels)
 
 
 def result_of(attempt: Attempt) -> Any:

@@ -25,7 +25,7 @@ from django.utils import timezone
 from kjo_django import registry, signals
 from kjo_django.conf import QueueConf, default_worker_name, get_settings
 from kjo_django.engine.attempt import Attempt, Ending, delivery_of
-from kjo_django.engine.group import Pipeline, notify_waiters, send_signals
+from kjo_django.engine.group import Pipeline, send_signals
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.enqueue import storing
@@ -691,7 +691,7 @@ class Reprocessor:
             self._leases,
             self._watch,
             worker=f"replay on {socket.gethostname()} {default_worker_name()}"[:255],
-            listeners=(notify_waiters, self._ended.extend, send_signals),
+            listeners=(self._ended.extend, send_signals),
         )
 
     def close(self) -> None:

@@ -43,7 +43,6 @@ from kjo_django.engine.attempt import Attempt
 from kjo_django.engine.group import (
     HELD_ELSEWHERE_DELAY,
     Pipeline,
-    notify_waiters,
     send_signals,
 )
 from kjo_django.engine.handler.connections import drop_broken_connections
@@ -154,7 +153,7 @@ class Worker:
         self.scheduler.set_limits(self.controls.limits)
         self.leases = LeaseBook(runtime, self.id.hex)
         self._watch = TimeoutWatch(self._replace_lane, runtime.clock)
-        listeners = [notify_waiters, self.statistics.add, send_signals]
+        listeners = [self.statistics.add, send_signals]
         if max_messages is not None:
             listeners.append(self._stop_after_most)
         self._pipeline = Pipeline(
