@@ -64,7 +64,7 @@ def admit(
             # Its row was here and was deleted by somebody who meant it.
             return Attempt(delivery, Ending.SKIPPED, Reason.DELETED)
     elif row.generation == NAMED_BY_OTHERS:
-        # Should it run, its marker would say that our job is done.
+        # If it ran, its marker would mean that our job is completed.
         text = f"Its id is that of the job {row.id} of this service, which has not ended"
         error: KjoError = MessageError("invalid", text)
         return Attempt(delivery, Ending.DEAD, DeadLetterReason.INVALID, error=error)
@@ -77,7 +77,7 @@ def admit(
             return Attempt(delivery, Ending.DEFERRED, Reason.LEASED, row)
     refusal = handler.refusal(message, row) if handler.refusal is not None else None
     if refusal is not None:
-        # Not the end of the job whose name it bears: that one is none the worse for it.
+        # The job whose name it bears has not failed, and goes on.
         return Attempt(delivery, Ending.DEAD, refusal.reason, error=refusal)
     attempt = attempt_of(runtime, delivery, row)
     if row is not None and row.expires_at is not None:

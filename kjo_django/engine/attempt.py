@@ -133,11 +133,11 @@ class Ending(enum.Enum):
 
 
 class Reason(enum.StrEnum):
-    """Why a delivery was not run, or its run does not count; of a death, a ``DeadLetterReason``
-    says it."""
+    """Why a delivery was not run, or its run does not count. The reason of a death is a
+    ``DeadLetterReason``."""
 
     COMPLETED = "completed"
-    """What its job's row says."""
+    """Its job's row is completed; the next two are such states, too."""
     CANCELLED = "cancelled"
     FAILED = "failed"
     DELETED = "deleted"
@@ -210,13 +210,13 @@ class Attempt:
     is_published: bool = False
     """Whether its dead letter is on the topic, or need not be."""
     is_in_doubt: bool = False
-    """Whether a transaction that recorded it failed, be it that its COMMIT was not answered."""
+    """Whether a transaction that recorded it failed. Its COMMIT may have taken effect."""
     is_confirmed: bool = False
     """Whether it is a completion whose COMMIT was not answered, and which was found committed."""
     is_recorded: bool = False
     is_acknowledged: bool = False
     is_announced: bool = False
-    """Whether hooks, signals and statistics have been told of it."""
+    """Whether hooks, signals and statistics were called with it."""
     is_released: bool = False
 
     @property

@@ -101,8 +101,8 @@ def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
         rules = policy(runtime, delivery.handler, delivery.queue.name)
         decision = rules.decide(error, attempt.number, limit)
     except Exception:
-        # A back-off of somebody's own, or an error that raises when it is looked at. Were the
-        # attempt not counted, the job would run for ever.
+        # The project's own back-off has raised, or the error did when its text was read. If the
+        # attempt did not count, the job would run for ever.
         logger.exception("An error could not be judged, it is retried", extra=_facts(attempt))
         if attempt.number >= attempt.limit:
             decision = Decision(False, timedelta(0), None, "exhausted")
@@ -473,8 +473,8 @@ def error_facts(error: BaseException | None) -> tuple[str, Any]:
     its ``to_dict()`` returns, or else its ``details``."""
     try:
         described = getattr(error, "to_dict", None)
-        told = described() if callable(described) else getattr(error, "details", None)
-        details = _storable_json(told)
+        found = described() if callable(described) else getattr(error, "details", None)
+        details = _storable_json(found)
     except Exception:
         details = None
     try:
@@ -519,8 +519,8 @@ def fingerprint(handler: str, error: BaseException | None) -> str:
 def source_id(delivery: Delivery, job_id: UUID | None) -> str:
     """Return the digest that makes recording this death twice impossible.
 
-    Of a job: its generation. Of a foreign record: its place and time in its topic; the time tells
-    records of a topic that was deleted and created again apart.
+    For a job it is made from its generation. For a foreign record it is made from its place and
+    time in its topic: the time differs when a topic was deleted and created again.
     """
     message, record = delivery.message, delivery.record
     if job_id is not None:
@@ -580,16 +580,16 @@ def _unique_id(attempt: Attempt) -> dict[str, bytes]:
 def first_place(record: Record) -> tuple[str, int, int]:
     """Return topic, partition and offset of where a record was read before its retries and replays.
 
-    As far as its headers say: to be shown, not to be believed.
+    This is what its headers claim. It is shown to people and nothing is decided by it.
     """
-    told = record.headers
-    topic = names.identifier(told, names.DLQ_ORIGINAL_TOPIC, MAX_TOPIC)
+    headers = record.headers
+    topic = names.identifier(headers, names.DLQ_ORIGINAL_TOPIC, MAX_TOPIC)
     if not topic:
         return record.position
     return (
         topic,
-        names.number(told, names.DLQ_ORIGINAL_PARTITION, record.partition),
-        names.number(told, names.DLQ_ORIGINAL_OFFSET, record.offset, most=names.MAX_OFFSET),
+        names.number(headers, names.DLQ_ORIGINAL_PARTITION, record.partition),
+        names.number(headers, names.DLQ_ORIGINAL_OFFSET, record.offset, most=names.MAX_OFFSET),
     )
 
 
@@ -611,7 +611,7 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
     delivery, record, error = attempt.delivery, attempt.delivery.record, attempt.error
     now = timezone.now().isoformat()
     message = delivery.message
-    told = names.encode(
+    added = names.encode(
         {
             names.DLQ_GROUP: delivery.queue.consumer_group,
             names.DLQ_HANDLER: message.type if message else None,
@@ -631,7 +631,7 @@ def record_for_topic(runtime: Runtime, attempt: Attempt) -> OutgoingRecord:
         **record.headers,
         **_unique_id(attempt),
         **origin_headers(record),
-        **told,
+        **added,
         **kept,
     }
     if not runtime.settings.dead_letter_exception_headers:

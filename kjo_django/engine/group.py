@@ -65,7 +65,7 @@ from kjo_django.transports.base import Subscription
 logger = logging.getLogger("kjo_django")
 
 HELD_ELSEWHERE_DELAY = 1.0
-"""Seconds until a delivery somebody else holds is looked at again."""
+"""Seconds until a delivery that another worker holds is tried again."""
 SETTLED_TOGETHER = 1000
 """Most coroutines that are settled in one transaction."""
 _OF_GROUP = (Ending.COMPLETED, Ending.DUPLICATE, Ending.SKIPPED)
@@ -529,7 +529,7 @@ class Pipeline:
         free = leases.hold_rows(judged)
         won: set[UUID] = set()
         try:
-            # Whoever else changed a row since, and be it by leasing it, has it.
+            # A row that anybody has changed since, or leased, is theirs.
             won = self._runtime.store.take_row_leases(
                 [row for id, row in judged.items() if id in free],
                 leases.token,
@@ -661,8 +661,8 @@ class Pipeline:
         return self._settle(attempts)
 
     def _record_failures(self, attempts: Sequence[Attempt]) -> list[Delivery]:
-        """Make failures durable, and finish them; returns the deferred: with their attempt in hand,
-        which is recorded should they come up here again."""
+        """Make failures durable, and finish them; returns the deferred. These keep their attempt,
+        which is recorded when they come up here again."""
         using = self._runtime.database
         retry = OutageRetry(self._stopping if self._is_workers else None, has_run=True)
         if tracing.tracer is not None:

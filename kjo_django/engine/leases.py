@@ -149,8 +149,9 @@ class LeaseBook:
     def _dead(self, tokens: Collection[str]) -> set[str]:
         """Return those of the workers that show no sign of life.
 
-        None of them where our own sign is gone, or was a moment ago: coordination has been emptied,
-        or nobody could write to it for long, and who lives is about to say so.
+        None of them while this worker's own sign is missing, or was a moment ago. Then coordination
+        has been emptied, or could not be written for long, and the living workers need a moment to
+        give their signs again.
 
         :raises CoordinationError: it cannot be reached.
         """

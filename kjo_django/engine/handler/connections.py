@@ -118,7 +118,7 @@ def pristine(connection: BaseDatabaseWrapper) -> Iterator[None]:
     except Error as error:
         if not connection.closed_in_transaction:
             raise
-        # It says less than that the handler has closed the connection.
+        # That the handler has closed the connection explains more.
         raise not_pristine(connection) from error
     if not is_pristine(connection, blocks):
         raise not_pristine(connection)
@@ -215,8 +215,8 @@ def answers(using: str) -> bool:
 
 
 def is_busy(error: BaseException) -> bool:
-    """Whether a database says that somebody else is in the way: locks waited for in vain, deadlocks
-    and conflicts it resolved. That passes, whatever it was asked for."""
+    """Return whether a statement failed because of other sessions: a lock that was not granted in
+    time, a deadlock, a serialization failure. Another try may succeed."""
     cause = error.__cause__
     return getattr(cause, "sqlstate", None) in _BUSY_STATES or "is locked" in str(error)
 

@@ -50,7 +50,7 @@ class JobContext:
     payload: Any = None
     """The decoded payload: the arguments the job was enqueued with."""
     noted_progress: tuple[float | None, str] | None = None
-    """What ``progress`` was told last and nobody has stored yet."""
+    """The progress that was reported last and is not stored yet."""
     _is_aborted: bool = False
     _event: threading.Event | None = None
 
@@ -113,17 +113,17 @@ class JobContext:
     def progress(self, percent: float | None = None, text: str = "") -> None:
         """Say how far the run has got; costs nothing, so call it as often as you like.
 
-        The worker stores the latest word once a second, outside the handler's transaction, so
+        The worker stores the latest progress once a second, outside the handler's transaction, so
         everybody sees it at once and a roll-back leaves it. See ``operations.progress``.
 
-        :param percent: 0 to 100, or None where only the text tells.
+        :param percent: 0 to 100, or None where there is only a text.
         :param text: what is being done; 150 characters are kept.
         """
         if percent is not None:
             if not 0 <= percent <= 100:
                 raise ValueError(f"percent must be from 0 to 100, not {percent!r}")
             if type(percent) not in (int, float):
-                percent = float(percent)  # a Decimal, say, which JSON does not know
+                percent = float(percent)  # JSON does not know a Decimal, for example
         # Here, where it fails the handler alone: the heartbeat that stores it is everybody's.
         self.noted_progress = (percent, str(text))
 
@@ -133,13 +133,13 @@ class BatchItem(JobContext):
     """One job of a batch: its payload, what its run may know, and how it is to end."""
 
     error: Exception | None = None
-    """What ``fail`` was told."""
+    """The error that ``fail`` was called with."""
 
     def fail(self, error: Exception) -> None:
         """End this item as a handler of its own would by raising ``error``: a retry, or death.
 
         The others of the batch are not touched, and neither is what the handler wrote so far: write
-        for an item inside ``atomic()`` where a failure is to undo that. The latest word counts.
+        for an item inside ``atomic()`` where a failure is to undo that. The last call counts.
         """
         if not isinstance(error, Exception):
             raise TypeError(f"fail() takes an exception, not {type(error).__name__}")

@@ -30,7 +30,7 @@ class LazySavepoint:
     """Separates one handler's writes from those of its group, inside the group's transaction.
 
     On success its writes join the group's; on an exception they and the ``on_commit`` callbacks it
-    registered are undone, and the exception goes on. Stands below any ``atomic()`` the handler
+    registered are undone, and the exception is raised on. Stands below any ``atomic()`` the handler
     opens itself. To be entered by one handler after the other, all within ``group``.
 
     On PostgreSQL it costs no round trip: the first query carries it along, together with the
@@ -44,7 +44,7 @@ class LazySavepoint:
 
     def __init__(self, connection: BaseDatabaseWrapper, store: Store) -> None:
         self._connection = connection
-        self._rides_along = store.sends_several
+        self._sends_several = store.sends_several
         self._left_open = ""
         self._name = ""
         self._sid: str | None = None
@@ -79,7 +79,7 @@ class LazySavepoint:
                 return (self._ahead if _goes_alone(*query) else _along)(releasing, *query)
             return execute(sql, params, many, context)
         self._opens = False
-        if self._rides_along:
+        if self._sends_several:
             return self._open_along(query)
         sid = self._connection.savepoint()
         if sid is not None:
@@ -108,7 +108,7 @@ class LazySavepoint:
             raise
         except Exception:
             if self._sid is not None and is_pristine(self._connection):
-                # Refused before it was sent, by wrong parameters say.
+                # Refused before it was sent, for wrong parameters for example.
                 self._connection.savepoint_ids.remove(self._sid)
                 self._sid, self._left_open, self._opens = None, left_open, True
             raise
@@ -126,13 +126,13 @@ class LazySavepoint:
             try:
                 self._undo()
             except Error:
-                pass  # the original error says why
+                pass  # the original error is the one to report
         elif not is_pristine(connection, self._blocks):
             self._undo()
             raise not_pristine(connection)
         elif self._sid is not None:
             try:
-                if self._rides_along:
+                if self._sends_several:
                     self._left_open = self._name
                 else:
                     connection.savepoint_commit(self._sid)
@@ -151,7 +151,7 @@ class LazySavepoint:
         try:
             if sid is None:
                 return
-            if self._rides_along:
+            if self._sends_several:
                 with connection.cursor() as cursor:
                     cursor.execute(f"ROLLBACK TO SAVEPOINT {self._name}; {_releasing(self._name)}")
             else:
