@@ -176,6 +176,12 @@ class Settings:
         "Records a worker holds at most, waiting and running. A queue holds no more than it leaves "
         "free for the others.",
     )
+    max_outstanding_bytes: int = option(
+        whole(1),
+        64 * 1024**2,
+        "Bytes of values a worker holds at most, waiting and running, and one record whatever its "
+        "size; clients of Kafka fetch a quarter of it ahead.",
+    )
     async_concurrency: int = option(
         whole(1),
         5000,
@@ -184,6 +190,12 @@ class Settings:
     )
     relay_batch_size: int = option(
         whole(1), 1000, "Most rows the relay publishes at once; twice that of a backlog."
+    )
+    relay_batch_bytes: int = option(
+        whole(1),
+        16 * 1024**2,
+        "Bytes of payloads the relay reads and publishes at once, and one row whatever its size; "
+        "twice that of a backlog.",
     )
     poll_interval: timedelta = option(
         duration, timedelta(seconds=1), "The slow poll beside wake-up calls."

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -13,6 +14,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+ANY_SIZE = sys.maxsize
+"""As a limit of bytes: none."""
 LONGEST = timedelta(days=36_500)
 """The longest time anything takes or is kept: every database and every clock knows the moment so
 far away, and a lock can be waited for so long."""
@@ -238,3 +241,15 @@ def _unknown_key(key: Any, known: Collection[str], where: str) -> Problem:
         str(key).upper(), known, f"Known keys: {listed(known)}."
     )
     return Problem(f"{where} has an unknown key {key!r}.", hint, is_unknown_key=True)
+
+
+def count_within(sizes: Iterable[int], max_bytes: int) -> int:
+    """Return how many values a limit allows: all up to the one with which they reach it, and so
+    one of any size."""
+    total = count = 0
+    for size in sizes:
+        if total >= max_bytes:
+            break
+        total += size
+        count += 1
+    return count

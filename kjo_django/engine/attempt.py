@@ -70,6 +70,8 @@ class Delivery:
         """Whether it was being run when a worker died, and next runs in a group of its own."""
         self.waiting_since = 0.0
         """When it came to the lanes (monotonic)."""
+        self.weight = 1
+        """As how many records it counts; a large value counts as several."""
         self.trace: Any = None
         """What a tracer keeps of its run until that is settled."""
         self.place = TopicPartition(record.topic, record.partition)

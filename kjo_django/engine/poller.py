@@ -25,6 +25,7 @@ from kjo_django.transports.base import (
     TopicPartition,
     Transport,
 )
+from kjo_django.values import ANY_SIZE
 
 logger = logging.getLogger("kjo_django")
 
@@ -148,7 +149,8 @@ class Poller:
                 return FULL_WAIT
             # One that is full may have room again before another one brings anything.
             timeout = FULL_POLL_TIMEOUT if full else POLL_TIMEOUT
-            records = subscription.poll(max_records, timeout)
+            max_bytes = int(min(ANY_SIZE, max_records * self._scheduler.record_bytes))
+            records = subscription.poll(max_records, timeout, max(1, max_bytes))
             outage = subscription.last_error
             if outage is not None or self._has_error:
                 self._has_error = outage is not None
@@ -308,7 +310,9 @@ def plan_fetch(
     """Return how many records the next poll may fetch, 0 where no partition has room, and the
     partitions that are full: nothing is fetched of them until they hold less.
 
-    A worker holds ``MAX_OUTSTANDING`` records at most, and all its queues share that room. A
+    A worker holds ``MAX_OUTSTANDING`` records at most, and all its queues share that room. A record
+    with a large value counts as several: as many as have the same share of
+    ``MAX_OUTSTANDING_BYTES``. So where there is room for one record, one of any size comes in. A
     backlog of slow jobs would fill it and keep every other queue waiting, so:
 
     - A topic holds at most as many records as are left free. One busy topic gets half of the room,

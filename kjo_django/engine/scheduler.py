@@ -81,6 +81,7 @@ class GroupScheduler:
     :param budget: seconds of expected run time up to which deliveries share a group; also what a
         handler that has not run yet is expected to take.
     :param most: deliveries that are run to their end in all; None for any number.
+    :param record_bytes: bytes of a value that count as one record.
     """
 
     def __init__(
@@ -90,9 +91,11 @@ class GroupScheduler:
         group_size: int,
         budget: float,
         most: int | None = None,
+        record_bytes: float = math.inf,
         clock: Clock = CLOCK,
     ) -> None:
         self._clock = clock
+        self.record_bytes = record_bytes
         self._size = group_size
         self._budget = budget
         self._limits: Mapping[str, QueueLimit] = {}
@@ -133,7 +136,7 @@ class GroupScheduler:
         self.waiting = 0
         """Deliveries waiting for a lane."""
         self._held: Counter[tuple[Subscription, TopicPartition]] = Counter()
-        """Deliveries that wait and run, by where they came from."""
+        """The weights of the deliveries that wait and run, by where they came from."""
         self.is_stopped = False
         """Whether ``stop`` was called."""
 
@@ -145,7 +148,9 @@ class GroupScheduler:
             now, has_new_key = self._clock.monotonic(), False
             for delivery in deliveries:
                 self.waiting += 1
-                self._held[delivery.subscription, delivery.place] += 1
+                if (size := len(delivery.record.value or b"")) > self.record_bytes:
+                    delivery.weight = math.ceil(size / self.record_bytes)
+                self._held[delivery.subscription, delivery.place] += delivery.weight
                 delivery.waiting_since = now
                 key = self._keys.get(delivery.shard)
                 if key is not None:
@@ -334,7 +339,6 @@ class GroupScheduler:
                 self._idle += 1
             keys: dict[object, list[Delivery]] = {}
             """The keys that are free now, and what of each has to run again."""
-            gone: list[tuple[Subscription, TopicPartition]] = []
             deferred = set(deferred)
             for delivery in ended:
                 self._running.remove(delivery)
@@ -346,8 +350,7 @@ class GroupScheduler:
                     if delivery.subscription.holds(delivery.record):
                         returned.append(delivery)
                         continue
-                gone.append((delivery.subscription, delivery.place))
-            self._held.subtract(gone)
+                self._held[delivery.subscription, delivery.place] -= delivery.weight
             for shard, returned in keys.items():
                 key = self._keys[shard]
                 key.waiting[:0] = returned
@@ -385,7 +388,8 @@ class GroupScheduler:
                     dropped += [d for d in key.waiting if d in leaving]
                     key.waiting = [d for d in key.waiting if d not in leaving]
             self.waiting -= len(dropped)
-            self._held.subtract((subscription, delivery.place) for delivery in dropped)
+            for delivery in dropped:
+                self._held[subscription, delivery.place] -= delivery.weight
         return dropped
 
     def wait_for(self, partitions: Iterable[TopicPartition] | None, timeout: float) -> bool:
@@ -451,19 +455,23 @@ class GroupScheduler:
         with self._startable:
             self._held = +self._held  # without those that have come to nothing
             held = {tp: count for (own, tp), count in self._held.items() if own is subscription}
-            occupied = self.waiting + len(self._running)
+            occupied = sum(self._held.values())
             if self._paused:
                 paused = (key for key in self._keys.values() if key.queue in self._paused)
-                occupied -= sum(len(key.waiting) for key in paused)
+                occupied -= sum(each.weight for key in paused for each in key.waiting)
             return held, occupied
 
     def keys_waiting(self, subscription: Subscription, count: int) -> set[TopicKey]:
         """Return the keys of which at least so many of a subscription's deliveries wait."""
         with self._startable:
+            is_heavy = sum(self._held.values()) > self.outstanding
             return {
                 (first.record.topic, first.record.key)
                 for key in self._keys.values()
-                if len(key.waiting) >= count
+                if (
+                    len(key.waiting) >= count
+                    or (is_heavy and sum(each.weight for each in key.waiting) >= count)
+                )
                 and (first := key.waiting[0]).subscription is subscription
                 and first.record.key is not None
             }

@@ -161,7 +161,7 @@ class _TopicReplayer:
         while not (self._is_stopped or bounds.are_reached):
             sizes = (BATCH, self._limit_left, self._request.rate)
             size = max(1, int(min(size for size in sizes if size is not None)))
-            records = subscription.poll(size, 0.5)
+            records = subscription.poll(size, 0.5, get_settings().relay_batch_bytes)
             if not records:
                 if time.monotonic() > patience:
                     if subscription.last_error or not subscription.assignment():

@@ -54,6 +54,8 @@ LONGEST_BACKOFF = 30.0
 """Seconds, at most, until what failed is tried again. The first time it is one second, each time
 after that twice as long."""
 
+LARGE = 1024
+"""Bytes of a payload that is not kept until it is recorded that it was published."""
 RECORD_AGAIN = 0.1
 """Seconds until a row that was locked is looked at again, though one batch follows the other: its
 job's next attempt, or generation, waits for that."""
@@ -128,6 +130,8 @@ class Relay:
         self._failed_until, self._failure_delay = 0.0, 1.0
         self._has_told_of_outage = False
         self._ask_overtaken_at = 0.0
+        self._has_backlog = False
+        """Whether the last batch was full."""
         self.published_count = 0
 
     # --- One batch --------------------------------------------------------------------------------
@@ -141,13 +145,14 @@ class Relay:
         :param queues: only those of these; of all it looks after that take records if not given.
         """
         wanted = self._awake() if queues is None else queues
-        most = self._settings.relay_batch_size
+        most, most_bytes = self._settings.relay_batch_size, self._settings.relay_batch_bytes
         unrecorded = self._publications.unrecorded
         topics = self._topic_backoff.names() if self._topic_backoff else []
-        jobs = self._runtime.store.due_jobs(wanted, most, unrecorded, topics)
-        is_full = len(jobs) >= most
+        jobs = self._runtime.store.due_jobs(wanted, most, unrecorded, topics, most_bytes)
+        is_full = len(jobs) >= most or sum(len(job.payload) for job in jobs) >= most_bytes
+        self._has_backlog = is_full
         if is_full:
-            jobs = self._with_overtaken(jobs, wanted, most)
+            jobs = self._with_overtaken(jobs, wanted)
         record = self._publications.begin if is_full else self._publications.record
         if not is_full and self._publications.unrecorded:
             self._publications.finish()
@@ -176,9 +181,7 @@ class Relay:
         failing = self._queue_backoff.names()
         return [queue for queue in self.queues if queue not in failing]
 
-    def _with_overtaken(
-        self, jobs: list[DueJob], queues: Collection[str], most: int
-    ) -> list[DueJob]:
+    def _with_overtaken(self, jobs: list[DueJob], queues: Collection[str]) -> list[DueJob]:
         """Return the batch with rows of queues that have few in it, or none: the backlog of one
         queue must not keep another's new job waiting until it is worked off.
 
@@ -188,13 +191,19 @@ class Relay:
         began = self._clock.monotonic()
         if began < self._ask_overtaken_at or len(queues) < 2:
             return jobs
-        share = max(1, most // len(queues))
+        share = max(1, self._settings.relay_batch_size // len(queues))
+        share_bytes = max(1, self._settings.relay_batch_bytes // len(queues))
         counts = Counter(job.queue for job in jobs)
+        sizes: Counter[str] = Counter()
+        for job in jobs:
+            sizes[job.queue] += len(job.payload)
         unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
         overtaken: dict[str, list[DueJob]] = {}
         for queue in queues:
-            if counts[queue] < share:
-                found = self._runtime.store.due_jobs_of(queue, share, unrecorded, topics)
+            if counts[queue] < share and sizes[queue] < share_bytes:
+                found = self._runtime.store.due_jobs_of(
+                    queue, share, unrecorded, topics, share_bytes
+                )
                 if len(found) > counts[queue]:
                     overtaken[queue] = found
         if not overtaken:
@@ -228,7 +237,7 @@ class Relay:
             for one in made
         ]
         accepted = [
-            Publication(job, queue.topic, answer.partition, answer.offset)
+            Publication(_without_payload(job), queue.topic, answer.partition, answer.offset)
             for job, answer in zip(jobs, answers, strict=True)
             if answer.error is None
         ]
@@ -361,7 +370,7 @@ class Relay:
                 count = self.publish_due(mine) if mine else 0
                 if self._publications.unrecorded and self._publications.are_overdue:
                     self._publications.record_missing()
-                if count >= self._settings.relay_batch_size:
+                if count and self._has_backlog:
                     self._is_called, delay = True, 0.0
                 elif count:
                     delay = SOON
@@ -424,6 +433,11 @@ class Relay:
             logger.warning("The relay's listener could not be closed: %s", error)
         self._leases.release(self.queues)
         connections.close_all()
+
+
+def _without_payload(job: DueJob) -> DueJob:
+    """Return what has to be known of a job until it is recorded that it was published."""
+    return job._replace(payload=b"") if len(job.payload) > LARGE else job
 
 
 def drop_broken(using: str) -> None:

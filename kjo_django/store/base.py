@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from django.db import connections, transaction
-from django.db.models import F, Q
+from django.db.models import Case, F, Q, When
 from django.db.models.constants import OnConflict
+from django.db.models.functions import Length
 from django.utils import timezone
 
 from kjo_django import states
@@ -28,10 +29,11 @@ from kjo_django.store.rows import (
     Place,
     Publication,
 )
+from kjo_django.values import ANY_SIZE, count_within
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.models import Model
+    from django.db.models import Model, QuerySet
 
 
 class Store:
@@ -375,6 +377,7 @@ class Store:
         limit: int,
         without: Collection[UUID] = (),
         without_topics: Collection[str] = (),
+        max_bytes: int = ANY_SIZE,
     ) -> list[DueJob]:
         """Return rows that are due, in order, with what their messages are made of.
 
@@ -382,11 +385,30 @@ class Store:
         :param limit: at most so many.
         :param without: ids of rows to leave out.
         :param without_topics: destinations whose rows to leave out.
+        :param max_bytes: of payloads: no row follows the one with which they reach it.
         """
         rows = Job.objects.using(self.alias).filter(_AWAITING_PUBLISH, queue__in=queues)
         rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         due = rows.filter(available_at__lte=timezone.now()).order_by("available_at", "id")
-        return [DueJob._make(row) for row in due.values_list(*DueJob._fields)[:limit]]
+        return self._loaded(_sized(due, max_bytes // limit)[:limit], max_bytes)
+
+    def _loaded(self, rows: Iterable[Sequence[Any]], max_bytes: int) -> list[DueJob]:
+        """Return due jobs of rows that end with the length of their payload, and have none where it
+        is large. Those that the limit allows are given theirs; what changes meanwhile is left out,
+        and is due again."""
+        found = list(rows)
+        found = found[: count_within((row[-1] for row in found), max_bytes)]
+        jobs = [DueJob._make(row[:-1]) for row in found]
+        large = {row[0] for row in found if row[_PAYLOAD] is None}
+        if not large:
+            return jobs
+        stored = Job.objects.using(self.alias).filter(pk__in=large)
+        payloads = {row[:2]: bytes(row[2]) for row in stored.values_list(*_CONTENT)}
+        return [
+            job._replace(payload=payloads[job.id, job.generation]) if job.id in large else job
+            for job in jobs
+            if job.id not in large or (job.id, job.generation) in payloads
+        ]
 
     def due_jobs_of(
         self,
@@ -394,6 +416,7 @@ class Store:
         limit: int,
         without: Collection[UUID] = (),
         without_topics: Collection[str] = (),
+        max_bytes: int = ANY_SIZE,
     ) -> list[DueJob]:
         """Return the due rows of one queue, in order, however many rows of others are due before.
 
@@ -405,8 +428,8 @@ class Store:
         rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         due = rows.filter(queue__gte=queue, queue__lte=queue, available_at__lte=timezone.now())
         ordered = due.order_by("queue", "available_at", "id")
-        columns = ordered.values_list(*DueJob._fields)[:limit]
-        return [DueJob._make(row) for row in columns.iterator(chunk_size=max(limit, 1))]
+        columns = _sized(ordered, max_bytes // limit)[:limit]
+        return self._loaded(columns.iterator(chunk_size=limit), max_bytes)
 
     def next_due(
         self,
@@ -576,8 +599,19 @@ def _update_one(action: str, assignments: str, condition: str) -> str:
     )
 
 
+def _sized(rows: QuerySet[Job], small: int) -> QuerySet[Job, tuple[Any, ...]]:
+    """Return the columns of due jobs and the length of each payload, but no payload that is longer
+    than ``small``."""
+    names = ["small_payload" if name == "payload" else name for name in DueJob._fields]
+    sized = rows.annotate(size=Length("payload"))
+    small_payload = Case(When(size__lte=small, then="payload"))
+    return sized.annotate(small_payload=small_payload).values_list(*names, "size")
+
+
 _AWAITING_PUBLISH = Q(state__in=states.AWAITING_PUBLISH)
 _LONG_AGO = datetime(1970, 1, 1, tzinfo=timezone.get_fixed_timezone(0))
+_PAYLOAD = DueJob._fields.index("payload")
+_CONTENT = ("id", "generation", "payload")
 _FIELDS = {field.attname: field for field in Job._meta.concrete_fields}
 JOB_FIELDS = Job._meta.local_concrete_fields
 """The columns of a job's row, in the order of ``INSERT`` and ``COPY``."""

@@ -18,6 +18,7 @@ from kjo_django.ids import uuid7_values
 from kjo_django.models import EventKey, Job
 from kjo_django.store.base import JOB_FIELDS, NOWHERE, Store
 from kjo_django.store.rows import COLUMNS, Completion, DueJob, JobRow, Place, Publication
+from kjo_django.values import ANY_SIZE
 
 if TYPE_CHECKING:
     import psycopg
@@ -360,11 +361,13 @@ class PostgresStore(Store):
         limit: int,
         without: Collection[UUID] = (),
         without_topics: Collection[str] = (),
+        max_bytes: int = ANY_SIZE,
     ) -> list[DueJob]:
         """Execute a constant statement: building one by the ORM takes several times as long as the
         database takes to answer."""
-        parameters = [list(queues), list(without_topics), array_text(without)]
-        due = map(DueJob._make, self._execute(_DUE, [*parameters, timezone.now(), limit]))
+        parameters = [max_bytes // limit, list(queues), list(without_topics), array_text(without)]
+        rows = self._execute(_DUE, [*parameters, timezone.now(), limit])
+        due = self._loaded(rows, max_bytes)
         connection = connections[self.alias]
         return [
             job._replace(headers=_read_headers(job.headers, None, connection))
@@ -589,7 +592,10 @@ WHERE state IN ({", ".join(f"'{state.value}'" for state in states.AWAITING_PUBLI
     AND array_position(%s::text[], CASE WHEN
         array_position(%s::text[], destination::text) IS NULL THEN queue::text END) IS NOT NULL
     AND id NOT IN (SELECT unnest(%s::uuid[]))"""
-_DUE = f"""SELECT {", ".join(DueJob._fields)} {_WAITING} AND available_at <= %s
+_DUE_COLUMNS = ", ".join(DueJob._fields).replace(
+    "payload", "CASE WHEN length(payload) <= %s THEN payload END"
+)
+_DUE = f"""SELECT {_DUE_COLUMNS}, length(payload) {_WAITING} AND available_at <= %s
 ORDER BY available_at, id LIMIT %s"""
 _NEXT = f"SELECT available_at {_WAITING} ORDER BY available_at LIMIT 1"
 

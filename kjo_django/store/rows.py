@@ -79,7 +79,8 @@ class Completion:
 
 
 class DueJob(NamedTuple):
-    """What is read of a row that is due, to publish its message: without results and errors."""
+    """What is read of a row that is due, to publish its message: without results and errors. What
+    is kept of it once it is published has no payload any more."""
 
     id: UUID
     queue: str

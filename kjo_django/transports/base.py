@@ -18,7 +18,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.messages.headers import listed
-from kjo_django.values import unknown_key
+from kjo_django.values import ANY_SIZE, unknown_key
 
 
 class TopicPartition(NamedTuple):
@@ -142,9 +142,12 @@ class Subscription(abc.ABC):
     """
 
     @abc.abstractmethod
-    def poll(self, max_records: int, timeout: float) -> list[Record]:
+    def poll(self, max_records: int, timeout: float, max_bytes: int = ANY_SIZE) -> list[Record]:
         """Return up to ``max_records`` records, waiting at most ``timeout`` seconds for the first.
 
+        None follows the record with which their values reach ``max_bytes``, so one of any size is
+        returned. Where a server cannot count bytes a few may follow. No more than about twice that
+        is loaded to find out.
         ``max_records=0`` fetches nothing but keeps the membership and the leases alive. Returns
         early, empty, after ``wake()``. A group that never read a topic starts at its earliest
         record. Raises nothing for outages that pass: it returns an empty list and reports them
@@ -235,7 +238,7 @@ class NoSubscription(Subscription):
     """The subscription of a record that none has handed out: it hands out nothing, and
     acknowledging is all there is to do."""
 
-    def poll(self, max_records: int, timeout: float) -> list[Record]:
+    def poll(self, max_records: int, timeout: float, max_bytes: int = ANY_SIZE) -> list[Record]:
         """Return nothing."""
         return []
 

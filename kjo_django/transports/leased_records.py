@@ -16,6 +16,7 @@ from kjo_django.transports.base import (
     Subscription,
     TopicPartition,
 )
+from kjo_django.values import ANY_SIZE
 
 logger = logging.getLogger("kjo_django.transports")
 
@@ -57,9 +58,10 @@ class LeasedSubscription(Subscription):
         self._is_closed = False
 
     @abc.abstractmethod
-    def _attempt(self, max_records: int, deadline: float) -> list[Record]:
+    def _attempt(self, max_records: int, max_bytes: int, deadline: float) -> list[Record]:
         """Do once all that needs the server, and return what is there; an outage ends it, empty.
 
+        :param max_bytes: as of ``poll``.
         :param deadline: until when it may wait, on the monotonic clock.
         """
 
@@ -76,7 +78,7 @@ class LeasedSubscription(Subscription):
     def _leave(self) -> None:
         """Write acknowledgements, give back what is held and leave the group; raises nothing."""
 
-    def poll(self, max_records: int, timeout: float) -> list[Record]:
+    def poll(self, max_records: int, timeout: float, max_bytes: int = ANY_SIZE) -> list[Record]:
         """Attempt it again and again until there are records, it is woken or the time is up."""
         deadline = self._clock.monotonic() + timeout
         if not self._is_assigned and not self._is_closed:
@@ -84,7 +86,7 @@ class LeasedSubscription(Subscription):
             if self._on_assigned is not None:
                 self._on_assigned(self.assignment())
         while not self._is_closed:
-            records = self._attempt(max_records, deadline)
+            records = self._attempt(max_records, max_bytes, deadline)
             remaining = deadline - self._clock.monotonic()
             if records or remaining <= 0:
                 return records

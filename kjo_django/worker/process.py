@@ -138,6 +138,8 @@ class Worker:
         self._installs_signal_handlers = install_signal_handlers
         self._stopping = threading.Event()
         self._has_ended = False
+        self.was_signalled = False
+        """Whether a signal has stopped it."""
         self._left = max_messages or 0
         """Messages until it stops, where there is a limit."""
         self._counting = threading.Lock()
@@ -148,6 +150,7 @@ class Worker:
             group_size=conf.group_size,
             budget=conf.group_budget.total_seconds(),
             most=max_messages,
+            record_bytes=conf.max_outstanding_bytes / conf.max_outstanding,
             clock=runtime.clock,
         )
         self.scheduler.set_limits(self.controls.limits)
@@ -266,7 +269,7 @@ class Worker:
             finally:
                 is_drained = self._stop()
                 if restore is not None:
-                    restore()
+                    self.was_signalled = restore()
         if is_drained:
             return 0
         return LEFT_RUNNING if self.controls.is_stopped else 1

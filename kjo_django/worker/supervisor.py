@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from django.db import connections
@@ -25,6 +25,9 @@ STOP_SIGNALS = [
 LEFT_RUNNING = 3
 """Exit code of a worker an operator stopped while jobs went on past the grace period: it is not
 started again, as one that ends with 1 is."""
+WAS_SIGNALLED = 4
+"""Exit code of a worker that a signal has stopped in good order. One whose supervisor did not send
+the signal is started again: so the workers of a supervisor are restarted one after the other."""
 QUICK_DEATH = 5.0
 """A child that lived shorter than this many seconds is started again with growing delay."""
 TICK = 0.1
@@ -32,36 +35,42 @@ TICK = 0.1
 about to wait is not handled before that wait ends, so there must be none without an end."""
 
 
-def stop_on_signals(stopping: threading.Event) -> Callable[[], None]:
+def stop_on_signals(stopping: threading.Event) -> Callable[[], bool]:
     """Set ``stopping`` on the first stop signal, and end the process on a second. To be called in
     the main thread.
 
-    :returns: a function that restores the signal handlers there were.
+    :returns: a function that restores the signal handlers there were, and returns whether a stop
+        signal has come.
     """
+    heard: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stopping.is_set():
             logger.warning("Second signal: stopping at once")
             os._exit(128 + number)
         logger.info("%s: finishing what runs", signal.Signals(number).name)
+        heard.append(number)
         stopping.set()
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
 
-    def restore() -> None:
+    def restore() -> bool:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        return bool(heard)
 
     return restore
 
 
-def supervise(count: int, work: Callable[[], int]) -> int:
+def supervise(count: int, work: Callable[[], int], *, pins: bool = False) -> int:
     """Run ``work`` in ``count`` child processes until told to stop or all have ended by themselves.
 
     Forks before any connection or thread exists, so children share no socket. A child that ends
     with 0 has finished (``--drain``, ``--max-messages``, an operator's stop); one that dies is
     replaced.
 
+    :param pins: give each child one of the processors this process may use, in turn; who takes the
+        place of a dead one has that one's.
     :returns: 0 when every child ended with 0.
     """
     connections.close_all()
@@ -70,25 +79,28 @@ def supervise(count: int, work: Callable[[], int]) -> int:
         if close_pool := getattr(connection, "close_pool", None):
             close_pool()
     garbage_collection.set_apart()
-    supervisor = _Supervisor(work)
+    supervisor = _Supervisor(work, sorted(os.sched_getaffinity(0)) if pins else [])
     for number in STOP_SIGNALS:
         signal.signal(number, supervisor.pass_on)
-    for _ in range(count):
-        supervisor.fork()
+    for place in range(count):
+        supervisor.fork(place)
     return supervisor.wait()
 
 
 class _Supervisor:
-    def __init__(self, work: Callable[[], int]) -> None:
+    def __init__(self, work: Callable[[], int], processors: Sequence[int]) -> None:
         self._work = work
-        self._children: dict[int, float] = {}
+        self._processors = processors
+        """Those to pin children to, by their places; empty: they run wherever they may."""
+        self._children: dict[int, tuple[int, float]] = {}
+        """The place of each child, and when it was started, by its process id."""
         self._is_stopping = False
         self._worst = 0
         self._quick_deaths = 0
-        self._due: list[float] = []
-        """When those are to be started that take the place of the dead."""
+        self._due: list[tuple[float, int]] = []
+        """When those are to be started that take the place of the dead, and which place."""
 
-    def fork(self) -> None:
+    def fork(self, place: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         # A stop that came between the fork and the note of it would reach every child but this one,
@@ -96,11 +108,11 @@ class _Supervisor:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             if not self._is_stopping:
-                self._fork(before)
+                self._fork(before, place)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _fork(self, mask: set[signal.Signals | int]) -> None:
+    def _fork(self, mask: set[signal.Signals | int], place: int) -> None:
         pid = os.fork()
         if pid == 0:
             code = 70
@@ -111,6 +123,8 @@ class _Supervisor:
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             try:
+                if self._processors:
+                    os.sched_setaffinity(0, {self._processors[place % len(self._processors)]})
                 code = self._work()
             except SystemExit as exit:
                 code = exit.code if isinstance(exit.code, int) else 1
@@ -121,7 +135,7 @@ class _Supervisor:
                 sys.stderr.flush()
                 # Not sys.exit: the parent's atexit handlers are not this process' to run.
                 os._exit(code)
-        self._children[pid] = time.monotonic()
+        self._children[pid] = (place, time.monotonic())
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         self._is_stopping = True
@@ -133,21 +147,26 @@ class _Supervisor:
 
     def wait(self) -> int:
         while self._children or (self._due and not self._is_stopping):
-            for due in [due for due in self._due if due <= time.monotonic()]:
+            for due in [due for due in self._due if due[0] <= time.monotonic()]:
                 self._due.remove(due)
-                self.fork()
+                self.fork(due[1])
             pid, status = os.waitpid(-1, os.WNOHANG) if self._children else (0, 0)
             if not pid:
                 time.sleep(TICK)
                 continue
-            started = self._children.pop(pid, None)
-            if started is None:
+            child = self._children.pop(pid, None)
+            if child is None:
                 continue
             code, now = os.waitstatus_to_exitcode(status), time.monotonic()
-            if self._is_stopping and -code in STOP_SIGNALS:
-                code = 0  # It was told before it listened, and had begun nothing.
+            if self._is_stopping and (-code in STOP_SIGNALS or code == WAS_SIGNALLED):
+                code = 0  # Without an exit code of its own it did not listen yet, and did nothing.
             if code in (0, LEFT_RUNNING) or self._is_stopping:
                 self._worst = self._worst or code
+                continue
+            place, started = child
+            if code == WAS_SIGNALLED:
+                logger.info("Worker process %d was told to stop; starting another", pid)
+                self._due.append((now, place))
                 continue
             is_quick = now - started < QUICK_DEATH
             self._quick_deaths = self._quick_deaths + 1 if is_quick else 0
@@ -155,5 +174,5 @@ class _Supervisor:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             message = "Worker process %d died (%s); starting another in %g s"
             logger.error(message, pid, how, delay)
-            self._due.append(now + delay)
+            self._due.append((now + delay, place))
         return self._worst if self._worst >= 0 else 128 - self._worst

@@ -13,6 +13,7 @@ import pytest
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.states import OPEN
 from tests.acceptance.engine import ALIAS, Engine
+from tests.acceptance.load import Load
 from tests.acceptance.program import Program
 from tests.ledger import jobs
 
@@ -201,3 +202,56 @@ def test_a_killed_child_is_replaced(engine: Engine) -> None:
     for pid in after:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no process can be pinned here")
+def test_pinned_processes_die_and_are_restarted_one_by_one_under_load(engine: Engine) -> None:
+    """Issue 19, item 5: nothing is lost, and nobody else stops."""
+
+    def children() -> set[int]:
+        rows = WorkerRow.objects.using(ALIAS).filter(state="running")
+        return set(rows.values_list("pid", flat=True)) - ended
+
+    def another(than: set[int]) -> int:
+        """Wait for the process that takes the place of one that has ended."""
+        (found,) = engine.wait_until(lambda: children() - than, "It was not replaced")
+        return int(found)
+
+    def works(pid: int) -> None:
+        """Wait until a process gets on."""
+        before = engine.settled_count(pid)
+        engine.wait_until(lambda: engine.settled_count(pid) > before, f"{pid} does not get on")
+
+    def processors(*pids: int) -> list[int]:
+        return sorted(number for pid in pids for number in os.sched_getaffinity(pid))
+
+    allowed = sorted(os.sched_getaffinity(0))
+    places = sorted([allowed[0], allowed[1 % len(allowed)]])
+    ended: set[int] = set()
+    with Load(rate=60) as load:
+        # Given two processes at work, each on its own processor
+        supervisor = engine.worker("--processes", "2", "--pin", "--concurrency", "2")
+        engine.wait_until(lambda: len(children()) == 2, "There were never two")
+        first, second = sorted(children())
+        assert processors(first, second) == places
+        works(first)
+        # When one is killed
+        freed = processors(first)
+        os.kill(first, signal.SIGKILL)
+        ended.add(first)
+        # Then another takes its place and its processor, and the other one goes on
+        third = another({second})
+        assert processors(third) == freed
+        works(second)
+        # When that one is told to stop
+        os.kill(second, signal.SIGTERM)
+        ended.add(second)
+        # Then it is replaced too, and the new one goes on
+        fourth = another({third})
+        assert processors(third, fourth) == places
+        works(third)
+        assert supervisor.is_running
+    engine.settle()
+    assert supervisor.stop() == 0, supervisor.log_tail()
+    # And each job has added exactly one entry
+    engine.assert_each_ran_once(load.expected, unsure=load.unsure)

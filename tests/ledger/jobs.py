@@ -19,6 +19,12 @@ def write(job: str, note: str = "") -> None:
     Entry.objects.create(job=job, note=note)
 
 
+@job(queue="ledger")
+def weigh(job: str, content: str) -> None:
+    """Add the job's one entry, with the length of what it was given."""
+    Entry.objects.create(job=job, note=str(len(content)))
+
+
 @job(queue="ledger", database_only=True)
 def write_only(job: str, note: str = "") -> None:
     """Add the job's one entry, with no savepoint about it."""

@@ -269,7 +269,7 @@ def the_job() -> Job:
 class Silent(Subscription):
     """A subscription for deliveries that come from nowhere."""
 
-    def poll(self, max_records: int, timeout: float) -> list[Record]:
+    def poll(self, max_records: int, timeout: float, max_bytes: int = 0) -> list[Record]:
         return []
 
     def acknowledge(self, records: Any) -> None: ...

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import io
+import os
+import sys
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -61,6 +63,17 @@ def test_a_heartbeat_file_nobody_can_write_is_refused_at_once(tmp_path):
     assert error.returncode == 2
     assert "--heartbeat-file" in str(error)
     assert "No such file or directory" in str(error)
+
+
+@pytest.mark.usefixtures("_never_run")
+def test_processes_are_pinned_only_where_there_are_several_and_the_platform_can(monkeypatch):
+    error = refusal("--pin")
+    assert error.returncode == 2
+    assert "--pin goes with --processes above 1" in str(error)
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    error = refusal("--pin", "--processes", "2")
+    assert error.returncode == 2
+    assert f"--pin does not work on {sys.platform}" in str(error)
 
 
 @pytest.mark.usefixtures("_never_run")

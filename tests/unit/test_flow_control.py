@@ -15,12 +15,14 @@ import pytest
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
+from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.poller import plan_fetch
+from kjo_django.engine.scheduler import GroupScheduler
 from kjo_django.messages import headers as names
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_transport
-from kjo_django.transports.base import OutgoingRecord, TopicPartition
-from tests.unit.deliveries import KJO, as_job
+from kjo_django.transports.base import OutgoingRecord, Record, TopicPartition
+from tests.unit.deliveries import KJO, Silent, as_job
 from tests.unit.workers import WAIT, Running
 
 PROMISED = 1.0
@@ -184,6 +186,22 @@ def test_a_job_of_an_idle_queue_begins_at_once_beside_a_backlog_of_slow_ones(con
         assert working.slow_begun() == 1
 
 
+@pytest.mark.parametrize("limit", [100_000, 1_000])
+def test_a_worker_holds_a_limit_of_bytes_and_one_record_of_any_size(configure, transport, limit):
+    # Given records of 20 kB
+    configure(transport, MAX_OUTSTANDING_BYTES=limit)
+    publish("slow", *[FIRST + " " * 20_000] * 15)
+    with Working() as working:
+        # When it holds all it may
+        working.fills()
+        # Then that is no more than one record too many
+        assert 1 <= working.worker.scheduler.outstanding <= limit // 20_000 + 1
+        # And all run in the end
+        working.release.set()
+        with working.has_begun:
+            assert working.has_begun.wait_for(lambda: working.slow_begun() == 15, WAIT)
+
+
 @pytest.mark.long
 def test_a_job_of_an_idle_queue_is_next_where_slow_ones_have_all_lanes(configure, transport):
     # Given
@@ -283,6 +301,26 @@ def test_a_poll_fetches_an_eighth_of_the_room_at_most():
 
 def test_however_little_room_there_is_a_topic_that_holds_nothing_is_read():
     assert plan({A0: 4}, free=0, most=4) == (1, {A0, A1})
+
+
+def test_a_key_of_large_values_counts_by_its_bytes():
+    # Given a scheduler for which 100 bytes count as one record
+    scheduler = GroupScheduler(1, group_size=10, budget=1.0, record_bytes=100)
+    queue, subscription = get_settings().queue("default"), Silent()
+    for number, (key, size) in enumerate([(b"k", 250), (b"k", 250), (b"other", 90)]):
+        record = Record("a", 0, number, key, b"x" * size, {})
+        scheduler.put([Delivery(record, subscription, queue, "tests", None, None)])
+    # Then
+    assert scheduler.load_of(subscription) == ({A0: 7}, 7)
+    assert scheduler.keys_waiting(subscription, 6) == {("a", b"k")}
+    assert scheduler.keys_waiting(subscription, 7) == set()
+    # When the first has run
+    group = scheduler.take(0)
+    scheduler.finish(group)
+    assert scheduler.load_of(subscription)[1] == 7 - sum(d.weight for d in group.deliveries)
+    # And the rest is another's
+    scheduler.discard([A0], subscription)
+    assert scheduler.load_of(subscription) == ({}, 0)
 
 
 def test_a_log_is_read_no_further_than_a_crash_may_repeat():

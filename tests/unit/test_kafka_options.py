@@ -31,6 +31,21 @@ def test_defaults_are_safe():
     assert consumer["max.partition.fetch.bytes"] == 1_048_576
 
 
+def test_what_clients_hold_is_bounded_by_the_settings_unless_options_say_otherwise(settings):
+    # Given
+    settings.KJO = {"MAX_OUTSTANDING_BYTES": 8 * 1024**2, "RELAY_BATCH_BYTES": 4 * 1024**2}
+    # Then
+    assert options().consumer("g")["queued.max.messages.kbytes"] == 2 * 1024
+    assert options().producer()["queue.buffering.max.kbytes"] == 9 * 1024
+    # And one record has room, whatever its size
+    large = options(**{"message.max.bytes": "50000000"}).producer()
+    assert large["queue.buffering.max.kbytes"] * 1024 > 2 * 50_000_000
+    # And
+    own = {"queue.buffering.max.kbytes": 5, "queued.max.messages.kbytes": 6}
+    assert options(**own).producer()["queue.buffering.max.kbytes"] == 5
+    assert options(**own).consumer("g")["queued.max.messages.kbytes"] == 6
+
+
 def test_keys_go_to_the_clients_that_know_them():
     made = options(
         **{"sasl.password": "s3cret", "compression.type": "zstd", "session.timeout.ms": 6000}

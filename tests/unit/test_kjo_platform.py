@@ -145,7 +145,7 @@ def test_an_outage_after_good_times_begins_with_1_s_again(poller, time_passes, m
     # Given: it works for longer than the longest pause
 
     class Working(Subscription):
-        def poll(self, max_records, timeout):
+        def poll(self, max_records, timeout, max_bytes):
             if time_passes.seconds > 1100:
                 raise ConnectionError("away again")
             return []

@@ -123,6 +123,46 @@ def test_a_batch_is_no_larger_than_the_setting(alone, settings):
     assert [relay.publish_due(), relay.publish_due(), relay.publish_due()] == [2, 1, 0]
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_batch_has_no_more_bytes_than_the_setting_but_one_row_of_any_size(settings):
+    # Given jobs of 422 bytes, and one that is larger than a batch
+    settings.KJO = {**KINDS, "RELAY_BATCH_BYTES": 1000}
+    for number in range(3):
+        write.enqueue(job=str(number), note="x" * 400)
+    write.enqueue(job="3", note="y" * 5000)
+    write.enqueue(job="4")
+    relay = Relay(["ledger", "other"])
+    # When, then: no row follows the one that reaches the limit
+    assert [relay.publish_due() for _ in range(4)] == [3, 1, 1, 0]
+    # And what was loaded by itself is whole
+    found = [json.loads(value) for value in published()]
+    assert [each["job"] for each in found] == ["0", "1", "2", "3", "4"]
+    assert found[3]["note"] == "y" * 5000
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_batch_that_is_full_of_bytes_is_followed_by_the_next_at_once(settings):
+    settings.KJO = {**KINDS, "RELAY_BATCH_BYTES": 1000}
+    write.enqueue_many([{"job": str(n), "note": "x" * 400} for n in range(5)])
+    relay = Relay(["ledger", "other"])
+    relay.call()
+    assert relay.step() == 0
+    assert relay.step() > 0
+    assert relay.published_count == 5
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_backlog_of_large_payloads_does_not_hold_up_what_comes_for_another_queue(settings):
+    settings.KJO = {**KINDS, "RELAY_BATCH_BYTES": 1000}
+    write.enqueue_many([{"job": str(n), "note": "x" * 400} for n in range(9)])
+    write.using(queue="other").enqueue(job="other")
+    # When
+    assert Relay(["ledger", "other"]).publish_due() == 4
+    # Then
+    assert [json.loads(value)["job"] for value in published("other")] == ["other"]
+    assert len(published()) == 3
+
+
 def numbered(queue: str, count: int, age: timedelta = timedelta(0)) -> None:
     """Enqueue jobs of a queue, due for so long."""
     due = timezone.now() - age

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from django.utils import timezone
 
 from kjo_django.models import EventKey, Job, Lease, ProcessedEvent
@@ -112,6 +112,46 @@ def test_what_is_due_comes_in_order_without_what_is_left_out(store):
     assert [job.id for job in store.due_jobs_of("a", 2)] == [early.pk, elsewhere.pk]
     assert store.next_due(["a"], [early.pk], ["topic"]) == left_out.available_at
     assert store.next_due(["c"]) is None
+
+
+def test_payloads_are_loaded_as_far_as_a_limit_of_bytes_allows(store):
+    now = timezone.now()
+    payloads = [b"a" * 10, b"b" * 400, b"", b"c" * 700, b"d" * 300, b"e"]
+    for number, payload in enumerate(payloads):
+        due = now - MINUTE * (len(payloads) - number)
+        JobFactory(queue="a", payload=payload, available_at=due, headers={"n": "1"})
+
+    def found(max_bytes: int) -> list[bytes]:
+        due = store.due_jobs(["a"], 10, max_bytes=max_bytes)
+        of_queue = store.due_jobs_of("a", 10, max_bytes=max_bytes)
+        assert due == of_queue
+        assert all(job.headers == {"n": "1"} for job in due)
+        return [bytes(job.payload) for job in due]
+
+    # No row follows the one with which they reach it, so there is always one
+    assert found(1000) == payloads[:4]
+    assert found(1110) == payloads[:4]
+    assert found(1111) == payloads[:5]
+    assert found(1) == payloads[:1]
+    assert found(10**6) == payloads
+
+
+def test_a_job_that_changes_while_its_payload_is_loaded_is_left_out(store):
+    kept, changed = (JobFactory(queue="a", payload=b"x" * 900) for _ in range(2))
+    statements = []
+
+    def change(execute, sql, params, many, context):
+        statements.append(sql)
+        if len(statements) == 2:
+            Job.objects.filter(pk=changed.pk).update(generation=2, payload=b"y" * 900)
+        return execute(sql, params, many, context)
+
+    # When it is enqueued again between the two looks
+    with connection.execute_wrapper(change):
+        due = store.due_jobs(["a"], 10, max_bytes=5000)
+    # Then it is not sent as what it was, with what it is now
+    assert [(job.id, bytes(job.payload)) for job in due] == [(kept.pk, b"x" * 900)]
+    assert len(store.due_jobs(["a"], 10, max_bytes=5000)) == 2
 
 
 def test_where_messages_went_is_recorded_unless_the_job_has_moved_on(store):

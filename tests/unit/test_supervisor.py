@@ -39,13 +39,13 @@ def wait_for_signal():
         time.sleep(0.05)  # not longer: a signal that comes just before is handled after it
 
 {body}
-sys.exit(supervisor.supervise({count}, work))
+sys.exit(supervisor.supervise({count}, work, pins={pins}))
 """
 TIRED = """
 make = supervisor._Supervisor.__init__
 
-def make_tired(self, work):
-    make(self, work)
+def make_tired(self, *arguments):
+    make(self, *arguments)
     self._quick_deaths = 9
 
 supervisor._Supervisor.__init__ = make_tired
@@ -53,8 +53,10 @@ supervisor._Supervisor.__init__ = make_tired
 """A child has died at once often before: the next one that does is replaced in half a minute."""
 
 
-def start(tmp_path: Path, body: str, count: int = 1) -> subprocess.Popen[str]:
-    code = PROGRAM.format(body=body, count=count)
+def start(
+    tmp_path: Path, body: str, count: int = 1, *, pins: bool = False
+) -> subprocess.Popen[str]:
+    code = PROGRAM.format(body=body, count=count, pins=pins)
     return subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],
         cwd=ROOT,
@@ -168,6 +170,39 @@ def work():
     assert code == 0
     assert log(tmp_path) == ["run", "run"]
     assert f"died ({told}); starting another in 1 s" in errors
+
+
+def test_a_child_that_a_signal_has_stopped_is_started_again(tmp_path):
+    body = """
+def work():
+    note("run")
+    return supervisor.WAS_SIGNALLED if len(runs()) == 1 else 0
+"""
+    code, errors = finish(start(tmp_path, body))
+    assert code == 0
+    assert log(tmp_path) == ["run", "run"]
+    assert "died" not in errors
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no process can be pinned here")
+def test_pinned_children_have_the_processors_in_turn_and_a_replacement_that_of_the_dead(tmp_path):
+    # Given
+    allowed = sorted(os.sched_getaffinity(0))
+    # When of as many children as there are processors, and one more, the second dies
+    body = f"""
+def work():
+    (mine,) = os.sched_getaffinity(0)
+    note(str(mine))
+    if mine == {allowed[1 % len(allowed)]} and not (place / "died").exists():
+        (place / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+"""
+    process = start(tmp_path, body, count=len(allowed) + 1, pins=True)
+    # Then
+    assert finish(process)[0] == 0
+    expected = [*allowed, allowed[0], allowed[1 % len(allowed)]]
+    assert sorted(map(int, log(tmp_path))) == sorted(expected)
 
 
 def test_a_childs_failure_to_stop_well_is_the_exit_code(tmp_path):

@@ -17,7 +17,7 @@ from kjo_django.enqueue.definition import known_queue
 from kjo_django.management.commands._shared import ParsedCommand, positive, seconds
 from kjo_django.operations.monitoring.health import missing_tables
 from kjo_django.worker.report import StatusReporter
-from kjo_django.worker.supervisor import supervise
+from kjo_django.worker.supervisor import WAS_SIGNALLED, supervise
 
 REPORTS = "Seconds between status reports, 0 for none; KJO['STATUS_REPORT_INTERVAL'] if not given."
 
@@ -34,6 +34,7 @@ class Command(ParsedCommand):
         threads = "Threads that run handlers; KJO['CONCURRENCY'] if not given."
         add("--concurrency", type=positive, help=threads)
         add("--processes", type=positive, default=1, help="Worker processes, supervised.")
+        add("--pin", action="store_true", help="Give each process a processor of its own, in turn.")
         add(
             "--max-messages",
             type=positive,
@@ -73,6 +74,8 @@ class Command(ParsedCommand):
                     raise ValueError(message) from error
             if options["reload"] and options["processes"] > 1:
                 raise ValueError("--reload goes with a single process; leave --processes out.")
+            if options["pin"]:
+                _check_pinning(options["processes"])
         except ValueError as error:
             raise CommandError(str(error), returncode=2) from error
         if advice := missing_tables():
@@ -82,7 +85,8 @@ class Command(ParsedCommand):
             autoreload.run_with_reloader(self._work, **options)
             return 0
         if options["processes"] > 1:
-            return supervise(options["processes"], lambda: self._work(**options))
+            count, pins = options["processes"], options["pin"]
+            return supervise(count, lambda: self._work(**options), pins=pins)
         return self._work(**options)
 
     def _work(self, **options: Any) -> int:
@@ -98,17 +102,17 @@ class Command(ParsedCommand):
         )
         reporter = StatusReporter(worker, self.stdout, options["status_interval"], options["json"])
         reporter.announce()
-        parent = os.getppid()
+        parent, is_supervised = os.getppid(), options["processes"] > 1
 
         def until() -> bool:
             reporter.report_if_due()
-            if options["processes"] > 1 and os.getppid() != parent:
+            if is_supervised and os.getppid() != parent:
                 return True  # the supervisor was killed; nobody would stop this process any more
             return bool(options["drain"]) and worker.is_drained()
 
         code = worker.run(until)
         reporter.report()
-        return code
+        return WAS_SIGNALLED if is_supervised and worker.was_signalled and not code else code
 
 
 def _interval(text: str) -> float:
@@ -117,3 +121,10 @@ def _interval(text: str) -> float:
         return 0.0 if float(text) == 0 else seconds(text)
     except (ValueError, ArgumentTypeError):
         raise ArgumentTypeError(f"{text!r} is no number of seconds; 0 for none") from None
+
+
+def _check_pinning(processes: int) -> None:
+    if processes == 1:
+        raise ValueError("--pin goes with --processes above 1; a single one is taskset's to pin.")
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError(f"--pin does not work on {sys.platform}: no process can be pinned there.")

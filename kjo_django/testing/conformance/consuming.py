@@ -32,6 +32,25 @@ class Consuming(Suite):
         assert max(map(len, batches)) <= 3
         assert values(itertools.chain(*batches)) == [b"%d" % number for number in range(10)]
 
+    @pytest.mark.parametrize(("max_bytes", "most"), [(2500, 3), (1, 1)])
+    def test_no_record_follows_the_one_with_which_the_values_reach_max_bytes(
+        self, transport: Transport, topic: str, group: str, max_bytes: int, most: int
+    ) -> None:
+        """And so one of any size comes."""
+        contents = [b"%d" % number * 1000 for number in range(10)]
+        self.publish_values(transport, topic, *contents)
+        subscription = self.subscribe(transport, topic, group)
+        batches: list[list[Record]] = []
+
+        def all_came() -> bool:
+            batches.append(subscription.poll(100, 0.1, max_bytes))
+            return sum(map(len, batches)) >= 10
+
+        eventually(all_came, self.within, "ten records")
+
+        assert max(map(len, batches)) <= most
+        assert values(itertools.chain(*batches)) == contents
+
     def test_poll_of_none_keeps_alive_and_loses_nothing(
         self, transport: Transport, topic: str, group: str
     ) -> None:

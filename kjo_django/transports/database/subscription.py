@@ -20,8 +20,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, transaction
-from django.db.models import Count, Q, QuerySet, Value
-from django.db.models.functions import Coalesce
+from django.db.models import Case, Count, Q, QuerySet, Value, When
+from django.db.models.functions import Coalesce, Length
 
 from kjo_django.clock import Clock
 from kjo_django.messages.headers import from_json
@@ -36,6 +36,7 @@ from kjo_django.transports.base import (
     TopicPartition,
 )
 from kjo_django.transports.leased_records import LeasedSubscription
+from kjo_django.values import count_within
 
 logger = logging.getLogger("kjo_django.transports.database")
 
@@ -54,7 +55,7 @@ _MOST_LOCK_ERRORS = 2
 """Lock errors in a row that are not reported: each has waited for SQLite's own timeout."""
 _LOCKED = ("database is locked", "database table is locked", "database schema is locked")
 _BATCH = 5_000
-_COLUMNS = ("id", "topic", "key", "value", "headers", "published_at")
+_COLUMNS = ("id", "topic", "key", "small_value", "headers", "published_at", "size")
 
 
 class Collision(Exception):
@@ -104,7 +105,7 @@ class DatabaseSubscription(LeasedSubscription):
         to the commit of their claim was lost."""
         self._renew_at = 0.0
         self._housekeep_at = 0.0
-        self._attempt(0, 0.0)
+        self._attempt(0, 0, 0.0)
 
     # --- Polling ----------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class DatabaseSubscription(LeasedSubscription):
             self._next_wait = SHORTEST_WAIT
         return is_woken
 
-    def _attempt(self, max_records: int, deadline: float) -> list[Record]:
+    def _attempt(self, max_records: int, max_bytes: int, deadline: float) -> list[Record]:
         """Write acknowledgements, renew leases, claim rows that are due.
 
         Looking is a plain SELECT, every ``POLL_INTERVAL`` at least, and on SQLite soon after
@@ -144,7 +145,7 @@ class DatabaseSubscription(LeasedSubscription):
                     expires_at = self._clock.now() + self._lease
                     self._held_rows().update(lease_expires_at=expires_at)
                 self._renew_at = now + self._lease.total_seconds() / 3
-            claimed = self._claim(max_records)
+            claimed = self._claim(max_records, max_bytes)
         except OUTAGES as error:
             self._note_outage(error)
             return []
@@ -177,8 +178,11 @@ class DatabaseSubscription(LeasedSubscription):
 
     # --- Claiming ---------------------------------------------------------------------------------
 
-    def _claim(self, limit: int) -> list[Record]:
+    def _claim(self, limit: int, max_bytes: int) -> list[Record]:
         """Lease up to so many rows; empty where nothing is due, or others claim all of it just now.
+
+        Values above an even share of the limit are read by themselves, once it is known how many
+        of these rows it allows.
 
         :raises Collision: a row chosen was not free any more. Nothing was leased.
         """
@@ -192,7 +196,8 @@ class DatabaseSubscription(LeasedSubscription):
             topics = self._lock_topics(due)
             # Not before the locks: waiting for them takes time.
             now = self._clock.now()
-            rows = self._choose(topics, limit, now)
+            small = max_bytes // limit
+            rows = self._choose(topics, limit, max_bytes, small, now)
             times = (now + self._lease, now)
             moments = map(connections[self._alias].ops.adapt_datetimefield_value, times)
             taken = _change(self._alias, _TAKE, [self._token, *moments], [row[0] for row in rows])
@@ -200,7 +205,9 @@ class DatabaseSubscription(LeasedSubscription):
             # taking what is left would let a row overtake an earlier one of its key.
             if taken != len(rows):
                 raise Collision
-        self._may_have_more = len(rows) >= limit
+            large = self._values_of(id for id, *_, size in rows if (size or 0) > small)
+        size = sum(row[-1] or 0 for row in rows)
+        self._may_have_more = len(rows) >= limit or size >= max_bytes
         if rows or len(topics) < len(due):
             # Something happens here, or another consumer claims just now: come back soon.
             self._next_wait = SHORTEST_WAIT
@@ -210,13 +217,21 @@ class DatabaseSubscription(LeasedSubscription):
                 partition=0,
                 offset=id,
                 key=None if key is None else bytes(key),
-                value=None if value is None else bytes(value),
+                value=None if size is None else large[id] if size > small else bytes(value),
                 headers=from_json(headers),
                 timestamp=published_at,
                 token=(self._token, id),
             )
-            for id, topic, key, value, headers, published_at in rows
+            for id, topic, key, value, headers, published_at, size in rows
         ]
+
+    def _values_of(self, ids: Iterable[int]) -> dict[int, bytes]:
+        """Return the values of rows that were leased just now."""
+        rows = TransportMessage.objects.using(self._alias).values_list("id", "value")
+        chunks = _batches(self._alias, ids)
+        return {
+            id: bytes(value or b"") for part in chunks for id, value in rows.filter(id__in=part)
+        }
 
     def _due_topics(self) -> list[str]:
         """Return the topics with something to claim, without taking a lock."""
@@ -256,22 +271,30 @@ class DatabaseSubscription(LeasedSubscription):
         )
         return list(locked)
 
-    def _choose(self, topics: list[str], limit: int, now: datetime) -> list[tuple[Any, ...]]:
+    def _choose(
+        self, topics: list[str], limit: int, max_bytes: int, small: int, now: datetime
+    ) -> list[tuple[Any, ...]]:
         """Return the first due rows, giving each topic its share and what is left to who has more.
 
         Each claim begins with the topic after the one the claim before began with.
+
+        :param small: the longest value that comes along with its row, in bytes.
         """
         self._claim_count += 1
         start = self._claim_count % max(1, len(topics))
         waiting = topics[start:] + topics[:start]
         last = dict.fromkeys(topics, 0)
         chosen: list[tuple[Any, ...]] = []
-        while waiting and len(chosen) < limit:
+        read = Case(When(size__lte=small, then="value"))
+        while waiting and len(chosen) < limit and max_bytes > 0:
             topic = waiting.pop(0)
             share = math.ceil((limit - len(chosen)) / (len(waiting) + 1))
             due = self._due_rows(topic, now).filter(id__gt=last[topic])
-            rows = list(due.values_list(*_COLUMNS)[:share])
-            chosen.extend(rows)
+            sized = due.annotate(size=Length("value")).annotate(small_value=read)
+            rows = list(sized.values_list(*_COLUMNS)[:share])
+            allowed = count_within((row[-1] or 0 for row in rows), max_bytes)
+            chosen.extend(rows[:allowed])
+            max_bytes -= sum(row[-1] or 0 for row in rows[:allowed])
             if len(rows) == share:
                 last[topic] = rows[-1][0]
                 waiting.append(topic)

@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 from confluent_kafka import KafkaError, KafkaException
 from django.core.exceptions import ImproperlyConfigured
 
+from kjo_django.conf import Settings, get_settings
+
 logger = logging.getLogger("kjo_django.kafka")
 
 C = TypeVar("C")
@@ -63,6 +65,8 @@ CONSUMER_DEFAULTS: dict[str, Any] = {
     "queued.min.messages": 10_000,
     "fetch.queue.backoff.ms": 100,
 }
+MOST_QUEUED_KBYTES, MOST_FETCHED_KBYTES = 2_147_483_647, 2_097_151
+"""What librdkafka takes for the limits of its queues."""
 CLASSIC_PROTOCOL_ONLY = frozenset(
     {"partition.assignment.strategy", "session.timeout.ms", "heartbeat.interval.ms"}
 )
@@ -134,7 +138,24 @@ class KafkaOptions:
         self._general = GENERAL_DEFAULTS | of_all
         self._producer = merge(PRODUCER_DEFAULTS, of_producers, nested["producer"])
         self._consumer = merge(CONSUMER_DEFAULTS, of_consumers, nested["consumer"])
+        self._bound_queues(get_settings())
         self._check(rest, *nested.values())
+
+    def _bound_queues(self, settings: Settings) -> None:
+        """Bound what the clients hold beside us, where OPTIONS do not: librdkafka's own limit for a
+        producer is a gigabyte. From the consumer's it takes that of one fetch too."""
+        texts = [str(each.get("message.max.bytes")) for each in (self._general, self._producer)]
+        largest = max(
+            settings.relay_batch_bytes,
+            settings.max_payload_bytes,
+            *(int(text) for text in texts if text.isdigit()),
+        )
+        ahead = settings.max_outstanding_bytes // 4
+        # Room for a batch with its headers, and for any one record.
+        sent = min(2 * largest // 1024 + 1024, MOST_QUEUED_KBYTES)
+        fetched = min(max(1, ahead // 1024), MOST_FETCHED_KBYTES)
+        self._producer.setdefault("queue.buffering.max.kbytes", sent)
+        self._consumer.setdefault("queued.max.messages.kbytes", fetched)
 
     def producer(self) -> dict[str, Any]:
         """Return the configuration of a producer."""

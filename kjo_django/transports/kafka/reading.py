@@ -25,6 +25,7 @@ from kjo_django.messages.headers import HEADER_LIST, folded
 from kjo_django.transports.base import Record, TopicPartition, timestamp_of
 from kjo_django.transports.kafka.clients import describe, error_of, logger
 from kjo_django.transports.watermark import Assignment, Watermark
+from kjo_django.values import count_within
 
 UNKNOWN = -1
 """The position of a partition from which nothing came yet."""
@@ -140,6 +141,8 @@ class Reading:
         self._paused: set[TopicPartition] = set()
         self._stash: deque[Any] = deque()
         self._stash_bytes = 0
+        self._mean_bytes = 0
+        """Of the values that the client gave last."""
         self._held = False
         """Whether all partitions are paused, since the stash is full."""
         self._torn = False
@@ -296,12 +299,14 @@ class Reading:
         if self._resumed:
             self._verify(consumer)
 
-    def fetch(self, consumer: Consumer, max_records: int, wait: float) -> list[Record]:
+    def fetch(
+        self, consumer: Consumer, max_records: int, max_bytes: int, wait: float
+    ) -> list[Record]:
         """Serve callbacks and hand out what is there, waiting ``wait`` seconds for the first."""
         # From here until the records are on their way, a failure of any kind loses messages that
         # left the client. The flag makes the next round go back for them.
         self._torn = True
-        messages, is_complete = self._take(consumer, max_records, wait)
+        messages, is_complete = self._take(consumer, max_records, max_bytes, wait)
         records, touched = self._convert(messages)
         self._raise_interrupt()
         for reader in touched:
@@ -318,10 +323,13 @@ class Reading:
         if self.unsteady:
             self._steady(consumer)
 
-    def _take(self, consumer: Consumer, max_records: int, wait: float) -> tuple[list[Any], bool]:
+    def _take(
+        self, consumer: Consumer, max_records: int, max_bytes: int, wait: float
+    ) -> tuple[list[Any], bool]:
         """Return messages, and whether the client gave all it took."""
         self._fresh.clear()
-        messages = [self._stash.popleft() for _ in range(min(max_records, len(self._stash)))]
+        count = min(max_records, count_within(map(len, self._stash), max_bytes))
+        messages = [self._stash.popleft() for _ in range(count)]
         if messages:
             self._set_stash(self._stash)
         first = self._first(consumer, 0.0 if messages else wait)
@@ -330,17 +338,22 @@ class Reading:
             messages = [each for each in messages if self._of(each) not in self._fresh]
         if first is None:
             return messages, True
-        if len(messages) >= max_records:
+        bytes_left = max_bytes - sum(map(len, messages))
+        if len(messages) >= max_records or bytes_left <= 0:
             self._keep(first)
             return messages, True
         messages.append(first)
-        wanted = min(max_records, MOST_RECORDS) - len(messages)
+        bytes_left -= len(first)
+        # The client knows no limit of bytes. As many as it would be if they were as large as the
+        # last ones were; what is too much is put away.
+        fitting = bytes_left // max(1, len(first), self._mean_bytes)
+        wanted = min(min(max_records, MOST_RECORDS) - len(messages), fitting)
         if wanted <= 0:
             return messages, True
         self._fresh.clear()
         try:
             # What is there already; waiting for more would cost latency.
-            messages += consumer.consume(wanted, 0)
+            taken = consumer.consume(wanted, 0)
         except KafkaException as error:
             self._note(error_of(error) or error)
             return messages, False
@@ -350,7 +363,15 @@ class Reading:
             reader.confirmed = UNKNOWN
             reader.go_back()
             self.unsteady = True
-        return messages, True
+        if taken:
+            self._mean_bytes = sum(map(len, taken)) // len(taken)
+        count = count_within(map(len, taken), bytes_left)
+        for message in taken[count:]:
+            if message.error() is not None:
+                self._note(message.error())
+            else:
+                self._keep(message)
+        return messages + taken[:count], True
 
     def _first(self, consumer: Consumer, wait: float) -> Any:
         try:

@@ -35,6 +35,7 @@ from kjo_django.transports.kafka.clients import (
 )
 from kjo_django.transports.kafka.reading import Reader, Reading
 from kjo_django.transports.watermark import Watermark
+from kjo_django.values import ANY_SIZE
 
 # --- Is the client well? --------------------------------------------------------------------------
 
@@ -331,16 +332,17 @@ class KafkaSubscription(Watermark, Subscription):
 
     # --- The contract -----------------------------------------------------------------------------
 
-    def poll(self, max_records: int, timeout: float) -> list[Record]:
+    def poll(self, max_records: int, timeout: float, max_bytes: int = ANY_SIZE) -> list[Record]:
         deadline = time.monotonic() + timeout
         while not self._closed:
-            records = self._round(max_records, min(SLICE, max(0, deadline - time.monotonic())))
+            wait = min(SLICE, max(0, deadline - time.monotonic()))
+            records = self._round(max_records, max_bytes, wait)
             if records or self._woken or time.monotonic() >= deadline:
                 self._woken = False
                 return records
         return []
 
-    def _round(self, max_records: int, wait: float) -> list[Record]:
+    def _round(self, max_records: int, max_bytes: int, wait: float) -> list[Record]:
         if self._health.is_fatal and self._consumer is not None:
             self._replace(self._consumer)
         if self._consumer is None and time.monotonic() >= self._reopen_at:
@@ -354,7 +356,7 @@ class KafkaSubscription(Watermark, Subscription):
         if self._committer.is_due(now):
             self._committer.soon(consumer, self.positions())
         self._health.check(consumer, now, is_idle=not self._reading.readers)
-        return self._reading.fetch(consumer, max_records, wait)
+        return self._reading.fetch(consumer, max_records, max_bytes, wait)
 
     def acknowledge(self, records: Iterable[Record]) -> None:
         """Settle ``records`` in memory; ``poll`` commits the watermark they move."""

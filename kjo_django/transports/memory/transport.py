@@ -38,6 +38,7 @@ from kjo_django.transports.base import (
     Transport,
 )
 from kjo_django.transports.watermark import Watermark
+from kjo_django.values import ANY_SIZE, count_within
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class MemorySubscription(Watermark, Subscription):
             """That of the group when this member last looked who owns what."""
             self._join()
 
-    def poll(self, max_records: int, timeout: float) -> list[Record]:
+    def poll(self, max_records: int, timeout: float, max_bytes: int = ANY_SIZE) -> list[Record]:
         log, clock, group = self._log, self._log.clock, self._group
         deadline = clock.monotonic() + timeout
         # A member that waits in here is alive however long it waits.
@@ -140,7 +141,7 @@ class MemorySubscription(Watermark, Subscription):
                     if is_settled:
                         self.last_error = log.outage
                         due = log.admit_due() if log.delayed else inf
-                        records = [] if log.outage else self._take(max_records)
+                        records = [] if log.outage else self._take(max_records, max_bytes)
                         if records or self._is_woken or now >= deadline:
                             self._is_woken = False
                             return records
@@ -151,19 +152,22 @@ class MemorySubscription(Watermark, Subscription):
         finally:
             self.expires_at = clock.monotonic() + self._lease
 
-    def _take(self, max_records: int) -> list[Record]:
+    def _take(self, max_records: int, max_bytes: int) -> list[Record]:
         taken: list[Record] = []
         for partition, assignment in list(self._assignments.items()):
             limit = max_records - len(taken)
-            if limit <= 0:
+            bytes_left = max_bytes - sum(len(record.value or b"") for record in taken)
+            if limit <= 0 or bytes_left <= 0:
                 break
             if partition in self._paused:
                 continue
             start = assignment.next_offset or 0
-            stored = self._log.topics[partition.topic].partitions[partition.partition]
+            log = self._log.topics[partition.topic].partitions[partition.partition]
+            stored = log[start : start + limit]
+            count = count_within((len(each.value or b"") for each in stored), bytes_left)
             batch = [
                 replace(each, headers=dict(each.headers), epoch=assignment.epoch, token=assignment)
-                for each in stored[start : start + limit]
+                for each in stored[:count]
             ]
             if batch:
                 self.deliver(assignment, [record.offset for record in batch])

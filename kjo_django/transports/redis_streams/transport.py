@@ -59,6 +59,9 @@ logger = logging.getLogger("kjo_django")
 
 PIPELINE = 500
 """Entries sent in one round trip."""
+AT_ONCE, BYTES_FOR_EACH = 8, 1024**2
+"""Redis knows no limit of bytes. Entries read before their size is looked at: one for so many bytes
+of the limit, some at most."""
 SLICE = 0.1
 """Longest wait at once for an entry, and so the longest until ``wake`` is seen."""
 RELEASED = "kjo-released"
@@ -94,6 +97,28 @@ for i = 5, #ARGV do
     end
 end
 return count
+"""
+
+
+# KEYS: the streams. ARGV: group, consumer, entries of each stream at most, bytes at most, entries
+# read at once.
+_READ = """
+local found, size, most = {}, 0, tonumber(ARGV[4])
+for _, stream in ipairs(KEYS) do
+    local entries, left = {}, tonumber(ARGV[3])
+    while left > 0 and size < most do
+        local reply = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2],
+            'COUNT', math.min(left, tonumber(ARGV[5])), 'STREAMS', stream, '>')
+        if not reply then break end
+        for _, entry in ipairs(reply[1][2]) do
+            entries[#entries + 1] = entry
+            left = left - 1
+            for _, part in ipairs(entry[2]) do size = size + #part end
+        end
+    end
+    found[#found + 1] = {stream, entries}
+end
+return found
 """
 
 
@@ -241,6 +266,8 @@ class RedisStreamsSubscription(LeasedSubscription):
         self._is_open = False
         self._backoff = 0.0
         self._read_count = 0
+        self._may_have_more = True
+        """Whether more may wait than is read at once."""
         self._looked_at: dict[str, str] = {}
         self._claim_at = self._renew_at = self._trim_at = 0.0
 
@@ -250,7 +277,7 @@ class RedisStreamsSubscription(LeasedSubscription):
         """Return whether it was woken: an attempt has waited already."""
         return self._woken.is_set()
 
-    def _attempt(self, max_records: int, deadline: float) -> list[Record]:
+    def _attempt(self, max_records: int, max_bytes: int, deadline: float) -> list[Record]:
         """Send what is due and read; a lost group is made again, from the beginning."""
         try:
             client = self._client()
@@ -258,9 +285,10 @@ class RedisStreamsSubscription(LeasedSubscription):
                 self._open(client)
             self._write_settled()
             self._keep(client)
-            records = self._read(client, max_records, deadline)
+            records = self._read(client, max_records, max_bytes, deadline)
         except RedisError as error:
-            if isinstance(error, ResponseError) and str(error).startswith("NOGROUP"):
+            # Servers before Redis 7 put the name of a script before its error.
+            if isinstance(error, ResponseError) and "NOGROUP" in str(error):
                 self._is_open = False
             self.last_error = f"Redis: {error}"
             # Ever longer; a poll of no length does not wait.
@@ -279,7 +307,8 @@ class RedisStreamsSubscription(LeasedSubscription):
                     raise
         self._is_open = True
 
-    def _read(self, client: Any, max_records: int, deadline: float) -> list[Record]:
+    def _read(self, client: Any, max_records: int, max_bytes: int, deadline: float) -> list[Record]:
+        """Read a few entries, waiting for the first; of a backlog as many as are wanted."""
         active = [self._streams[topic] for topic in self._wanted_topics()]
         if max_records <= 0 or not active:
             self._woken.wait(max(0.0, min(SLICE, deadline - time.monotonic())))
@@ -288,20 +317,33 @@ class RedisStreamsSubscription(LeasedSubscription):
             self._read_count += 1
             start = self._read_count % len(active)
             active = active[start:] + active[:start]
-        if records := self._claim(client, active, max_records):
+        if records := self._claim(client, active, max_records, max_bytes):
             return records
-        wait = int(1000 * max(0.0, min(SLICE, deadline - time.monotonic())))
         # COUNT is for each stream: divided, so that together they keep to the limit.
         count = max(1, max_records // len(active))
-        asked = dict.fromkeys(active[:max_records], ">")
-        replies = client.xreadgroup(self._group, self._name, asked, count=count, block=wait or None)
+        few = min(count, _few(max_bytes))
+        active = active[:max_records]
+        if self._may_have_more:
+            given = [self._group, self._name, count, max_bytes, few]
+            for stream, entries in client.eval(_READ, len(active), *active, *given):
+                pairs = ((id, dict(zip(f[::2], f[1::2], strict=True))) for id, f in entries)
+                records += self._take(text_of(stream), pairs)
+            self._may_have_more = bool(records)
+            if records:
+                return records
+        wait = int(1000 * max(0.0, min(SLICE, deadline - time.monotonic())))
+        asked = dict.fromkeys(active, ">")
+        replies = client.xreadgroup(self._group, self._name, asked, count=few, block=wait or None)
         if isinstance(replies, dict):  # RESP3
             replies = [(stream, entries[0]) for stream, entries in replies.items()]
         for stream, entries in replies or ():
+            self._may_have_more |= len(entries) >= few
             records += self._take(text_of(stream), entries)
         return records
 
-    def _claim(self, client: Any, active: Sequence[str], limit: int) -> list[Record]:
+    def _claim(
+        self, client: Any, active: Sequence[str], limit: int, max_bytes: int
+    ) -> list[Record]:
         """Claim the entries of consumers that have been silent for the lease.
 
         One call looks at ten entries for each that is wanted, the next one at those behind them.
@@ -309,8 +351,10 @@ class RedisStreamsSubscription(LeasedSubscription):
         if time.monotonic() < self._claim_at:
             return []
         records: list[Record] = []
-        for stream in active:
-            if len(records) >= limit:
+        waiting = list(active)
+        while waiting:
+            stream = waiting[0]
+            if len(records) >= limit or max_bytes <= 0:
                 return records
             try:
                 reply = client.xautoclaim(
@@ -319,7 +363,7 @@ class RedisStreamsSubscription(LeasedSubscription):
                     self._name,
                     int(self._lease * 1000),
                     start_id=self._looked_at.get(stream, START),
-                    count=limit - len(records),
+                    count=min(limit - len(records), _few(max_bytes)),
                 )
             except RedisError:
                 if records:
@@ -327,7 +371,11 @@ class RedisStreamsSubscription(LeasedSubscription):
                     return records
                 raise
             self._looked_at[stream] = text_of(reply[0])
-            records += self._take(stream, reply[1])
+            claimed = self._take(stream, reply[1])
+            records += claimed
+            max_bytes -= sum(len(record.value or b"") for record in claimed)
+            if not claimed or self._looked_at[stream] == START:
+                waiting.pop(0)
         if not records and all(self._looked_at[stream] == START for stream in active):
             self._claim_at = time.monotonic() + min(self._lease / 4, 1.0)
         return records
@@ -408,6 +456,10 @@ class RedisStreamsSubscription(LeasedSubscription):
         except ResponseError as error:
             if not str(error).startswith("NOGROUP"):
                 raise
+
+
+def _few(max_bytes: int) -> int:
+    return min(AT_ONCE, max(1, max_bytes // BYTES_FOR_EACH))
 
 
 # --- Entries -------------------------------------------------------------------------------------
