@@ -581,8 +581,7 @@ class Pipeline:
             try:
                 # Not on the loop: a back-off of somebody's own may take its time.
                 for attempt in some:
-                    if attempt.error is not None:
-                        failures.judge_error(self._runtime, attempt, attempt.error)
+                    failures.judge(self._runtime, attempt)
                 back = set(self._settle(some))
             except Exception:
                 # Nothing was acknowledged: they run again, and so it is seen.
