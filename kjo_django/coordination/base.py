@@ -1,4 +1,4 @@
-"""The contracts of coordination: leases, marks and wake-ups, which may vanish without harm.
+"""The contract of coordination: leases, marks and wake-ups, which may vanish without harm.
 
 Correctness never depends on them: the database row decides. Losing all of them costs duplicate
 deliveries and a slower wake-up, nothing else. Every method raises ``CoordinationError`` when the
@@ -8,7 +8,14 @@ server cannot be reached; the caller decides what its absence means.
 from __future__ import annotations
 
 import abc
+import contextlib
+import logging
+import math
+import random
+import select
+import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +24,8 @@ from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.values import unknown_key
+
+logger = logging.getLogger("kjo_django.coordination")
 
 
 class Claim(NamedTuple):
@@ -51,8 +60,18 @@ class Listener(abc.ABC):
         """Release its connection. Idempotent."""
 
 
-class Leases(abc.ABC):
-    """Names that one owner at a time holds, for a while. The caller chooses names and tokens."""
+class Coordination(abc.ABC):
+    """Leases, marks and wake-ups on one server. Thread-safe; one instance per process, made without
+    I/O.
+
+    :param options: the ``OPTIONS`` of ``KJO["COORDINATION"]``.
+    :raises ImproperlyConfigured: an option is not known.
+    """
+
+    known_options: ClassVar[frozenset[str] | None] = None
+    """Names of its ``OPTIONS``, where others are a mistake; None where any may be passed on."""
+    clock: Clock = CLOCK
+    """The clock by which leases and marks expire, where that is not a server's own."""
 
     writes_concurrently: bool = True
     """Whether leases can be written while a handler holds the jobs' database in a transaction.
@@ -60,10 +79,22 @@ class Leases(abc.ABC):
     releases_within: str | None = None
     """The jobs' database, by alias, in whose transaction that makes outcomes durable ``release`` is
     to be called: it is part of it then, and spares a transaction. None: after the commit."""
+    supports_wake_ups: bool = False
+    """Whether ``notify`` reaches other processes; without it they find out by polling."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        if self.known_options is not None:
+            where = "KJO['COORDINATION']['OPTIONS']"
+            if fault := unknown_key(self.options, sorted(self.known_options), where):
+                raise ImproperlyConfigured(fault)
+
+    # --- Leases: names that one owner at a time holds, for a while --------------------------------
 
     @abc.abstractmethod
     def claim(self, names: Sequence[str], token: str, ttl: timedelta) -> list[Claim]:
-        """Take a lease on each name that has no live one, all in one round trip.
+        """Take a lease on each name that has no live one, all in one round trip. The caller chooses
+        names and tokens.
 
         A name already held by the same ``token`` is acquired again, for ``ttl`` from now, without a
         new delivery. The delivery count of a name outlives its lease, so a crash is counted.
@@ -97,9 +128,7 @@ class Leases(abc.ABC):
     def names(self, prefix: str) -> Iterable[str]:
         """Iterate the names with a live lease that start with ``prefix`` (taken literally)."""
 
-
-class Marks(abc.ABC):
-    """Small values that expire, such as the hash of what a producer sent last."""
+    # --- Marks: small values that expire, such as the hash of what a producer sent last -----------
 
     @abc.abstractmethod
     def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
@@ -109,12 +138,7 @@ class Marks(abc.ABC):
     def get_marks(self, names: Sequence[str]) -> dict[str, str]:
         """Return the live values among ``names``, in one round trip."""
 
-
-class WakeUps(abc.ABC):
-    """Calls on named channels that end the waiting of whoever listens."""
-
-    supports_wake_ups: bool = False
-    """Whether ``notify`` reaches other processes; without it they find out by polling."""
+    # --- Wake-ups: calls on named channels that end the waiting of whoever listens ----------------
 
     @abc.abstractmethod
     def notify(self, *channels: str) -> None:
@@ -125,25 +149,7 @@ class WakeUps(abc.ABC):
     def listen(self, channels: Sequence[str]) -> Listener:
         """Open a listener. It hears calls made after this returned."""
 
-
-class Coordination(Leases, Marks, WakeUps):
-    """The three contracts on one server. Thread-safe; one instance per process, made without I/O.
-
-    :param options: the ``OPTIONS`` of ``KJO["COORDINATION"]``.
-    :raises ImproperlyConfigured: an option is not known.
-    """
-
-    known_options: ClassVar[frozenset[str] | None] = None
-    """Names of its ``OPTIONS``, where others are a mistake; None where any may be passed on."""
-    clock: Clock = CLOCK
-    """The clock by which leases and marks expire, where that is not a server's own."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options = dict(options)
-        if self.known_options is not None:
-            where = "KJO['COORDINATION']['OPTIONS']"
-            if fault := unknown_key(self.options, sorted(self.known_options), where):
-                raise ImproperlyConfigured(fault)
+    # --- Health -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def probe(self, timeout: float) -> str:
@@ -161,10 +167,10 @@ LONGEST_PAUSE = 30.0
 
 
 class CircuitBreaker:
-    """Opens with a call that failed slowly, and closes with the first that is answered.
+    """Opens when a call fails slowly, and closes when a call is answered.
 
-    While it is open one call at a time is tried for all: first after twice the time the failed one
-    took, then after twice as long each time. Thread-safe; while it is closed, a look costs nothing.
+    While it is open, one call at a time is tried: first after twice the time of the failed call,
+    then after twice as long each time. Thread-safe; while it is closed, asking costs nothing.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -175,7 +181,8 @@ class CircuitBreaker:
         self._opened_at = 0.0
 
     def is_open(self) -> bool:
-        """Return whether not to call now. Whoever gets False must call, and record how it went."""
+        """Return whether not to call now. A caller that gets False must call, and must record the
+        answer or the failure."""
         if not self._open_until:
             return False
         with self._lock:
@@ -204,3 +211,126 @@ class CircuitBreaker:
         with self._lock:
             was_open, self._open_until, self._pause = bool(self._open_until), 0.0, 0.0
             return was_open
+
+
+_LONGEST_RETRY = 5.0
+
+
+class ReconnectingListener(Listener):
+    """Hears calls on a connection of its own, and connects again after an outage. The constructor
+    connects, and raises what the client raises. The thread that waits owns it; other threads may
+    call ``wake``.
+
+    :param server: what it listens to, for the log.
+    """
+
+    outages: ClassVar[tuple[type[Exception], ...]]
+    """What is raised for a connection that is lost, or cannot be made just now: the client's own
+    errors, and with them OSError and ValueError, of a descriptor that was closed meanwhile."""
+    longest_sleep: ClassVar[float] = math.inf
+    """Seconds until ``_heard`` is asked again although nothing arrived."""
+
+    def __init__(self, server: str, channels: Iterable[str]) -> None:
+        self._server = server
+        self._channels = frozenset(channels)
+        self._failures = 0
+        self._retry_at = 0.0
+        self._closed = False
+        # A thread that waits for the connection's socket waits for this pair, too.
+        self._wakes, self._waker = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._waker.setblocking(False)
+        try:
+            self._connection: Any = self._connect()
+        except BaseException:
+            self._wakes.close()
+            self._waker.close()
+            raise
+
+    @abc.abstractmethod
+    def _connect(self) -> Any:
+        """Return a connection that hears whatever is called after this returned."""
+
+    @abc.abstractmethod
+    def _descriptor(self, connection: Any) -> int:
+        """Return the file descriptor that becomes readable with a call."""
+
+    @abc.abstractmethod
+    def _heard(self, connection: Any) -> set[str]:
+        """Read all that is there, without waiting, and return the channels called."""
+
+    @abc.abstractmethod
+    def _disconnect(self, connection: Any) -> None:
+        """Give back a connection, which may be broken; raises nothing."""
+
+    def wait(self, timeout: float) -> set[str]:
+        """Wait for calls. After an outage all channels count as called, since calls may have been
+        missed."""
+        deadline = time.monotonic() + timeout
+        while not self._closed:
+            now, woken, called = time.monotonic(), False, set[str]()
+            try:
+                if self._connection is not None:
+                    # First what the client or TLS has read ahead: the socket is not readable for
+                    # that.
+                    called = self._heard(self._connection)
+                    if not called:
+                        # Both in one wait. Looking now and then would cost time, and CPU of a
+                        # worker that is idle.
+                        longest = min(deadline - now, self.longest_sleep)
+                        descriptor = self._descriptor(self._connection)
+                        woken = self._is_woken_within(longest, descriptor)
+                        called = self._heard(self._connection)
+                elif now < self._retry_at:
+                    woken = self._is_woken_within(min(self._retry_at, deadline) - now)
+                else:
+                    self._connection = self._connect()
+                    self._failures = 0
+                    called = set(self._channels)
+            except self.outages as error:
+                if self._failures == 0:
+                    logger.warning("Lost the listening connection to %s: %s", self._server, error)
+                self._drop_connection()
+                pause = min(_LONGEST_RETRY, 0.1 * 2.0**self._failures)
+                self._failures += 1
+                self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
+                continue
+            if called or woken or time.monotonic() >= deadline:
+                return called
+        return set()
+
+    def _is_woken_within(self, timeout: float, *descriptors: int) -> bool:
+        """Wait for ``wake`` or for a file descriptor that becomes readable.
+
+        :raises OSError: a descriptor is closed.
+        :raises ValueError: likewise.
+        """
+        poller = select.poll()
+        for descriptor in (self._wakes.fileno(), *descriptors):
+            poller.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poller.poll(max(0.0, timeout) * 1000)}
+        if self._wakes.fileno() not in ready:
+            return False
+        with contextlib.suppress(BlockingIOError):
+            while self._wakes.recv(4096):
+                pass
+        return True
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._disconnect(connection)
+
+    def wake(self) -> None:
+        """Make ``wait`` return; never blocks. A full buffer means that it returns anyway."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")
+
+    def close(self) -> None:
+        """Give the connection back; to be called by the owning thread."""
+        if self._closed:
+            return
+        self._closed = True
+        self._drop_connection()
+        self._wakes.close()
+        self._waker.close()

@@ -28,7 +28,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -39,8 +39,12 @@ from django_redis import get_redis_connection
 from redis import ConnectionPool, Redis
 from redis.exceptions import NoScriptError, RedisError
 
-from kjo_django.coordination.base import FIRST_CLAIM, Claim, Coordination
-from kjo_django.coordination.listeners import ReconnectingListener
+from kjo_django.coordination.base import (
+    FIRST_CLAIM,
+    Claim,
+    Coordination,
+    ReconnectingListener,
+)
 from kjo_django.exceptions import CoordinationError
 from kjo_django.probing import answer_within
 
@@ -118,9 +122,19 @@ class RedisCoordination(Coordination):
         super().__init__(options)
         self.cache_alias: str = self.options.get("CACHE", "default")
         self._prefix: str = self.options.get("KEY_PREFIX", "")
+        self._prefix_length = len(self._prefix.encode())
         self._url: str | None = self.options.get("URL")
-        self._own_client: Any = None
-        self._client()  # connects to nothing, and refuses what can never be connected to
+        # Connects to nothing, and refuses what can never be connected to.
+        if not self._url:
+            self._client()
+            return
+        try:
+            pool = ConnectionPool.from_url(self._url, socket_connect_timeout=5, socket_timeout=5)
+        except ValueError:
+            # Without the URL, which may hold a password, or what is wrong with it, which may too.
+            text = "KJO['COORDINATION']['OPTIONS']['URL'] is not a redis:// or rediss:// URL."
+            raise ImproperlyConfigured(f"{text} {ESCAPING}") from None
+        self._own_client = Redis(connection_pool=pool)
 
     # --- Leases -----------------------------------------------------------------------------------
 
@@ -129,7 +143,7 @@ class RedisCoordination(Coordination):
         if not names:
             return []
         times = _ms(ttl), _ms(_DELIVERIES_KEPT)
-        answers = self._run(_CLAIM, self._keys(names), len(self._prefix.encode()), token, *times)
+        answers = self._run(_CLAIM, self._keys(names), self._prefix_length, token, *times)
         if not answers:
             return [FIRST_CLAIM] * len(names)
         return [
@@ -141,9 +155,7 @@ class RedisCoordination(Coordination):
         """Extend with one script call."""
         if not names:
             return []
-        return [
-            bool(extended) for extended in self._run(_RENEW, self._keys(names), token, _ms(ttl))
-        ]
+        return list(map(bool, self._run(_RENEW, self._keys(names), token, _ms(ttl))))
 
     def release(
         self,
@@ -156,11 +168,16 @@ class RedisCoordination(Coordination):
         """Compare and delete with one script call."""
         if names:
             keeps = "2" if undo_claim else "1" if count_delivery else "0"
-            self._run(_RELEASE, self._keys(names), len(self._prefix.encode()), token, keeps)
+            self._run(_RELEASE, self._keys(names), self._prefix_length, token, keeps)
 
     def holders(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the live tokens, in one round trip."""
-        return self._values(names)
+        """Return the live tokens, in one MGET."""
+        if not names:
+            return {}
+        with self._reached():
+            found = self._client().mget(self._keys(names))
+        pairs = zip(names, found, strict=True)
+        return {name: text_of(value) for name, value in pairs if value is not None}
 
     def names(self, prefix: str) -> Iterator[str]:
         """Iterate with SCAN, never KEYS: a change during the iteration may be missed."""
@@ -177,7 +194,7 @@ class RedisCoordination(Coordination):
     # --- Marks ------------------------------------------------------------------------------------
 
     def set_marks(self, marks: Mapping[str, str], ttl: timedelta) -> None:
-        """Set each with its TTL in one pipeline; SETEX by its modern name."""
+        """Set each with its TTL, in one pipeline."""
         if not marks:
             return
         with self._reached():
@@ -187,8 +204,8 @@ class RedisCoordination(Coordination):
             pipeline.execute()
 
     def get_marks(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the live values, in one MGET."""
-        return self._values(names)
+        """Return the live values, in one MGET, as of leases."""
+        return self.holders(names)
 
     # --- Wake-up calls ----------------------------------------------------------------------------
 
@@ -238,8 +255,6 @@ class RedisCoordination(Coordination):
 
     def _client(self) -> Any:
         if self._url:
-            if self._own_client is None:  # to make one takes as long as to ask it
-                self._own_client = Redis(connection_pool=_pool_of(self._url))
             return self._own_client
         try:
             return get_redis_connection(self.cache_alias)
@@ -262,7 +277,7 @@ class RedisCoordination(Coordination):
             raise CoordinationError(self._unreachable(error)) from error
 
     def _run(self, source: str, keys: list[str], *arguments: object) -> Any:
-        """EVALSHA; a server that forgot the script (restart, failover) gets it again."""
+        """Run a script by its digest. A server that forgot it (restart, failover) gets it again."""
         with self._reached():
             client, what = self._client(), (len(keys), *keys, *arguments)
             try:
@@ -273,31 +288,10 @@ class RedisCoordination(Coordination):
     def _keys(self, names: Sequence[str]) -> list[str]:
         return [self._prefix + name for name in names] if self._prefix else list(names)
 
-    def _values(self, names: Sequence[str]) -> dict[str, str]:
-        if not names:
-            return {}
-        with self._reached():
-            found = self._client().mget(self._keys(names))
-        return {
-            name: text_of(value)
-            for name, value in zip(names, found, strict=True)
-            if value is not None
-        }
-
-
-def _pool_of(url: str) -> ConnectionPool:
-    try:
-        return ConnectionPool.from_url(url, socket_connect_timeout=5, socket_timeout=5)
-    except ValueError:
-        # Without the URL, which may hold a password, or what is wrong with it, which may too.
-        raise ImproperlyConfigured(
-            f"KJO['COORDINATION']['OPTIONS']['URL'] is not a redis:// or rediss:// URL. {ESCAPING}"
-        ) from None
-
 
 @cache
 def _digest(source: str) -> str:
-    """Return what the server calls a script."""
+    """Return the name under which the server knows a script: its SHA-1."""
     return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -313,7 +307,7 @@ _ASK_AFTER = 30.0
 _ANSWERS_WITHIN = 10.0
 
 
-class RedisListener(ReconnectingListener[Any]):
+class RedisListener(ReconnectingListener):
     """Subscribes on a connection it takes from the pool.
 
     :param client: gives a client; asked again after an outage.
@@ -364,11 +358,7 @@ class RedisListener(ReconnectingListener[Any]):
             if message is not None and message["channel"] is not None:
                 called.add(self._names.get(text_of(message["channel"]), ""))
         called.discard("")
-        self._ask(connection)
-        return called
-
-    def _ask(self, connection: Any) -> None:
-        """Ask a server that has long been silent for a sign of life; its answer has no channel."""
+        # A server that has long been silent is asked for a sign of life, which has no channel.
         now = time.monotonic()
         if self._answer_by:
             if now >= self._answer_by:
@@ -376,14 +366,13 @@ class RedisListener(ReconnectingListener[Any]):
         elif now >= self._ask_at:
             connection.ping()
             self._answer_by = now + _ANSWERS_WITHIN
+        return called
 
     def _disconnect(self, connection: Any) -> None:
-        try:
+        with suppress(RedisError, OSError):  # it is gone either way
             connection.close()
-        except (RedisError, OSError):
-            pass  # it is gone either way
 
 
 def text_of(value: bytes | str) -> str:
-    """Return a name as the server sent it; what is not UTF-8 is none of ours."""
+    """Return a name that the server sent. Our names are UTF-8; others are shown with "�"."""
     return value if isinstance(value, str) else value.decode("utf-8", "replace")

@@ -41,7 +41,7 @@ PARALLEL = (
 """Packages that do the like for different things: a transport, a pattern, an interface. A role or a
 resource has one name in all of them."""
 STILL_TWICE = {
-    *("definition", "events", "handlers", "headers", "jobs", "listeners", "publishing", "rows"),
+    *("definition", "events", "handlers", "headers", "jobs", "publishing", "rows"),
 }
 
 

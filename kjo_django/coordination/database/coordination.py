@@ -89,7 +89,7 @@ class DatabaseCoordination(Coordination):
         return [Claim(*claims[name]) for name in names]
 
     def renew(self, names: Sequence[str], token: str, ttl: timedelta) -> list[bool]:
-        """Extend in one statement; a second one asks which, if not all were extended."""
+        """Extend in one statement. If not all were extended, a second one asks which were."""
 
         def extend(batch: Sequence[str]) -> dict[str, str]:
             now = self.clock.now()
@@ -278,7 +278,7 @@ class DatabaseCoordination(Coordination):
 
 
 def _stored(name: str) -> str:
-    """Return the name as the column holds it: a long one ends in a hash of the whole."""
+    """Return the name as it is stored: a long name ends in a hash of the whole name."""
     if len(name) <= _LONGEST_NAME:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()

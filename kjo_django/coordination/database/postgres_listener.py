@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 
-from kjo_django.coordination.listeners import ReconnectingListener
+from kjo_django.coordination.base import ReconnectingListener
 from kjo_django.exceptions import CoordinationError
 from kjo_django.store.postgres import (
     NOTIFY_CHANNEL,
@@ -36,11 +36,11 @@ class SessionLentError(CoordinationError):
         )
 
 
-class PostgresListener(ReconnectingListener["psycopg.Connection[Any]"]):
+class PostgresListener(ReconnectingListener):
     """Listens outside Django's connections: those are closed and pooled.
 
-    :raises SessionLentError: a pooler would give the LISTEN to somebody else, who then hears our
-        calls, without end, while we hear nothing.
+    :raises SessionLentError: a pooler would give the session that listens to another client, which
+        would hear our calls without end, while we would hear nothing.
     """
 
     outages = (psycopg.Error, SessionLentError, OSError, ValueError)
