@@ -13,6 +13,7 @@ from django.db import connections
 
 from kjo_django.transports.database.transport import forget_groups
 from tests.faults.building import TASKS, built, kjo
+from tests.faults.sessions import Sessions
 from tests.faults.world import World
 
 ENGINES = ["sqlite-database", "sqlite-memory", "postgres-database", "postgres-memory"]
@@ -41,8 +42,12 @@ def world(request: Any, settings: Any, monkeypatch: Any) -> Iterator[World]:
         options = connections["default"].settings_dict["OPTIONS"]
         # Nobody may wait for ever for what a struck call has left locked, and no commit for a disk.
         monkeypatch.setitem(options, "options", "-c lock_timeout=3000 -c synchronous_commit=off")
+        sessions = Sessions()
+        request.addfinalizer(sessions.close)
+        sessions.install(monkeypatch)
         empty = _delete_all
-    with built(monkeypatch, empty) as made:
+    stands = getattr(request.module, "TIME_STANDS", False)
+    with built(monkeypatch, empty, stands=stands) as made:
         yield made
 
 

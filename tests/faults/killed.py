@@ -29,7 +29,7 @@ def main() -> None:
     monkeypatch.setattr(Boundary, "die", lambda self: os.kill(os.getpid(), signal.SIGKILL))
     with (
         override_settings(KJO=kjo(transport), TASKS=TASKS),
-        built(monkeypatch, lambda: None) as world,
+        built(monkeypatch, lambda: None, stands=True) as world,
     ):
         world.queues = scenario.queues
         scenario.act(world, world.begin(Fault.DIES_AFTER, int(at)))

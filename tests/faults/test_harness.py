@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 from django.db import connection
 from django.utils import timezone
@@ -23,7 +26,7 @@ from kjo_django.ids import uuid7
 from kjo_django.runtime import get_transport
 from kjo_django.transports.base import OutgoingRecord, Subscription, Transport
 from tests.databases import led_to, sqlite_settings
-from tests.faults.boundary import Died, Fault, within
+from tests.faults.boundary import Boundary, Died, Fault, within
 from tests.faults.clock import Clock
 from tests.faults.conftest import ENGINES
 from tests.faults.killed import left_behind
@@ -33,6 +36,9 @@ from tests.faults.world import FACTS, World, _be_impatient, run
 from tests.ledger.models import Entry
 
 ROOT = Path(__file__).parents[2]
+TIME_STANDS = True
+"""On a machine that stalls for a second, a retry that waits for one would be due by itself, and
+every later call have another number."""
 BY_NAME = {each.name: each for each in SCENARIOS}
 
 
@@ -81,6 +87,35 @@ def test_every_call_of_a_scenario_is_recorded_alike_each_time(world: World) -> N
     kinds = {call.partition(".")[0] for call in recorded[0]}
     assert {Transport.__name__.lower(), Subscription.__name__.lower(), "coordination"} <= kinds
     assert {"commit", "BEGIN"} <= set(recorded[0])
+
+
+@pytest.mark.parametrize("world", ["sqlite-memory"], indirect=True)
+def test_a_machine_that_is_slow_makes_the_same_calls(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second that passes while a job waits for its retry must not make it due."""
+    # Given
+    scenario = BY_NAME["outside-retried"]
+    world.queues = scenario.queues
+    assert run(world, scenario.act, None, -1) == []
+    recorded = world.recorded
+    # When the machine stalls after the first failure is recorded
+    cross, sleep, failures = Boundary.cross, time.sleep, []
+
+    def stalling(boundary: Boundary, name: str, *arguments: Any) -> Any:
+        if name == "INSERT kjo_job_failure" and not failures:
+            failures.append(name)
+        elif name == "commit" and len(failures) == 1:
+            failures.append(name)
+            with within(None):
+                sleep(1.5)
+        return cross(boundary, name, *arguments)
+
+    monkeypatch.setattr(Boundary, "cross", stalling)
+    assert run(world, scenario.act, None, -1) == []
+    # Then
+    assert len(failures) == 2
+    assert world.recorded == recorded
 
 
 @pytest.mark.parametrize("world", ENGINES, indirect=True)
@@ -132,6 +167,36 @@ def test_a_process_that_died_with_rows_unread_holds_no_lock(world: World) -> Non
     _be_impatient()
     Entry.objects.create(job="another's")
     assert [entry.job for entry in Entry.objects.all()] == ["another's"]
+    world.end()
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("world", ["postgres-memory"], indirect=True)
+def test_a_session_that_goes_on_has_forgotten_whose_it_was(world: World) -> None:
+    """PostgreSQL's sessions are kept for the next connection: whoever had one has lost it."""
+    # Given a process in the midst of a transaction, with all that a session may hold
+    process = world.begin()
+    with process.unwatched():
+        cursor = connection.cursor()
+        cursor.execute("SELECT pg_backend_pid()")
+        (session,) = cursor.fetchone()
+        cursor.execute("SELECT pg_advisory_lock(1), set_config('work_mem', '123kB', false)")
+        cursor.execute("LISTEN anything")
+        cursor.execute("BEGIN")
+        Entry.objects.create(job="lost")
+    # When
+    process.bury()
+    # Then nobody holds or finds anything, and the next connection has the session
+    with connection.cursor() as next_one:
+        next_one.execute("SELECT pg_backend_pid(), current_setting('work_mem')")
+        assert next_one.fetchone() == (session, "4MB")
+        next_one.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'")
+        assert next_one.fetchone() == (0,)
+        next_one.execute("SELECT count(*) FROM pg_listening_channels()")
+        assert next_one.fetchone() == (0,)
+    assert not Entry.objects.exists()
+    with pytest.raises(psycopg.OperationalError):
+        cursor.cursor.execute("SELECT 1")
     world.end()
 
 
