@@ -81,18 +81,30 @@ def sqlite_file(_migrated_file: Path, django_db_blocker: Any, tmp_path: Path) ->
         yield path
 
 
+def empty_tables(cursor: Any) -> None:
+    """Leave no row, and let ids begin anew."""
+    ours = "~ '^(kjo|ledger|processed)_'"
+    cursor.execute(
+        "SELECT relname, pg_table_size(oid) > 262144 FROM pg_class"
+        f" WHERE relkind = 'r' AND relname {ours}"
+    )
+    tables = cursor.fetchall()
+    # Truncating makes a table's files anew, a thousand times the work: only where it has grown.
+    for name in (name for name, has_grown in tables if has_grown):
+        cursor.execute(f'TRUNCATE "{name}" CASCADE')
+    cursor.execute("; ".join(f'DELETE FROM "{name}"' for name, _ in tables))
+    cursor.execute(
+        "SELECT setval(seqrelid::regclass, seqstart, false)"
+        f" FROM pg_sequence JOIN pg_class ON pg_class.oid = seqrelid WHERE relname {ours}"
+    )
+
+
 @pytest.fixture
 def postgres(_migrated_postgres: dict[str, Any], django_db_blocker: Any) -> Iterator[None]:
     """``default`` is an empty PostgreSQL database."""
     with django_db_blocker.unblock(), led_to(_migrated_postgres):
-        connection = connections[DEFAULT]
-        tables = ", ".join(
-            connection.ops.quote_name(table)
-            for table in connection.introspection.table_names()
-            if table.startswith(("kjo_", "ledger_", "processed_"))
-        )
-        with connection.cursor() as cursor:
-            cursor.execute(f"TRUNCATE {tables} RESTART IDENTITY CASCADE")
+        with connections[DEFAULT].cursor() as cursor:
+            empty_tables(cursor)
         yield
 
 
