@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
+from django.db.migrations.executor import MigrationExecutor
 from django.utils import timezone
 
 from kjo_django import registry
@@ -188,7 +189,7 @@ def test_work_of_a_paused_queue_may_wait():
 
 def test_unapplied_migrations_are_told(monkeypatch):
     monkeypatch.setattr(
-        module.MigrationExecutor, "migration_plan", lambda self, targets: [("kjo_django", "0002")]
+        MigrationExecutor, "migration_plan", lambda self, targets: [("kjo_django", "0002")]
     )
     found = check("database")
     assert "not applied" in found.detail

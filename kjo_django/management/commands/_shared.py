@@ -119,6 +119,10 @@ class ParsedCommand(BaseCommand):
     """A command whose help names defaults, and whose options may be given to ``call_command`` as
     keywords that are text, which Django does not parse."""
 
+    # This app's settings alone: for the checks of others Django imports every view of the project,
+    # which a worker never calls.
+    requires_system_checks: tuple[str, ...] = ("kjo",)
+
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Return the parser of the command line."""
         kwargs.setdefault("formatter_class", _HelpFormatter)

@@ -17,7 +17,6 @@ from datetime import timedelta
 from django.core import checks as django_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, connections
-from django.db.migrations.executor import MigrationExecutor
 from django.db.models import Sum
 from django.utils import timezone
 
@@ -185,6 +184,9 @@ def _settings(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 def _database(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     connection = connections[jobs_database()]
     connection.ensure_connection()
+    # Only here: a worker that starts needs nothing of it.
+    from django.db.migrations.executor import MigrationExecutor
+
     executor = MigrationExecutor(connection)
     targets = [key for key in executor.loader.graph.leaf_nodes() if key[0] == "kjo_django"]
     pending = executor.migration_plan(targets)

@@ -1,0 +1,57 @@
+"""A project as ``startproject`` makes it, with kjo_django and no setting of it.
+
+python -m tests.acceptance.new_project DATABASE kjo_consume
+python -m tests.acceptance.new_project DATABASE enqueue PATH
+"""
+
+from __future__ import annotations
+
+import sys
+
+import django
+from django.conf import settings
+
+from tests.acceptance.manage import die_with_parent
+
+
+def main() -> None:
+    die_with_parent()
+    database, command, *arguments = sys.argv[1:]
+    context = "django.template.context_processors.request"
+    settings.configure(
+        SECRET_KEY="x" * 50,
+        USE_TZ=True,
+        ROOT_URLCONF="tests.urls",
+        DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": database}},
+        INSTALLED_APPS=[
+            "django.contrib.admin",
+            "django.contrib.auth",
+            "django.contrib.contenttypes",
+            "django.contrib.sessions",
+            "django.contrib.messages",
+            "django.contrib.staticfiles",
+            "kjo_django",
+            "tests.ledger",
+        ],
+        TEMPLATES=[
+            {
+                "BACKEND": "django.template.backends.django.DjangoTemplates",
+                "APP_DIRS": True,
+                "OPTIONS": {"context_processors": [context]},
+            }
+        ],
+        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+    )
+    if command == "enqueue":
+        django.setup()
+        from tests.ledger import jobs
+
+        jobs.list_modules.enqueue(path=arguments[0])
+        return
+    from django.core.management import execute_from_command_line
+
+    execute_from_command_line(["manage.py", command, *arguments])
+
+
+if __name__ == "__main__":
+    main()
