@@ -172,6 +172,8 @@ def install(monkeypatch: Any, classes: list[type]) -> None:
     """Watch the database and these classes of transports, subscriptions and coordination."""
     for name in ("execute", "executemany"):
         monkeypatch.setattr(CursorWrapper, name, _statement(getattr(CursorWrapper, name)))
+    for name in ("fetchone", "fetchmany", "fetchall"):
+        monkeypatch.setattr(CursorWrapper, name, _fetch(name), raising=False)
     monkeypatch.setattr(psycopg.Cursor, "copy", _copy(psycopg.Cursor.copy))
     for name, fail in (("_commit", _fail_commit), ("_rollback", _lose), ("connect", _lose)):
         wrapped = _of_connection(name.strip("_"), getattr(BaseDatabaseWrapper, name), fail)
@@ -219,6 +221,22 @@ def _statement(execute: Any) -> Any:
         return boundary.cross(_short(sql), effect, functools.partial(_fail_statement, cursor.db))
 
     return executing
+
+
+def _fetch(name: str) -> Any:
+    """No call over the boundary, but SQLite's library may not be within one when its session is
+    closed: it makes rows as they are fetched."""
+
+    def fetching(cursor: Any, *arguments: Any) -> Any:
+        fetch, boundary = CursorWrapper.__getattr__(cursor, name), current()
+        if boundary is None:
+            return fetch(*arguments)
+        with boundary.uses(cursor.db):
+            if boundary.is_dead:
+                raise Died
+            return fetch(*arguments)
+
+    return fetching
 
 
 def _copy(copy: Any) -> Any:

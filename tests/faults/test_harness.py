@@ -201,8 +201,12 @@ def test_a_session_that_goes_on_has_forgotten_whose_it_was(world: World) -> None
 
 
 @pytest.mark.parametrize("world", ["sqlite-database"], indirect=True)
-def test_a_death_waits_for_the_call_that_another_thread_is_in(world: World) -> None:
-    """SQLite's library crashes when a session is closed in the midst of a statement."""
+@pytest.mark.parametrize("fetches", [False, True])
+def test_a_death_waits_for_the_call_that_another_thread_is_in(
+    world: World, *, fetches: bool
+) -> None:
+    """SQLite's library crashes when a session is closed in the midst of a statement, or while the
+    next row is fetched, which is when it is made."""
     # Given a thread of the process within a statement
     process = world.begin()
     entered, goes_on = threading.Event(), threading.Event()
@@ -214,7 +218,11 @@ def test_a_death_waits_for_the_call_that_another_thread_is_in(world: World) -> N
     def ask() -> None:
         with within(process.boundary), connection.cursor() as cursor:
             connection.connection.create_function("wait", 0, wait)
-            cursor.execute("SELECT wait()")
+            if fetches:
+                cursor.execute("SELECT 1 UNION ALL SELECT 2 UNION ALL SELECT wait()")
+                cursor.fetchall()
+            else:
+                cursor.execute("SELECT wait()")
 
     with ThreadPoolExecutor(2) as threads:
         asked = threads.submit(ask)
