@@ -237,7 +237,12 @@ class Relay:
             for one in made
         ]
         accepted = [
-            Publication(_without_payload(job), queue.topic, answer.partition, answer.offset)
+            Publication(
+                job if len(job.payload) <= LARGE else job._replace(payload=b""),
+                queue.topic,
+                answer.partition,
+                answer.offset,
+            )
             for job, answer in zip(jobs, answers, strict=True)
             if answer.error is None
         ]
@@ -433,11 +438,6 @@ class Relay:
             logger.warning("The relay's listener could not be closed: %s", error)
         self._leases.release(self.queues)
         connections.close_all()
-
-
-def _without_payload(job: DueJob) -> DueJob:
-    """Return what has to be known of a job until it is recorded that it was published."""
-    return job._replace(payload=b"") if len(job.payload) > LARGE else job
 
 
 def drop_broken(using: str) -> None:
