@@ -264,9 +264,8 @@ class Poller:
         fetch, as ``plan_fetch`` does."""
         assigned = subscription.assignment()
         topics = {q.topic for q in self._queues.values() if q.name in self._paused_queues}
-        paused = self._scheduler.paused_partitions()
+        held, occupied, paused = self._scheduler.load_of(subscription)
         unwanted = {tp for tp in assigned if tp.topic in topics or tp in paused}
-        held, occupied = self._scheduler.load_of(subscription)
         max_records, full = plan_fetch(
             self._max_outstanding,
             [each for each in assigned if each not in unwanted],

@@ -445,9 +445,11 @@ class GroupScheduler:
 
     # --- What it holds ----------------------------------------------------------------------------
 
-    def load_of(self, subscription: Subscription) -> tuple[dict[TopicPartition, int], int]:
-        """Return how many deliveries of a subscription wait and run, by partition; and how many of
-        all subscriptions keep others from being fetched.
+    def load_of(
+        self, subscription: Subscription
+    ) -> tuple[dict[TopicPartition, int], int, Collection[TopicPartition]]:
+        """Return how many deliveries of a subscription wait and run, by partition; how many of all
+        subscriptions keep others from being fetched; and the partitions that are paused.
 
         Those of paused queues do so only while they run: nothing more is fetched of such a queue,
         and what waits of it must not stop the other queues.
@@ -459,7 +461,9 @@ class GroupScheduler:
             if self._paused:
                 paused = (key for key in self._keys.values() if key.queue in self._paused)
                 occupied -= sum(each.weight for key in paused for each in key.waiting)
-            return held, occupied
+            now = self._clock.monotonic()
+            self._paused_until = {tp: end for tp, end in self._paused_until.items() if end > now}
+            return held, occupied, set(self._paused_until)
 
     def keys_waiting(self, subscription: Subscription, count: int) -> set[TopicKey]:
         """Return the keys of which at least so many of a subscription's deliveries wait."""

@@ -311,7 +311,7 @@ def test_a_key_of_large_values_counts_by_its_bytes():
         record = Record("a", 0, number, key, b"x" * size, {})
         scheduler.put([Delivery(record, subscription, queue, "tests", None, None)])
     # Then
-    assert scheduler.load_of(subscription) == ({A0: 7}, 7)
+    assert scheduler.load_of(subscription) == ({A0: 7}, 7, set())
     assert scheduler.keys_waiting(subscription, 6) == {("a", b"k")}
     assert scheduler.keys_waiting(subscription, 7) == set()
     # When the first has run
@@ -320,7 +320,7 @@ def test_a_key_of_large_values_counts_by_its_bytes():
     assert scheduler.load_of(subscription)[1] == 7 - sum(d.weight for d in group.deliveries)
     # And the rest is another's
     scheduler.discard([A0], subscription)
-    assert scheduler.load_of(subscription) == ({}, 0)
+    assert scheduler.load_of(subscription) == ({}, 0, set())
 
 
 def test_a_log_is_read_no_further_than_a_crash_may_repeat():

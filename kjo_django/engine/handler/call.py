@@ -160,17 +160,17 @@ def call_step(
     handler, context, contexts = _prepare(runtime, step)
     if not contexts:
         return None
-    clock, raised = time.perf_counter(), None
+    began = time.perf_counter()
     try:
         with around:
             call = chain(handler, watch, tracing.tracer, False, runtime.settings.middleware)
-            _note_results(contexts, call(context))
+            _note_results(contexts, began, call(context))
     except BaseException as error:
         if is_interrupt(error):
             raise
-        raised = error
-    _note_end(contexts, time.perf_counter() - clock, raised)
-    return raised
+        _note_error(contexts, began, error)
+        return error
+    return None
 
 
 async def acall_step(runtime: Runtime, watch: TimeoutWatch, step: Sequence[Attempt]) -> None:
@@ -180,17 +180,17 @@ async def acall_step(runtime: Runtime, watch: TimeoutWatch, step: Sequence[Attem
     handler, context, contexts = _prepare(runtime, step)
     if not contexts:
         return
-    clock, raised = time.perf_counter(), None
+    began = time.perf_counter()
     try:
         call = chain(handler, watch, tracing.tracer, True, runtime.settings.middleware)
-        _note_results(contexts, await call(context))
+        _note_results(contexts, began, await call(context))
     except BaseException as error:
-        raised = error
-    _note_end(contexts, time.perf_counter() - clock, raised)
-    if raised is not None:
-        for attempt in step:
-            if attempt.error is None:
-                await acall_step(runtime, watch, [attempt])
+        _note_error(contexts, began, error)
+    else:
+        return
+    for attempt in step:
+        if attempt.error is None:
+            await acall_step(runtime, watch, [attempt])
 
 
 def _prepare(
@@ -247,13 +247,15 @@ def _prepare(
     return handler, context, contexts
 
 
-def _note_results(contexts: Mapping[Attempt, JobContext], value: Any) -> None:
-    """Note in the attempts what their call has returned.
+def _note_results(contexts: Mapping[Attempt, JobContext], began: float, value: Any) -> None:
+    """Note in the attempts what their call has returned, and how long it took.
 
+    :param began: what ``time.perf_counter`` said before the call.
     :raises PermanentError: a batch handler did not return one result for each item, or a result
         cannot be stored.
     """
-    handler, count = next(iter(contexts)).delivery.handler, len(contexts)
+    seconds, count = time.perf_counter() - began, len(contexts)
+    handler = next(iter(contexts)).delivery.handler
     assert handler is not None
     values: Sequence[Any] = [value]
     if handler.options.batch is not None:
@@ -265,6 +267,8 @@ def _note_results(contexts: Mapping[Attempt, JobContext], value: Any) -> None:
                 f"for each of its {count} items, not {what}"
             )
     for (attempt, context), result in zip(contexts.items(), values, strict=True):
+        attempt.seconds, attempt.result_ttl = seconds / count, context.result_ttl
+        attempt.abort_reason = context.abort_reason
         attempt.error = context.error if isinstance(context, BatchItem) else None
         if result is None or attempt.error is not None:
             continue
@@ -278,16 +282,15 @@ def _note_results(contexts: Mapping[Attempt, JobContext], value: Any) -> None:
             raise PermanentError(f"The handler's result cannot be stored: {error}") from error
 
 
-def _note_end(
-    contexts: Mapping[Attempt, JobContext], seconds: float, raised: BaseException | None
+def _note_error(
+    contexts: Mapping[Attempt, JobContext], began: float, raised: BaseException
 ) -> None:
-    """Note in the attempts how long their call took, and who has failed if it raised: the only item
-    of a batch, or those that were asked to end."""
+    """Note in the attempts how long a call took that has raised, and which of them have failed: the
+    only one, or those that were asked to end."""
+    seconds = time.perf_counter() - began
     for attempt, context in contexts.items():
         attempt.seconds, attempt.result_ttl = seconds / len(contexts), context.result_ttl
         attempt.abort_reason = context.abort_reason
-        if raised is None:
-            continue
         attempt.result = attempt.error = None
         if len(contexts) == 1 or (
             context.abort_reason in UNWANTED and isinstance(raised, JobCancelledError)
@@ -298,7 +301,7 @@ def _note_end(
             why = f"{type(raised).__name__}: {text_of(raised)}"
             why = f"The batch of job {context.job_id} was aborted: {why}"
             attempt.error = JobCancelledError(why)
-    if raised is not None and len(contexts) > 1:
+    if len(contexts) > 1:
         first = next(iter(contexts.values()))
         logger.warning(
             "A batch of %d of %s failed, its items run again one by one: %s: %s",

@@ -142,6 +142,10 @@ class LazySavepoint:
             self._sid = None
             del connection.savepoint_ids[self._depth :]
 
+    def is_transaction_pristine(self) -> bool:
+        """Return whether the transaction around the last handler can go on with others."""
+        return is_pristine(self._connection, self._blocks)
+
     def _undo(self) -> None:
         connection, sid = self._connection, self._sid
         self._sid = None

@@ -28,7 +28,6 @@ from kjo_django.engine.attempt import UNWANTED, Attempt, Ending, Reason
 from kjo_django.engine.handler.call import call_step, in_steps
 from kjo_django.engine.handler.connections import (
     freshen_connections,
-    is_pristine,
     open_blocks,
     pristine,
 )
@@ -91,7 +90,6 @@ class LaneRunner:
         """
         using = self._runtime.database
         connection = connections[using]
-        blocks = len(connection.atomic_blocks)
         # Only where there are others.
         outer = open_blocks() if len(connections.settings) > 1 else None
         budget = self._runtime.settings.group_budget.total_seconds()
@@ -123,9 +121,7 @@ class LaneRunner:
             parts = [calls] if calls else []
             for part in parts:
                 raised = self._call(part, savepoint or pristine(connection))
-                if raised is not None and (
-                    savepoint is None or not is_pristine(connection, blocks)
-                ):
+                if raised is not None and not (savepoint and savepoint.is_transaction_pristine()):
                     unwanted = [attempt for attempt in part if attempt.abort_reason in UNWANTED]
                     why = f"{part[0].delivery.kind}: {failures.error_text(raised)}"
                     raise RolledBack(why, unwanted) from raised
