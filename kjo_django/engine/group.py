@@ -714,6 +714,9 @@ class Pipeline:
         deferred: list[Delivery] = []
         groups: defaultdict[Subscription, list[Attempt]] = defaultdict(list)
         for attempt in attempts:
+            if attempt.ending is None:
+                # A bug. Were its message acknowledged, the job would be lost.
+                raise RuntimeError(f"{attempt.delivery.lease} was not judged")
             groups[attempt.delivery.subscription].append(attempt)
         for subscription, group in groups.items():
             try:

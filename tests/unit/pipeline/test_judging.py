@@ -53,6 +53,10 @@ def interrupted(*arguments):
     raise KeyboardInterrupt
 
 
+async def completed_coroutine():
+    return None
+
+
 async def interrupted_coroutine(*arguments):
     raise KeyboardInterrupt
 
@@ -92,6 +96,24 @@ def test_a_keyboard_interrupt_in_the_main_thread_goes_on(bench):
     as_job(interrupted, "bench.interrupted").enqueue()
     with pytest.raises(KeyboardInterrupt):
         bench.run()
+
+
+@both
+def test_a_run_that_was_not_judged_is_not_acknowledged(bench, monkeypatch):
+    """Taken for settled, its job would stay open for ever."""
+    # Given
+    as_job(completed_coroutine, "bench.forgotten", atomic=False).enqueue()
+    deliveries = bench.poll()
+    # When
+    with monkeypatch.context() as patched:
+        patched.setattr(failures, "judge", lambda runtime, attempt: attempt)
+        deferred = bench.run(deliveries)
+    # Then
+    assert deferred == deliveries
+    assert states() == ["queued"]
+    # And when it comes up again
+    bench.run(deferred)
+    assert states() == ["completed"]
 
 
 class UnreadableError(OSError):
