@@ -15,10 +15,12 @@ import grimp
 import kjo_django
 
 ROOT = Path(kjo_django.__file__).parent
-MOST_MODULES = 210
-MOST_CLASSES = 385
-MOST_CORE_LINES = 19_400
-OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations"}
+MOST_MODULES = 240
+MOST_CLASSES = 440
+MOST_CORE_LINES = 21_000
+FEATURES = {"limits", "schedules", "workflows"}
+"""Packages that came after the redesign; decision 170 says what they buy."""
+OUTSIDE_THE_CORE = {"patterns", "admin", "api", "contrib", "testing", "migrations", *FEATURES}
 
 
 @cache
