@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
-from django.db import OperationalError, connections, transaction
+from django.db import IntegrityError, OperationalError, connections, transaction
 from django.utils import timezone
 
 from kjo_django import states
@@ -322,12 +322,13 @@ def _record_job(runtime: Runtime, attempt: Attempt, now: datetime) -> tuple[Any,
         row = _birth(runtime, attempt, changes, now)
         if row is None:
             return None, True
-        attempt.born_id = row.pk
-        rows = Job.objects.using(using)
-        rows.bulk_create([row], ignore_conflicts=True)
-        if not rows.filter(pk=row.pk).exists():
+        try:
+            with transaction.atomic(using=using):
+                Job.objects.using(using).bulk_create([row])
+        except IntegrityError:
             # Another worker had the message meanwhile, and its row was born first.
             return None, False
+        attempt.born_id = row.pk
         if is_retry:
             _send_retry(runtime, row)
         return row.pk, True
@@ -375,7 +376,9 @@ def _birth(
     was_sent_here = False
     if str(id) == message.id:
         rows = Job.objects.using(using).filter(pk=id, destination=record.topic)
-        was_sent_here = bool(rows.delete()[0])
+        # One conditional DELETE: delete() reads first, and would then delete the row of another
+        # worker that has recorded the failure meanwhile, and unlink its dead letter.
+        was_sent_here = bool(rows._raw_delete(using))
     is_retry = attempt.ending is Ending.RETRIED
     if not is_retry and not was_sent_here:
         return None

@@ -47,6 +47,27 @@ def test_every_fault(scenario: Scenario, world: World) -> None:
     check(scenario, world, [case for case in cases if not is_left_out(case, same)])
 
 
+FOUND = [
+    # Another worker records the same first failure before the row that sent the message is deleted.
+    ("stream-dead", "DELETE kjo_job", Fault.TAKES_40_S, "postgres-memory"),
+]
+"""Cases that ``test_every_fault`` found: scenario, how the call begins, fault, engine."""
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "fault", "world"),
+    FOUND,
+    indirect=["world"],
+    ids=lambda each: str(getattr(each, "value", each)),
+)
+def test_a_case_that_was_found(name: str, call: str, fault: Fault, world: World) -> None:
+    scenario = next(each for each in SCENARIOS if each.name == name)
+    record(scenario, world)
+    calls = [at for at, recorded in enumerate(world.recorded) if recorded.startswith(call)]
+    assert calls
+    check(scenario, world, [(at, fault) for at in calls])
+
+
 def record(scenario: Scenario, world: World, *, marks: bool = False) -> list[tuple[int, Fault]]:
     """Run the scenario without a fault; return its cases."""
     world.queues = scenario.queues
