@@ -59,7 +59,8 @@ LARGE = 1024
 RECORD_AGAIN = 0.1
 """Seconds until a row that was locked is looked at again, though one batch follows the other: its
 job's next attempt, or generation, waits for that."""
-LEASE_TTL = timedelta(seconds=10)
+LEASE_TTL = timedelta(seconds=5)
+"""So long the queues of a relay that was killed wait for another one."""
 LONGEST_BATCH = timedelta(minutes=2)
 """A relay that is busy with one batch for longer, or that has not been able to record one for so
 long, hangs: its leases are renewed no more."""

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.conf import Settings, convert
+from kjo_django.conf import Settings
+from kjo_django.values import read_options
 
 SETTINGS = Path(__file__).resolve().parents[2] / "example_project" / "settings.py"
 VARIABLES = {
@@ -26,7 +27,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings() -> dict[str, Any]:
     """The settings a new process would have."""
     found = runpy.run_path(str(SETTINGS))
-    assert convert(Settings, found["KJO"], "KJO")[1] == []
+    assert read_options(Settings, found["KJO"], "KJO", upper=True)[1] == []
     return found
 
 

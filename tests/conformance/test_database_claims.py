@@ -199,8 +199,8 @@ def test_rows_of_a_claim_whose_answer_was_lost_are_handed_out_after_all(
     publish(transport, "a1", "a2", "b1", "a3")
     claim, is_lost = DatabaseSubscription._claim, iter([False, True])
 
-    def lose(self: DatabaseSubscription, limit: int) -> list[Record]:
-        records = claim(self, limit)
+    def lose(self: DatabaseSubscription, *limits: int) -> list[Record]:
+        records = claim(self, *limits)
         if next(is_lost, False):
             raise OperationalError("server closed the connection unexpectedly")
         return records
