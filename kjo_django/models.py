@@ -1,5 +1,5 @@
-"""The tables: jobs and their failures, dead letters, markers of effects, workers, queues, figures,
-and those of the database transport and the database coordination."""
+"""The tables: jobs and their failures, workflows, dead letters, markers of effects, workers,
+queues, figures, and those of the database transport and the database coordination."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kjo_django import states
 from kjo_django.ids import uuid7
 from kjo_django.messages.headers import message_id
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, loads_for_display
-from kjo_django.states import JobState, JobStatus
+from kjo_django.states import JobState, JobStatus, OnFailure, WorkflowState
 
 # --- Jobs -----------------------------------------------------------------------------------------
 
@@ -73,6 +73,10 @@ class JobQuerySet(models.QuerySet["Job"]):
             Q(state=JobState.QUEUED, available_at__lte=now or timezone.now())
             | Q(state__in=states.AWAITING_PUBLISH, available_at__lte=now or timezone.now())
         )
+
+    def unfinished(self) -> JobQuerySet:
+        """Jobs that have not ended, with those that wait for other steps of their workflow."""
+        return self.filter(state__in=states.UNFINISHED)
 
     def finished(self) -> JobQuerySet:
         """Jobs that will not run again by themselves."""
@@ -147,6 +151,18 @@ class Job(models.Model):
     topic = models.CharField(_("topic"), max_length=249, blank=True, default="")
     partition = models.IntegerField(_("partition"), null=True, blank=True)
     offset = models.BigIntegerField(_("offset"), null=True, blank=True)
+    stage = models.ForeignKey(
+        "kjo_django.WorkflowStage",
+        on_delete=models.DO_NOTHING,
+        null=True,
+        blank=True,
+        related_name="jobs",
+        db_index=False,  # the index below leaves out jobs of no workflow
+        db_constraint=False,  # which would cost every job a check
+        editable=False,
+        verbose_name=_("stage"),
+        help_text=_("Of a workflow's step."),
+    )
 
     objects = JobQuerySet.as_manager()
 
@@ -179,6 +195,12 @@ class Job(models.Model):
             # Lists and counts by state: everything but the completed mass.
             models.Index(
                 fields=("state", "id"), name="kjo_job_state_idx", condition=~Q(state="completed")
+            ),
+            # The steps of a workflow; jobs of none are not in it.
+            models.Index(
+                fields=("stage", "id"),
+                name="kjo_job_stage_idx",
+                condition=Q(stage__isnull=False),
             ),
         )
 
@@ -280,6 +302,145 @@ def transition(action: str, jobs: models.QuerySet[Job], **changes: Any) -> int:
     if action == "requeue":
         changes.setdefault("generation", F("generation") + 1)
     return jobs.filter(state__in=states.TRANSITIONS[action]).update(**changes)
+
+
+# --- Workflows ------------------------------------------------------------------------------------
+
+
+class Workflow(models.Model):
+    """Jobs that wait for one another. Whoever changes what waits for what holds this row locked."""
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    name = models.CharField(_("name"), max_length=100)
+    unique_id = models.CharField(
+        _("unique id"),
+        max_length=255,
+        null=True,
+        blank=True,
+        help_text=_("Given by the caller: one workflow per name and unique id."),
+    )
+    state = models.CharField(
+        _("state"), max_length=10, choices=WorkflowState.choices, default=WorkflowState.RUNNING
+    )
+    reason = models.CharField(
+        _("reason"),
+        max_length=500,
+        blank=True,
+        default="",
+        help_text=_("Why it failed, was cancelled or is held."),
+    )
+    on_failure = models.CharField(
+        _("on failure"), max_length=6, choices=OnFailure.choices, default=OnFailure.CANCEL
+    )
+    step_count = models.PositiveIntegerField(_("steps"), default=0)
+    open_stage_count = models.PositiveIntegerField(
+        _("open stages"), default=0, help_text=_("Stages with a step that has not ended.")
+    )
+    deadline = models.DateTimeField(
+        _("deadline"), null=True, blank=True, help_text=_("Not ended by then, it fails.")
+    )
+    created_at = models.DateTimeField(_("created at"), default=timezone.now)
+    finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
+
+    class Meta:
+        db_table = "kjo_workflow"
+        verbose_name = _("workflow")
+        verbose_name_plural = _("workflows")
+        ordering = ("-id",)
+        default_permissions = ("view",)
+        permissions = (
+            ("cancel_workflow", _("Can cancel workflows")),
+            ("retry_workflow", _("Can retry workflows from their failed steps")),
+        )
+        constraints = (
+            UniqueWhereGiven(fields=("name", "unique_id"), name="kjo_workflow_unique_id"),
+        )
+        indexes = (
+            models.Index(fields=("state", "id"), name="kjo_workflow_state_idx"),
+            models.Index(
+                fields=("deadline",),
+                name="kjo_workflow_deadline_idx",
+                condition=Q(state__in=("running", "held"), deadline__isnull=False),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.unique_id or self.id}"
+
+
+class WorkflowStage(models.Model):
+    """A node of a workflow's graph: steps of one handler that wait for the same steps, and that the
+    same steps wait for. A step that has no such siblings is a stage of its own."""
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    workflow = models.ForeignKey(Workflow, on_delete=models.CASCADE, related_name="stages")
+    handler = models.CharField(_("handler"), max_length=100)
+    queue = models.CharField(_("queue"), max_length=100)
+    on_failure = models.CharField(_("on failure"), max_length=6, choices=OnFailure.choices)
+    step_count = models.PositiveIntegerField(_("steps"))
+    argument = models.CharField(
+        _("argument"),
+        max_length=100,
+        blank=True,
+        default="",
+        help_text=_("Is given the result of the one step of the source."),
+    )
+    source = models.ForeignKey(
+        "self", on_delete=models.SET_NULL, null=True, blank=True, related_name="+", db_index=False
+    )
+    finished_at = models.DateTimeField(
+        _("finished at"), null=True, blank=True, help_text=_("When its last step ended.")
+    )
+
+    class Meta:
+        db_table = "kjo_workflow_stage"
+        ordering = ("id",)
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.handler} ({self.step_count})"
+
+
+class WorkflowEdge(models.Model):
+    """A stage waits for another. It is released once, when all its edges are met."""
+
+    id = models.BigAutoField(primary_key=True)
+    required = models.ForeignKey(
+        WorkflowStage, on_delete=models.CASCADE, related_name="followers", db_index=False
+    )
+    stage = models.ForeignKey(
+        WorkflowStage, on_delete=models.CASCADE, related_name="requirements", db_index=False
+    )
+    is_met = models.BooleanField(default=False)
+
+    class Meta:
+        db_table = "kjo_workflow_edge"
+        default_permissions = ()
+        constraints = (
+            models.UniqueConstraint(fields=("required", "stage"), name="kjo_workflow_edge_key"),
+        )
+        indexes = (models.Index(fields=("stage", "is_met"), name="kjo_workflow_edge_idx"),)
+
+    def __str__(self) -> str:
+        return f"{self.required_id} -> {self.stage_id}"
+
+
+class WorkflowCount(models.Model):
+    """How the steps of a stage have ended. A large stage has several of these rows, so that the
+    transactions that complete its steps seldom wait for each other."""
+
+    id = models.BigAutoField(primary_key=True)
+    stage = models.ForeignKey(WorkflowStage, on_delete=models.CASCADE, related_name="counts")
+    open_count = models.IntegerField(default=0)
+    failed_count = models.IntegerField(default=0)
+    cancelled_count = models.IntegerField(default=0)
+
+    class Meta:
+        db_table = "kjo_workflow_count"
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.open_count} open"
 
 
 # --- Dead letters ---------------------------------------------------------------------------------

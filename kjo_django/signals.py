@@ -1,7 +1,7 @@
 """Signals: everything observable that happens to a job. Receivers observe, they never decide.
 
 Sent with ``send_robust`` after the state they report is committed: a receiver that raises is
-logged and changes nothing. ``sender`` is the handler's name, or the queue's.
+logged and changes nothing. ``sender`` is the name of the handler, the queue or the workflow.
 
 =====================  ===========================================================================
 signal                 keyword arguments
@@ -31,6 +31,8 @@ queue_resumed          queue, actor
 queue_changed          queue, actor, changes
 item_sent              item_id, topic, content_hash, message_type, batch_id
 item_send_failed       item_id, topic, error, message_type, batch_id
+workflow_completed     workflow_id, name, unique_id
+workflow_failed        workflow_id, name, unique_id, state, reason
 worker_started         worker_id
 worker_stopped         worker_id
 worker_asked           worker_id, wish, actor
@@ -66,6 +68,8 @@ queue_resumed = Signal()
 queue_changed = Signal()
 item_sent = Signal()
 item_send_failed = Signal()
+workflow_completed = Signal()
+workflow_failed = Signal()
 worker_started = Signal()
 worker_stopped = Signal()
 worker_asked = Signal()

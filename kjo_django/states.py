@@ -1,5 +1,9 @@
 """The one state machine of a job: its states, its legal transitions, its picture.
 
+    waiting (a workflow's step)
+       │  ▲ └──cancel──> cancelled
+    release └await (the workflow is retried: cancelled steps wait again)
+       ▼
     pending ──publish──> queued ──success──> completed
        │  ▲                │ ▲ └──retry left──> failing ──publish──┐
        │  └requeue, rescue─┼─┼──────────────────── │ <─────────────┘ (back to queued)
@@ -22,6 +26,7 @@ from django.utils.translation import gettext_lazy as _
 class JobState(models.TextChoices):
     """What is stored in ``Job.state``."""
 
+    WAITING = "waiting", _("Waiting")
     PENDING = "pending", _("Pending")
     QUEUED = "queued", _("Queued")
     FAILING = "failing", _("Failing")
@@ -33,6 +38,7 @@ class JobState(models.TextChoices):
 class JobStatus(models.TextChoices):
     """What people are shown: the stored states and the two virtual ones."""
 
+    WAITING = "waiting", _("Waiting")
     PENDING = "pending", _("Pending")
     SCHEDULED = "scheduled", _("Scheduled")
     QUEUED = "queued", _("Queued")
@@ -41,6 +47,24 @@ class JobStatus(models.TextChoices):
     COMPLETED = "completed", _("Completed")
     FAILED = "failed", _("Failed")
     CANCELLED = "cancelled", _("Cancelled")
+
+
+class WorkflowState(models.TextChoices):
+    """What is stored in ``Workflow.state``."""
+
+    RUNNING = "running", _("Running")
+    HELD = "held", _("Held")
+    COMPLETED = "completed", _("Completed")
+    FAILED = "failed", _("Failed")
+    CANCELLED = "cancelled", _("Cancelled")
+
+
+class OnFailure(models.TextChoices):
+    """What becomes of a workflow's step when one that it waits for has failed for good."""
+
+    CANCEL = "cancel", _("Is cancelled")
+    RUN = "run", _("Runs all the same")
+    HOLD = "hold", _("Waits until the failed step has completed")
 
 
 class ItemState(models.IntegerChoices):
@@ -53,21 +77,27 @@ class ItemState(models.IntegerChoices):
 
 
 OPEN = (JobState.PENDING, JobState.QUEUED, JobState.FAILING)
+"""States in which a job may run, or runs."""
+UNFINISHED = (JobState.WAITING, *OPEN)
+"""``OPEN`` and the state of a step that waits for other steps: no message of it runs."""
 FINAL = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 AWAITING_PUBLISH = (JobState.PENDING, JobState.FAILING)
+OPEN_WORKFLOWS = (WorkflowState.RUNNING, WorkflowState.HELD)
 
 TRANSITIONS: dict[str, list[JobState]] = {
     "publish": sorted(AWAITING_PUBLISH),
     "complete": sorted(OPEN),
     "retry": sorted(OPEN),
     "fail": sorted(OPEN),
-    "cancel": sorted(OPEN),
-    "requeue": sorted(JobState),
+    "cancel": sorted(UNFINISHED),
+    "requeue": sorted((*OPEN, *FINAL)),
     "republish": [JobState.QUEUED],
+    "release": [JobState.WAITING],
+    "await": [JobState.CANCELLED],
 }
 """The states that each action may start from. ``requeue`` begins a new generation, so it may start
-anywhere; ``republish`` is the rescue of a queued job whose message is gone: same generation, same
-attempt."""
+anywhere but in ``waiting``, which only ``release`` and ``cancel`` end; ``republish`` is the rescue
+of a queued job whose message is gone: same generation, same attempt."""
 
 RESULT_OF: dict[str, JobState] = {
     "publish": JobState.QUEUED,
@@ -77,6 +107,8 @@ RESULT_OF: dict[str, JobState] = {
     "cancel": JobState.CANCELLED,
     "requeue": JobState.PENDING,
     "republish": JobState.PENDING,
+    "release": JobState.PENDING,
+    "await": JobState.WAITING,
 }
 
 
@@ -91,7 +123,7 @@ _TO_KJO = {
     JobStatus.CANCELLED: "FAILED",
     JobStatus.PROCESSING: "PROCESSING",
 }
-_TO_QUEUE = {JobStatus.PENDING: "queued", JobStatus.SCHEDULED: "queued"}
+_TO_QUEUE = dict.fromkeys((JobStatus.WAITING, JobStatus.PENDING, JobStatus.SCHEDULED), "queued")
 _TO_DJANGO_TASKS = {
     JobStatus.PROCESSING: "RUNNING",
     JobStatus.COMPLETED: "SUCCESSFUL",

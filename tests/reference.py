@@ -312,8 +312,8 @@ def transitions() -> Iterator[str]:
     from kjo_django.states import RESULT_OF, TRANSITIONS, JobState
 
     def start(states: list[JobState]) -> str:
-        if set(states) == set(JobState):
-            return "any"
+        if set(states) == set(JobState) - {JobState.WAITING}:
+            return "any but `waiting`"
         return ", ".join(code(state.value) for state in JobState if state in states)
 
     return table(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -18,7 +19,7 @@ from django.db.models.functions import Length
 from django.utils import timezone
 
 from kjo_django import states
-from kjo_django.models import EventKey, Job, Lease, ProcessedEvent, transition
+from kjo_django.models import EventKey, Job, Lease, ProcessedEvent, WorkflowCount, transition
 from kjo_django.states import JobState
 from kjo_django.store.rows import (
     COLUMNS,
@@ -28,6 +29,7 @@ from kjo_django.store.rows import (
     JobRow,
     Place,
     Publication,
+    StepCounts,
 )
 from kjo_django.values import ANY_SIZE, count_within
 
@@ -326,6 +328,30 @@ class Store:
         ended = Job.objects.using(self.alias).filter(state=JobState.COMPLETED, finished_at=now)
         ids = {one.row.id for one in completions}
         return set(ended.filter(pk__in=ids).values_list("pk", flat=True))
+
+    # --- Steps of workflows -----------------------------------------------------------------------
+
+    def count_steps(self, changes: Mapping[int, StepCounts]) -> list[tuple[UUID, StepCounts]]:
+        """Add changes to rows of counts, inside the caller's transaction. All transactions lock the
+        rows in one order.
+
+        :param changes: by the key of the row.
+        :returns: the stage of each row, and its numbers as they are now.
+        """
+        counts = WorkflowCount.objects.using(self.alias)
+        rows = counts.filter(pk__in=changes).order_by("pk")
+        features = connections[self.alias].features
+        if features.has_select_for_update:
+            rows = rows.select_for_update(no_key=features.has_select_for_no_key_update)
+        found = []
+        for row in rows:
+            old = row.open_count, row.failed_count, row.cancelled_count
+            new = StepCounts(*map(operator.add, old, changes[row.pk]))
+            counts.filter(pk=row.pk).update(
+                open_count=new.open, failed_count=new.failed, cancelled_count=new.cancelled
+            )
+            found.append((row.stage_id, new))
+        return found
 
     # --- New jobs ---------------------------------------------------------------------------------
 

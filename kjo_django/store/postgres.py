@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timedelta
 from functools import cache
@@ -17,7 +17,15 @@ from kjo_django import states
 from kjo_django.ids import uuid7_values
 from kjo_django.models import EventKey, Job
 from kjo_django.store.base import JOB_FIELDS, NOWHERE, Store
-from kjo_django.store.rows import COLUMNS, Completion, DueJob, JobRow, Place, Publication
+from kjo_django.store.rows import (
+    COLUMNS,
+    Completion,
+    DueJob,
+    JobRow,
+    Place,
+    Publication,
+    StepCounts,
+)
 from kjo_django.values import ANY_SIZE
 
 if TYPE_CHECKING:
@@ -305,6 +313,15 @@ class PostgresStore(Store):
                 return {one.row.id for one in completions}
         return self._completed_at(now, completions)
 
+    # --- Steps of workflows -----------------------------------------------------------------------
+
+    def count_steps(self, changes: Mapping[int, StepCounts]) -> list[tuple[UUID, StepCounts]]:
+        """Lock and change all in one statement."""
+        columns = zip(*changes.values(), strict=True)
+        keys = array_text(changes)
+        parameters = [keys, keys, *map(array_text, columns)]
+        return [(row[0], StepCounts(*row[1:])) for row in self._execute(_COUNT_STEPS, parameters)]
+
     # --- New jobs ---------------------------------------------------------------------------------
 
     def insert_jobs(self, jobs: Sequence[Job], *, ignore_conflicts: bool = False) -> int:
@@ -576,6 +593,18 @@ FROM unnest(%s::uuid[], %s::int[], %s::int[], %s::timestamptz[], %s::bytea[], %s
 WHERE kjo_job.id = ANY(%s::uuid[]) AND kjo_job.id = v.id AND CASE
     WHEN kjo_job.generation = v.generation AND kjo_job.state = ANY(%s)
         AND (%s::text IS NULL OR kjo_job.lease_token = %s) THEN true ELSE false END
+"""
+
+_COUNT_STEPS = """
+WITH locked AS MATERIALIZED (
+    SELECT id FROM kjo_workflow_count WHERE id = ANY(%s::bigint[]) ORDER BY id FOR NO KEY UPDATE
+)
+UPDATE kjo_workflow_count AS c SET open_count = c.open_count + v.opened,
+    failed_count = c.failed_count + v.failed, cancelled_count = c.cancelled_count + v.cancelled
+FROM locked JOIN unnest(%s::bigint[], %s::int[], %s::int[], %s::int[])
+    AS v (id, opened, failed, cancelled) ON v.id = locked.id
+WHERE c.id = locked.id
+RETURNING c.stage_id, c.open_count, c.failed_count, c.cancelled_count
 """
 
 _ID, _KEY, _PAYLOAD = (

@@ -32,6 +32,8 @@ class JobRow:
     result_ttl: int
     created_at: datetime
     unique_id: str | None
+    stage_id: UUID | None
+    """Of a workflow's step."""
     id_text: str
     """The id as messages write it."""
 
@@ -106,3 +108,12 @@ class Publication(NamedTuple):
     topic: str
     partition: int | None
     offset: int | None
+
+
+class StepCounts(NamedTuple):
+    """How many steps of a stage are open, have failed for good, and are cancelled; or by how many
+    each of these numbers changes."""
+
+    open: int
+    failed: int = 0
+    cancelled: int = 0

@@ -88,6 +88,8 @@ class SqliteStore(Store):
                 columns = [id, *values[1:], str(id)]
                 row = JobRow(*columns)
                 found[row.id_text] = row
+                if row.stage_id is not None:
+                    row.stage_id = UUID(row.stage_id)  # type: ignore[arg-type] # text, as the id
                 for name in _TIMES:
                     if (moment := getattr(row, name)) is not None:
                         setattr(row, name, moment.replace(tzinfo=zone))

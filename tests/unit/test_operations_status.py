@@ -45,6 +45,7 @@ def test_jobs_are_counted_by_queue_and_state():
     JobFactory(queue="images", failed=True)
     # When, then
     assert queue("emails")["states"] == {
+        "waiting": 0,
         "pending": 2,
         "scheduled": 0,
         "queued": 1,

@@ -12,15 +12,17 @@ from kjo_django.models import Job, transition
 from kjo_django.states import JobState, JobStatus
 from tests.factories import JobFactory
 
-#            pending queued failing completed failed cancelled
+#            waiting pending queued failing completed failed cancelled
 TABLE = {
-    "publish":   "x      .      x       .         .      .",
-    "complete":  "x      x      x       .         .      .",
-    "retry":     "x      x      x       .         .      .",
-    "fail":      "x      x      x       .         .      .",
-    "cancel":    "x      x      x       .         .      .",
-    "requeue":   "x      x      x       x         x      x",
-    "republish": ".      x      .       .         .      .",
+    "publish":   ".       x      .      x       .         .      .",
+    "complete":  ".       x      x      x       .         .      .",
+    "retry":     ".       x      x      x       .         .      .",
+    "fail":      ".       x      x      x       .         .      .",
+    "cancel":    "x       x      x      x       .         .      .",
+    "requeue":   ".       x      x      x       x         x      x",
+    "republish": ".       .      x      .       .         .      .",
+    "release":   "x       .      .      .       .         .      .",
+    "await":     ".       .      .      .       .         .      x",
 }  # fmt: skip
 ENDS_IN = {
     "publish": "queued",
@@ -30,6 +32,8 @@ ENDS_IN = {
     "cancel": "cancelled",
     "requeue": "pending",
     "republish": "pending",
+    "release": "pending",
+    "await": "waiting",
 }
 CELLS = [
     (action, state, mark == "x")
@@ -75,13 +79,15 @@ def test_an_actor_of_an_earlier_generation_loses(action):
 
 
 def test_open_and_final_states_are_all_states_and_share_none():
-    assert {*states.OPEN, *states.FINAL} == set(JobState)
-    assert not {*states.OPEN} & {*states.FINAL}
+    assert {*states.UNFINISHED, *states.FINAL} == set(JobState)
+    assert not {*states.UNFINISHED} & {*states.FINAL}
+    assert {*states.UNFINISHED} - {*states.OPEN} == {JobState.WAITING}
 
 
 @pytest.mark.parametrize("state", states.FINAL)
-def test_only_a_requeue_leaves_a_final_state(state):
-    assert [action for action in TABLE if state in states.TRANSITIONS[action]] == ["requeue"]
+def test_only_a_requeue_leaves_a_final_state_and_what_lets_a_cancelled_step_wait_again(state):
+    leaving = [action for action in TABLE if state in states.TRANSITIONS[action]]
+    assert leaving == ["requeue", *(["await"] if state == "cancelled" else [])]
 
 
 # --- What is shown --------------------------------------------------------------------------------
@@ -121,6 +127,7 @@ def test_a_finished_job_is_never_processing(state):
 
 VOCABULARIES = [
     # status       seed 1 and 4  seed 2        Django Tasks
+    ("waiting",    "PENDING",    "queued",     "READY"),
     ("pending",    "PENDING",    "queued",     "READY"),
     ("scheduled",  "PENDING",    "queued",     "READY"),
     ("queued",     "PENDING",    "queued",     "READY"),

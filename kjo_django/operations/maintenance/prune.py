@@ -28,10 +28,14 @@ from kjo_django.models import (
     MetricRollup,
     ProcessedEvent,
     Worker,
+    Workflow,
+    WorkflowCount,
+    WorkflowEdge,
+    WorkflowStage,
 )
 from kjo_django.operations.rows import CHUNK, chunks, lock
 from kjo_django.runtime import jobs_database
-from kjo_django.states import JobState
+from kjo_django.states import OPEN_WORKFLOWS, JobState, WorkflowState
 
 LEASES_KEPT = timedelta(days=1)
 """An expired lease still counts the deliveries of its message, which may come again."""
@@ -77,9 +81,18 @@ def prune(
     closed_until = ago(now, kept.failed)
     # A completed job with an open dead letter may be deleted: the letter is of an earlier
     # generation, and a replay needs nothing else.
-    finished = Job.objects.filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
+    # What an open workflow may still read or repeat stays.
+    needed = Workflow.objects.filter(stages=OuterRef("stage"), state__in=OPEN_WORKFLOWS)
+    jobs = Job.objects.filter(Q(stage=None) | ~Exists(needed))
+    finished = jobs.filter(state__in=(JobState.COMPLETED, JobState.CANCELLED))
     letters = DeadLetter.objects.filter(job=OuterRef("pk"), state=DeadLetterState.OPEN)
-    failed = Job.objects.filter(~Exists(letters), state=JobState.FAILED)
+    failed = jobs.filter(~Exists(letters), state=JobState.FAILED)
+    steps = Job.objects.filter(stage__workflow=OuterRef("pk"))
+    workflows = Workflow.objects.filter(
+        ~Exists(steps),
+        finished_at__lt=ago(now, min(kept.completed, kept.failed)),
+        state__in=set(WorkflowState) - set(OPEN_WORKFLOWS),
+    )
     closed = DeadLetter.objects.exclude(state=DeadLetterState.OPEN).filter(
         pk__lt=uuid7_floor(closed_until), closed_at__lt=closed_until
     )
@@ -89,6 +102,7 @@ def prune(
         "jobs": (_ended(finished.exclude(result_expires_at__gt=now), ago(now, kept.completed)), ""),
         "failed_jobs": (_ended(failed, closed_until), ""),
         "dead_letters": (closed, ""),
+        "workflows": (workflows, "pk"),
         "processed_events": (events, "processed_at"),
         "metric_buckets": (MetricBucket.objects.filter(minute__lt=metrics_until), "minute"),
         "metric_rollups": (MetricRollup.objects.filter(minute__lt=metrics_until), "pk"),
@@ -107,8 +121,8 @@ def prune(
             if dry_run:
                 counts[kind] += len(keys)
             else:
+                delete: Delete = _DELETE.get(rows.model, _delete)
                 with transaction.atomic(using=using):
-                    delete = _delete_jobs if rows.model is Job else _delete
                     counts[kind] += delete(rows, keys)
             progress(kind, counts[kind])
     return counts
@@ -132,6 +146,29 @@ def _delete_jobs(rows: QuerySet[Job], keys: list[Any]) -> int:
     JobFailure.objects.using(rows.db).filter(job_id__in=held).delete()
     DeadLetter.objects.using(rows.db).filter(job_id__in=held).update(job=None)
     return _delete(Job.objects.using(rows.db), held)
+
+
+def _delete_workflows(rows: QuerySet[Any], keys: list[Any]) -> int:
+    """Delete workflows of which no step is left."""
+    held = [row.pk for row in lock(rows.only("pk", "state"), keys)]
+    stages = WorkflowStage.objects.using(rows.db).filter(workflow__in=held)
+    ids = list(stages.values_list("pk", flat=True))
+    stages.update(source=None)
+    for start in range(0, len(ids), CHUNK):
+        some = ids[start : start + CHUNK]
+        WorkflowEdge.objects.using(rows.db).filter(
+            Q(required__in=some) | Q(stage__in=some)
+        ).delete()
+        WorkflowCount.objects.using(rows.db).filter(stage__in=some).delete()
+        _delete(stages, some)
+    return _delete(Workflow.objects.using(rows.db), held)
+
+
+Delete = Callable[[Any, list[Any]], int]
+_DELETE: dict[Any, Delete] = {
+    Job: _delete_jobs,
+    Workflow: _delete_workflows,
+}
 
 
 def _heads(rows: QuerySet[Any]) -> Iterator[list[Any]]:

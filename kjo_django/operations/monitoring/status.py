@@ -31,7 +31,7 @@ from kjo_django.store.counting import (
 
 WAITING = (JobState.PENDING, JobState.QUEUED)
 """Stored states whose jobs are shown as scheduled while they are due later."""
-OTHERS = (JobState.FAILING, JobState.FAILED, JobState.CANCELLED)
+OTHERS = (JobState.WAITING, JobState.FAILING, JobState.FAILED, JobState.CANCELLED)
 SHOWN = (*WAITING, JobStatus.SCHEDULED, *OTHERS)
 """States that an index can count. The minute buckets hold how many jobs complete."""
 
