@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kjo_django.patterns.queue import Queue as Queue
     from kjo_django.patterns.streams import AbstractStreamConsumer as AbstractStreamConsumer
     from kjo_django.patterns.streams import AbstractStreamProducer as AbstractStreamProducer
+    from kjo_django.retries import exponential as exponential
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,7 @@ _PUBLIC = {
     "Retry": "kjo_django.exceptions",
     "enqueue_on_save": "kjo_django.enqueue.definition",
     "event_handler": "kjo_django.patterns.events.handlers",
+    "exponential": "kjo_django.retries",
     "job": "kjo_django.enqueue.definition",
     "kdlq_handler": "kjo_django.patterns.kdlq.handlers",
     "publish_event": "kjo_django.patterns.events.event",

@@ -242,7 +242,17 @@ class ServiceUnavailableError(PausableError):
 
 
 class RateLimitExceededError(PausableError):
-    """A service the handler needs refuses more requests for now."""
+    """A service the handler needs refuses more requests for now.
+
+    :param retry_after: how long it asked to wait: a timedelta, seconds, or the text of its
+        ``Retry-After`` header. The partition is paused for that time, an hour at most.
+    """
+
+    def __init__(
+        self, *arguments: object, retry_after: timedelta | float | str | None = None
+    ) -> None:
+        super().__init__(*arguments)
+        self.retry_after = retry_after
 
 
 class CircuitBreakerOpenError(PausableError):

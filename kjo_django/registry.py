@@ -17,7 +17,7 @@ from kjo_django.exceptions import MessageError, PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_TYPE_LENGTH, Message
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
-from kjo_django.retries import Backoff
+from kjo_django.retries import OwnBackoff
 from kjo_django.transports.base import Record
 from kjo_django.values import did_you_mean, listed
 
@@ -35,7 +35,11 @@ class HandlerOptions:
     """The payload field, or a function of the payload, that gives the ordering key."""
     max_attempts: int | None = None
     timeout: timedelta | None = None
-    backoff: Backoff | None = None
+    backoff: OwnBackoff | None = None
+    retry_on: tuple[type[BaseException], ...] = ()
+    """The only errors that are tried again; none named: all."""
+    give_up_on: tuple[type[BaseException], ...] = ()
+    """Errors that are never tried again."""
     result_ttl: timedelta | None = None
     atomic: bool = True
     """Run in the transaction that records the outcome. False: outside, under a renewed lease."""

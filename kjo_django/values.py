@@ -187,7 +187,10 @@ def read_options(
 
 MEANT = {
     "attempts": "max_attempts",
+    "autoretry_for": "retry_on",
     "countdown": "delay",
+    "discard_on": "give_up_on",
+    "dont_autoretry_for": "give_up_on",
     "eta": "run_at",
     "expires": "expires_at",
     "job_id": "id",
@@ -196,6 +199,7 @@ MEANT = {
     "queue_name": "queue",
     "retries": "max_attempts",
     "retry": "max_attempts",
+    "retry_backoff": "backoff",
     "run_after": "run_at",
     "soft_time_limit": "timeout",
     "time_limit": "timeout",

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import traceback as tracebacks
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
@@ -72,12 +73,15 @@ def policy(runtime: Runtime, handler: Handler | None, queue: str) -> RetryPolicy
     base = conf.backoff_base
     if control is not None and control.backoff_base:
         base = timedelta(seconds=control.backoff_base)
-    own = handler.options.backoff if handler is not None else None
-    return RetryPolicy(
-        own or Backoff(base, max(base, conf.backoff_max), conf.backoff_jitter),
+    policy = RetryPolicy(
+        Backoff(base, max(base, conf.backoff_max), conf.backoff_jitter),
         conf.error_recovery_delays,
         conf.pausable_errors,
     )
+    if handler is None:
+        return policy
+    own = handler.options
+    return replace(policy, own=own.backoff, retry_on=own.retry_on, give_up_on=own.give_up_on)
 
 
 def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
@@ -99,10 +103,10 @@ def judge(runtime: Runtime, attempt: Attempt) -> Attempt:
         # Asked again: an operator may have changed it since the attempt began.
         limit = limit_of(runtime, delivery.queue.name, attempt.limit, attempt.number - 1)
         rules = policy(runtime, delivery.handler, delivery.queue.name)
-        decision = rules.decide(error, attempt.number, limit)
+        decision = rules.decide(error, attempt.number, limit, runtime.clock.now())
     except Exception:
-        # The project's own back-off has raised, or the error did when its text was read. If the
-        # attempt did not count, the job would run for ever.
+        # The error has raised when it was looked at. If the attempt did not count, the job would
+        # run for ever.
         logger.exception("An error could not be judged, it is retried", extra=_facts(attempt))
         if attempt.number >= attempt.limit:
             decision = Decision(False, timedelta(0), None, "exhausted")

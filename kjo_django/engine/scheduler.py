@@ -420,7 +420,8 @@ class GroupScheduler:
     def pause_partition(self, partition: TopicPartition, seconds: float) -> None:
         """Fetch and start nothing of this partition for a while: what its messages need is down."""
         with self._startable:
-            self._paused_until[partition] = self._clock.monotonic() + seconds
+            until = self._clock.monotonic() + seconds
+            self._paused_until[partition] = max(until, self._paused_until.get(partition, 0.0))
 
     def paused_partitions(self) -> dict[TopicPartition, float]:
         """Return the partitions that are paused, with the seconds this lasts."""

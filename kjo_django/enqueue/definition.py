@@ -28,7 +28,7 @@ from kjo_django.ids import uuid7
 from kjo_django.messages.headers import inherited
 from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
-from kjo_django.retries import LONGEST_DELAY
+from kjo_django.retries import LONGEST_DELAY, OwnBackoff, backoff_of, error_types
 from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.values import (
     attempts,
@@ -308,6 +308,9 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "batch": whole(1),
     "max_attempts": attempts,
     "timeout": duration,
+    "backoff": backoff_of,
+    "retry_on": error_types,
+    "give_up_on": error_types,
     "result_ttl": _lifetime,
     "redact": texts,
 }
@@ -324,6 +327,9 @@ def job(
     key: str | Callable[..., Any] | None = None,
     max_attempts: int | None = None,
     timeout: timedelta | float | None = None,
+    backoff: OwnBackoff | timedelta | float | Sequence[timedelta | float] | None = None,
+    retry_on: type[BaseException] | Sequence[type[BaseException]] = (),
+    give_up_on: type[BaseException] | Sequence[type[BaseException]] = (),
     result_ttl: timedelta | None = None,
     atomic: bool = True,
     database_only: bool = False,
@@ -342,6 +348,12 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
         key run one at a time and in order.
     :param max_attempts: executions before a job is dead-lettered.
     :param timeout: longest run of an attempt, timedelta or seconds; past it the attempt failed.
+    :param backoff: the delay before the next attempt: ``exponential(2, max=600)``, a delay, an
+        ascending list of delays whose last one repeats, or a function of the failed attempt's
+        number and its error. Delays are timedeltas or seconds.
+    :param retry_on: the only exceptions after which it is tried again, beside ``Retry`` and those
+        that pause; all if not given.
+    :param give_up_on: exceptions after which it is a dead letter at once.
     :param result_ttl: how long its results and errors are kept.
     :param atomic: run in the one transaction that also records the outcome, so its writes to the
         database happen once. False: outside any transaction, under a renewed lease; use it for slow
@@ -362,13 +374,17 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     """
     refuse_unknown(options, {"name", *_CHECKS}, "job")
     for option, check in _CHECKS.items():
-        if options.get(option) is not None:
+        if options.get(option) not in (None, ()):
             try:
                 options[option] = check(options[option])
             except (TypeError, ValueError) as error:
                 message = f"job({option}={options[option]!r}): {option} must be {error}"
                 raise ValueError(message) from None
 
+    final = options.get("give_up_on", ())
+    for kind in options.get("retry_on", ()):
+        if issubclass(kind, final):
+            raise ValueError(f"job(retry_on=…): {kind.__name__} is among those of give_up_on")
     if options.get("database_only") and not options.get("atomic", True):
         raise ValueError("job(database_only=True): atomic=False has no roll-back to rely on")
 

@@ -10,7 +10,7 @@ from django.utils import timezone
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kjo_django import exceptions, retries
+from kjo_django import exceptions, exponential, job, registry, retries
 from kjo_django.conf import get_settings
 from kjo_django.engine import failures
 from kjo_django.engine.admission import limit_of
@@ -338,4 +338,181 @@ def test_the_back_off_asked_goes_before_the_settings_and_behind_the_handlers(set
     runtime = current_runtime()
     assert failures.policy(runtime, None, "ledger").backoff.delay(1) == timedelta(minutes=10)
     assert failures.policy(runtime, None, "other").backoff.delay(1) == timedelta(seconds=1)
-    assert failures.policy(runtime, handler, "ledger").backoff.delay(1) == timedelta(seconds=7)
+    decision = failures.policy(runtime, handler, "ledger").decide(ValueError(), 1, 5)
+    assert decision.delay == timedelta(seconds=7)
+
+
+# --- What a job declares --------------------------------------------------------------------------
+
+
+def declared(**options):
+    """The policy of a job with these options of ``@job``, whose default delay is 2 seconds."""
+    handler = job(name="tests.declared", **options)(lambda: None).handler
+    registry.unregister("tests.declared")
+    return failures.policy(current_runtime(), handler, "ledger")
+
+
+@pytest.fixture
+def _two_seconds(settings):
+    settings.KJO = {**settings.KJO, "BACKOFF_BASE": 2, "BACKOFF_MAX": 60, "BACKOFF_JITTER": 0}
+
+
+def delays(policy, count=4, error=None):
+    decisions = (policy.decide(error or ValueError("x"), n + 1, 99) for n in range(count))
+    return [decision.delay.total_seconds() for decision in decisions]
+
+
+def test_each_form_of_a_jobs_back_off_gives_its_delays():
+    assert delays(declared(backoff=exponential(2, max=10, jitter=0))) == [2, 4, 8, 10]
+    assert delays(declared(backoff=30)) == [30] * 4
+    assert delays(declared(backoff=timedelta(minutes=1))) == [60] * 4
+    assert delays(declared(backoff=[1, 10, timedelta(minutes=1)])) == [1, 10, 60, 60]
+    assert delays(declared(backoff=lambda attempt, error: 5 * attempt)) == [5, 10, 15, 20]
+    assert delays(declared(backoff=0)) == [0] * 4
+
+
+def test_a_function_of_the_error_knows_which_error_it_was():
+    policy = declared(backoff=lambda attempt, error: timedelta(seconds=error.args[0]))
+    assert delays(policy, 1, ValueError(7)) == [7]
+
+
+@pytest.mark.usefixtures("_two_seconds")
+@pytest.mark.parametrize("answer", [None, -1, "soon", float("inf"), True, "raises"])
+def test_a_back_off_that_answers_nonsense_counts_with_the_default_delay_and_says_so(answer, caplog):
+    # Given
+    def backoff(attempt, error):
+        if answer == "raises":
+            raise LookupError("no such tier")
+        return answer
+
+    error = ValueError("x")
+    # When
+    decision = declared(backoff=backoff).decide(error, 1, 5)
+    # Then
+    assert (decision.retry, decision.delay) == (True, timedelta(seconds=2))
+    (note,) = error.__notes__
+    assert note.startswith("The job's own back-off failed, the default one was taken: ")
+    assert ("no such tier" if answer == "raises" else repr(answer)) in note
+    assert note in caplog.text
+
+
+class Refused(ConnectionError):
+    """An error of a kind of its own."""
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "retry"),
+    [
+        ({"retry_on": ConnectionError}, Refused(), True),
+        ({"retry_on": (ConnectionError, KeyError)}, KeyError(), True),
+        ({"retry_on": ConnectionError}, ValueError(), False),
+        ({"retry_on": ConnectionError}, Retry(), True),
+        ({"retry_on": ConnectionError}, RateLimitExceededError(), True),
+        ({"retry_on": ConnectionError}, StalledError(), True),
+        ({"give_up_on": ValueError}, ValueError(), False),
+        ({"give_up_on": ValueError}, KeyError(), True),
+        ({"give_up_on": RateLimitExceededError}, RateLimitExceededError(), False),
+        ({"give_up_on": Exception}, StalledError(), True),
+        ({"retry_on": OSError, "give_up_on": Refused}, Refused(), False),
+        ({"retry_on": OSError, "give_up_on": Refused}, OSError(), True),
+    ],
+)
+def test_a_job_says_after_which_errors_it_is_tried_again(options, error, retry):
+    decision = declared(**options).decide(error, 1, 5)
+    assert decision.retry is retry
+    assert decision.reason == ("retry" if retry else "fatal")
+    assert retry or decision.pause is None
+
+
+# --- Retry-After ----------------------------------------------------------------------------------
+
+NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
+
+
+class Answer:
+    """What an HTTP library gives of an answer."""
+
+    def __init__(self, status: int, value: str | None) -> None:
+        self.status_code = status
+        self.headers = {} if value is None else {"Retry-After": value}
+
+    def __bool__(self) -> bool:
+        return False  # as that of requests, for an answer that is an error
+
+
+class HttpError(Exception):
+    """An HTTP library's error, which carries the answer."""
+
+    def __init__(self, status: int, value: str | None = "20") -> None:
+        super().__init__(f"status {status}")
+        self.response = Answer(status, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("20", 20),
+        (" 0 ", 0),
+        ("Fri, 01 May 2026 12:00:45 GMT", 45),
+        ("Fri, 01 May 2026 12:00:45 -0000", 45),
+        ("Fri, 01 May 2026 14:00:45 +0200", 45),
+        ("Fri, 01 May 2026 11:00:00 GMT", 0),
+        ("9" * 400, 3600),
+        ("Fri, 01 May 2099 12:00:00 GMT", 3600),
+        ("soon", None),
+        ("-5", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_a_rate_limited_answer_pauses_for_what_it_asks(value, seconds):
+    decision = policy().decide(HttpError(429, value), 1, 9, NOON)
+    if seconds is None:
+        assert decision.pause is None
+        return
+    assert decision.pause == timedelta(seconds=seconds)
+    assert decision.delay == max(decision.pause, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("name", ["code", "status"])
+def test_an_error_that_is_the_answer_itself_counts_too(status, name):
+    error = OSError("an answer, as that of urllib")
+    error.headers = {"Retry-After": "7"}
+    setattr(error, name, status)
+    assert policy().decide(error, 1, 9, NOON).pause == timedelta(seconds=7)
+
+
+def test_another_status_does_not_pause():
+    assert policy().decide(HttpError(500), 1, 9, NOON).pause is None
+    assert policy().decide(HttpError(404), 1, 9, NOON).pause is None
+
+
+@pytest.mark.parametrize("given", [3, 3.0, "3", timedelta(seconds=3)])
+def test_an_error_that_pauses_may_name_the_time(given):
+    error = RateLimitExceededError("slow down", retry_after=given)
+    assert str(error) == "slow down"
+    assert policy().decide(error, 1, 9, NOON).pause == timedelta(seconds=3)
+
+
+def test_the_attribute_of_an_error_that_does_not_pause_means_nothing():
+    error = ValueError("x")
+    error.retry_after = 60
+    decision = policy().decide(error, 1, 9, NOON)
+    assert (decision.pause, decision.delay) == (None, timedelta(seconds=1))
+
+
+def test_an_answer_that_cannot_be_read_is_judged_as_if_it_named_no_time():
+    class Broken(RateLimitExceededError):
+        @property
+        def response(self):
+            raise LookupError("closed")
+
+    assert policy().decide(Broken(), 1, 9, NOON).pause == timedelta(seconds=30)
+
+
+def test_a_permanent_error_stays_permanent_whatever_the_service_asked():
+    class Final(PermanentError):
+        response = Answer(429, "9")
+
+    assert not policy().decide(Final(), 1, 9, NOON).retry

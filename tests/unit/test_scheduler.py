@@ -390,6 +390,13 @@ def test_a_held_partition_rests_and_the_others_go_on():
     assert time.monotonic() - started >= 0.05
 
 
+def test_a_shorter_pause_does_not_end_a_longer_one():
+    lanes = lanes_of(1, size=1)
+    lanes.pause_partition(TopicPartition("q", 0), 60)
+    lanes.pause_partition(TopicPartition("q", 0), 1)
+    assert lanes.paused_partitions()[TopicPartition("q", 0)] > 50
+
+
 def test_a_paused_queue_starts_nothing_until_it_is_resumed():
     lanes = lanes_of(2, size=1)
     lanes.put([delivery("a", queue="q"), delivery("b", queue="r")])

@@ -8,11 +8,10 @@ from datetime import timedelta
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django import Queue, conf, event_handler, job, registry
+from kjo_django import Queue, conf, event_handler, exponential, job, registry
 from kjo_django.contrib.tasks import task
 from kjo_django.models import Job
 from kjo_django.patterns.kdlq import kdlq_handler
-from kjo_django.retries import Backoff
 from tests.ledger.jobs import write
 from tests.unit.enqueue.stored import writing_nothing
 
@@ -33,11 +32,9 @@ def queue():
         ({"max_retries": 3}, "job() has no option 'max_retries'. Did you mean 'max_attempts'?"),
         ({"tiemout": 3}, "job() has no option 'tiemout'. Did you mean 'timeout'?"),
         ({"time_limit": 3}, "job() has no option 'time_limit'. Did you mean 'timeout'?"),
-        ({"backoff": 3}, "job() has no option 'backoff'. It takes: atomic, batch, "),
-        (
-            {"backoff": Backoff(timedelta(1), timedelta(2))},
-            "job() has no option 'backoff'. It takes: ",
-        ),
+        ({"autoretry_for": OSError}, "job() has no option 'autoretry_for'. Did you mean 'retry_on"),
+        ({"retry_backoff": 3}, "job() has no option 'retry_backoff'. Did you mean 'backoff'?"),
+        ({"colour": 3}, "job() has no option 'colour'. It takes: atomic, backoff, batch, "),
         ({"result_serializer": None}, "job() has no option 'result_serializer'. "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -54,12 +51,42 @@ def test_the_decorator_takes_what_it_documents_and_nothing_else(option, says):
         ({"takes_context": 1}, "job(takes_context=1): takes_context must be True or False"),
         ({"key": 5}, "job(key=5): key must be the name of an argument, or a function"),
         ({"serializer": "json"}, "job(serializer='json'): serializer must be an object with "),
+        ({"backoff": -1}, "job(backoff=-1): backoff must be a timedelta or a number of seconds, "),
+        ({"backoff": "30"}, "job(backoff='30'): backoff must be a timedelta or a number of "),
+        ({"backoff": float("nan")}, "job(backoff=nan): backoff must be a timedelta or a number "),
+        ({"backoff": True}, "job(backoff=True): backoff must be a timedelta or a number of "),
+        ({"backoff": [10, 1]}, "job(backoff=[10, 1]): backoff must be an ascending list of "),
+        ({"backoff": []}, "job(backoff=[]): backoff must be an ascending list of delays, with at "),
+        ({"backoff": [1, -1]}, "job(backoff=[1, -1]): backoff must be a timedelta or a number "),
+        ({"backoff": lambda: 1}, "backoff must be a function that takes the attempt and its error"),
+        ({"retry_on": "OSError"}, "job(retry_on='OSError'): retry_on must be an exception class "),
+        ({"retry_on": []}, "job(retry_on=[]): retry_on must be an exception class or a list of "),
+        ({"give_up_on": (int,)}, "job(give_up_on=(<class 'int'>,)): give_up_on must be an "),
+        (
+            {"retry_on": ConnectionError, "give_up_on": OSError},
+            "job(retry_on=…): ConnectionError is among those of give_up_on",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_the_decorators_values_are_checked(option, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         job(**option)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"base": 0}, "base must be above 0 and at most max, not 0"),
+        ({"base": -1}, "base must be a timedelta or a number of seconds, from 0 to 3,650 days"),
+        ({"base": 5, "max": 4}, "base must be above 0 and at most max, not 5"),
+        ({"base": 5, "max": "1 h"}, "max must be a timedelta or a number of seconds, "),
+        ({"base": 5, "jitter": 2}, "jitter must be a number from 0 to 1, not 2"),
+    ],
+)
+def test_an_exponential_back_off_that_means_nothing_is_refused(options, says):
+    with pytest.raises(ValueError, match=re.escape(f"exponential(): {says}")):
+        exponential(**options)
 
 
 def test_a_key_that_the_function_does_not_take_is_refused_at_the_declaration():

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+import threading
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.parse import quote, unquote
+from urllib.request import urlopen
 
 import pytest
 from django.utils import timezone
@@ -146,6 +151,54 @@ def test_an_error_of_no_class_rests_for_the_first_back_off(bench):
     service.job("a transaction").enqueue(number=0)
     bench.run()
     assert [outcome.pause_seconds for outcome in bench.pauses] == [1.0]
+
+
+class _LimitedService(BaseHTTPRequestHandler):
+    """Answers 429 with the Retry-After in its path, until the server says it is back."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.server.is_back else 429)
+        if asked := self.path.removeprefix("/"):
+            self.send_header("Retry-After", unquote(asked))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        """Write nothing."""
+
+
+@pytest.fixture
+def limited_service():
+    server = HTTPServer(("127.0.0.1", 0), _LimitedService)
+    server.is_back = False
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("is_date", [False, True], ids=["in seconds", "as a date"])
+def test_a_rate_limited_answer_spends_no_attempt_and_pauses_as_long_as_it_asks(
+    bench, limited_service, is_date
+):
+    # Given a job that may be tried once, and a service that asks to wait for about 77 seconds
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=77), usegmt=True)
+    address = f"http://127.0.0.1:{limited_service.server_port}/{quote(later if is_date else '77')}"
+    as_job(lambda: urlopen(address).close(), "bench.calls_service", max_attempts=1).enqueue()
+    deliveries = bench.poll()
+    # When
+    assert bench.run(deliveries) == deliveries
+    # Then
+    (pause,) = bench.pauses
+    assert 70 <= pause.pause_seconds <= 77
+    assert (states(), Job.objects.get().attempts) == (["queued"], 0)
+    assert not JobFailure.objects.exists()
+    # And once the service is back the job completes
+    limited_service.is_back = True
+    assert bench.run(deliveries) == []
+    assert states() == ["completed"]
 
 
 def test_without_coordination_a_worker_remembers_its_own_pauses(settings, bench, coordination_away):
