@@ -17,6 +17,7 @@ E011    USE_TZ is off
 E012    messages in another database than their jobs
 E013    a topic that the transport cannot name so
 E014    middleware that cannot be imported, or cannot stand around a handler
+E018    the topic of a level of priority that is another queue's
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
 W003    PROCESSING_TTL shorter than three heartbeats
@@ -31,6 +32,7 @@ W011    a pool of connections smaller than what a worker needs
 W012    DATABASE is not where routers look for this app's tables
 W013    (deploy) a pooler in transaction mode, and what needs a setting because of it
 W014    a producer's topic or stream that no queue or consumer declares
+W018    a job's priority on a queue of a broker that has one level
 ======  ============================================================================================
 """
 
@@ -189,7 +191,7 @@ def _check_topic_names(settings: Settings) -> Messages:
     for name in registry.queue_names():
         queue = settings.queue(name)
         pattern = runtime.transport_class(queue.transport).topic_name
-        for topic in dict.fromkeys((queue.topic, queue.dead_letter_topic)):
+        for topic in dict.fromkeys((*queue.topics, queue.dead_letter_topic)):
             if pattern is not None and topic and not pattern.fullmatch(topic):
                 yield checks.Error(
                     f"The topic {topic!r} of the queue {name!r} has a name that the transport "
@@ -198,6 +200,40 @@ def _check_topic_names(settings: Settings) -> Messages:
                     id="kjo.E013",
                 )
                 break
+
+
+def _check_levels(settings: Settings) -> Messages:
+    """The topic of a level is its queue's alone: what others publish there would have the level."""
+    queues = [settings.queue(name) for name in registry.queue_names()]
+    owners = {
+        (queue.transport, topic): queue.name
+        for queue in queues
+        for topic in dict.fromkeys((queue.topic, queue.dead_letter_topic))
+    }
+    for queue in queues:
+        for level, topic in queue.levels.items():
+            owner = owners.get((queue.transport, topic))
+            if level and owner is not None:
+                yield checks.Error(
+                    f"KJO['QUEUES'][{queue.name!r}]['priorities'] is {len(queue.levels)}, so the "
+                    f"queue needs the topic {topic!r}, which is the queue {owner!r}'s.",
+                    hint="Give one of them another 'topic'.",
+                    id="kjo.E018",
+                )
+
+
+def _warn_priorities(settings: Settings) -> Messages:
+    for handler in registry.handlers():
+        queue = settings.queue(handler.options.queue)
+        keeps_order = runtime.transport_class(queue.transport).capabilities.priority
+        if handler.options.priority and len(queue.levels) == 1 and not keeps_order:
+            yield checks.Warning(
+                f"The job {handler.name!r} has priority={handler.options.priority}, and its queue "
+                f"{queue.name!r} has one level: it runs in the order of the topic, as all others.",
+                hint=f"KJO['QUEUES'][{queue.name!r}]['priorities'] = 2, 3 or 4 gives each level a "
+                "topic of its own.",
+                id="kjo.W018",
+            )
 
 
 def _check_middleware(settings: Settings) -> Messages:
@@ -401,6 +437,8 @@ _WARNINGS = (
     # Errors, which can be seen once the transports can be made.
     _check_one_database,
     _check_topic_names,
+    _check_levels,
+    _warn_priorities,
     _warn_router,
     _warn_pool,
     _warn_retention,

@@ -28,6 +28,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
 from kjo_django.values import (
+    MAX_PRIORITY,
     Problem,
     attempts,
     duration,
@@ -49,6 +50,16 @@ from kjo_django.values import (
 )
 
 DEFAULT_COORDINATION = "kjo_django.coordination.database.DatabaseCoordination"
+
+LEVELS = {2: (50, "-urgent"), 1: (1, "-high"), 0: (0, ""), -1: (-MAX_PRIORITY, "-low")}
+"""The least priority of each level, and how its topic's name ends; the most urgent one first."""
+_LEVELS_OF = {1: (0,), 2: (1, 0), 3: (1, 0, -1), 4: (2, 1, 0, -1)}
+"""The levels of a queue by how many it has."""
+
+
+def level_of(priority: int) -> int:
+    """Return the level of a priority: 2 urgent, 1 high, 0 normal, -1 low."""
+    return next(level for level, (least, _) in LEVELS.items() if priority >= least)
 
 
 # --- The settings ---------------------------------------------------------------------------------
@@ -86,6 +97,12 @@ class QueueOptions:
         optional_text, None, "Topic dead letters are sent to; '<topic>-dlq' if not given."
     )
     topic_options: dict[str, Any] = option(mapping, {}, "See the reference of topics.")
+    priorities: int = option(
+        whole(1, len(LEVELS)),
+        1,
+        "Levels of priority, each with a topic of its own: 2 add '<topic>-high', 3 also "
+        "'<topic>-low', 4 also '<topic>-urgent'.",
+    )
     consume: bool = option(
         flag, True, "False: this service publishes to the topic only; no worker subscribes to it."
     )
@@ -278,6 +295,7 @@ class Settings:
             name=name,
             transport=given.transport,
             topic=topic,
+            levels={level: f"{topic}{LEVELS[level][1]}" for level in _LEVELS_OF[given.priorities]},
             consumer_group=given.consumer_group or f"{self.service_name}-group",
             concurrency=given.concurrency or self.concurrency,
             limit=given.concurrency,
@@ -324,7 +342,30 @@ class QueueConf:
     topic_options: Mapping[str, Any]
     retries: str
     """The name of the queue that holds the retries of its messages."""
+    levels: Mapping[int, str]
+    """The topic of each of its levels of priority, the most urgent one first; ``topic`` is that of
+    level 0, which every queue has."""
     consume: bool = True
+
+    @property
+    def topics(self) -> list[str]:
+        """The topics of all levels."""
+        return list(self.levels.values())
+
+    def level_of(self, priority: int | None) -> int:
+        """Return the level of a priority; the next one where the queue does not have it."""
+        level = level_of(priority or 0)
+        return min(max(level, min(self.levels)), max(self.levels))
+
+    def level_in(self, topic: str) -> int:
+        """Return the level that has a topic; 0 where none has it."""
+        return next((level for level, name in self.levels.items() if name == topic), 0)
+
+    def priorities_of(self, level: int) -> tuple[int, int]:
+        """Return the least and the highest priority of a level."""
+        least = -MAX_PRIORITY if level == min(self.levels) else LEVELS[level][0]
+        above = [LEVELS[other][0] for other in self.levels if other > level]
+        return least, min(above, default=MAX_PRIORITY + 1) - 1
 
 
 _queue_cache: dict[str, tuple[Settings, QueueConf]] = {}

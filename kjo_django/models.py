@@ -126,6 +126,12 @@ class Job(models.Model):
     expires_at = models.DateTimeField(
         _("expires at"), null=True, blank=True, help_text=_("Not started by then, never started.")
     )
+    priority = models.SmallIntegerField(
+        _("priority"),
+        null=True,
+        blank=True,
+        help_text=_("From -100 to 100, the highest first; empty: 0."),
+    )
     created_at = models.DateTimeField(_("created at"), default=timezone.now)
     queued_at = models.DateTimeField(_("queued at"), null=True, blank=True)
     started_at = models.DateTimeField(_("started at"), null=True, blank=True)
@@ -191,6 +197,13 @@ class Job(models.Model):
                 fields=("queue", "available_at", "id"),
                 name="kjo_job_queue_due_idx",
                 condition=Q(state__in=("pending", "failing")),
+            ),
+            # Due rows of queues with levels of priority: those of a higher one, behind however long
+            # a backlog. Jobs of other queues that have no priority are not in it.
+            models.Index(
+                fields=("queue", "-priority", "available_at", "id"),
+                name="kjo_job_priority_due_idx",
+                condition=Q(state__in=("pending", "failing"), priority__isnull=False),
             ),
             # Lists and counts by state: everything but the completed mass.
             models.Index(
@@ -893,6 +906,11 @@ class TransportMessage(models.Model):
     )
     value = models.BinaryField(null=True)
     headers = models.JSONField(default=dict, help_text="Values in base64, since they are bytes.")
+    rank = models.SmallIntegerField(
+        default=0,
+        db_default=0,  # a worker of the release before does not name the column
+        help_text="The negative priority: records of a lower rank are claimed first.",
+    )
     published_at = models.DateTimeField(default=timezone.now)
     available_at = models.DateTimeField(default=timezone.now)
     lease_token = models.CharField(max_length=64, blank=True, default="")
@@ -903,7 +921,9 @@ class TransportMessage(models.Model):
         default_permissions = ()
         indexes = (
             # Claiming: the next rows of a group's topic, in order.
-            models.Index(fields=("topic", "consumer_group", "id"), name="kjo_message_next_idx"),
+            models.Index(
+                fields=("topic", "consumer_group", "rank", "id"), name="kjo_message_rank_idx"
+            ),
             # Renewing, acknowledging and asking which keys are in flight.
             models.Index(
                 fields=("lease_token", "key_hash"),

@@ -33,6 +33,8 @@ class HandlerOptions:
     queue: str = "default"
     key: str | Callable[..., Any] | None = None
     """The payload field, or a function of the payload, that gives the ordering key."""
+    priority: int = 0
+    """From -100 to 100, the highest first."""
     max_attempts: int | None = None
     timeout: timedelta | None = None
     backoff: OwnBackoff | None = None

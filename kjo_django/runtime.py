@@ -145,7 +145,8 @@ def _declared_groups(conf: Settings, alias: str) -> dict[str, list[str]]:
         queue = conf.queue(name)
         # A group that never reads would leave a row of every record behind.
         if queue.consume and queue.transport == alias:
-            groups.setdefault(queue.topic, {})[queue.consumer_group] = None
+            for topic in queue.topics:
+                groups.setdefault(topic, {})[queue.consumer_group] = None
     return {topic: list(names) for topic, names in groups.items()}
 
 

@@ -61,6 +61,9 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
 MAX_ATTEMPTS = 2**31 - 1
 """What the column of a job's attempts holds."""
 attempts = whole(1, MAX_ATTEMPTS)
+MAX_PRIORITY = 100
+"""As in Django's tasks; the least is its negative."""
+priority = whole(-MAX_PRIORITY, MAX_PRIORITY)
 
 
 def number(minimum: float, maximum: float) -> Callable[[Any], float]:

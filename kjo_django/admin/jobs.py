@@ -100,7 +100,10 @@ def may_see_payloads(request: HttpRequest) -> bool:
 class JobAdmin(KjoAdmin):
     """Read-only, except for actions."""
 
-    list_display = ("handler", "shown_state", "queue", "unique_id", "shown_attempts", "created_at")
+    list_display = (
+        *("handler", "shown_state", "queue", "priority", "unique_id"),
+        *("shown_attempts", "created_at"),
+    )
     list_filter = (StateFilter, QueueFilter, HandlerFilter)
     search_fields = ("=id", "=unique_id")
     search_help_text = _("The exact id of a job, or its exact unique id if you may see payloads.")
@@ -108,7 +111,7 @@ class JobAdmin(KjoAdmin):
     inlines = (JobFailureInline,)
     subject = Subject.JOBS
     what_it_is = (
-        *("id", "handler", "queue", "unique_id", "key"),
+        *("id", "handler", "queue", "priority", "unique_id", "key"),
         *("shown_state", "shown_attempts", "shown_progress"),
     )
     what_it_became = ("generation", "created_at", "available_at", "expires_at", "queued_at")

@@ -45,6 +45,7 @@ from kjo_django.operations.search import JobFilter
 from kjo_django.operations.waiting import Awaited, Waiter
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
+from kjo_django.values import MAX_PRIORITY
 
 TAG = "jobs"
 HISTORY = 100
@@ -80,6 +81,13 @@ EnqueueBody = shape(
     run_at=Moment(required=False, allow_null=True),
     expires_at=Moment(
         required=False, allow_null=True, help_text="Not started by then, never started."
+    ),
+    priority=Whole(
+        required=False,
+        allow_null=True,
+        min_value=-MAX_PRIORITY,
+        max_value=MAX_PRIORITY,
+        help_text="From -100 to 100, the highest first; null: that of the job.",
     ),
     max_attempts=Whole(required=False, allow_null=True, min_value=1, max_value=LARGEST),
     result_ttl=Seconds(
@@ -131,8 +139,8 @@ WaitQuery = shape(
 # --- Answers --------------------------------------------------------------------------------------
 
 COLUMNS = (
-    *("id", "queue", "handler", "unique_id", "key", "attempts", "max_attempts", "created_at"),
-    *("available_at", "expires_at", "started_at", "finished_at"),
+    *("id", "queue", "handler", "unique_id", "key", "priority", "attempts", "max_attempts"),
+    *("created_at", "available_at", "expires_at", "started_at", "finished_at"),
 )
 DETAILS = (
     *("generation", "queued_at", "result_expires_at", "content_type"),
@@ -318,7 +326,10 @@ def wait_for_job(view: KjoView, id: str) -> Response:
 
 # --- Enqueueing -----------------------------------------------------------------------------------
 
-OPTIONS = ("key", "queue", "delay", "run_at", "expires_at", "max_attempts", "result_ttl")
+OPTIONS = (
+    *("key", "queue", "priority", "delay", "run_at", "expires_at"),
+    *("max_attempts", "result_ttl"),
+)
 
 
 def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> EnqueueResult:

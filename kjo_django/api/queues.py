@@ -30,6 +30,10 @@ Queue = shape(
     "A queue: where it goes, what an operator asked of it, and what waits in it.",
     queue=serializers.CharField(),
     topic=serializers.CharField(),
+    topics=serializers.ListField(
+        child=serializers.CharField(),
+        help_text="Of each level of priority, the most urgent one first.",
+    ),
     transport=serializers.CharField(),
     consumer_group=serializers.CharField(),
     dead_letter_topic=serializers.CharField(allow_null=True),
@@ -55,7 +59,8 @@ Queues = shape(
 )
 PartitionOffsets = shape(
     "PartitionOffsets",
-    "Where the consumer group is in one partition of the queue's topic.",
+    "Where the consumer group is in one partition of one of the queue's topics.",
+    topic=serializers.CharField(),
     partition=serializers.IntegerField(),
     committed=serializers.IntegerField(
         allow_null=True, help_text="null: nothing yet, or the transport has no offsets."

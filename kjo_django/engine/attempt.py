@@ -72,6 +72,8 @@ class Delivery:
         """When it came to the lanes (monotonic)."""
         self.weight = 1
         """As how many records it counts; a large value counts as several."""
+        self.level = 0
+        """Its level of priority: 2 urgent, 1 high, 0 normal, -1 low."""
         self.trace: Any = None
         """What a tracer keeps of its run until that is settled."""
         self.place = TopicPartition(record.topic, record.partition)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 
 from kjo_django import registry
-from kjo_django.conf import QueueConf
+from kjo_django.conf import QueueConf, level_of
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.failures import error_text
 from kjo_django.engine.scheduler import GroupScheduler
@@ -40,6 +40,9 @@ REVOKE_WAIT = 5.0
 FIRST_RESTART, LAST_RESTART = 1.0, 30.0
 """Seconds before a poller starts over after a failure, and the most this grows to by doubling. It
 never gives up. Connections to brokers are librdkafka's, by its ``reconnect.backoff.*``."""
+URGENT_RECORDS = 8
+"""Most records fetched at once beyond the room of a worker, because they are more urgent than what
+fills it."""
 CHUNKS = 8
 """Polls that fill the room of a worker at least. A key holds no more than one of them brings, when
 that can be helped."""
@@ -48,7 +51,11 @@ that can be helped."""
 class Poller:
     """Feeds the scheduler from one consumer group's topics, one ``step`` after the other.
 
+    Each level of priority has a poller: what a broker's client has fetched ahead of a lower level
+    is in nobody's way then.
+
     :param queues: the queues whose topics it reads.
+    :param level: the level of priority it reads.
     :param max_outstanding: records its worker lets wait and run at most.
     :param is_alone: whether its worker reads one topic only, which may have all that room.
     :param on_error: called with each outage, and with None at its end.
@@ -65,6 +72,7 @@ class Poller:
         *,
         max_outstanding: int,
         is_alone: bool = True,
+        level: int = 0,
         on_error: Callable[[str | None], None] = lambda error: None,
         on_skipped: Callable[[QueueConf], None] = lambda queue: None,
     ) -> None:
@@ -77,7 +85,8 @@ class Poller:
         self._is_alone = is_alone
         self._on_error = on_error
         self._on_skipped = on_skipped
-        self._queue_of = {queue.topic: queue for queue in reversed(queues)}
+        self._level = level
+        self._queue_of = {queue.levels[level]: queue for queue in reversed(queues)}
         self._routes = {queue.name: registry.route_of(queue.name) for queue in queues}
         self._queues = {queue.name: queue for queue in queues}
         self.topics = list(self._queue_of)
@@ -140,28 +149,35 @@ class Poller:
             return pause
         try:
             subscription = self._subscription or self._subscribe()
-            max_records, full = self._pause_and_plan(subscription)
+            max_records, full, may_be_urgent = self._pause_and_plan(subscription)
             if self.is_quiet and subscription.supports_release and self._scheduler.waiting:
                 waiting = self._scheduler.discard(subscription.assignment(), subscription)
                 subscription.release([delivery.record for delivery in waiting])
-            if self._is_draining or self.is_quiet or max_records <= 0:
+            if self._is_draining or self.is_quiet:
                 subscription.poll(0, 0.0)
                 return FULL_WAIT
             # One that is full may have room again before another one brings anything.
             timeout = FULL_POLL_TIMEOUT if full else POLL_TIMEOUT
             max_bytes = int(min(ANY_SIZE, max_records * self._scheduler.record_bytes))
-            records = subscription.poll(max_records, timeout, max(1, max_bytes))
-            outage = subscription.last_error
-            if outage is not None or self._has_error:
-                self._has_error = outage is not None
-                self._on_error(outage)
+            if max_records <= 0:
+                records = subscription.poll(0, 0.0)
+            else:
+                records = subscription.poll(max_records, timeout, max(1, max_bytes))
+                outage = subscription.last_error
+                if outage is not None or self._has_error:
+                    self._has_error = outage is not None
+                    self._on_error(outage)
+            if full and may_be_urgent:
+                topics = {partition.topic for partition in full}
+                most_bytes = int(min(ANY_SIZE, URGENT_RECORDS * self._scheduler.record_bytes))
+                records += subscription.poll_urgent(topics, URGENT_RECORDS, max(1, most_bytes))
             if records:
                 self.polled_count += len(records)
                 read = [self.read(record, subscription) for record in records]
                 self._scheduler.put([delivery for delivery in read if delivery is not None])
         except Exception as error:
             return self._start_over(error)
-        return 0.0
+        return 0.0 if max_records > 0 else FULL_WAIT
 
     def _start_over(self, error: Exception) -> float:
         """Unsubscribe, so that a later step begins a new subscription: a poller that ended would
@@ -236,8 +252,11 @@ class Poller:
         if handler is not None and handler.options.queue in self._queues:
             # Queues that share a topic: the handler tells them apart.
             candidate = self._queues[handler.options.queue]
-            queue = candidate if candidate.topic == record.topic else queue
-        return Delivery(record, subscription, queue, service, message, handler)
+            queue = candidate if record.topic in candidate.levels.values() else queue
+        delivery = Delivery(record, subscription, queue, service, message, handler)
+        if self._level or record.priority:
+            delivery.level = self._level or level_of(record.priority)
+        return delivery
 
     def _on_revoked(self, partitions: Sequence[TopicPartition], lost: bool) -> None:
         """Forget what waits of partitions that go to another consumer, and wait a moment for what
@@ -259,11 +278,15 @@ class Poller:
 
     # --- Pauses -----------------------------------------------------------------------------------
 
-    def _pause_and_plan(self, subscription: Subscription) -> tuple[int, frozenset[TopicPartition]]:
+    def _pause_and_plan(
+        self, subscription: Subscription
+    ) -> tuple[int, frozenset[TopicPartition], bool]:
         """Pause what is not to be read now, and resume the rest; return what the next poll may
-        fetch, as ``plan_fetch`` does."""
+        fetch, as ``plan_fetch`` does, and whether there is room for what is more urgent than what
+        fills the rest."""
         assigned = subscription.assignment()
-        topics = {q.topic for q in self._queues.values() if q.name in self._paused_queues}
+        level, paused_queues = self._level, self._paused_queues
+        topics = {q.levels[level] for q in self._queues.values() if q.name in paused_queues}
         held, occupied, paused = self._scheduler.load_of(subscription)
         unwanted = {tp for tp in assigned if tp.topic in topics or tp in paused}
         max_records, full = plan_fetch(
@@ -275,9 +298,10 @@ class Poller:
             paused=self._paused,
             is_alone=self._is_alone,
         )
+        may_be_urgent = occupied < self._max_outstanding + max(1, self._max_outstanding // CHUNKS)
         if full and not max_records:
             # Nothing is read anyway, and a log's client would throw away what it has fetched.
-            return max_records, full
+            return max_records, full, may_be_urgent
         wanted = unwanted | full
         if to_pause := wanted - self._paused:
             subscription.pause(sorted(to_pause))
@@ -293,7 +317,7 @@ class Poller:
         if keys != self._skipped_keys:
             subscription.skip_keys(keys)
             self._skipped_keys = keys
-        return max_records, full
+        return max_records, full, may_be_urgent
 
 
 def plan_fetch(

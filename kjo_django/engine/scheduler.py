@@ -67,10 +67,12 @@ class QueueLimit(NamedTuple):
 NO_LIMIT = QueueLimit(1_000_000, 1_000_000)
 
 
-ReadyName = tuple[str, bool, bool]
-"""A list of keys that may start: their queue, whether coroutines come next, and whether orphans
-do. Coroutines that wait for their limit, and orphans that wait for one another, hold up nothing
-else of the queue."""
+ReadyName = tuple[str, bool, bool, int]
+"""A list of keys that may start: their queue, whether coroutines come next, whether orphans do, and
+their level of priority. Coroutines that wait for their limit, and orphans that wait for one
+another, hold up nothing else of the queue."""
+LEVEL_WEIGHT = 4.0
+"""How many groups of a level start for one of the level below it, while both have a backlog."""
 
 
 class GroupScheduler:
@@ -111,6 +113,16 @@ class GroupScheduler:
         """Every key of which something waits or runs."""
         self._ready: defaultdict[ReadyName, deque[KeyQueue]] = defaultdict(deque)
         """The keys that may start. The list that gave a group last comes last."""
+        self._is_weighted = False
+        """Whether some lists give more groups than others."""
+        self._weights: Mapping[str, float] = {}
+        """By queue; 1 of those that are not named."""
+        self._shares: defaultdict[ReadyName, float] = defaultdict(float)
+        """How much each list has been given so far: the groups it gave, divided by its weight. The
+        list that has been given least gives the next group."""
+        self._share = 0.0
+        """The share of the list that gave a group last, before it did. A list that was empty for
+        long has saved up nothing: it begins here."""
         self._delayed: list[tuple[float, int, KeyQueue]] = []
         """A heap of keys that start later (monotonic). Keys of one moment keep their order."""
         self._tickets = itertools.count()
@@ -156,10 +168,12 @@ class GroupScheduler:
                 if key is not None:
                     key.waiting.append(delivery)
                     continue
-                queue = delivery.queue.name
+                queue, level = delivery.queue.name, delivery.level
                 key = self._keys[delivery.shard] = KeyQueue(delivery.shard, queue, [delivery])
-                self._ready[queue, delivery.mode is Mode.CONCURRENT, False].append(key)
+                self._ready[queue, delivery.mode is Mode.CONCURRENT, False, level].append(key)
                 has_new_key = True
+                if level:
+                    self._is_weighted = True
             if has_new_key:
                 self._startable.notify()
 
@@ -172,7 +186,7 @@ class GroupScheduler:
             while not self.is_stopped:
                 while self._delayed and self._delayed[0][0] <= self._clock.monotonic():
                     self._make_ready_or_forget(heapq.heappop(self._delayed)[2])
-                for name in list(self._ready):
+                for name in self._by_share() if self._is_weighted else list(self._ready):
                     if self._may_start(name) and (group := self._form_group(name)) is not None:
                         if self._is_lane_needed():
                             self._startable.notify()
@@ -203,12 +217,24 @@ class GroupScheduler:
     def _make_ready_or_forget(self, key: KeyQueue) -> None:
         if key.waiting:
             first = key.waiting[0]
-            self._ready[key.queue, first.mode is Mode.CONCURRENT, first.is_orphan].append(key)
+            is_concurrent = first.mode is Mode.CONCURRENT
+            self._ready[key.queue, is_concurrent, first.is_orphan, first.level].append(key)
         else:
             del self._keys[key.key]
 
+    def _by_share(self) -> list[ReadyName]:
+        """Return the ready lists, first the one that has been given the smallest share; of equal
+        ones the one that has waited longest."""
+        return sorted(self._ready, key=lambda name: max(self._shares[name], self._share))
+
+    def _charge(self, name: ReadyName) -> None:
+        """Note that a ready list has given a group."""
+        self._share = max(self._shares[name], self._share)
+        weight = self._weights.get(name[0], 1) * LEVEL_WEIGHT ** name[3]
+        self._shares[name] = self._share + 1 / weight
+
     def _may_start(self, name: ReadyName) -> bool:
-        queue, is_concurrent, is_orphan = name
+        queue, is_concurrent, is_orphan, _ = name
         limit = self._limits.get(queue, NO_LIMIT)
         return (
             bool(self._ready[name])
@@ -246,6 +272,8 @@ class GroupScheduler:
         share = max(-(-len(ready) // max(1, lanes)), first.batch or 1)
         group = Group(self._take_deliveries(ready, first.mode, size, share), first.mode, queue)
         self._ready[name] = self._ready.pop(name)
+        if self._is_weighted:
+            self._charge(name)
         count = len(group.deliveries)
         self._left -= count
         self.waiting -= count
@@ -416,6 +444,13 @@ class GroupScheduler:
         with self._startable:
             self._limits = limits
             self._startable.notify()
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Start so many groups of each of these queues for one of a queue that is not named, while
+        both have a backlog. A queue that was idle is next, whatever its weight."""
+        with self._startable:
+            self._weights = weights
+            self._is_weighted = self._is_weighted or bool(weights)
 
     def pause_partition(self, partition: TopicPartition, seconds: float) -> None:
         """Fetch and start nothing of this partition for a while: what its messages need is down."""

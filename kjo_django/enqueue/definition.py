@@ -36,6 +36,7 @@ from kjo_django.values import (
     duration,
     flag,
     lifetime,
+    priority,
     refuse_unknown,
     text,
     texts,
@@ -60,6 +61,8 @@ class EnqueueOptions:
     result_ttl: timedelta | int | None = None
     """A timedelta, or whole milliseconds."""
     queue: str | None = None
+    priority: int | None = None
+    """From -100 to 100, the highest first."""
     headers: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -83,13 +86,18 @@ class EnqueueOptions:
         if self.headers is not None and not _are_headers(self.headers):
             # A header nobody can encode would stop the relay, which meets it later.
             raise ValueError("headers must be a dict of text to text that UTF-8 can encode")
-        if self.max_attempts is not None:
-            try:
-                attempts(self.max_attempts)
-            except ValueError as error:
-                raise ValueError(f"max_attempts must be {error}") from None
+        _check_number(self.max_attempts, "max_attempts", attempts)
+        _check_number(self.priority, "priority", priority)
         if self.result_ttl is not None:
             milliseconds(self.result_ttl)
+
+
+def _check_number(value: Any, name: str, check: Callable[[Any], int]) -> None:
+    if value is not None:
+        try:
+            check(value)
+        except ValueError as error:
+            raise ValueError(f"{name} must be {error}") from None
 
 
 def _check_moment(moment: Any, name: str) -> None:
@@ -233,12 +241,15 @@ def new_job(
     queue = runtime.settings.queue(name)
     ttl = given.result_ttl or declared.result_ttl or queue.result_ttl
     now = timezone.now()
+    priority = declared.priority if given.priority is None else given.priority
     return Job(
         id=uuid7(),
         queue=queue.name,
         handler=declared.name,
         unique_id=given.id,
         key=key,
+        # Where a queue has levels, jobs without a priority are told from those of lower levels.
+        priority=priority or (None if len(queue.levels) == 1 else 0),
         max_attempts=given.max_attempts or declared.max_attempts or queue.max_attempts,
         payload=payload,
         content_type=declared.serializer.content_type,
@@ -301,6 +312,7 @@ MAX_QUEUE_LENGTH = 100
 _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "queue": _queue_name,
     "key": _key,
+    "priority": priority,
     "atomic": flag,
     "database_only": flag,
     "takes_context": flag,
@@ -325,6 +337,7 @@ def job(
     name: str | None = None,
     queue: str = "default",
     key: str | Callable[..., Any] | None = None,
+    priority: int = 0,
     max_attempts: int | None = None,
     timeout: timedelta | float | None = None,
     backoff: OwnBackoff | timedelta | float | Sequence[timedelta | float] | None = None,
@@ -346,6 +359,8 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     :param queue: queue its jobs go to.
     :param key: payload field, or function of the payload, whose value orders jobs: those of one
         key run one at a time and in order.
+    :param priority: from -100 to 100; jobs of the highest run first. On a broker the levels of its
+        queue decide, see the queue's ``priorities``.
     :param max_attempts: executions before a job is dead-lettered.
     :param timeout: longest run of an attempt, timedelta or seconds; past it the attempt failed.
     :param backoff: the delay before the next attempt: ``exponential(2, max=600)``, a delay, an

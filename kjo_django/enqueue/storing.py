@@ -234,7 +234,7 @@ def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> li
 
 
 _RENEWED = (
-    *("handler", "key", "max_attempts", "payload", "content_type", "headers"),
+    *("handler", "key", "priority", "max_attempts", "payload", "content_type", "headers"),
     *("available_at", "expires_at", "created_at", "result_ttl"),
 )
 """The columns that a new generation takes from the enqueue that begins it."""
@@ -322,7 +322,7 @@ def carrier_of(topic: str, transport: str | None = None) -> QueueConf:
     conf = get_settings()
     for name in registry.queue_names():
         queue = conf.queue(name)
-        if queue.topic == topic and transport in (None, queue.transport):
+        if topic in queue.topics and transport in (None, queue.transport):
             return queue
     common = conf.queue(OUTGOING)
     if transport not in (None, common.transport):
@@ -483,7 +483,10 @@ def record_of(
         key = headers.pop(names.RAW_KEY, key)
         key = key if headers.pop(names.NO_KEY, None) is None else None
         value = value if headers.pop(names.NO_VALUE, None) is None else None
-    return OutgoingRecord(queue.topic, value, key, headers, available_at)
+    if not job.priority:
+        return OutgoingRecord(queue.topic, value, key, headers, available_at)
+    topic = queue.levels[queue.level_of(job.priority)]
+    return OutgoingRecord(topic, value, key, headers, available_at, priority=job.priority)
 
 
 def initial_state(queue: QueueConf) -> JobState:
@@ -500,13 +503,12 @@ def dispatch_jobs(jobs: Sequence[Job], queue: QueueConf) -> None:
     if not is_transactional(queue):
         after_commit(runtime.database, RELAY_CHANNEL)
         return
-    publish(
-        get_transport(queue.transport), [record_of(job, queue, job.available_at) for job in jobs]
-    )
+    records = [record_of(job, queue, job.available_at) for job in jobs]
+    publish(get_transport(queue.transport), records)
     forwarded = [Publication(job, job.destination, None, None) for job in jobs if job.destination]
     if forwarded:
         record_forwarded(runtime.store, forwarded, timezone.now())
-    for topic in {job.destination or queue.topic for job in jobs} or {queue.topic}:
+    for topic in {record.topic for record in records} or {queue.topic}:
         after_commit(runtime.database, topic_channel(topic))
 
 

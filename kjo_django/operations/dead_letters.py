@@ -595,7 +595,7 @@ class Replayer:
 
     def _replay_message(self, letter: DeadLetter) -> None:
         queue = queue_of(letter.queue, letter.topic)
-        topic = replay_topic_of(queue) if queue else ""
+        topic = replay_topic_of(queue, letter.topic) if queue else ""
         if queue is None or not topic:
             self._refuse(letter, REFUSED_NO_SOURCE)
             return
@@ -744,12 +744,15 @@ def publish_one(record: OutgoingRecord, transport: str) -> None:
         raise PublishError(outcome.error)
 
 
-def replay_topic_of(queue: QueueConf) -> str:
-    """Return the topic that a queue's messages are published to again.
+def replay_topic_of(queue: QueueConf, topic: str) -> str:
+    """Return the topic that a queue's messages are published to again, of the level they had.
 
     It is not a topic that other services read: they would get the message once more.
+
+    :param topic: where they were read first.
     """
-    return get_settings().queue(queue.retries).topic
+    levels = get_settings().queue(queue.retries).levels
+    return levels.get(queue.level_in(topic), levels[0])
 
 
 def queue_of(queue: str, topic: str) -> QueueConf | None:
@@ -758,7 +761,7 @@ def queue_of(queue: str, topic: str) -> QueueConf | None:
     if queue:
         return conf.queue(queue)
     declared = [conf.queue(name) for name in registry.queue_names()]
-    return next((found for found in declared if found.topic == topic), None)
+    return next((found for found in declared if topic in found.topics), None)
 
 
 def replay_headers(

@@ -95,6 +95,7 @@ def overview() -> list[dict[str, Any]]:
         {
             "queue": name,
             "topic": (queue := conf.queue(name)).topic,
+            "topics": queue.topics,
             "transport": queue.transport,
             "consumer_group": queue.consumer_group,
             "dead_letter_topic": queue.dead_letter_topic,

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 from django.db import IntegrityError, transaction
 from django.db.models import Q
+from django.db.models.functions import Coalesce
 from django.utils import timezone
 
 from kjo_django import registry, signals, states
@@ -148,6 +149,8 @@ def _move(jobs: Sequence[Job], target: QueueConf) -> None:
         "partition": None,
         "offset": None,
     }
+    if len(target.levels) > 1:
+        changes["priority"] = Coalesce("priority", 0)
     # A failing job stays failing. A transactional transport stores its message all the same, and
     # the relay of any other transport publishes both states.
     is_failing = Q(state=JobState.FAILING)

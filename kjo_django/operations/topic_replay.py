@@ -126,7 +126,7 @@ class _TopicReplayer:
         for name in registry.queue_names():
             queue = get_settings().queue(name)
             if queue.transport == request.transport:
-                self._targets[queue.topic] = replay_topic_of(queue)
+                self._targets |= {each: replay_topic_of(queue, each) for each in queue.topics}
         self._targets.pop(request.topic, None)
         self._ids: set[str] = set()
         """Ids of the records that matched."""

@@ -118,6 +118,9 @@ class Relay:
         names = [*names, storing.OUTGOING]
         # On a transactional transport the message was written with the row.
         self.queues = [n for n in names if not storing.is_transactional(self._settings.queue(n))]
+        declared = [self._settings.queue(name) for name in self.queues]
+        self._levelled = {queue.name: queue for queue in declared if len(queue.levels) > 1}
+        """The queues with levels of priority."""
         self._on_error = on_error
         self._leases = RelayLeases(self._runtime)
         self._publications = Publications(self._runtime)
@@ -163,8 +166,10 @@ class Relay:
                 # It was held up since it read them, and another relay may publish them by now.
                 break
             try:
-                due = [job for job in jobs if job.queue == name]
-                self._publish(self._settings.queue(name), due, record)
+                due, queue = [job for job in jobs if job.queue == name], self._settings.queue(name)
+                if name in self._levelled:
+                    due.sort(key=lambda job: -(job.priority or 0))
+                self._publish(queue, due, record)
             except (DatabaseError, InterfaceError):
                 raise
             except Exception as error:
@@ -183,37 +188,47 @@ class Relay:
         return [queue for queue in self.queues if queue not in failing]
 
     def _with_overtaken(self, jobs: list[DueJob], queues: Collection[str]) -> list[DueJob]:
-        """Return the batch with rows of queues that have few in it, or none: the backlog of one
-        queue must not keep another's new job waiting until it is worked off.
+        """Return the batch with rows of queues, and of levels of priority, that have few in it, or
+        none: the backlog of one must not keep another's new job waiting until it is worked off.
 
-        Each queue is asked for by itself, so this is done a few times a second only, as long as
-        nothing is found.
+        Each is asked for by itself, so this is done a few times a second only, as long as nothing
+        is found.
         """
         began = self._clock.monotonic()
-        if began < self._ask_overtaken_at or len(queues) < 2:
+        if began < self._ask_overtaken_at:
             return jobs
-        share = max(1, self._settings.relay_batch_size // len(queues))
-        share_bytes = max(1, self._settings.relay_batch_bytes // len(queues))
-        counts = Counter(job.queue for job in jobs)
-        sizes: Counter[str] = Counter()
+        parts = [(name, level) for name in queues for level in self._settings.queue(name).levels]
+        if len(parts) < 2:
+            return jobs
+        share = max(1, self._settings.relay_batch_size // len(parts))
+        share_bytes = max(1, self._settings.relay_batch_bytes // len(parts))
+        counts = Counter(map(self._part_of, jobs))
+        sizes: Counter[tuple[str, int]] = Counter()
         for job in jobs:
-            sizes[job.queue] += len(job.payload)
+            sizes[self._part_of(job)] += len(job.payload)
         unrecorded, topics = self._publications.unrecorded, self._topic_backoff.names()
-        overtaken: dict[str, list[DueJob]] = {}
-        for queue in queues:
-            if counts[queue] < share and sizes[queue] < share_bytes:
+        overtaken: dict[tuple[str, int], list[DueJob]] = {}
+        for part in parts:
+            if counts[part] < share and sizes[part] < share_bytes:
+                queue = self._levelled.get(part[0])
+                of_level = queue.priorities_of(part[1]) if queue is not None else None
                 found = self._runtime.store.due_jobs_of(
-                    queue, share, unrecorded, topics, share_bytes
+                    part[0], share, unrecorded, topics, share_bytes, priorities=of_level
                 )
-                if len(found) > counts[queue]:
-                    overtaken[queue] = found
+                if len(found) > counts[part]:
+                    overtaken[part] = found
         if not overtaken:
             now = self._clock.monotonic()
             pause = min(10 * (now - began), LONGEST_UNASKED)
             self._ask_overtaken_at = now + max(pause, ASK_OVERTAKEN)
             return jobs
         first = [job for found in overtaken.values() for job in found]
-        return first + [job for job in jobs if job.queue not in overtaken]
+        return first + [job for job in jobs if self._part_of(job) not in overtaken]
+
+    def _part_of(self, job: DueJob) -> tuple[str, int]:
+        """Return a job's queue and its level of priority there."""
+        queue = self._levelled.get(job.queue)
+        return job.queue, 0 if queue is None else queue.level_of(job.priority)
 
     def _publish(
         self,
@@ -240,12 +255,12 @@ class Relay:
         accepted = [
             Publication(
                 job if len(job.payload) <= LARGE else job._replace(payload=b""),
-                queue.topic,
+                one.topic,
                 answer.partition,
                 answer.offset,
             )
-            for job, answer in zip(jobs, answers, strict=True)
-            if answer.error is None
+            for job, one, answer in zip(jobs, made, answers, strict=True)
+            if answer.error is None and isinstance(one, OutgoingRecord)
         ]
         record(accepted)
         self.published_count += len(accepted)

@@ -443,8 +443,13 @@ class Store:
         without: Collection[UUID] = (),
         without_topics: Collection[str] = (),
         max_bytes: int = ANY_SIZE,
+        *,
+        priorities: tuple[int, int] | None = None,
     ) -> list[DueJob]:
         """Return the due rows of one queue, in order, however many rows of others are due before.
+
+        :param priorities: only rows between this least and this highest priority, the highest
+            first; rows without any are left out.
 
         For a cursor PostgreSQL prefers a plan that begins at once; otherwise it may sort a backlog
         that its statistics do not show yet. The queue stands in the order and in a range, so only
@@ -454,6 +459,10 @@ class Store:
         rows = rows.exclude(pk__in=list(without)).exclude(destination__in=list(without_topics))
         due = rows.filter(queue__gte=queue, queue__lte=queue, available_at__lte=timezone.now())
         ordered = due.order_by("queue", "available_at", "id")
+        if priorities is not None:
+            # Spelled like the condition of the partial index, or it is not used.
+            due = due.filter(priority__isnull=False, priority__range=priorities)
+            ordered = due.order_by("queue", "-priority", "available_at", "id")
         columns = _sized(ordered, max_bytes // limit)[:limit]
         return self._loaded(columns.iterator(chunk_size=limit), max_bytes)
 

@@ -94,6 +94,7 @@ class DueJob(NamedTuple):
     content_type: str
     destination: str
     headers: dict[str, Any] | None
+    priority: int | None = None
 
     @property
     def log_facts(self) -> dict[str, Any]:

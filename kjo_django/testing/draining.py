@@ -275,7 +275,7 @@ def _delivery_of(job: Job) -> Delivery:
     queue = get_settings().queue(job.queue)
     sent = storing.record_of(job, queue)
     record = Record(
-        topic=queue.topic,
+        topic=sent.topic,
         partition=0,
         offset=next(_offsets),
         key=sent.key,

@@ -57,6 +57,9 @@ class Capabilities:
     seen if and only if that transaction commits."""
     replay: bool
     """Acknowledged records stay readable for another group, until the topic's retention ends."""
+    priority: bool = False
+    """``OutgoingRecord.priority`` decides the order of handing out; without it each level of a
+    queue's priorities has a topic of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,9 @@ class OutgoingRecord:
     """Not delivered before this moment (aware). Only where ``capabilities.delay``."""
     partition: int | None = None
     """A partition to use instead of the one the key selects, where there are partitions."""
+    priority: int = 0
+    """From -100 to 100: of the records of a topic the highest come first, those of one priority
+    in their order. Only where ``capabilities.priority``."""
 
 
 @dataclass(slots=True)
@@ -112,6 +118,8 @@ class Record:
     an older epoch are no longer this consumer's: acknowledging them is a no-op."""
     token: Any = None
     """The transport's own handle for acknowledging."""
+    priority: int = 0
+    """As it was published with, where ``capabilities.priority``."""
 
     @property
     def header_list(self) -> list[tuple[str, bytes | None]]:
@@ -153,6 +161,17 @@ class Subscription(abc.ABC):
         record. Raises nothing for outages that pass: it returns an empty list and reports them
         through ``last_error``.
         """
+
+    def poll_urgent(
+        self, topics: Collection[str], max_records: int, max_bytes: int = ANY_SIZE
+    ) -> list[Record]:
+        """Return up to ``max_records`` records of these topics, paused or not, that have a higher
+        priority than what was handed out of them last; at once, a few times a second at most.
+
+        For topics that are paused because their consumer holds enough. Default: none, as where
+        ``capabilities.priority`` is not declared.
+        """
+        return []
 
     @abc.abstractmethod
     def acknowledge(self, records: Iterable[Record]) -> None:

@@ -217,7 +217,7 @@ class LagRecorder(LeasedDuty):
                 continue
             began = self._clock.monotonic()
             try:
-                lag = get_transport(queue.transport).lag([queue.topic], queue.consumer_group)
+                lag = get_transport(queue.transport).lag(queue.topics, queue.consumer_group)
             except PublishError as error:
                 unreachable.add(queue.transport)
                 logger.debug("The lag of %s is not known: %s", queue.name, error)

@@ -28,7 +28,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -38,7 +38,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections
 
 from kjo_django import garbage_collection, registry, signals
-from kjo_django.conf import QueueConf, default_worker_name
+from kjo_django.conf import LEVELS, QueueConf, default_worker_name
 from kjo_django.engine.attempt import Attempt
 from kjo_django.engine.group import (
     HELD_ELSEWHERE_DELAY,
@@ -94,6 +94,7 @@ class Worker:
     """Consumes queues, and relays, until told to stop.
 
     :param queues: names of the queues to consume; None for all that are declared or used.
+    :param weights: how many groups of a queue start for one of a queue that is not named here.
     :param concurrency: lanes, threads that run handlers; the setting if not given.
     :param relay: also relay committed jobs of these queues.
     :param install_signal_handlers: stop on SIGTERM, SIGINT and SIGUSR2 (main thread only).
@@ -108,6 +109,7 @@ class Worker:
         self,
         queues: Sequence[str] | None = None,
         *,
+        weights: Mapping[str, float] | None = None,
         concurrency: int | None = None,
         relay: bool = True,
         install_signal_handlers: bool = False,
@@ -154,6 +156,8 @@ class Worker:
             clock=runtime.clock,
         )
         self.scheduler.set_limits(self.controls.limits)
+        if weights:
+            self.scheduler.set_weights(weights)
         self.leases = LeaseBook(runtime, self.id.hex)
         self._watch = TimeoutWatch(self._replace_lane, runtime.clock)
         listeners = [self.statistics.add, send_signals]
@@ -183,10 +187,12 @@ class Worker:
         self._make_duties(heartbeat_file)
 
     def _make_pollers(self) -> list[Poller]:
-        groups: dict[tuple[str, str], list[QueueConf]] = {}
+        groups: dict[tuple[str, str, int], list[QueueConf]] = {}
+        topics = set()
         for queue in self.queues:
-            groups.setdefault((queue.transport, queue.consumer_group), []).append(queue)
-        topics = {(queue.transport, queue.consumer_group, queue.topic) for queue in self.queues}
+            for level, topic in queue.levels.items():
+                groups.setdefault((queue.transport, queue.consumer_group, level), []).append(queue)
+                topics.add((queue.transport, queue.consumer_group, topic))
         return [
             Poller(
                 self.runtime,
@@ -196,11 +202,15 @@ class Worker:
                 self.scheduler,
                 max_outstanding=self.runtime.settings.max_outstanding,
                 is_alone=len(topics) == 1,
-                # With its transport: as one source, two would replace each other's error for ever.
-                on_error=functools.partial(self._outages.note, f"{group} ({alias})"),
+                level=level,
+                # With all that tells it from others: as one source, two would replace each other's
+                # error for ever.
+                on_error=functools.partial(
+                    self._outages.note, f"{group} ({alias}{LEVELS[level][1]})"
+                ),
                 on_skipped=self.statistics.skip,
             )
-            for (alias, group), queues in groups.items()
+            for (alias, group, level), queues in groups.items()
         ]
 
     def _make_duties(self, heartbeat_file: str | None) -> None:
@@ -501,10 +511,10 @@ class Worker:
         """Return how many records wait for a queue that no due job stands for."""
         transport = get_transport(queue.transport)
         if not transport.capabilities.transactional:
-            return sum(transport.lag([queue.topic], queue.consumer_group).values())
+            return sum(transport.lag(queue.topics, queue.consumer_group).values())
         if registry.route_of(queue.name) is registry.JOBS:
             return 0  # each due job has its record in the table
-        records = sum(transport.lag([queue.topic], queue.consumer_group).values())
+        records = sum(transport.lag(queue.topics, queue.consumer_group).values())
         if not records:
             return 0
         jobs = Job.objects.using(self.runtime.database).open()

@@ -121,6 +121,87 @@ def test_equal_hashes_are_all_that_keys_are_compared_by() -> None:
     assert all(-(2**63) <= key_hash(b"%d" % n) < 2**63 for n in range(1000))
 
 
+# --- Priorities -----------------------------------------------------------------------------------
+
+
+def test_rows_are_claimed_by_priority_and_in_order_within_one(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, "a1", "b1")
+    publish(transport, "c1", "d1", priority=-1)
+    publish(transport, "e1", "f1", priority=5)
+    subscription = subscribe()
+    found = subscription.poll(10, 1)
+    assert texts(found) == ["e1", "f1", "a1", "b1", "c1", "d1"]
+    assert [record.priority for record in found] == [5, 5, 0, 0, -1, -1]
+
+
+def test_no_priority_starves_beside_a_flood_of_higher_ones(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    # Given more urgent rows than are ever claimed, and one of each of some lower priorities
+    for rank in range(5):
+        publish(transport, f"x{rank}", priority=-10 * rank)
+    subscription = subscribe()
+    seen: list[str] = []
+    for number in range(60):
+        publish(transport, f"u{number}", f"v{number}", priority=50)
+        # When
+        found = subscription.poll(1, 1)
+        seen += texts(found)
+        subscription.acknowledge(found)
+    # Then
+    low = [text for text in seen if text.startswith("x")]
+    assert low == [f"x{rank}" for rank in range(5)]
+    assert seen.index("x4") < 40
+
+
+def test_each_topic_has_its_share_whatever_its_priorities(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, *[f"u{number}" for number in range(50)], priority=50)
+    publish(transport, *[f"x{number}" for number in range(50)], topic="low", priority=-50)
+    assert Counter(text[0] for text in texts(subscribe("t low").poll(20, 1))) == {"u": 10, "x": 10}
+
+
+def test_a_share_that_another_topic_leaves_is_claimed_by_priority(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    publish(transport, *[f"a{number}" for number in range(10)])
+    publish(transport, *[f"u{number}" for number in range(10)], priority=50)
+    publish(transport, "z", topic="low")
+    found = texts(subscribe("t low").poll(16, 1))
+    assert [text for text in found if text != "z"] == [
+        *[f"u{number}" for number in range(10)],
+        *[f"a{number}" for number in range(5)],
+    ]
+
+
+def test_urgent_rows_of_a_paused_topic_are_claimed_when_asked_for(
+    transport: DatabaseTransport, subscribe: Subscribe
+) -> None:
+    # Given a consumer full of low rows
+    publish(transport, *[f"x{number}" for number in range(20)], priority=-5)
+    subscription = subscribe()
+    assert len(subscription.poll(10, 1)) == 10
+    subscription.pause([TopicPartition("t", 0)])
+    assert subscription.poll_urgent(["t"], 8) == []
+    # When
+    publish(transport, "n0")
+    publish(transport, *[f"u{number}" for number in range(10)], priority=50)
+    # Then at most so many come, at most a few times a second
+    found: list[Record] = []
+    eventually(lambda: found.extend(subscription.poll_urgent(["t"], 8)) or found)
+    assert texts(found) == [f"u{number}" for number in range(8)]
+    assert subscription.poll_urgent(["t"], 8) == []
+    eventually(lambda: found.extend(subscription.poll_urgent(["t"], 8)) or len(found) > 8)
+    assert texts(found)[8:] == ["u8", "u9", "n0"]
+    # And they are held and acknowledged like all others
+    subscription.acknowledge(found)
+    subscription.flush()
+    assert transport.lag(["t"], "g") == {TopicPartition("t", 0): 20}
+
+
 # --- Leases ---------------------------------------------------------------------------------------
 
 

@@ -142,9 +142,20 @@ def test_a_unique_id_is_enqueued_once(tasks: Any) -> None:
         tasks.write.using(unique_id="a").enqueue("x")
 
 
-def test_priorities_are_refused(tasks: Any) -> None:
+def test_a_priority_is_stored_with_the_job_and_the_result_knows_it(tasks: Any) -> None:
+    result = tasks.add.using(priority=-7).enqueue(1)
+    assert Job.objects.get(pk=result.id).priority == -7
+    assert tasks.add.get_result(result.id).task.priority == -7
+    # And one without has none
+    plain = tasks.add.enqueue(1)
+    assert Job.objects.get(pk=plain.id).priority is None
+    assert tasks.add.get_result(plain.id).task.priority == 0
+
+
+@pytest.mark.parametrize("wrong", [101, -101, 1.5])
+def test_a_priority_out_of_range_is_refused(tasks: Any, wrong: float) -> None:
     with pytest.raises(InvalidTask, match="priority"):
-        tasks.add.using(priority=1)
+        tasks.add.using(priority=wrong)
 
 
 def test_queues_are_those_of_the_backend(tasks: Any) -> None:

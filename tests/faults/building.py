@@ -22,7 +22,7 @@ from tests.declarations import forgetting
 from tests.faults import boundary
 from tests.faults.clock import Clock
 from tests.faults.patterns import Patterns
-from tests.faults.scenarios import QUEUE, Kinds
+from tests.faults.scenarios import LEVELS, QUEUE, Kinds
 from tests.faults.world import World
 
 W = TypeVar("W", bound=World)
@@ -53,6 +53,7 @@ def kjo(transport: str) -> dict[str, Any]:
         "PROCESSING_TTL": 30,
         "RECORD_LEASE": 5,
         "TOPIC_OPTIONS": {"partitions": 1, "replication_factor": 1},
+        "QUEUES": {LEVELS: {"priorities": 3}},
     }
     if transport == "memory":
         backend = "kjo_django.transports.memory.MemoryTransport"

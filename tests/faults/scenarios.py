@@ -108,6 +108,7 @@ class Kinds:
         self.tasks = import_module("tests.faults.tasks")
         self.tasks.behaviour[:] = [behave]
         self.behave = behave
+        self.write = write
 
     def enqueue(self, process: Process, kind: str, name: str, ending: str) -> Any:
         put = self.enqueuing(kind, name, ending)
@@ -173,6 +174,32 @@ def _act(kind: str, ending: str) -> Callable[[World, Process], None]:
             process.work()
 
     return act
+
+
+LEVELS = "faults-levels"
+"""A queue with three levels of priority."""
+
+
+@scenario("priority-levels", LEVELS)
+def _levels(world: World, process: Process) -> None:
+    kinds: Kinds = world.kinds
+    levelled = job(
+        name="faults.levels",
+        queue=LEVELS,
+        key=lambda job, ending: _key_of(job),
+    )(kinds.write)
+    for name, ending, priority in (
+        ("f1", "retried", -5),
+        ("k2", "completed", 60),
+        ("k3", "completed", 60),
+        ("f4", "dead", 5),
+        ("f5", "completed", 0),
+    ):
+        put = partial(levelled.using(priority=priority).enqueue, job=name, ending=ending)
+        world.enqueue(process, name, put, _key_of(name), False)
+    process.work()
+    world.clock.advance(3)
+    process.work()
 
 
 def _publish_again(process: Process, queue: str) -> None:

@@ -43,6 +43,41 @@ def test_a_misspelt_queue_is_wrong_usage_and_not_a_child_that_dies_for_ever(proc
 
 
 @pytest.mark.usefixtures("_never_run")
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["ledgr=4"], "No queue is named 'ledgr'"),
+        (["ledger=0"], "'ledger=0': the weight of a queue must be a whole number from 1 to 1,000"),
+        (["ledger=-1"], "'ledger=-1': the weight of a queue must be a whole number from 1 to "),
+        (["ledger=1.5"], "'ledger=1.5': the weight of a queue must be a whole number from 1 to "),
+        (["ledger="], "'ledger=': the weight of a queue must be a whole number from 1 to 1,000"),
+        (["ledger=1001"], "'ledger=1001': the weight of a queue must be a whole number from 1 to "),
+        (["ledger=2", "ledger"], "The queue 'ledger' is named twice."),
+    ],
+)
+def test_a_weight_that_means_nothing_is_wrong_usage(given, says):
+    error = refusal(*given)
+    assert error.returncode == 2
+    assert says in str(error)
+
+
+def test_weights_are_those_of_the_worker(settings, monkeypatch):
+    # Given a queue whose name looks as if it had a weight
+    settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "bulk": {}, "a=2": {}}}
+    seen = []
+
+    def run(self, until=None):
+        seen.append(([queue.name for queue in self.queues], dict(self.scheduler._weights)))
+        return 0
+
+    monkeypatch.setattr(Worker, "run", run)
+    # When
+    call_command("kjo_consume", "ledger=4", "bulk", "a=2")
+    # Then
+    assert seen == [(["ledger", "bulk", "a=2"], {"ledger": 4})]
+
+
+@pytest.mark.usefixtures("_never_run")
 def test_a_topic_of_others_is_not_consumed_by_mistake(settings):
     """Their messages, which nobody here handles, would become dead letters."""
     settings.KJO = {**KJO, "QUEUES": {"ledger": {}, "theirs": {"consume": False}}}

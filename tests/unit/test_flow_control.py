@@ -98,7 +98,7 @@ def configure(request, settings, sqlite_file):
 class Working(Running):
     """A worker in a thread of its own, whose jobs of the queue ``slow`` last until ``release``."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: object) -> None:
         self.begun: list[str] = []
         self.has_begun = threading.Condition()
         self.release = threading.Event()
@@ -115,7 +115,7 @@ class Working(Running):
 
         as_job(work, "work.slow", queue="slow", atomic=False)
         as_job(also_work, "work.quick", queue="quick", atomic=False)
-        super().__init__(["slow", "quick"], relay=False)
+        super().__init__(["slow", "quick"], relay=False, **options)
 
     def __exit__(self, *error: object) -> None:
         self.worker.stop()
@@ -212,6 +212,23 @@ def test_a_job_of_an_idle_queue_is_next_where_slow_ones_have_all_lanes(configure
     with Working() as working:
         with working.has_begun:
             assert working.has_begun.wait_for(lambda: working.slow_begun() > 12, WAIT)
+        # When
+        delays = [working.delay_of(f"other {number}") for number in range(5)]
+        # Then
+        print(f"begun after {delays} s")
+        assert statistics.median(delays) < PROMISED
+
+
+@pytest.mark.parametrize("transport", ["memory", "database"])
+def test_an_idle_queue_waits_for_one_handler_whatever_the_weight_of_the_busy_one(
+    configure, transport
+):
+    # Given one lane, and a backlog whose queue has a hundred times the weight
+    configure(transport, limit=None, CONCURRENCY=1)
+    publish("slow", *['{"name": "slow", "waits": 0.2}'] * 200)
+    with Working(weights={"slow": 100}) as working:
+        with working.has_begun:
+            assert working.has_begun.wait_for(lambda: working.slow_begun() > 3, WAIT)
         # When
         delays = [working.delay_of(f"other {number}") for number in range(5)]
         # Then

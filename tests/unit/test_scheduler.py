@@ -49,11 +49,14 @@ def delivery(
     partition: int = 0,
     problem: MessageError | None = None,
     subscription: Subscription = SUBSCRIPTION,
+    level: int = 0,
 ) -> Delivery:
     offset = next(_offsets)
     record = Record(queue, partition, offset, key.encode() if key else None, b"{}", {})
     conf = get_settings().queue(queue)
-    return Delivery(record, subscription, conf, "tests", None, handler, problem)
+    made = Delivery(record, subscription, conf, "tests", None, handler, problem)
+    made.level = level
+    return made
 
 
 def lanes_of(
@@ -632,3 +635,72 @@ def test_suspects_run_one_at_a_time_and_back_to_back_while_others_go_on():
     lanes.finish(second)
     assert take(lanes).deliveries == found[2:]
     assert lanes.take(timeout=0) is None
+
+
+# --- Weights and levels of priority ---------------------------------------------------------------
+
+
+def run_all(lanes: GroupScheduler, count: int) -> list[Delivery]:
+    """Run so many groups of one delivery each, one after the other."""
+    ran = []
+    for _ in range(count):
+        group = take(lanes)
+        lanes.finish(group)
+        ran += group.deliveries
+    return ran
+
+
+def backlog(lanes: GroupScheduler, count: int = 400, **options) -> None:
+    lanes.put([delivery(handler=SLOW, **options) for _ in range(count)])
+
+
+def test_two_queues_with_a_backlog_share_the_lanes_by_their_weights():
+    lanes = lanes_of(1)
+    lanes.set_weights({"urgent": 4})
+    backlog(lanes, queue="urgent")
+    backlog(lanes, queue="bulk")
+    counts = Counter(one.queue.name for one in run_all(lanes, 100))
+    assert counts == {"urgent": 80, "bulk": 20}
+
+
+def test_an_idle_queue_is_next_whatever_the_weight_of_the_busy_one():
+    """So it waits for one handler at most."""
+    lanes = lanes_of(1)
+    lanes.set_weights({"busy": 100})
+    backlog(lanes, queue="busy")
+    for _ in range(5):
+        run_all(lanes, 7)
+        lanes.put([delivery(queue="idle")])
+        assert [one.queue.name for one in run_all(lanes, 1)] == ["idle"]
+
+
+def test_a_queue_that_was_idle_for_long_has_saved_up_nothing():
+    lanes = lanes_of(1)
+    lanes.set_weights({"busy": 2})
+    backlog(lanes, queue="busy")
+    run_all(lanes, 200)
+    backlog(lanes, queue="late")
+    counts = Counter(one.queue.name for one in run_all(lanes, 30))
+    assert 9 <= counts["late"] <= 11
+
+
+def test_what_is_urgent_starts_before_what_waited_longer_and_the_low_ones_go_on():
+    lanes = lanes_of(1)
+    for level in (-1, 0, 1, 2):
+        backlog(lanes, level=level)
+    counts = Counter(one.level for one in run_all(lanes, 340))
+    assert counts == {2: 256, 1: 64, 0: 16, -1: 4}
+    # And of an idle level the first is next
+    quiet = lanes_of(1)
+    backlog(quiet, level=-1)
+    run_all(quiet, 50)
+    quiet.put([delivery(level=2)])
+    assert [one.level for one in run_all(quiet, 1)] == [2]
+
+
+def test_equal_queues_take_turns_as_without_weights():
+    lanes = lanes_of(1)
+    lanes.set_weights({"a": 1})
+    for queue in ("a", "b", "c"):
+        backlog(lanes, queue=queue)
+    assert [one.queue.name for one in run_all(lanes, 6)] == ["a", "b", "c", "a", "b", "c"]

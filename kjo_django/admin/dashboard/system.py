@@ -129,7 +129,8 @@ def _groups(queues: Iterable[dict[str, Any]], living: Sequence[Member]) -> list[
 def _group(name: str, queues: list[dict[str, Any]], living: Sequence[Member]) -> dict[str, Any]:
     by_topic: dict[str, list[dict[str, Any]]] = {}
     for queue in queues:
-        by_topic.setdefault(queue["topic"], []).append(queue)
+        for topic in queue["topics"]:
+            by_topic.setdefault(topic, []).append(queue)
     names = {queue["queue"] for queue in queues}
     members = [
         Member(row.worker, [each for each in row.held if _is_of(each, name, by_topic)])
@@ -164,12 +165,12 @@ def _topic(topic: str, queues: list[dict[str, Any]], members: Sequence[Member]) 
                 holders.setdefault(held.partition, []).append((held, member))
     is_paused = any(queue["is_paused"] for queue in queues)
     has_one_owner = shares_by_partition(get_settings().queue(first["queue"]))
-    known = {each["partition"]: each for each in first["partitions"]}
+    known = {each["partition"]: each for each in first["partitions"] if each["topic"] == topic}
     numbers = sorted(known.keys() | holders.keys())
     return {
         "name": topic,
         "queues": [queue["queue"] for queue in queues if queue["queue"] != topic],
-        "lag": first["lag"],
+        "lag": None if first["lag"] is None else sum(each["lag"] for each in known.values()),
         "lag_error": first["lag_error"],
         "trend": _trend(first),
         "is_growing": first["lag_trend"] == Trend.GROWING,

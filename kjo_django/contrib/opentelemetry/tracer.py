@@ -216,7 +216,7 @@ class OpenTelemetryTracer:
         queues = [get_settings().queue(name) for name in {job.queue for job in mine}]
         topics = {job.destination for job in mine if job.destination}
         if any(not job.destination for job in mine):
-            topics |= {queue.topic for queue in queues}
+            topics |= {topic for queue in queues for topic in queue.topics}
         systems = {system_of(queue.transport) for queue in queues}
         told_of_them = of_jobs(mine, topics, systems)
         handler = told_of_them.get(HANDLER)

@@ -57,7 +57,7 @@ class KJOBackend(BaseTaskBackend):
     supports_defer = True
     supports_async_task = True
     supports_get_result = True
-    supports_priority = False
+    supports_priority = True
     runs_on_kjo = True
 
     def __init__(self, alias: str, params: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from django.utils.duration import duration_iso_string
 
 from kjo_django import conf, states
 from kjo_django.contrib.tasks.compat import (
+    DEFAULT_TASK_PRIORITY,
     InvalidTask,
     TaskError,
     TaskResultDoesNotExist,
@@ -143,6 +144,7 @@ def _job_of(backend: Any, task: Any, args: list[Any], kwargs: dict[str, Any]) ->
         key=str(key(*args, **kwargs)) if callable(key) else key,
         run_at=task.run_after,
         expires_at=now + expires if isinstance(expires, timedelta) else expires,
+        priority=task.priority,
         max_attempts=backend.default(task, "max_attempts"),
         result_ttl=backend.default(task, "result_ttl"),
         headers=headers,
@@ -164,6 +166,8 @@ _TIMES = ("expires", "result_ttl", "run_after", "timeout")
 def _written(task: Any) -> dict[str, Any]:
     """Return a task's options for JSON: durations and times in ISO 8601."""
     given = changed_options(task)
+    if task.priority:
+        given["priority"] = task.priority
     if task.run_after is not None:
         given["run_after"] = task.run_after
     for name, value in given.items():
@@ -176,7 +180,8 @@ def _written(task: Any) -> dict[str, Any]:
 
 def _restored_task(task: Any, call: TaskCall, queue: str) -> Any:
     """Return the task as it was enqueued."""
-    changes: dict[str, Any] = {"queue_name": queue, "backend": call.backend, "run_after": None}
+    changes: dict[str, Any] = {"queue_name": queue, "backend": call.backend}
+    changes |= {"run_after": None, "priority": DEFAULT_TASK_PRIORITY}
     for name, value in call.using.items():
         if isinstance(value, str) and name in _TIMES:
             value = parse_duration(value) if value.startswith("P") else parse_datetime(value)

@@ -12,6 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 from django.utils import autoreload
 
+from kjo_django import registry
 from kjo_django.conf import get_settings
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.management.commands._shared import ParsedCommand, positive, seconds
@@ -30,7 +31,13 @@ class Command(ParsedCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """Declare the options."""
         add = parser.add_argument
-        add("queues", nargs="*", help="Queues to consume; all if none is named.")
+        add(
+            "queues",
+            nargs="*",
+            metavar="queue[=weight]",
+            help="Queues to consume; all if none is named. A queue with a weight starts so many "
+            "groups of jobs for one of a queue without.",
+        )
         threads = "Threads that run handlers; KJO['CONCURRENCY'] if not given."
         add("--concurrency", type=positive, help=threads)
         add("--processes", type=positive, default=1, help="Worker processes, supervised.")
@@ -59,6 +66,7 @@ class Command(ParsedCommand):
     def _run(self, options: dict[str, Any]) -> int:
         # Before anything is forked: a child that ends of it would be started again and again.
         try:
+            options["queues"], options["weights"] = _weighted(options["queues"])
             for name in options["queues"]:
                 # Of messages of other services, dead letters would be made.
                 if not get_settings().queue(known_queue(name)).consume:
@@ -94,6 +102,7 @@ class Command(ParsedCommand):
 
         worker = Worker(
             options["queues"] or None,
+            weights=options["weights"],
             concurrency=options["concurrency"],
             relay=not options["no_relay"],
             install_signal_handlers=not options["reload"],
@@ -113,6 +122,31 @@ class Command(ParsedCommand):
         code = worker.run(until)
         reporter.report()
         return WAS_SIGNALLED if is_supervised and worker.was_signalled and not code else code
+
+
+MOST_WEIGHT = 1000
+
+
+def _weighted(given: list[str]) -> tuple[list[str], dict[str, float]]:
+    """Return the names of queues, and the weights of those that have one.
+
+    :raises ValueError: a weight is none, or a queue is named twice.
+    """
+    names: list[str] = []
+    weights: dict[str, float] = {}
+    for text in given:
+        name, equals, weight = text.rpartition("=")
+        if not equals or text in registry.queue_names():
+            name = text
+        elif weight.isdecimal() and 1 <= int(weight) <= MOST_WEIGHT:
+            weights[name] = int(weight)
+        else:
+            wanted = f"a whole number from 1 to {MOST_WEIGHT:,}"
+            raise ValueError(f"{text!r}: the weight of a queue must be {wanted}, not {weight!r}.")
+        if name in names:
+            raise ValueError(f"The queue {name!r} is named twice.")
+        names.append(name)
+    return names, weights
 
 
 def _interval(text: str) -> float:

@@ -113,7 +113,7 @@ def _rescue_queue(queue: QueueConf, limit: int, report: RescueReport) -> None:
 def _gone(queue: QueueConf, now: datetime) -> Q:
     """Return the condition on stale jobs whose message no longer waits for the queue's group."""
     transport = get_transport(queue.transport)
-    offsets = transport.offsets([queue.topic], queue.consumer_group)
+    offsets = transport.offsets(queue.topics, queue.consumer_group)
     # Jobs that wait very long, also those without a recorded offset.
     long_ago = ago(now, PATIENCE * (now - ago(now, get_settings().rescue_after)))
     lost = Q(queued_at__lt=long_ago, available_at__lt=long_ago)

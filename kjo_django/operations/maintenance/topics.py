@@ -172,7 +172,7 @@ def wanted(queues: Queues = None) -> list[WantedTopic]:
         if errors:
             raise ImproperlyConfigured(str(errors[0]))
         numbers, config = (options.partitions, options.replication_factor), options.config
-        specs = [TopicSpec(queue.topic, *numbers, config)]
+        specs = [TopicSpec(topic, *numbers, config) for topic in queue.topics]
         if transport_class(queue.transport).capabilities.replay:
             # With as many partitions as the source, a dead letter keeps its partition. Compacted,
             # of two dead letters of one key only the second would be left.

@@ -314,9 +314,10 @@ def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
         if not shares_by_partition(queue):
             continue
         count = sum(not worker["queues"] or name in worker["queues"] for worker in alive)
-        (topic,) = get_transport(queue.transport).describe_topics([queue.topic])
-        if topic.partitions is not None and count > topic.partitions:
-            idle.append(f"{name} has {count} workers for {topic.partitions} partitions")
+        described = get_transport(queue.transport).describe_topics(queue.topics)
+        partitions = [topic.partitions for topic in described if topic.partitions is not None]
+        if partitions and count > max(partitions):
+            idle.append(f"{name} has {count} workers for {max(partitions)} partitions")
     if not idle:
         return True, "no worker stands by for want of a partition", ""
     fix = "Raise topic_options['partitions'] to twice the workers, or stop some."

@@ -267,19 +267,27 @@ def add_lags(rows: Sequence[dict[str, Any]]) -> None:
         groups.setdefault((row["transport"], row["consumer_group"]), []).append(row)
     refusals: dict[str, str] = {}
     for (transport, group), members in groups.items():
-        places: dict[str, list[dict[str, Any]]] = {row["topic"]: [] for row in members}
+        places: dict[str, list[dict[str, Any]]] = {t: [] for row in members for t in row["topics"]}
         if transport not in refusals:
             try:
-                found = get_transport(transport).offsets(sorted(places), group)
-                for place, offsets in sorted(found.items()):
-                    at = {"partition": place.partition, **offsets._asdict()}
+                answers = get_transport(transport).offsets(sorted(places), group)
+                for place, offsets in sorted(answers.items()):
+                    at = {**place._asdict(), **offsets._asdict()}
                     places[place.topic].append(at)
             except PublishError as error:
                 refusals[transport] = str(error)
         error_text = refusals.get(transport)
         for row in members:
-            row["partitions"] = [] if error_text else places[row["topic"]]
-            by_partition = {str(each["partition"]): each["lag"] for each in row["partitions"]}
+            found = [] if error_text else [each for t in row["topics"] for each in places[t]]
+            row["partitions"] = found
+            by_partition = {_label(row, each): each["lag"] for each in found}
             row["lag"] = None if error_text else sum(by_partition.values())
             row["lag_by_partition"] = by_partition
             row["lag_error"] = error_text
+
+
+def _label(row: dict[str, Any], place: dict[str, Any]) -> str:
+    """Return what a partition is called among those of its queue: its number, and where the queue
+    has levels of priority the topic of any but the normal one before it."""
+    number = str(place["partition"])
+    return number if place["topic"] == row["topic"] else f"{place['topic']}/{number}"

@@ -88,6 +88,60 @@ class Groups(Suite):
         if self.rebalances:
             assert all(shares), "one subscription got everything"
 
+    # --- Levels of priority -----------------------------------------------------------------------
+
+    def test_members_of_a_group_may_read_topics_of_their_own(
+        self, transport: Transport, group: str
+    ) -> None:
+        """As a worker does with the levels of a queue: each has a topic and a subscription."""
+        low, high = self.make_topic(transport, 2), self.make_topic(transport, 2)
+        of_low, of_high = (self.subscribe(transport, topic, group) for topic in (low, high))
+        self.join(of_low, of_high, partitions=4 if self.rebalances else None)
+
+        self.publish_values(transport, low, *(b"low %d" % number for number in range(200)))
+        self.publish_values(transport, high, b"high")
+
+        # The one does not wait until the other has been read
+        records = self.read(of_high, 1)
+        assert values(records) == [b"high"]
+        assert {each.topic for each in of_high.assignment()} == {high}
+        self.settle(of_high, records)
+        of_high.close()
+        found = self.read(of_low, 200)
+        assert {record.topic for record in found} == {low}
+        again = self.subscribe(transport, high, group)
+        self.publish_values(transport, high, b"last")
+        assert self.read_until([of_low, again], b"last") == []
+
+    def test_records_of_a_higher_priority_come_first_and_none_starves(
+        self, transport: Transport, topic: str, group: str
+    ) -> None:
+        if not transport.capabilities.priority:
+            pytest.skip("makes no promise of priorities")
+        priorities = [0, -100, 7, 0, 100, -1, 7]
+        self.publish(
+            transport,
+            [
+                OutgoingRecord(topic, b"%d" % number, b"%d" % number, priority=priority)
+                for number, priority in enumerate(priorities)
+            ],
+        )
+        subscription = self.subscribe(transport, topic, group)
+
+        records = self.read(subscription, len(priorities))
+
+        assert [(each.priority, each.value) for each in records] == [
+            *[(100, b"4"), (7, b"2"), (7, b"6"), (0, b"0"), (0, b"3"), (-1, b"5"), (-100, b"1")]
+        ]
+        self.publish(transport, [OutgoingRecord(topic, b"low", priority=-100)])
+        for _ in range(100):
+            self.publish(transport, [OutgoingRecord(topic, b"u", priority=9) for _ in range(2)])
+            found = subscription.poll(1, 1.0)
+            subscription.acknowledge(found)
+            if values(found) == [b"low"]:
+                return
+        pytest.fail("the lowest priority starved")
+
     # --- Rebalancing ------------------------------------------------------------------------------
 
     def test_a_rebalance_tells_both_sides(self, transport: Transport, group: str) -> None:

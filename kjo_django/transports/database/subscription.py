@@ -15,7 +15,7 @@ import math
 import random
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -36,7 +36,7 @@ from kjo_django.transports.base import (
     TopicPartition,
 )
 from kjo_django.transports.leased_records import LeasedSubscription
-from kjo_django.values import count_within
+from kjo_django.values import ANY_SIZE, count_within
 
 logger = logging.getLogger("kjo_django.transports.database")
 
@@ -55,7 +55,13 @@ _MOST_LOCK_ERRORS = 2
 """Lock errors in a row that are not reported: each has waited for SQLite's own timeout."""
 _LOCKED = ("database is locked", "database table is locked", "database schema is locked")
 _BATCH = 5_000
-_COLUMNS = ("id", "topic", "key", "small_value", "headers", "published_at", "size")
+_COLUMNS = ("id", "topic", "key", "small_value", "headers", "published_at", "rank", "size")
+_RANK = _COLUMNS.index("rank")
+FAIR_EVERY, SELDOM_FAIR_EVERY = 4, 16
+"""Of so many claims of a backlog one begins with the next lower priority there is, so that none
+starves; the second number holds while no lower one is found."""
+URGENT_INTERVAL = 0.2
+"""Seconds between looks for records that are more urgent than what a consumer is full of."""
 
 
 class Collision(Exception):
@@ -98,6 +104,12 @@ class DatabaseSubscription(LeasedSubscription):
         self._commits = CommitWatcher(alias, clock)
         self._skipped: dict[str, set[int]] = {}
         self._claim_count = 0
+        self._last_rank: dict[str, int] = {}
+        """The rank of the last row claimed, by topic."""
+        self._fair: dict[str, tuple[int, int]] = {}
+        """Of topics with a backlog: the claim that next begins with a lower priority, and after
+        which rank."""
+        self._urgent_at = 0.0
         self._may_have_more = True
         """Whether something may be due: then it is claimed without being looked for first."""
         self._may_have_strays = False
@@ -145,19 +157,47 @@ class DatabaseSubscription(LeasedSubscription):
                     expires_at = self._clock.now() + self._lease
                     self._held_rows().update(lease_expires_at=expires_at)
                 self._renew_at = now + self._lease.total_seconds() / 3
-            claimed = self._claim(max_records, max_bytes)
+            due = self._due_topics() if max_records > 0 else []
+            self._may_have_more = self._may_have_more and bool(due)
+            claimed = self._claim(due, max_records, max_bytes) if due else []
         except OUTAGES as error:
             self._note_outage(error)
             return []
         except Collision:
             self._next_wait = SHORTEST_WAIT
             return []
-        # One that another consumer took over and gave back is here already: to acknowledge a second
-        # copy would delete the row of the first.
+        self._outage_count, self._retry_at, self.last_error = 0, 0.0, None
+        return self._new(claimed)
+
+    def _new(self, claimed: Sequence[Record]) -> list[Record]:
+        """Hold these records, and return them without those that are held already: one that another
+        consumer took over and gave back is here, and to acknowledge a second copy would delete the
+        row of the first."""
         records = [record for record in claimed if record.token not in self._held]
         self._hold(records)
-        self._outage_count, self._retry_at, self.last_error = 0, 0.0, None
         return records
+
+    def poll_urgent(
+        self, topics: Collection[str], max_records: int, max_bytes: int = ANY_SIZE
+    ) -> list[Record]:
+        """Claim rows of a lower rank than the last one claimed, where there are any."""
+        if self._is_closed or self._clock.monotonic() < max(self._urgent_at, self._retry_at):
+            return []
+        self._urgent_at = self._clock.monotonic() + URGENT_INTERVAL
+        ranks = {topic: self._last_rank.get(topic, 0) for topic in topics}
+        now = self._clock.now()
+        try:
+            due = [
+                topic
+                for topic, rank in ranks.items()
+                if self._due_rows(topic, now).filter(rank__lt=rank).exists()
+            ]
+            return self._new(self._claim(due, max_records, max_bytes, ranks)) if due else []
+        except OUTAGES as error:
+            self._note_outage(error)
+        except Collision:
+            self._urgent_at = 0.0
+        return []
 
     def _note_outage(self, error: Exception) -> None:
         self._outage_count += 1
@@ -178,18 +218,18 @@ class DatabaseSubscription(LeasedSubscription):
 
     # --- Claiming ---------------------------------------------------------------------------------
 
-    def _claim(self, limit: int, max_bytes: int) -> list[Record]:
+    def _claim(
+        self, due: list[str], limit: int, max_bytes: int, below: Mapping[str, int] | None = None
+    ) -> list[Record]:
         """Lease up to so many rows; empty where nothing is due, or others claim all of it just now.
 
         Values above an even share of the limit are read by themselves, once it is known how many
         of these rows it allows.
 
+        :param due: the topics to claim of.
+        :param below: only rows of a lower rank than this, by topic.
         :raises Collision: a row chosen was not free any more. Nothing was leased.
         """
-        due = self._due_topics() if limit > 0 else []
-        if not due:
-            self._may_have_more = False
-            return []
         # A lease lost in a crash of the server is taken anew, as if it had expired: no need to wait
         # for the server's disk.
         with store_for(self._alias).transaction(waits_for_disk=False):
@@ -197,7 +237,7 @@ class DatabaseSubscription(LeasedSubscription):
             # Not before the locks: waiting for them takes time.
             now = self._clock.now()
             small = max_bytes // limit
-            rows = self._choose(topics, limit, max_bytes, small, now)
+            rows = self._choose(topics, limit, max_bytes, small, now, below)
             times = (now + self._lease, now)
             moments = map(connections[self._alias].ops.adapt_datetimefield_value, times)
             taken = _change(self._alias, _TAKE, [self._token, *moments], [row[0] for row in rows])
@@ -207,7 +247,8 @@ class DatabaseSubscription(LeasedSubscription):
                 raise Collision
             large = self._values_of(id for id, *_, size in rows if (size or 0) > small)
         size = sum(row[-1] or 0 for row in rows)
-        self._may_have_more = len(rows) >= limit or size >= max_bytes
+        if below is None:
+            self._may_have_more = len(rows) >= limit or size >= max_bytes
         if rows or len(topics) < len(due):
             # Something happens here, or another consumer claims just now: come back soon.
             self._next_wait = SHORTEST_WAIT
@@ -221,8 +262,9 @@ class DatabaseSubscription(LeasedSubscription):
                 headers=from_json(headers),
                 timestamp=published_at,
                 token=(self._token, id),
+                priority=-rank,
             )
-            for id, topic, key, value, headers, published_at, size in rows
+            for id, topic, key, value, headers, published_at, rank, size in rows
         ]
 
     def _values_of(self, ids: Iterable[int]) -> dict[int, bytes]:
@@ -272,36 +314,82 @@ class DatabaseSubscription(LeasedSubscription):
         return list(locked)
 
     def _choose(
-        self, topics: list[str], limit: int, max_bytes: int, small: int, now: datetime
+        self,
+        topics: list[str],
+        limit: int,
+        max_bytes: int,
+        small: int,
+        now: datetime,
+        below: Mapping[str, int] | None,
     ) -> list[tuple[Any, ...]]:
         """Return the first due rows, giving each topic its share and what is left to who has more.
 
-        Each claim begins with the topic after the one the claim before began with.
+        Each claim begins with the topic after the one the claim before began with. Of a backlog,
+        one claim of a few begins with a lower priority.
 
         :param small: the longest value that comes along with its row, in bytes.
+        :param below: only rows of a lower rank than this, by topic.
         """
         self._claim_count += 1
         start = self._claim_count % max(1, len(topics))
         waiting = topics[start:] + topics[:start]
-        last = dict.fromkeys(topics, 0)
+        last: dict[str, Q] = {}
         chosen: list[tuple[Any, ...]] = []
         read = Case(When(size__lte=small, then="value"))
         while waiting and len(chosen) < limit and max_bytes > 0:
             topic = waiting.pop(0)
             share = math.ceil((limit - len(chosen)) / (len(waiting) + 1))
-            due = self._due_rows(topic, now).filter(id__gt=last[topic])
+            due = self._due_rows(topic, now)
+            if topic in last:
+                due = due.filter(last[topic])
+            if below is not None:
+                due = due.filter(rank__lt=below[topic])
             sized = due.annotate(size=Length("value")).annotate(small_value=read)
-            rows = list(sized.values_list(*_COLUMNS)[:share])
+            columns = sized.values_list(*_COLUMNS)
+            is_whole = topic not in last and below is None
+            begin = self._fair_begin(topic) if is_whole else None
+            rows = list((columns if begin is None else columns.filter(rank__gt=begin))[:share])
+            has_lower = begin is not None and bool(rows)
+            if begin is not None and len(rows) < share:
+                rows += columns.filter(rank__lte=begin)[: share - len(rows)]
+            if is_whole:
+                self._note_backlog(topic, rows, len(rows) == share, begin, has_lower)
             allowed = count_within((row[-1] or 0 for row in rows), max_bytes)
             chosen.extend(rows[:allowed])
             max_bytes -= sum(row[-1] or 0 for row in rows[:allowed])
-            if len(rows) == share:
-                last[topic] = rows[-1][0]
+            if len(rows) == share and begin is None:
+                rank = rows[-1][_RANK]
+                last[topic] = Q(rank__gt=rank) | Q(rank=rank, id__gt=rows[-1][0])
                 waiting.append(topic)
         return chosen
 
+    def _fair_begin(self, topic: str) -> int | None:
+        """Return the rank after which this claim of a topic begins, so that no lower priority
+        starves; None for the usual order."""
+        due_at, rank = self._fair.get(topic, (math.inf, 0))
+        return rank if due_at <= self._claim_count else None
+
+    def _note_backlog(
+        self,
+        topic: str,
+        rows: Sequence[tuple[Any, ...]],
+        is_full: bool,
+        begin: int | None,
+        has_lower: bool,
+    ) -> None:
+        """Decide when a claim of a topic next begins with a lower priority, and with which."""
+        if not is_full:
+            self._fair.pop(topic, None)
+        elif begin is not None:
+            pause = FAIR_EVERY if has_lower else SELDOM_FAIR_EVERY
+            self._fair[topic] = self._claim_count + pause, rows[-1][_RANK]
+        else:
+            self._fair.setdefault(topic, (self._claim_count + FAIR_EVERY, rows[-1][_RANK]))
+        if rows and begin is None:
+            self._last_rank[topic] = rows[-1][_RANK]
+
     def _due_rows(self, topic: str, now: datetime) -> QuerySet[TransportMessage]:
-        """Return the rows this consumer may claim now, in order.
+        """Return the rows this consumer may claim now, in order: of the highest priority first.
 
         A key in flight at another consumer is left alone entirely, so a key is at one consumer at a
         time; rows of that key wait, rows of others pass. The busy keys are an uncorrelated subquery
@@ -323,7 +411,7 @@ class DatabaseSubscription(LeasedSubscription):
             rows.filter(_unleased(now), topic=topic, available_at__lte=now)
             .exclude(lease_token=self._token)
             .exclude(key_hash__in=busy)
-            .order_by("id")
+            .order_by("rank", "id")
         )
         skipped = self._skipped.get(topic)
         return due.exclude(key_hash__in=skipped) if skipped else due

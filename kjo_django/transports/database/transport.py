@@ -73,7 +73,9 @@ post_migrate.connect(forget_groups, dispatch_uid="kjo_django.transports.database
 class DatabaseTransport(Transport):
     """See the module."""
 
-    capabilities = Capabilities(ordering=True, delay=True, transactional=True, replay=False)
+    capabilities = Capabilities(
+        ordering=True, delay=True, transactional=True, replay=False, priority=True
+    )
     known_options = frozenset({"DATABASE", "GROUPS", "LEASE", "POLL_INTERVAL"})
 
     def __init__(self, alias: str, options: Mapping[str, Any]) -> None:
@@ -241,4 +243,5 @@ def _row(record: OutgoingRecord, group: str, now: datetime) -> TransportMessage:
         headers=to_json(record.headers),
         published_at=now,
         available_at=record.available_at or now,
+        rank=-record.priority,
     )

@@ -8,7 +8,6 @@ MODULES = {
 }
 """``test_custom_backend`` is left out: it defines backends of its own and examines none of ours."""
 
-_PRIORITY = "KJOBackend has no priorities; it refuses them, which the tests of ours cover"
 _WORKER = "a worker, not the caller, runs the task"
 _COMMIT = "a task runs once the transaction that enqueued it has committed, never within it"
 _RESULTS = "results can be had and refreshed from anywhere"
@@ -17,9 +16,6 @@ _STORED = "it changes a result kept in memory; ours are rows"
 
 NOT_APPLICABLE = {
     "kjo": {
-        "TaskTestCase.test_using_priority": _PRIORITY,
-        "TaskTestCase.test_chained_using": _PRIORITY,
-        "TaskTestCase.test_invalid_priority": _PRIORITY,
         "TaskTestCase.test_refresh_result": _LOOP,
         "DummyBackendTestCase.test_refresh_result": _STORED,
         "DummyBackendTestCase.test_refresh_result_async": _STORED,

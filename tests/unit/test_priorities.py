@@ -1,0 +1,328 @@
+"""Priorities: what is urgent runs first on every transport, and nothing starves for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from django.core.checks import run_checks
+
+from kjo_django import job, registry
+from kjo_django.conf import get_settings
+from kjo_django.models import Job, TransportMessage
+from kjo_django.operations.maintenance import topics
+from kjo_django.outbox.relay import Relay
+from kjo_django.runtime import get_transport
+from tests.unit.deliveries import KJO, MEMORY
+from tests.unit.workers import WAIT, Running
+
+PROMISED = 1.0
+"""Seconds until an urgent job begins, whatever others do."""
+SOON = 10.0
+TRANSPORTS = {
+    "memory": "memory.MemoryTransport",
+    "database": "database.DatabaseTransport",
+    "kafka": "kafka.KafkaTransport",
+    "redis_streams": "redis_streams.RedisStreamsTransport",
+}
+
+
+@pytest.fixture(autouse=True)
+def _declarations(monkeypatch):
+    monkeypatch.setattr(registry, "_handlers", dict(registry._handlers))
+
+
+# --- Levels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "topics_of"),
+    [
+        (1, {0: "mail"}),
+        (2, {1: "mail-high", 0: "mail"}),
+        (3, {1: "mail-high", 0: "mail", -1: "mail-low"}),
+        (4, {2: "mail-urgent", 1: "mail-high", 0: "mail", -1: "mail-low"}),
+    ],
+)
+def test_a_queue_has_a_topic_for_each_of_its_levels(settings, count, topics_of):
+    settings.KJO = {**KJO, "QUEUES": {"mail": {"priorities": count}}}
+    queue = get_settings().queue("mail")
+    assert dict(queue.levels) == topics_of
+    # And every priority is in one of them
+    for priority in range(-100, 101):
+        level = queue.level_of(priority)
+        least, most = queue.priorities_of(level)
+        assert least <= priority <= most
+    assert queue.level_of(None) == 0
+
+
+@pytest.mark.parametrize(
+    ("priority", "levels"),
+    [
+        *[(100, (2, 1, 1)), (50, (2, 1, 1)), (49, (1, 1, 1)), (1, (1, 1, 1))],
+        *[(0, (0, 0, 0)), (-1, (-1, -1, 0)), (-100, (-1, -1, 0))],
+    ],
+)
+def test_a_priority_has_the_nearest_level_that_its_queue_has(settings, priority, levels):
+    settings.KJO = {**KJO, "QUEUES": {f"q{n}": {"priorities": n} for n in (4, 3, 2)}}
+    found = tuple(get_settings().queue(f"q{n}").level_of(priority) for n in (4, 3, 2))
+    assert found == levels
+
+
+@pytest.mark.parametrize("wrong", [0, 5, "high", 2.0, True, None])
+def test_a_wrong_number_of_levels_is_refused_with_its_place(settings, wrong):
+    settings.KJO = {**KJO, "QUEUES": {"mail": {"priorities": wrong}}}
+    (error,) = run_checks(tags=["kjo"])
+    assert (error.id, error.msg) == (
+        "kjo.E001",
+        f"KJO['QUEUES']['mail']['priorities'] must be a whole number from 1 to 4, not {wrong!r}.",
+    )
+
+
+def test_the_topic_of_a_level_is_no_other_queues(settings):
+    settings.KJO = {**KJO, **MEMORY, "QUEUES": {"mail": {"priorities": 2}, "mail-high": {}}}
+    errors = [error for error in run_checks(tags=["kjo"]) if error.id == "kjo.E018"]
+    assert [error.msg for error in errors] == [
+        "KJO['QUEUES']['mail']['priorities'] is 2, so the queue needs the topic 'mail-high', "
+        "which is the queue 'mail-high''s."
+    ]
+
+
+def test_a_priority_that_changes_nothing_is_warned_of(settings):
+    settings.KJO = {**KJO, **MEMORY, "QUEUES": {"mail": {}, "levelled": {"priorities": 2}}}
+    job(name="tests.plain", queue="mail", priority=5)(lambda: None)
+    job(name="tests.levelled", queue="levelled", priority=5)(lambda: None)
+    (warning,) = [each for each in run_checks(tags=["kjo"]) if each.id == "kjo.W018"]
+    assert warning.msg.startswith("The job 'tests.plain' has priority=5, and its queue 'mail' ")
+    # And the database transport needs no levels
+    settings.KJO = {**KJO, "QUEUES": {"mail": {}}}
+    assert not [each for each in run_checks(tags=["kjo"]) if each.id == "kjo.W018"]
+
+
+# --- Storing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [101, -101, 1.5, "high", True])
+def test_a_wrong_priority_is_refused_where_it_is_written(wrong):
+    says = "priority must be a whole number from -100 to 100"
+    with pytest.raises(ValueError, match=says):
+        job(priority=wrong)
+    with pytest.raises(ValueError, match=says):
+        job(name="tests.any")(lambda: None).using(priority=wrong)
+
+
+@pytest.mark.django_db
+def test_a_job_is_stored_with_its_priority_and_a_plain_one_without(settings):
+    settings.KJO = {**KJO, "QUEUES": {"mail": {}, "levelled": {"priorities": 3}}}
+    urgent = job(name="tests.urgent", queue="mail", priority=5)(lambda: None)
+    urgent.enqueue()
+    urgent.using(priority=-3).enqueue()
+    urgent.using(priority=0).enqueue()
+    urgent.using(queue="levelled", priority=0).enqueue()
+    urgent.using(priority=7).enqueue_many([{}, {}])
+    stored = list(Job.objects.order_by("id").values_list("priority", flat=True))
+    assert stored == [5, -3, None, 0, 7, 7]
+    # And so are its messages on the database transport
+    assert list(TransportMessage.objects.order_by("rank", "id").values_list("rank", "topic")) == [
+        *[(-7, "mail")] * 2,
+        (-5, "mail"),
+        (0, "mail"),
+        (0, "levelled"),
+        (3, "mail"),
+    ]
+
+
+def snippets(page: str) -> list[str]:
+    text = (Path(__file__).parents[2] / "docs/how-to" / f"{page}.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.django_db
+def test_the_snippets_of_the_pages_run(settings):
+    settings.KJO = {**KJO, "QUEUES": {"mail": {}}}
+    names: dict[str, object] = {"__name__": "shop.jobs"}
+    for code in [*snippets("priorities"), *snippets("retries")]:
+        exec(code, names)
+    names["invite"]("somebody")
+    assert Job.objects.get().priority == 5
+    # And the settings shown are good ones
+    settings.KJO = {**KJO, **names["KJO"]}
+    assert get_settings().queue("mail").topics == ["mail-high", "mail", "mail-low"]
+
+
+# --- The relay ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def levelled(settings, transactional_db):
+    """A job of a queue with three levels on the memory transport; relays send ten rows at once."""
+    settings.KJO = {
+        **KJO,
+        **MEMORY,
+        "QUEUES": {"mail": {"priorities": 3}},
+        "RELAY_BATCH_SIZE": 10,
+    }
+    return job(name="tests.mail", queue="mail")(lambda number: None)
+
+
+def published(topic: str) -> int:
+    return len(get_transport().records(topic))
+
+
+def test_the_relay_sends_what_is_urgent_past_a_backlog_that_was_due_before(levelled):
+    # Given a backlog of low ones, of which none is published yet
+    levelled.using(priority=-5).enqueue_many([{"number": n} for n in range(200)])
+    levelled.enqueue(number=0)
+    levelled.using(priority=60).enqueue(number=1)
+    relay = Relay(["mail"])
+    # When a batch is published
+    relay.publish_due()
+    # Then they are in it, and so are low ones
+    assert (published("mail-high"), published("mail")) == (1, 1)
+    assert 1 <= published("mail-low") <= 20
+    # And all are published once in the end
+    while relay.publish_due():
+        pass
+    assert [published(topic) for topic in get_settings().queue("mail").topics] == [1, 1, 200]
+    places = Job.objects.values_list("topic", flat=True)
+    assert sorted(set(places)) == ["mail", "mail-high", "mail-low"]
+
+
+def test_low_ones_go_out_beside_a_flood_of_urgent_ones(levelled):
+    # Given low ones that are due after a backlog of urgent ones
+    levelled.using(priority=5).enqueue_many([{"number": n} for n in range(200)])
+    levelled.using(priority=-5).enqueue(number=0)
+    # When
+    Relay(["mail"]).publish_due()
+    # Then
+    assert published("mail-low") == 1
+
+
+def test_jobs_of_one_key_and_priority_keep_their_order_through_the_relay(levelled):
+    levelled.using(priority=-5).enqueue_many([{"number": n} for n in range(50)])
+    keyed = levelled.using(priority=5, key="k")
+    for number in range(30):
+        keyed.enqueue(number=number)
+    relay = Relay(["mail"])
+    while relay.publish_due():
+        pass
+    records = get_transport().records("mail-high")
+    assert [record.value for record in records] == [b'{"number":%d}' % n for n in range(30)]
+
+
+# --- A worker beside a backlog --------------------------------------------------------------------
+
+
+class Mail(Running):
+    """A worker in a thread of its own, whose handler notes when which job begins."""
+
+    def __init__(self, queues: list[str], seconds: float, **options: object) -> None:
+        self.begun: list[str] = []
+        self.changed = threading.Condition()
+
+        def work(name: str) -> None:
+            with self.changed:
+                self.begun.append(name)
+                self.changed.notify_all()
+            time.sleep(seconds)
+
+        self.job = job(name="tests.work", queue=queues[0], atomic=False)(work)
+        super().__init__(queues, **options)
+
+    def wait_for(self, name: str, timeout: float = WAIT) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: name in self.begun, timeout), f"{name} is late"
+
+    def wait_for_count(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.begun) >= count, WAIT)
+
+    def delay_of(self, name: str, priority: int) -> float:
+        """Return after how many seconds a job begins that is enqueued now."""
+        enqueued_at = time.monotonic()
+        self.job.using(priority=priority).enqueue(name=name)
+        self.wait_for(name, SOON)
+        return time.monotonic() - enqueued_at
+
+
+@pytest.fixture
+def configure(request, settings, sqlite_file):
+    def configure(transport: str, priorities: int = 3, **options: object) -> None:
+        suffix = uuid.uuid4().hex[:8]
+        own: dict[str, object] = {}
+        if transport == "kafka":
+            servers = request.getfixturevalue("kafka_server").bootstrap_servers
+            own = {"bootstrap.servers": servers}
+        elif transport == "redis_streams":
+            url = request.getfixturevalue("redis_server").url
+            cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
+            settings.CACHES = {"default": cache}
+            own = {"KEY_PREFIX": f"{suffix}:"}
+        backend = f"kjo_django.transports.{TRANSPORTS[transport]}"
+        queue = {"topic": f"mail-{suffix}", "consumer_group": suffix, "priorities": priorities}
+        other = {"topic": f"other-{suffix}", "consumer_group": suffix}
+        settings.KJO = {
+            **KJO,
+            "TRANSPORTS": {"default": {"BACKEND": backend, "OPTIONS": own}},
+            "QUEUES": {"mail": queue, "other": other},
+            "TOPIC_OPTIONS": {"partitions": 2, "replication_factor": 1},
+            "POLL_INTERVAL": 0.2,
+            "CONCURRENCY": 2,
+            "SHUTDOWN_GRACE": 5,
+            **options,
+        }
+        topics.create(["mail", "other"])
+
+    return configure
+
+
+BACKLOG = int(os.environ.get("KJO_PRIORITY_BACKLOG", "1500"))
+
+
+@pytest.mark.parametrize(
+    ("transport", "priorities"),
+    [
+        ("memory", 3),
+        ("database", 1),
+        ("database", 3),
+        pytest.param("kafka", 3, marks=pytest.mark.kafka),
+        pytest.param("redis_streams", 3, marks=pytest.mark.redis),
+    ],
+)
+def test_an_urgent_job_begins_at_once_beside_a_backlog_that_goes_on(
+    configure, transport, priorities
+):
+    # Given a worker that is full of low jobs
+    configure(transport, priorities, MAX_OUTSTANDING=400)
+    mail = Mail(["mail", "other"], 0.005)
+    mail.job.using(priority=-5).enqueue_many([{"name": f"low {n}"} for n in range(BACKLOG)])
+    with mail:
+        mail.wait_for_count(30)
+        # When
+        before = len(mail.begun)
+        delays = [mail.delay_of(f"urgent {n}", 60) for n in range(5)]
+        # Then a busy machine may delay one of them; a backlog would delay all
+        print(f"begun after {delays} s")
+        assert statistics.median(delays) < PROMISED
+        # And the low ones advance all the while, with most of them still to come
+        mail.wait_for_count(before + 5 + 20)
+        assert len(mail.begun) < BACKLOG
+
+
+@pytest.mark.parametrize("transport", ["memory", "database"])
+def test_low_jobs_advance_beside_a_flood_of_urgent_ones(configure, transport):
+    # Given as many urgent jobs as a worker needs seconds for, and some low ones
+    configure(transport)
+    mail = Mail(["mail"], 0.005)
+    mail.job.using(priority=60).enqueue_many([{"name": f"urgent {n}"} for n in range(600)])
+    mail.job.using(priority=-5).enqueue_many([{"name": f"low {n}"} for n in range(5)])
+    with mail:
+        # Then the first of them begins long before the last of those
+        mail.wait_for("low 0")
+        assert sum(name.startswith("urgent") for name in mail.begun) < 550
