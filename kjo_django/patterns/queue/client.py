@@ -50,7 +50,7 @@ _HANDLER_OPTIONS = frozenset({"atomic", "timeout", "after_execution"})
 _ENQUEUE_OPTIONS = frozenset(
     {
         *("retry_failed", "max_attempts", "result_ttl", "delay", "run_at", "expires_at", "key"),
-        *("headers", "correlation_id", "serializer"),
+        *("headers", "correlation_id", "serializer", "priority"),
     }
 )
 
@@ -235,8 +235,8 @@ class Queue:
         :param retry_failed: begin anew where the job of this id has failed, instead of answering
             ``duplicate`` until its error expires.
         :param options: ``max_attempts``, ``result_ttl`` (timedelta or whole milliseconds),
-            ``delay``, ``run_at``, ``expires_at``, ``key``, ``headers``, ``correlation_id``,
-            ``serializer``.
+            ``delay``, ``run_at``, ``expires_at``, ``key``, ``priority``, ``headers``,
+            ``correlation_id``, ``serializer``.
         """
         refuse_unknown(options, _ENQUEUE_OPTIONS, "Queue.enqueue")
         return self._store(self.build(id, payload, **options), retry_failed)
@@ -465,6 +465,7 @@ class JobBuilder:
         headers: Mapping[str, str] | None = None,
         reply_to: str | None = None,
         key: str | None = None,
+        priority: int | None = None,
         delay: timedelta | None = None,
         run_at: datetime | None = None,
         expires_at: datetime | None = None,
@@ -479,6 +480,7 @@ class JobBuilder:
         options = EnqueueOptions(
             id=id,
             key=key,
+            priority=priority,
             delay=delay,
             run_at=run_at,
             expires_at=expires_at,
