@@ -228,10 +228,12 @@ class GroupScheduler:
         return sorted(self._ready, key=lambda name: max(self._shares[name], self._share))
 
     def _charge(self, name: ReadyName) -> None:
-        """Note that a ready list has given a group."""
+        """Note that a ready list has given a group. A queue without a backlog owes no more than the
+        one of the greatest weight: its next job is not to wait for many of that one's."""
         self._share = max(self._shares[name], self._share)
-        weight = self._weights.get(name[0], 1) * LEVEL_WEIGHT ** name[3]
-        self._shares[name] = self._share + 1 / weight
+        heaviest = max(self._weights.values(), default=1)
+        weight = self._weights.get(name[0], 1) if self._ready[name] else heaviest
+        self._shares[name] = self._share + 1 / (weight * LEVEL_WEIGHT ** name[3])
 
     def _may_start(self, name: ReadyName) -> bool:
         queue, is_concurrent, is_orphan, _ = name

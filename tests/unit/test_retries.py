@@ -499,7 +499,7 @@ def test_the_attribute_of_an_error_that_does_not_pause_means_nothing():
     error = ValueError("x")
     error.retry_after = 60
     decision = policy().decide(error, 1, 9, NOON)
-    assert (decision.pause, decision.delay) == (None, timedelta(seconds=1))
+    assert (decision.pause, decision.delay) == (None, policy().decide(KeyError(), 1, 9).delay)
 
 
 def test_an_answer_that_cannot_be_read_is_judged_as_if_it_named_no_time():

@@ -157,9 +157,7 @@ class DatabaseSubscription(LeasedSubscription):
                     expires_at = self._clock.now() + self._lease
                     self._held_rows().update(lease_expires_at=expires_at)
                 self._renew_at = now + self._lease.total_seconds() / 3
-            due = self._due_topics() if max_records > 0 else []
-            self._may_have_more = self._may_have_more and bool(due)
-            claimed = self._claim(due, max_records, max_bytes) if due else []
+            claimed = self._claim(max_records, max_bytes)
         except OUTAGES as error:
             self._note_outage(error)
             return []
@@ -187,12 +185,12 @@ class DatabaseSubscription(LeasedSubscription):
         ranks = {topic: self._last_rank.get(topic, 0) for topic in topics}
         now = self._clock.now()
         try:
-            due = [
-                topic
+            below = {
+                topic: rank
                 for topic, rank in ranks.items()
                 if self._due_rows(topic, now).filter(rank__lt=rank).exists()
-            ]
-            return self._new(self._claim(due, max_records, max_bytes, ranks)) if due else []
+            }
+            return self._new(self._claim(max_records, max_bytes, below)) if below else []
         except OUTAGES as error:
             self._note_outage(error)
         except Collision:
@@ -219,17 +217,20 @@ class DatabaseSubscription(LeasedSubscription):
     # --- Claiming ---------------------------------------------------------------------------------
 
     def _claim(
-        self, due: list[str], limit: int, max_bytes: int, below: Mapping[str, int] | None = None
+        self, limit: int, max_bytes: int, below: Mapping[str, int] | None = None
     ) -> list[Record]:
         """Lease up to so many rows; empty where nothing is due, or others claim all of it just now.
 
         Values above an even share of the limit are read by themselves, once it is known how many
         of these rows it allows.
 
-        :param due: the topics to claim of.
-        :param below: only rows of a lower rank than this, by topic.
+        :param below: only rows of these topics, and of a lower rank than this.
         :raises Collision: a row chosen was not free any more. Nothing was leased.
         """
+        due = list(below or ()) or (self._due_topics() if limit > 0 else [])
+        if not due:
+            self._may_have_more = False
+            return []
         # A lease lost in a crash of the server is taken anew, as if it had expired: no need to wait
         # for the server's disk.
         with store_for(self._alias).transaction(waits_for_disk=False):

@@ -123,7 +123,7 @@ def test_a_key_that_the_function_does_not_take_is_refused_at_the_declaration():
         (
             {"colour": 3},
             "using() has no option 'colour'. It takes: delay, expires_at, headers, id, key, "
-            "max_attempts, queue, result_ttl, run_at.",
+            "max_attempts, priority, queue, result_ttl, run_at.",
         ),
         ({"delay": 60}, "delay must be a timedelta of at most 3650 days, not 60"),
     ],
