@@ -213,7 +213,7 @@ class Relay:
                 queue = self._levelled.get(part[0])
                 of_level = queue.priorities_of(part[1]) if queue is not None else None
                 found = self._runtime.store.due_jobs_of(
-                    part[0], share, unrecorded, topics, share_bytes, priorities=of_level
+                    part[0], share, unrecorded, topics, share_bytes, of_level
                 )
                 if len(found) > counts[part]:
                     overtaken[part] = found

@@ -443,7 +443,6 @@ class Store:
         without: Collection[UUID] = (),
         without_topics: Collection[str] = (),
         max_bytes: int = ANY_SIZE,
-        *,
         priorities: tuple[int, int] | None = None,
     ) -> list[DueJob]:
         """Return the due rows of one queue, in order, however many rows of others are due before.

@@ -174,7 +174,8 @@ def test_a_queue_tells_where_its_group_is_in_each_partition(
     found = {TopicPartition("mails", 1): GroupOffsets(lag=3, committed=7, end=10)}
     monkeypatch.setattr(DatabaseTransport, "offsets", lambda self, topics, group: found)
     told = operator.get("/kjo/queues/mails/").json()
-    assert told["partitions"] == [{"partition": 1, "committed": 7, "end": 10, "lag": 3}]
+    where = {"topic": "mails", "partition": 1}
+    assert told["partitions"] == [{**where, "committed": 7, "end": 10, "lag": 3}]
     assert (told["lag"], told["lag_by_partition"]) == (3, {"1": 3})
     assert (told["per_minute"], told["lag_per_minute"], told["lag_trend"]) == (0.0, None, None)
 
