@@ -8,7 +8,7 @@ class Migration(migrations.Migration):
     """
 
     dependencies = [
-        ("kjo_django", "0005_due_rows_by_queue"),
+        ("kjo_django", "0006_workflows"),
     ]
 
     operations = [
