@@ -17,6 +17,7 @@ E011    USE_TZ is off
 E012    messages in another database than their jobs
 E013    a topic that the transport cannot name so
 E014    middleware that cannot be imported, or cannot stand around a handler
+E015    an entry of SCHEDULES that means nothing, or whose job cannot be enqueued
 E018    the topic of a level of priority that is another queue's
 W001    SENT_TTL shorter than PROCESSING_TTL
 W002    topic_options that contradict themselves or stop producers
@@ -60,10 +61,11 @@ from kjo_django.operations.monitoring.health import deploy_checks
 from kjo_django.patterns.declared import declared_producers, path_of
 from kjo_django.patterns.items.producer import AbstractProducer
 from kjo_django.patterns.streams import AbstractStreamProducer
+from kjo_django.schedules.declarations import setting_faults
 from kjo_django.values import Problem, did_you_mean, read_options
 
 TAG = "kjo"
-CONNECTIONS_BESIDE_LANES = 11
+CONNECTIONS_BESIDE_LANES = 12
 """Of a worker's threads that run no handlers, at most; docs/how-to/production.md lists them."""
 _POOL_SIZE = 4
 """Of psycopg_pool, where nobody says."""
@@ -249,6 +251,11 @@ def _check_middleware(settings: Settings) -> Messages:
         yield checks.Error(str(error), id="kjo.E014")
 
 
+def _check_schedules(settings: Settings) -> Messages:
+    for problem in setting_faults(settings):
+        yield checks.Error(problem.message, hint=problem.hint or None, id="kjo.E015")
+
+
 # --- Warnings -----------------------------------------------------------------------------------
 
 
@@ -430,7 +437,7 @@ def _is_exception(path: str) -> bool:
 
 
 _BASIC_CHECKS = (_check_queues, _check_database, _check_time_zones)
-_CHECKS = (_check_backends, _check_topics, _check_errors, _check_middleware)
+_CHECKS = (_check_backends, _check_topics, _check_errors, _check_middleware, _check_schedules)
 _WARNINGS = (
     _warn_ttls,
     _warn_memory_database,

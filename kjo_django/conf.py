@@ -17,16 +17,18 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
+from kjo_django.timetables import aware_moment, cron_expression, zone_name
 from kjo_django.values import (
     MAX_PRIORITY,
     Problem,
@@ -37,6 +39,7 @@ from kjo_django.values import (
     mapping,
     name_text,
     number,
+    one_of,
     option,
     optional,
     optional_duration,
@@ -47,6 +50,7 @@ from kjo_django.values import (
     text,
     texts,
     whole,
+    whole_seconds,
 )
 
 DEFAULT_COORDINATION = "kjo_django.coordination.database.DatabaseCoordination"
@@ -114,6 +118,82 @@ class QueueOptions:
     )
 
 
+CATCH_UPS = ("none", "one", "all")
+OVERLAPS = ("allow", "skip")
+
+
+def _json_object(value: Any) -> dict[str, Any]:
+    """A dict that JSON and every database can hold."""
+    wanted = "a dict that JSON can hold, with text for keys"
+    try:
+        found = mapping(value)
+        text = json.dumps(found, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(wanted) from None
+    # What JSON makes of another type is not what was given; PostgreSQL holds no NUL.
+    if json.loads(text) != found or _NUL.search(text):
+        raise ValueError(wanted)
+    return found
+
+
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """One entry of ``SCHEDULES``, and what else declares or changes a schedule. Of ``cron``,
+    ``every`` and ``at`` each schedule has one. The names are those of columns of ``Schedule``."""
+
+    job: str = option(text, "", "Name of the job that each tick enqueues.")
+    payload: dict[str, Any] = option(_json_object, {}, "The arguments of the job.")
+    cron: str = option(cron_expression, "", "Cron expression of five fields, or such as @daily.")
+    every: int | None = option(
+        optional(whole_seconds(1)), None, "Seconds, or a timedelta, from tick to tick."
+    )
+    at: datetime | None = option(optional(aware_moment), None, "The moment of a single tick.")
+    timezone: str = option(
+        zone_name, "", "Time zone of the cron expression; Django's TIME_ZONE if not given."
+    )
+    queue: str = option(text, "", "Queue of the jobs; the job's own if not given.")
+    catch_up: str = option(
+        one_of(*CATCH_UPS),
+        "one",
+        "Ticks that nobody was there for: none of them, only the latest one, or all (the latest "
+        "100 at most).",
+    )
+    overlap: str = option(
+        one_of(*OVERLAPS), "allow", "skip: no tick while the job of the last one is open."
+    )
+    jitter: int = option(
+        whole_seconds(0, 86_400), 0, "Each job begins up to so many seconds after its tick."
+    )
+    expires_after: int | None = option(
+        optional(whole_seconds(1)),
+        None,
+        "Seconds, or a timedelta, after which the job of a tick is not started any more.",
+    )
+    starts_at: datetime | None = option(optional(aware_moment), None, "No tick is before it.")
+    ends_at: datetime | None = option(optional(aware_moment), None, "No tick is after it.")
+    enabled: bool = option(flag, True, "False: declared, and has no ticks.")
+
+
+def read_schedule(given: Any, where: str) -> tuple[ScheduleOptions, list[Problem]]:
+    """Return the options of a schedule, and what is wrong with them and with their combination."""
+    options, problems = read_options(ScheduleOptions, given, where)
+    if problems:
+        return options, problems
+    kinds = [name for name in ("cron", "every", "at") if getattr(options, name)]
+    if len(kinds) != 1:
+        found = f"has {' and '.join(kinds)}" if kinds else "does not say when"
+        problems.append(Problem(f"{where} {found}; give one of cron, every and at.", ""))
+    if options.timezone and not options.cron:
+        problems.append(Problem(f"{where}['timezone'] goes with cron.", "", key="timezone"))
+    if options.starts_at and options.ends_at and options.starts_at > options.ends_at:
+        problems.append(Problem(f"{where}['ends_at'] is before starts_at.", "", key="ends_at"))
+    return options, problems
+
+
 @dataclass(frozen=True)
 class Settings:
     """The ``KJO`` setting, key by key (attribute names are the keys in lower case)."""
@@ -135,6 +215,7 @@ class Settings:
         mapping, {"BACKEND": DEFAULT_COORDINATION}, "The coordination backend."
     )
     queues: dict[str, Any] = option(mapping, {}, "Options by queue name.")
+    schedules: dict[str, Any] = option(mapping, {}, "Options by the name of a periodic schedule.")
     middleware: tuple[str, ...] = option(
         texts, (), "Import paths of what surrounds each call of a handler, outermost first."
     )

@@ -1,5 +1,5 @@
 """The tables: jobs and their failures, workflows, dead letters, markers of effects, workers,
-queues, figures, and those of the database transport and the database coordination."""
+queues, schedules, figures, and those of the database transport and the database coordination."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kjo_django.ids import uuid7
 from kjo_django.messages.headers import message_id
 from kjo_django.messages.serializers import MAX_ERROR_LENGTH, loads_for_display
 from kjo_django.states import JobState, JobStatus, OnFailure, WorkflowState
+from kjo_django.timetables import Timetable
 
 # --- Jobs -----------------------------------------------------------------------------------------
 
@@ -754,6 +755,154 @@ class QueueControl(models.Model):
 
     def __str__(self) -> str:
         return self.queue
+
+
+# --- Schedules ------------------------------------------------------------------------------------
+
+
+class Schedule(models.Model):
+    """A job that is enqueued again and again: at the ticks of a cron expression or an interval, or
+    once at a moment.
+
+    A tick is one job. The transaction that stores the job moves ``next_at`` on, so a tick is
+    neither lost nor stored twice. A schedule has ticks while it is enabled (by the code that
+    declares it) and not paused (by an operator).
+    """
+
+    class CatchUp(models.TextChoices):
+        """What becomes of ticks that nobody was there for."""
+
+        NONE = "none", _("None of them")
+        ONE = "one", _("The latest")
+        ALL = "all", _("All of them")
+
+    class Overlap(models.TextChoices):
+        """What becomes of a tick while the job of the last one is open."""
+
+        ALLOW = "allow", _("Jobs may overlap")
+        SKIP = "skip", _("The tick is skipped")
+
+    class Source(models.TextChoices):
+        """Who declares the schedule."""
+
+        CODE = "code", _("Code")
+        ADMIN = "admin", _("Operators")
+
+    id = models.UUIDField(primary_key=True, default=uuid7, editable=False)
+    created_at = models.DateTimeField(_("created at"), default=timezone.now)
+    updated_at = models.DateTimeField(_("updated at"), default=timezone.now)
+    name = models.CharField(_("name"), max_length=100, unique=True)
+    job = models.CharField(_("job"), max_length=100, help_text=_("The name of the handler."))
+    payload = models.JSONField(_("payload"), default=dict, blank=True)
+    cron = models.CharField(
+        _("cron expression"),
+        max_length=100,
+        blank=True,
+        default="",
+        help_text=_("Minute, hour, day of month, month, day of week; or such as @daily."),
+    )
+    every = models.PositiveIntegerField(
+        _("interval"), null=True, blank=True, help_text=_("Seconds from tick to tick.")
+    )
+    at = models.DateTimeField(
+        _("moment"), null=True, blank=True, help_text=_("The moment of a single tick.")
+    )
+    timezone = models.CharField(
+        _("time zone"),
+        max_length=64,
+        blank=True,
+        default="",
+        help_text=_("Of the cron expression; empty: the project's."),
+    )
+    queue = models.CharField(
+        _("queue"), max_length=100, blank=True, default="", help_text=_("Empty: the job's own.")
+    )
+    catch_up = models.CharField(
+        _("catch up"), max_length=4, choices=CatchUp.choices, default=CatchUp.ONE
+    )
+    overlap = models.CharField(
+        _("overlap"), max_length=5, choices=Overlap.choices, default=Overlap.ALLOW
+    )
+    jitter = models.PositiveIntegerField(
+        _("jitter"),
+        default=0,
+        help_text=_("A job begins up to so many seconds after its tick."),
+    )
+    expires_after = models.PositiveIntegerField(
+        _("expires after"),
+        null=True,
+        blank=True,
+        help_text=_("Seconds after a tick in which its job must have started, or it never does."),
+    )
+    starts_at = models.DateTimeField(_("starts at"), null=True, blank=True)
+    ends_at = models.DateTimeField(_("ends at"), null=True, blank=True)
+    source = models.CharField(
+        _("source"), max_length=5, choices=Source.choices, default=Source.ADMIN
+    )
+    is_enabled = models.BooleanField(
+        _("enabled"), default=True, help_text=_("No: the code does not declare it any more.")
+    )
+    is_paused = models.BooleanField(_("paused"), default=False)
+    declaration = models.JSONField(
+        _("declaration"), null=True, blank=True, help_text=_("The columns as the code has them.")
+    )
+    overridden = models.JSONField(
+        _("overridden"),
+        default=list,
+        blank=True,
+        help_text=_("Columns that an operator has changed; the code does not change them back."),
+    )
+    next_at = models.DateTimeField(
+        _("next tick"), null=True, blank=True, help_text=_("Empty: there is none.")
+    )
+    last_at = models.DateTimeField(_("last tick"), null=True, blank=True)
+    last_job_id = models.UUIDField(
+        _("last job"), null=True, blank=True, help_text=_("The job of the last tick that has one.")
+    )
+    skipped_count = models.PositiveBigIntegerField(
+        _("skipped"), default=0, help_text=_("Ticks without a job: caught up with, or overlapping.")
+    )
+    problem = models.CharField(
+        _("problem"),
+        max_length=500,
+        blank=True,
+        default="",
+        help_text=_("Why the last due tick could not be stored. It waits."),
+    )
+    changed_by = models.CharField(_("changed by"), max_length=150, blank=True, default="")
+
+    class Meta:
+        db_table = "kjo_schedule"
+        verbose_name = _("schedule")
+        verbose_name_plural = _("schedules")
+        ordering = ("name",)
+        permissions = (
+            ("pause_schedule", _("Can pause and resume schedules")),
+            ("run_schedule", _("Can run schedules now")),
+        )
+        indexes = (
+            # Each look at what is due, and at when something will be.
+            models.Index(
+                fields=("next_at",),
+                name="kjo_schedule_due_idx",
+                condition=Q(is_enabled=True, is_paused=False, next_at__isnull=False),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def timetable(self) -> Timetable:
+        """The ticks of the schedule."""
+        return Timetable(
+            cron=self.cron,
+            every=None if self.every is None else timedelta(seconds=self.every),
+            at=self.at,
+            zone=self.timezone,
+            starts_at=self.starts_at,
+            ends_at=self.ends_at,
+        )
 
 
 class Dashboard(models.Model):

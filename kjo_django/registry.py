@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 
-from kjo_django.conf import QueueConf, declared_queues, get_settings
+from kjo_django.conf import QueueConf, ScheduleOptions, declared_queues, get_settings
 from kjo_django.exceptions import MessageError, PermanentError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_TYPE_LENGTH, Message
@@ -55,6 +55,8 @@ class HandlerOptions:
     """None: as the payload."""
     redact: tuple[str, ...] = ()
     """Fields nobody is shown, beside those of ``KJO['REDACT']``."""
+    schedule: ScheduleOptions | None = None
+    """When the job is enqueued periodically."""
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -285,6 +287,12 @@ def find(name: str) -> Handler | None:
 def handlers() -> list[Handler]:
     """Return every handler, by name."""
     return [_handlers[name] for name in sorted(_handlers)]
+
+
+def enqueueable(name: str) -> Handler | None:
+    """Return the project's own handler of this name, a function of keyword arguments, or None."""
+    handler = _handlers.get(name)
+    return handler if type(handler) is Handler else None
 
 
 def queue_names() -> list[str]:

@@ -129,6 +129,34 @@ def optional(convert: Callable[[Any], T]) -> Callable[[Any], T | None]:
     return lambda value: None if value is None else convert(value)
 
 
+def whole_seconds(minimum: int, maximum: int = 3650 * 86_400) -> Callable[[Any], int]:
+    """A whole number of seconds, or a timedelta of one; ten years at most."""
+    check = whole(minimum, maximum)
+
+    def convert(value: Any) -> int:
+        if isinstance(value, timedelta) and value % timedelta(seconds=1) == timedelta(0):
+            value //= timedelta(seconds=1)
+        try:
+            return check(value)
+        except ValueError:
+            raise ValueError(
+                f"a timedelta or number of whole seconds from {minimum:,} to {maximum:,}"
+            ) from None
+
+    return convert
+
+
+def one_of(*names: str) -> Callable[[Any], str]:
+    """One of these texts."""
+
+    def convert(value: Any) -> str:
+        if value not in names:
+            raise ValueError(f"one of {', '.join(map(repr, names))}")
+        return str(value)
+
+    return convert
+
+
 optional_duration = optional(duration)
 optional_text = optional(text)
 
@@ -156,6 +184,8 @@ class Problem:
     message: str
     hint: str
     is_unknown_key: bool = False
+    key: str = ""
+    """The key at fault, where it is one."""
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()
@@ -184,7 +214,7 @@ def read_options(
         except ValueError as error:
             shown = type(value).__name__ if declared.metadata["is_secret"] else f"{value!r:.80}"
             message = f"{where}[{key!r}] must be {error}, not {shown}."
-            problems.append(Problem(message, declared.metadata["help"]))
+            problems.append(Problem(message, declared.metadata["help"], key=key))
     return kind(**values), problems
 
 
@@ -247,7 +277,8 @@ def _unknown_key(key: Any, known: Collection[str], where: str) -> Problem:
     hint = did_you_mean(str(key), known, "") or did_you_mean(
         str(key).upper(), known, f"Known keys: {listed(known)}."
     )
-    return Problem(f"{where} has an unknown key {key!r}.", hint, is_unknown_key=True)
+    message = f"{where} has an unknown key {key!r}."
+    return Problem(message, hint, is_unknown_key=True, key=str(key))
 
 
 def count_within(sizes: Iterable[int], max_bytes: int) -> int:

@@ -129,6 +129,13 @@ def queue_options() -> Iterator[str]:
 
 
 @block
+def schedule_options() -> Iterator[str]:
+    from kjo_django.conf import ScheduleOptions
+
+    return _settings(ScheduleOptions, str)
+
+
+@block
 def producer_options() -> Iterator[str]:
     from kjo_django.patterns.items.options import ProducerOptions
 

@@ -10,11 +10,13 @@ from itertools import repeat
 from typing import Any, Never, TypeVar, overload
 
 from asgiref.sync import sync_to_async
+from django.core.exceptions import ImproperlyConfigured
 from django.db import models, router, transaction
 from django.db.models.signals import post_save
 from django.utils import timezone
 
 from kjo_django import registry
+from kjo_django.conf import ScheduleOptions, read_schedule
 from kjo_django.enqueue.storing import (
     EnqueueResult,
     check_payload_size,
@@ -30,6 +32,7 @@ from kjo_django.messages.serializers import JSON, Serializer, storable_text
 from kjo_django.models import Job
 from kjo_django.retries import LONGEST_DELAY, OwnBackoff, backoff_of, error_types
 from kjo_django.runtime import Runtime, current_runtime
+from kjo_django.timetables import cron_expression, zone_name
 from kjo_django.values import (
     attempts,
     did_you_mean,
@@ -308,6 +311,16 @@ def _lifetime(value: Any) -> timedelta:
     return lifetime(value)
 
 
+def _schedule(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"cron": cron_expression(value)}
+    if isinstance(value, timedelta):
+        return {"every": value}
+    if not isinstance(value, Mapping):
+        raise ValueError("a cron expression, a timedelta or a dict as in KJO['SCHEDULES']")
+    return dict(value)
+
+
 MAX_QUEUE_LENGTH = 100
 _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "queue": _queue_name,
@@ -325,6 +338,8 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "give_up_on": error_types,
     "result_ttl": _lifetime,
     "redact": texts,
+    "schedule": _schedule,
+    "timezone": zone_name,
 }
 """Every option of ``@job`` but its name, and what it must be."""
 
@@ -350,6 +365,8 @@ def job(
     batch: int | None = None,
     serializer: Serializer = JSON,
     redact: Sequence[str] = (),
+    schedule: str | timedelta | Mapping[str, Any] | None = None,
+    timezone: str | None = None,
 ) -> Callable[[F], JobDefinition]: ...
 def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
     """Declare a function, sync or ``async def``, as a job's handler.
@@ -383,6 +400,9 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     :param serializer: how its payloads and results become bytes.
     :param redact: fields of its payloads and results that no screen shows, beside those of
         ``KJO["REDACT"]``: those whose name has one of these in it, in any case.
+    :param schedule: enqueue the job periodically: a cron expression, a timedelta, or a dict of
+        options as in ``KJO["SCHEDULES"]``. The schedule has the job's name.
+    :param timezone: the zone of the cron expression; Django's ``TIME_ZONE`` if not given.
     :raises TypeError: there is no such option.
     :raises ValueError: the value of one means nothing.
     :raises ImproperlyConfigured: the function cannot be called as they ask, or the name is taken.
@@ -403,13 +423,51 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     if options.get("database_only") and not options.get("atomic", True):
         raise ValueError("job(database_only=True): atomic=False has no roll-back to rely on")
 
+    _read_schedule(options)
+
     def declare(function: Callable[..., Any]) -> JobDefinition:
         own = registry.HandlerOptions(name=name or registry.default_name(function), **options)
         handler = registry.Handler(function, own)
+        if own.schedule is not None:
+            _check_scheduled(handler, own.schedule)
         registry.register(handler)
         return JobDefinition(handler)
 
     return declare if function is None else declare(function)
+
+
+def _read_schedule(options: dict[str, Any]) -> None:
+    """Replace the options ``schedule`` and ``timezone`` of a job by what they declare together."""
+    given, zone = options.pop("schedule", None), options.pop("timezone", None)
+    if given is None:
+        if zone is not None:
+            raise ValueError(f"job(timezone={zone!r}): it goes with schedule, which is not given")
+        return
+    if zone is not None:
+        given["timezone"] = zone
+    where = "job(schedule=…)"
+    options["schedule"], problems = read_schedule(given, where)
+    if "job" in given:
+        raise ValueError(f"{where}['job']: the job is the function itself; leave it out.")
+    if problems:
+        raise ValueError(str(problems[0]))
+
+
+def _check_scheduled(handler: registry.Handler, schedule: ScheduleOptions) -> None:
+    """Check that a tick of the schedule can be enqueued.
+
+    :raises ImproperlyConfigured: the function does not take the schedule's payload.
+    """
+    problem = handler.check_arguments(schedule.payload)
+    if problem is not None:
+        raise ImproperlyConfigured(
+            f"The job {handler.name}: its schedule gives it the payload {schedule.payload!r:.80}: "
+            f"{problem}. Give schedule={{…, 'payload': {{…}}}}."
+        )
+    if ":" in handler.name:
+        raise ImproperlyConfigured(
+            f"The job {handler.name}: a job with a schedule has no ':' in its name."
+        )
 
 
 def _check_id(id: Any) -> None:

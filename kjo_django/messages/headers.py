@@ -42,6 +42,8 @@ UNIQUE_ID = "kjo-unique-id"
 enqueued under. Its handler sees that one."""
 REPLY_TO = "kjo-reply-to"
 """The channel to call when the job has ended: another process waits for it."""
+SCHEDULED_FOR = "kjo-scheduled-for"
+"""The tick of a schedule that the job was stored for."""
 
 # Only in a row, of a record for others or of a message nobody enqueued here: the key's bytes where
 # they are no text of 255 characters,

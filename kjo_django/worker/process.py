@@ -7,6 +7,7 @@
     kjo-listen       wakes pollers when something was published, where a transport needs it
     kjo-alive        sign of life, leases
     kjo-heartbeat    leases in job rows, what operators ask, running jobs, metrics
+    kjo-schedules    stores the jobs of periodic schedules
     kjo-duties       one worker at a time: jobs whose message is gone, how far behind queues are
 
 Handlers bring threads of their own with them: ``kjo-timeouts`` for time limits, ``kjo-loop`` for
@@ -60,6 +61,7 @@ from kjo_django.operations.workers import Assignment, RunningJob
 from kjo_django.outbox.relay import Relay
 from kjo_django.running_job import worker_name
 from kjo_django.runtime import Runtime, close_backends, current_runtime, get_transport
+from kjo_django.schedules.ticker import Ticker
 from kjo_django.transports.base import TopicPartition
 from kjo_django.worker.duties import (
     Duty,
@@ -97,6 +99,7 @@ class Worker:
     :param weights: how many groups of a queue start for one of a queue that is not named here.
     :param concurrency: lanes, threads that run handlers; the setting if not given.
     :param relay: also relay committed jobs of these queues.
+    :param schedules: also store the jobs of schedules that are due.
     :param install_signal_handlers: stop on SIGTERM, SIGINT and SIGUSR2 (main thread only).
     :param max_messages: stop once so many have been settled; no more than that are begun.
     :param owns_process: close the process' transports and coordination at the end, and let the
@@ -112,6 +115,7 @@ class Worker:
         weights: Mapping[str, float] | None = None,
         concurrency: int | None = None,
         relay: bool = True,
+        schedules: bool = False,
         install_signal_handlers: bool = False,
         max_messages: int | None = None,
         heartbeat_file: str | None = None,
@@ -184,6 +188,7 @@ class Worker:
         )
         self.is_relaying = relay and bool(self._relay.queues)
         self._relay_thread = threading.Thread(target=self._relay.run, name="kjo-relay", daemon=True)
+        self.ticker = Ticker(runtime) if schedules else None
         self._make_duties(heartbeat_file)
 
     def _make_pollers(self) -> list[Poller]:
@@ -255,7 +260,10 @@ class Worker:
         if listener.is_needed:
             self._duty_threads.append(DutyThread(runtime, "kjo-listen", [listener]))
         beating: list[Duty] = [life_sign, self._heartbeat, self.statistics]
-        self.duties = [*beating, *asking, *self.pollers]
+        ticking: list[Duty] = [] if self.ticker is None else [self.ticker]
+        if ticking:
+            self._duty_threads.append(DutyThread(runtime, "kjo-schedules", ticking))
+        self.duties = [*beating, *ticking, *asking, *self.pollers]
         """Those that a test steps: all but the listener, which only wakes pollers."""
 
     # --- Life -------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kjo_django.transports.memory import MemoryTransport
 from kjo_django.transports.memory.transport import MemorySubscription
 from tests.declarations import forgetting
 from tests.faults import boundary
+from tests.faults import schedules as schedules  # its scenarios
 from tests.faults.clock import Clock
 from tests.faults.patterns import Patterns
 from tests.faults.scenarios import LEVELS, QUEUE, Kinds

@@ -27,7 +27,9 @@ MOST_TURNS = 25
 
 
 class Process:
-    """:param queues: what its worker consumes."""
+    """:param queues: what its worker consumes.
+    :param ticks: whether its worker stores the jobs of schedules.
+    """
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class Process:
         boundary: Boundary | None = None,
         *,
         lanes: int = 1,
+        ticks: bool = False,
     ) -> None:
         self.name = name
         self.boundary = boundary or Boundary()
@@ -44,7 +47,9 @@ class Process:
         self.is_strict = False
         """Whether nothing befalls it, so that no step of its worker may fail."""
         with self.unwatched():
-            self.worker = Worker(queues, concurrency=lanes, name=name, owns_process=False)
+            self.worker = Worker(
+                queues, concurrency=lanes, name=name, owns_process=False, schedules=ticks
+            )
             self.worker.ensure_topics()
             self.worker.leases.show_alive()
             for poller in self.worker.pollers:
@@ -84,7 +89,9 @@ class Process:
 
         :param beats: whether it gives its sign of life.
         """
-        steps: list[Callable[[], bool]] = [*([self._beat] if beats else ()), self._relay]
+        steps: list[Callable[[], bool]] = [self._beat] if beats else []
+        steps += [self._tick] if self.worker.ticker is not None else []
+        steps += [self._relay]
         steps += [
             lambda poller=poller: self._poll(poller)  # type: ignore[misc]
             for poller in self.worker.pollers
@@ -120,6 +127,13 @@ class Process:
         self.worker.leases.show_alive()
         self.worker.leases.renew()
         return False
+
+    def _tick(self) -> bool:
+        ticker = self.worker.ticker
+        assert ticker is not None
+        before = ticker.stored_count
+        ticker.step()
+        return ticker.stored_count > before
 
     def _relay(self) -> bool:
         relay = self.worker._relay

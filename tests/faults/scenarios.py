@@ -28,19 +28,21 @@ QUEUE = "faults"
 class Scenario:
     """:param act: what the first process does, and its worker; ends when that is idle.
     :param queues: what workers consume.
+    :param ticks: whether workers store the jobs of schedules.
     """
 
     name: str
     act: Callable[[World, Process], None]
     queues: tuple[str, ...] = (QUEUE,)
+    ticks: bool = False
 
 
 SCENARIOS: list[Scenario] = []
 
 
-def scenario(name: str, *queues: str) -> Callable[[Any], Any]:
+def scenario(name: str, *queues: str, ticks: bool = False) -> Callable[[Any], Any]:
     def declare(act: Any) -> Any:
-        SCENARIOS.append(Scenario(name, act, queues or (QUEUE,)))
+        SCENARIOS.append(Scenario(name, act, queues or (QUEUE,), ticks))
         return act
 
     return declare

@@ -70,7 +70,7 @@ def test_a_case_that_was_found(name: str, call: str, fault: Fault, world: World)
 
 def record(scenario: Scenario, world: World, *, marks: bool = False) -> list[tuple[int, Fault]]:
     """Run the scenario without a fault; return its cases."""
-    world.queues = scenario.queues
+    world.queues, world.ticks = scenario.queues, scenario.ticks
     assert run(world, scenario.act, None, -1, marks=marks) == []
     count = len(world.recorded)
     print(f"{scenario.name}: {count} calls, seed {SEED}")

@@ -28,6 +28,7 @@ from kjo_django.models import (
     Job,
     JobFailure,
     ProcessedEvent,
+    Schedule,
     TransportMessage,
     source_of_job,
 )
@@ -74,6 +75,8 @@ class World:
         self.clock = clock
         self._empty = empty
         self.queues: Sequence[str] = ()
+        self.ticks = False
+        """Whether workers store the jobs of schedules."""
         self.kinds: Any = None
         self.patterns: Any = None
         self.struck = ""
@@ -139,7 +142,7 @@ class World:
         self.clock.advances = 0
 
     def process(self, name: str, boundary: Boundary | None = None) -> Process:
-        self.processes.append(Process(name, self.queues, boundary))
+        self.processes.append(Process(name, self.queues, boundary, ticks=self.ticks))
         return self.processes[-1]
 
     def end(self) -> None:
@@ -232,6 +235,7 @@ class World:
     def is_done(self) -> bool:
         return (
             not Job.objects.open().exists()
+            and not (self.ticks and due_schedules())
             and not Item.objects.filter(state=ItemState.PENDING).exists()
             and not self.lag()
             and not self.is_delayed()
@@ -276,6 +280,7 @@ class World:
         if leases := self.leases():
             found.append(f"leases are held for ever: {leases}")
         found += [f"outstanding in {p.name}" for p in self.processes if not p.is_idle]
+        found += [f"the schedule {name} is still due" for name in due_schedules()]
         for job in jobs:
             found += self._problems_of(job, effects, letters, marks[job.message_id])
         for name in self.promised:
@@ -437,6 +442,12 @@ class World:
         with within(None):
             (answer,) = get_transport(conf.transport).publish([record])
         assert answer.error is None
+
+
+def due_schedules() -> list[str]:
+    """Return the names of the schedules that somebody should have looked at."""
+    due = Schedule.objects.filter(is_enabled=True, is_paused=False, next_at__lte=timezone.now())
+    return list(due.values_list("name", flat=True))
 
 
 class Rival:

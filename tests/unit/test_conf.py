@@ -127,6 +127,7 @@ WRONG = {
     "TRANSPORTS": [None, [], "x", {1: {}}],
     "COORDINATION": [None, [], "x"],
     "QUEUES": [None, [], "emails", {None: {}}],
+    "SCHEDULES": [None, [], "nightly", {None: {}}],
     "MIDDLEWARE": ["shop.middleware.tenant", {"shop.middleware.tenant"}, [""], [5], None],
     "CONCURRENCY": [0, -1, 1.5, "4", None, True],
     "MAX_ATTEMPTS": [0, "5", None, True, math.inf],

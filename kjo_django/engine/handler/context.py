@@ -72,6 +72,12 @@ class JobContext:
         return found[1] if found else ""
 
     @property
+    def scheduled_for(self) -> datetime | None:
+        """The tick of the schedule that the job was stored for; None for any other job."""
+        headers = self.delivery.record.headers if self.delivery is not None else {}
+        return names.moment(headers, names.SCHEDULED_FOR)
+
+    @property
     def aborted(self) -> bool:
         """Whether the handler should end soon: the job was cancelled, the worker stops, the time is
         over, or another worker took the job over. A handler with a long loop should look at it."""

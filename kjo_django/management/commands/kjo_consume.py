@@ -49,6 +49,8 @@ class Command(ParsedCommand):
         )
         add("--drain", action="store_true", help="Exit when nothing is left that is due.")
         add("--no-relay", action="store_true", help="Leave publishing to kjo_produce.")
+        schedules = "Leave periodic schedules to other workers, or to kjo_schedule."
+        add("--no-schedules", action="store_true", help=schedules)
         add("--status-interval", type=_interval, help=REPORTS)
         add("--reload", action="store_true", help="Restart when code changes (development).")
         add("--heartbeat-file", help="Touched while alive, for liveness probes.")
@@ -105,6 +107,7 @@ class Command(ParsedCommand):
             weights=options["weights"],
             concurrency=options["concurrency"],
             relay=not options["no_relay"],
+            schedules=not options["no_schedules"],
             install_signal_handlers=not options["reload"],
             max_messages=options["max_messages"],
             heartbeat_file=options["heartbeat_file"],

@@ -26,6 +26,7 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import ago
 from kjo_django.models import Job, MetricBucket
+from kjo_django.operations import schedules
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.queues import overview, paused_queues
@@ -44,6 +45,7 @@ logger = logging.getLogger("kjo_django")
 SETTINGS, DATABASE, COORDINATION, TRANSPORTS = "settings", "database", "coordination", "transports"
 TOPICS, RELAY, WORKERS, LAG = "topics", "relay", "workers", "lag"
 FAILURES, PROGRESS, SCALING = "failures", "progress", "scaling"
+SCHEDULES = "schedules"
 
 ASK_AGAIN = "It may be well all the same: ask again with more time."
 LEAST_EXECUTIONS = 10
@@ -324,6 +326,15 @@ def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
     return True, f"some stand by: {'; '.join(idle)}", fix
 
 
+def _schedules(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
+    late = schedules.late()
+    if not late:
+        return True, "none is late", ""
+    shown = "; ".join(f"{row.name} ({row.problem})" if row.problem else row.name for row in late)
+    fix = "Install the jobs they name, or edit or pause them." if late[0].problem else ""
+    return False, f"due for a minute or longer: {shown}", fix
+
+
 def shares_by_partition(queue: QueueConf) -> bool:
     """Whether each partition of the queue's topic is read by one worker at a time.
 
@@ -368,6 +379,12 @@ PROBES = (
     _Probe(FAILURES, _failures, "Look at the open dead letters.", _STORED),
     _Probe(PROGRESS, _progress, "Start manage.py kjo_consume, or restart it.", _STORED),
     _Probe(SCALING, _scaling, "See the transports.", (*_STORED, TRANSPORTS)),
+    _Probe(
+        SCHEDULES,
+        _schedules,
+        "Start kjo_consume without --no-schedules, or kjo_schedule.",
+        _STORED,
+    ),
 )
 
 

@@ -1,0 +1,157 @@
+"""``kjo_schedule``: the ticks of schedules in a process of their own, and what operators do."""
+
+from __future__ import annotations
+
+import threading
+from argparse import ArgumentParser
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+
+from kjo_django.management.commands._shared import KjoCommand, positive
+from kjo_django.models import Schedule
+from kjo_django.operations import schedules
+from kjo_django.runtime import current_runtime
+from kjo_django.schedules import celery_beat
+from kjo_django.schedules.ticker import Ticker
+from kjo_django.values import did_you_mean
+from kjo_django.worker.duties import DutyThread
+from kjo_django.worker.supervisor import stop_on_signals
+
+IMPORT = "import-celery-beat"
+CHANGES = {"pause": schedules.pause, "resume": schedules.resume, "run": schedules.run_now}
+ACTIONS = ("list", "next", *sorted(CHANGES), IMPORT)
+ACTOR = "kjo_schedule"
+
+
+class Command(KjoCommand):
+    """Store the jobs of schedules until stopped; or list, run, pause, resume and import schedules.
+
+    Workers do the former too, unless they have ``--no-schedules``. Any number may.
+    """
+
+    help = (
+        "Store the jobs of due schedules until stopped. With an action: list the schedules, show "
+        "the next ticks of one, run, pause or resume some, or import those of Celery beat."
+    )
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the action and its options."""
+        super().add_arguments(parser)
+        add = parser.add_argument
+        add("action", nargs="?", choices=ACTIONS, help="None: store jobs until stopped.")
+        add("names", nargs="*", metavar="name", help="Schedules that the action is for.")
+        add("--once", action="store_true", help="Store what is due now, then exit.")
+        add("--count", type=positive, default=5, help="Ticks that next shows.")
+        add(
+            "--from",
+            dest="source",
+            help=f"{IMPORT}: import path of a dict like CELERY_BEAT_SCHEDULE. By default the "
+            "tables of django-celery-beat if there are any, else that setting.",
+        )
+        add(
+            "--job",
+            dest="jobs",
+            action="append",
+            default=[],
+            metavar="TASK=JOB",
+            help=f"{IMPORT}: the job that stands for a task of another name; may be repeated.",
+        )
+        add("--dry-run", action="store_true", help=f"{IMPORT}: only say what would be imported.")
+
+    def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
+        """Carry out the action, or work until stopped."""
+        action, names = options["action"], options["names"]
+        if action is None:
+            return self._work(once=options["once"]), True
+        if action == IMPORT:
+            jobs = dict(_pair(each) for each in options["jobs"])
+            taken = celery_beat.take_over(
+                options["source"], jobs=jobs, dry_run=options["dry_run"], actor=ACTOR
+            )
+            return {"action": action, "imported": taken}, all(one["is_taken"] for one in taken)
+        if action == "list":
+            return {"action": action, "schedules": schedules.overview(names)}, True
+        rows = _rows(names)
+        if action == "next":
+            ticks = {row.name: schedules.next_runs(row, options["count"]) for row in rows}
+            return {"action": action, "next": ticks}, True
+        outcomes = CHANGES[action](rows, actor=ACTOR)
+        is_ok = schedules.ScheduleResult.BROKEN not in outcomes.counts
+        return {"action": action, "outcomes": outcomes.counts}, is_ok
+
+    def _work(self, *, once: bool) -> dict[str, Any]:
+        runtime = current_runtime()
+        ticker = Ticker(runtime)
+        if once:
+            while ticker.step() == 0.0:
+                pass
+            return {"action": "once", "stored": ticker.stored_count}
+        stopping = threading.Event()
+        restore = stop_on_signals(stopping)
+        thread = DutyThread(runtime, "kjo-schedules", [ticker])
+        self.stdout.write("Storing the jobs of schedules. Stop with Ctrl-C.")
+        self.stdout.flush()
+        thread.start()
+        try:
+            while not stopping.wait(0.2):
+                if not thread.is_alive():
+                    raise ImproperlyConfigured("The thread that stores the jobs has ended")
+        finally:
+            thread.stop()
+            thread.join(10.0)
+            restore()
+        return {"action": "worked", "stored": ticker.stored_count}
+
+    def show(self, answer: Any) -> None:
+        """Print the answer of the action."""
+        if "stored" in answer:
+            self.stdout.write(f"Stored {answer['stored']:,} jobs.")
+        for result, count in answer.get("outcomes", {}).items():
+            self.stdout.write(f"{count:,} {result}")
+        for name, ticks in answer.get("next", {}).items():
+            self.stdout.write(f"{name}:")
+            for tick in ticks:
+                self.stdout.write(f"  {tick:%Y-%m-%d %H:%M:%S %Z}")
+        if "schedules" in answer:
+            self._show_schedules(answer["schedules"])
+        for one in answer.get("imported", ()):
+            state = "taken over" if one["is_taken"] else "NOT taken over"
+            self.stdout.write(f"{one['name']}: {state}")
+            for remark in one["remarks"]:
+                self.stdout.write(f"  {remark}")
+
+    def _show_schedules(self, rows: list[dict[str, Any]]) -> None:
+        table: list[tuple[object, ...]] = [("name", "job", "when", "next", "last job", "state")]
+        for row in rows:
+            when = row["cron"] or (f"every {row['every']} s" if row["every"] else row["at"])
+            state = "paused" if row["is_paused"] else "enabled" if row["is_enabled"] else "disabled"
+            next_at = row["next_at"]
+            shown = "-" if next_at is None else f"{next_at:%Y-%m-%d %H:%M:%S %Z}"
+            last = row["last_status"] or "-"
+            table.append((row["name"], row["job"], when, shown, last, row["problem"] or state))
+        self.table(table)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    task, _, job = text.partition("=")
+    if not task or not job:
+        raise ValueError(f"--job {text!r} is no TASK=JOB.")
+    return task, job
+
+
+def _rows(names: list[str]) -> list[Schedule]:
+    """Return the schedules of these names.
+
+    :raises ValueError: none is named, or there is no schedule of one of the names.
+    """
+    if not names:
+        raise ValueError("Name the schedules.")
+    known = Schedule.objects.using(current_runtime().database)
+    found = {row.name: row for row in known.filter(name__in=names)}
+    for name in names:
+        if name not in found:
+            every = known.values_list("name", flat=True)
+            hint = did_you_mean(name, every, "See kjo_schedule list.")
+            raise ValueError(f"No schedule is named {name!r}. {hint}")
+    return [found[name] for name in dict.fromkeys(names)]

@@ -1,0 +1,1 @@
+"""Periodic schedules: what the code declares, and the ticks that are due."""

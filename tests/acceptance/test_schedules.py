@@ -1,0 +1,92 @@
+"""Schedulers that are killed: each tick is one job (issue 16, point 1)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import defaultdict
+from datetime import datetime, timedelta
+
+import pytest
+from django.utils import timezone
+
+from kjo_django.models import Schedule
+from tests.acceptance.engine import ALIAS, Engine
+from tests.acceptance.program import Program
+
+pytestmark = pytest.mark.timeout(300)
+
+SCHEDULERS = 4
+SCHEDULES = 20
+SECONDS = 20.0
+
+
+def schedule(name: str, **columns: object) -> Schedule:
+    row = Schedule(name=name, job="ledger.write", payload={"job": name}, **{"every": 1, **columns})
+    row.next_at = row.timetable.next_after(timezone.now())
+    row.save(using=ALIAS)
+    return row
+
+
+def ticks_of(engine: Engine) -> dict[str, list[datetime]]:
+    ticks: dict[str, list[datetime]] = defaultdict(list)
+    for id in engine.jobs.values_list("unique_id", flat=True):
+        _, name, tick = id.split(":", 2)
+        ticks[name].append(datetime.fromisoformat(tick))
+    return {name: sorted(found) for name, found in ticks.items()}
+
+
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("postgres", marks=pytest.mark.postgres)])
+def test_four_schedulers_that_are_killed(kind: str, request: pytest.FixtureRequest) -> None:
+    engine: Engine = request.getfixturevalue(kind)
+    # Given a tick of each schedule in each second
+    rows = [schedule(f"s{number}", catch_up="all") for number in range(SCHEDULES)]
+    draw = random.Random(7)
+    schedulers = [engine.manage("kjo_schedule") for _ in range(SCHEDULERS)]
+    engine.wait_until(lambda: engine.jobs.exists(), "nothing was stored")
+    # When schedulers are killed, one or two a second, and others are started
+    deadline, deaths = time.monotonic() + SECONDS, 0
+    while time.monotonic() < deadline:
+        time.sleep(draw.uniform(0.3, 1.2))
+        killed = draw.randrange(SCHEDULERS)
+        schedulers[killed].kill()
+        deaths += 1
+        schedulers[killed] = engine.manage("kjo_schedule")
+    until = timezone.now()
+    engine.wait_until(lambda: is_past(until), "the schedulers do not catch up")
+    for each in schedulers:
+        each.kill()
+    # Then no tick is missing, and none has two jobs
+    found = ticks_of(engine)
+    assert found.keys() == {row.name for row in rows}
+    for row in rows:
+        ticks = found[row.name]
+        assert ticks[0] == row.next_at
+        assert {later - tick for tick, later in itertools.pairwise(ticks)} == {timedelta(seconds=1)}
+        assert ticks[-1] >= until - timedelta(seconds=1)
+    assert deaths > 10
+
+
+def is_past(moment: datetime) -> bool:
+    return not Schedule.objects.using(ALIAS).filter(next_at__lte=moment).exists()
+
+
+def test_a_worker_stores_the_ticks_and_runs_them_within_a_second(embedded: Engine) -> None:
+    schedule("each")
+    worker: Program = embedded.ready_worker()
+    embedded.wait_until(lambda: embedded.jobs.filter(state="completed").count() > 3, "no job ran")
+    assert worker.stop() == 0
+    jobs = list(embedded.jobs.filter(state="completed").order_by("id"))
+    # The first tick may be from before the worker began.
+    for job in jobs[1:]:
+        tick = datetime.fromisoformat(job.unique_id.split(":", 2)[2])
+        assert job.created_at - tick < timedelta(seconds=1)
+
+
+def test_a_worker_without_schedules_stores_none(embedded: Engine) -> None:
+    schedule("each")
+    worker = embedded.ready_worker("--no-schedules")
+    time.sleep(2.5)
+    assert worker.stop() == 0
+    assert not embedded.jobs.exists()
