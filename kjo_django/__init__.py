@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kjo_django.enqueue.definition import JobDefinition as JobDefinition
     from kjo_django.enqueue.definition import enqueue_on_save as enqueue_on_save
     from kjo_django.enqueue.definition import job as job
-    from kjo_django.enqueue.storing import EnqueueResult as EnqueueResult
+    from kjo_django.enqueue.handle import JobHandle as JobHandle
     from kjo_django.exceptions import MustBeKilled as MustBeKilled
     from kjo_django.exceptions import MustBeRedelivered as MustBeRedelivered
     from kjo_django.exceptions import PermanentError as PermanentError
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kjo_django.patterns.kdlq.config import ProcessingStatus as ProcessingStatus
     from kjo_django.patterns.kdlq.consumer import KDLQMessageConsumer as KDLQMessageConsumer
     from kjo_django.patterns.kdlq.handlers import kdlq_handler as kdlq_handler
+    from kjo_django.patterns.queue import EnqueueResult as EnqueueResult
     from kjo_django.patterns.queue import Queue as Queue
     from kjo_django.patterns.streams import AbstractStreamConsumer as AbstractStreamConsumer
     from kjo_django.patterns.streams import AbstractStreamProducer as AbstractStreamProducer
@@ -49,10 +50,11 @@ _PUBLIC = {
     "BaseEvent": "kjo_django.patterns.events.event",
     "BatchItem": "kjo_django.engine.handler.context",
     "DlqConfig": "kjo_django.patterns.kdlq.config",
-    "EnqueueResult": "kjo_django.enqueue.storing",
+    "EnqueueResult": "kjo_django.patterns.queue",
     "EventIdempotencyService": "kjo_django.patterns.events.idempotency",
     "JobContext": "kjo_django.engine.handler.context",
     "JobDefinition": "kjo_django.enqueue.definition",
+    "JobHandle": "kjo_django.enqueue.handle",
     "KDLQMessageConsumer": "kjo_django.patterns.kdlq.consumer",
     "ModelConsumer": "kjo_django.patterns.items.model_items",
     "ModelProducer": "kjo_django.patterns.items.model_items",

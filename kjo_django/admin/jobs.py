@@ -15,10 +15,10 @@ from kjo_django import registry
 from kjo_django.admin.base import BaseInline, KjoAdmin
 from kjo_django.admin.display import badge, show_text, show_value
 from kjo_django.admin.filters import HandlerFilter, QueueFilter, StateFilter
+from kjo_django.enqueue.job_status import progress_of
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
-from kjo_django.operations.progress import progress_of
 from kjo_django.operations.safe_text import inert
 
 FAILURES_SHOWN = 100

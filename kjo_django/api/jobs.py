@@ -34,15 +34,15 @@ from kjo_django.api.fields import (
 from kjo_django.api.paging import page_limit
 from kjo_django.api.showing import shown_payload, shown_result
 from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
-from kjo_django.enqueue.storing import EnqueueResult, store
+from kjo_django.enqueue.handle import JobHandle
+from kjo_django.enqueue.job_status import progress_of, shown_states
+from kjo_django.enqueue.storing import store
+from kjo_django.enqueue.waiting import Awaited, Waiter
 from kjo_django.exceptions import KjoError, PayloadError
 from kjo_django.models import DeadLetter, DeadLetterState, Job, JobFailure
 from kjo_django.operations import search
-from kjo_django.operations.jobs import shown_states
-from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts, shown_headers
 from kjo_django.operations.search import JobFilter
-from kjo_django.operations.waiting import Awaited, Waiter
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import MAX_PRIORITY
@@ -332,7 +332,7 @@ OPTIONS = (
 )
 
 
-def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> EnqueueResult:
+def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) -> JobHandle:
     """Store the job in a validated body; everything is checked before anything is written.
 
     :param on_stored: called with a new job inside the transaction that stores it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import hashlib
 import logging
 import math
 import random
@@ -23,9 +24,26 @@ from typing import Any, ClassVar, NamedTuple
 from django.core.exceptions import ImproperlyConfigured
 
 from kjo_django.clock import CLOCK, Clock
+from kjo_django.conf import QueueConf
 from kjo_django.values import unknown_key
 
 logger = logging.getLogger("kjo_django.coordination")
+
+
+MAX_LEASED_ID = 210
+"""Longer than every message id of ours; ids of others may have 255 characters."""
+
+
+def lease_name(queue: QueueConf, message_id: str) -> str:
+    """Return ``CONS:PREFIX:id``; a digest stands for an id too long for a name."""
+    if len(message_id) > MAX_LEASED_ID:
+        message_id = hashlib.sha256(message_id.encode("utf-8", "replace")).hexdigest()
+    return f"CONS:{queue.key_prefix}:{message_id}"
+
+
+def alive_name(token: str) -> str:
+    """Return the name under which a worker shows that it lives; absent, its leases are void."""
+    return f"WORKER:{token}"
 
 
 class Claim(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import UUID
 
 from kjo_django.conf import QueueConf
-from kjo_django.engine.leases import lease_name
+from kjo_django.coordination.base import lease_name
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.headers import Message
 from kjo_django.models import EventKey

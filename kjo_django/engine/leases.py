@@ -1,8 +1,7 @@
-"""Names of leases, and keeping those of this process alive."""
+"""The leases of this process: claiming, renewing and releasing them."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from collections import Counter
@@ -12,8 +11,7 @@ from uuid import UUID
 
 from django.db import OperationalError, connections
 
-from kjo_django.conf import QueueConf
-from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim
+from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim, alive_name
 from kjo_django.engine.handler.connections import is_pristine
 from kjo_django.exceptions import CoordinationError
 from kjo_django.runtime import Runtime
@@ -24,20 +22,6 @@ WARNING_INTERVAL = 10.0
 MAX_UNRELEASED = 10_000
 """Leases to be given back later; those beyond it expire by themselves."""
 RELEASED_AT_ONCE = 500
-MAX_LEASED_ID = 210
-"""Longer than every message id of ours; ids of others may have 255 characters."""
-
-
-def lease_name(queue: QueueConf, message_id: str) -> str:
-    """Return ``CONS:PREFIX:id``; a digest stands for an id too long for a name."""
-    if len(message_id) > MAX_LEASED_ID:
-        message_id = hashlib.sha256(message_id.encode("utf-8", "replace")).hexdigest()
-    return f"CONS:{queue.key_prefix}:{message_id}"
-
-
-def alive_name(token: str) -> str:
-    """Return the name under which a worker shows that it lives; absent, its leases are void."""
-    return f"WORKER:{token}"
 
 
 class LeaseBook:

@@ -17,8 +17,8 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, read_schedule
+from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.storing import (
-    EnqueueResult,
     check_payload_size,
     milliseconds,
     store,
@@ -54,7 +54,7 @@ class EnqueueOptions:
     """What ``using(...)`` may set for one enqueue; None leaves it to the job and the settings."""
 
     id: str | None = None
-    """Unique id: one job per queue and id; see ``EnqueueResult`` for what a second one is told."""
+    """Unique id: one job per queue and id; see ``JobHandle`` for the answer to a second one."""
     key: str | None = None
     delay: timedelta | None = None
     run_at: datetime | None = None
@@ -144,8 +144,9 @@ class JobDefinition:
         refuse_unknown(options, {f.name for f in fields(EnqueueOptions)}, "using")
         return JobDefinition(self.handler, replace(self.options, **options))
 
-    def enqueue(self, /, *arguments: Never, **payload: Any) -> EnqueueResult:
-        """Store a job that will call the function with this payload, given by keyword.
+    def enqueue(self, /, *arguments: Never, **payload: Any) -> JobHandle:
+        """Store a job that will call the function with this payload, given by keyword, and return a
+        handle to follow it.
 
         Joins the caller's transaction: rolled back with it, never run before it commits.
 
@@ -162,13 +163,13 @@ class JobDefinition:
         row = new_job(self.options, self.handler.options, key, data, runtime)
         return store([row], runtime=runtime)[0]
 
-    async def aenqueue(self, /, *arguments: Never, **payload: Any) -> EnqueueResult:
+    async def aenqueue(self, /, *arguments: Never, **payload: Any) -> JobHandle:
         """``enqueue`` from asynchronous code."""
         return await sync_to_async(self.enqueue)(*arguments, **payload)
 
     def enqueue_many(
         self, payloads: Iterable[Mapping[str, Any]], *, ids: Iterable[str] | None = None
-    ) -> list[EnqueueResult]:
+    ) -> list[JobHandle]:
         """Store many jobs with one INSERT (on PostgreSQL one COPY), all or none.
 
         :param ids: a unique id for each payload; then each answer tells whether it was new.

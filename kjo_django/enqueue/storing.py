@@ -19,12 +19,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any
 
 from django.db import transaction
 from django.db.models.base import ModelState
@@ -32,10 +31,12 @@ from django.utils import timezone
 
 from kjo_django import garbage_collection, registry, signals, states, tracing
 from kjo_django.conf import QueueConf, get_settings
+from kjo_django.enqueue.handle import JobHandle
+from kjo_django.enqueue.waiting import REPLY_CHANNELS, result_of
 from kjo_django.exceptions import CoordinationError, PayloadError, StorageError
 from kjo_django.ids import uuid7, uuid7s
 from kjo_django.messages import headers as names
-from kjo_django.messages.serializers import load_result, serializer_for, storable_text
+from kjo_django.messages.serializers import storable_text
 from kjo_django.models import ORIGIN_ID, Job, transition
 from kjo_django.runtime import Runtime, current_runtime, get_transport, transport_class
 from kjo_django.states import JobState
@@ -48,31 +49,10 @@ logger = logging.getLogger("kjo_django")
 OUTGOING = "outgoing"
 """The queue of records for topics that no queue is declared for, on the default transport."""
 RELAY_CHANNEL = "kjo:relay"
-REPLY_CHANNELS = "kjo:reply:"
-"""Begins the names of the channels on which waiters are told that their job has ended."""
 MAX_REPLY_CHANNEL = 100
 """Ours are shorter; PostgreSQL refuses to be told thousands of characters."""
 LISTEN_AGAIN = 10.0
 """Seconds until coordination that was away when it was to be listened to is asked again."""
-
-
-@dataclass(frozen=True, slots=True)
-class EnqueueResult:
-    """The answer to an enqueue; duplicates are answers, never exceptions."""
-
-    status: Literal["queued", "duplicate", "completed"]
-    job_id: uuid.UUID
-    existing_state: str | None = None
-    """Of a duplicate: queued, processing, failing, completed or failed."""
-    result: Any = None
-    """Of a completed one: its cached result."""
-
-    @property
-    def is_new(self) -> bool:
-        """Whether this call stored a job."""
-        return self.status == "queued"
-
-
 MAX_RESULT_TTL = 100 * 365 * 86_400_000
 """Milliseconds. A moment that no database can hold would fail the job after it has run."""
 
@@ -113,7 +93,7 @@ def milliseconds(value: timedelta | int) -> int:
 
 def store(
     jobs: Sequence[Job], *, revives_failed: bool = False, runtime: Runtime | None = None
-) -> list[EnqueueResult]:
+) -> list[JobHandle]:
     """Store jobs and send them on their way, joining the caller's transaction.
 
     One INSERT for all of them; where a unique id was taken, a query tells by whom. Answers come in
@@ -140,7 +120,7 @@ def store(
         if not transactional and all(job.unique_id is None for job in jobs):
             # The common case of a log transport: one statement needs no transaction of its own.
             store.insert_jobs(jobs)
-            answers = [EnqueueResult("queued", job.pk) for job in jobs]
+            answers = [JobHandle(job.pk, "queued") for job in jobs]
             after_commit(alias, RELAY_CHANNEL, map(_facts, jobs))
         else:
             with store.transaction(savepoint=False):
@@ -171,7 +151,7 @@ def store_alike(
     keys: Sequence[str],
     payloads: Sequence[bytes],
     runtime: Runtime,
-) -> list[EnqueueResult]:
+) -> list[JobHandle]:
     """Store a job for each payload, as ``store`` does, without making an instance of each where its
     row can be written without.
 
@@ -202,17 +182,17 @@ def store_alike(
     ):
         ids = uuid7s(len(payloads))
         runtime.store.copy_jobs(job, zip(ids, keys, payloads, strict=True))
-        answers = [EnqueueResult("queued", id) for id in ids]
+        answers = [JobHandle(id, "queued") for id in ids]
         facts = {"unique_id": None, "queue": job.queue, "handler": job.handler}
         after_commit(runtime.database, RELAY_CHANNEL, ({**facts, "job_id": str(id)} for id in ids))
     return answers
 
 
-def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> list[EnqueueResult]:
+def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> list[JobHandle]:
     """Insert, then resolve the unique ids that were taken."""
     named = [job for job in jobs if job.unique_id is not None]
     if store.insert_jobs(jobs, ignore_conflicts=bool(named)) == len(jobs):
-        return [EnqueueResult("queued", job.pk) for job in jobs]
+        return [JobHandle(job.pk, "queued") for job in jobs]
     holders: dict[tuple[str, str | None], Job] = {}
     for queue in {job.queue for job in named}:
         ids = [job.unique_id for job in named if job.queue == queue]
@@ -227,7 +207,7 @@ def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> li
         if holder is None:
             raise _vanished(job)
         if holder.pk == job.pk:
-            answers.append(EnqueueResult("queued", job.pk))
+            answers.append(JobHandle(job.pk, "queued"))
         else:
             answers.append(_meet(store.alias, job, holder, revives_failed))
     return answers
@@ -247,7 +227,7 @@ def _vanished(job: Job) -> StorageError:
     )
 
 
-def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> EnqueueResult:
+def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> JobHandle:
     """Answer an enqueue whose unique id is taken by ``holder``."""
     for _attempt in range(5):
         answer = _answer_of(holder, revives_failed)
@@ -262,7 +242,7 @@ def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> EnqueueRes
         )
         if revived:
             job.pk, job.generation = holder.pk, holder.generation + 1
-            return EnqueueResult("queued", holder.pk)
+            return JobHandle(holder.pk, "queued")
         known = Job.objects.using(using).filter(pk=holder.pk).first()
         if known is None:
             raise _vanished(job)
@@ -270,7 +250,7 @@ def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> EnqueueRes
     raise StorageError(f"The job {job.unique_id!r} keeps changing; enqueue it again.")
 
 
-def _answer_of(holder: Job, revives_failed: bool) -> EnqueueResult | None:
+def _answer_of(holder: Job, revives_failed: bool) -> JobHandle | None:
     """Return the answer, or None when the row may begin a new generation."""
     now = timezone.now()
     is_expired = holder.result_expires_at is not None and holder.result_expires_at <= now
@@ -279,15 +259,8 @@ def _answer_of(holder: Job, revives_failed: bool) -> EnqueueResult | None:
     if holder.state == JobState.FAILED and revives_failed:
         return None
     if holder.state == JobState.COMPLETED:
-        return EnqueueResult("completed", holder.pk, "completed", result_of(holder))
-    return EnqueueResult("duplicate", holder.pk, states.to_queue(holder.status))
-
-
-def result_of(job: Job) -> Any:
-    """Return a completed job's result; a handler that returned None stored nothing."""
-    if job.result is None:
-        return None
-    return load_result(bytes(job.result), serializer_for(job.content_type))
+        return JobHandle(holder.pk, "completed", "completed", result_of(holder))
+    return JobHandle(holder.pk, "duplicate", states.to_queue(holder.status))
 
 
 def fresh_run(job_queue: str) -> dict[str, Any]:

@@ -23,10 +23,9 @@ from django.utils import timezone
 from kjo_django import signals, states
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.engine.handler.running import ABORT_TTL, abort_name
-from kjo_django.engine.leases import alive_name, lease_name
 from kjo_django.enqueue import storing
+from kjo_django.enqueue.job_status import leased_jobs
 from kjo_django.enqueue.storing import fresh_run, notify_waiters
-from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, DeadLetterState, Job, source_of_job, transition
 from kjo_django.operations import internal
@@ -43,7 +42,6 @@ from kjo_django.operations.rows import (
     on_commit,
 )
 from kjo_django.runtime import get_coordination, jobs_database
-from kjo_django.states import JobStatus
 
 logger = logging.getLogger("kjo_django")
 
@@ -381,38 +379,3 @@ def lock_jobs(keys: Sequence[Any]) -> tuple[list[Job], set[Any], int]:
         present - {job.pk for job in held} | busy,
         len(wanted) - len(present) + given.count(None),
     )
-
-
-def shown_states(jobs: Sequence[Job]) -> dict[Any, JobStatus]:
-    """Return the state of each job that people are shown, by the job's key."""
-    leased = leased_jobs(jobs)
-    return {job.pk: job.status_with(leased=job.pk in leased) for job in jobs}
-
-
-def leased_jobs(jobs: Iterable[Job]) -> set[Any]:
-    """Return the keys of the open jobs on which a living worker holds a lease of coordination.
-
-    Nothing else shows that an atomic handler runs. All leases are asked for at once.
-    """
-    conf = get_settings()
-    leases = {
-        job.pk: lease_name(conf.queue(job.queue), job.message_id)
-        for job in jobs
-        if job.state in states.OPEN
-    }
-    live = live_leases(list(leases.values()))
-    return {key for key, name in leases.items() if name in live}
-
-
-def live_leases(leases: Sequence[str]) -> set[str]:
-    """Return the lease names that a living worker holds; none while coordination is away."""
-    if not leases:
-        return set()
-    coordination = get_coordination()
-    try:
-        owners = coordination.holders(leases)
-        living = coordination.holders(sorted({alive_name(token) for token in owners.values()}))
-    except CoordinationError as error:
-        logger.warning("Leases cannot be asked for, the rows decide: %s", error)
-        return set()
-    return {name for name, token in owners.items() if alive_name(token) in living}

@@ -28,11 +28,11 @@ from django.utils.dateparse import parse_date, parse_datetime
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
+from kjo_django.enqueue.job_status import live_leases
 from kjo_django.exceptions import CoordinationError
 from kjo_django.ids import uuid7_floor
 from kjo_django.messages.serializers import storable_text
 from kjo_django.models import Job, is_scheduled
-from kjo_django.operations.jobs import live_leases
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
 from kjo_django.operations.rows import batched, key_of
 from kjo_django.retries import LONGEST_DELAY

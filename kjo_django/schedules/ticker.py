@@ -19,7 +19,8 @@ from django.db.models import QuerySet
 
 from kjo_django import registry
 from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
-from kjo_django.enqueue.storing import EnqueueResult, store
+from kjo_django.enqueue.handle import JobHandle
+from kjo_django.enqueue.storing import store
 from kjo_django.exceptions import StorageError
 from kjo_django.messages import headers as names
 from kjo_django.models import Job, Schedule
@@ -184,7 +185,7 @@ class Ticker:
         rows.filter(pk=row.pk).update(problem=problem)
 
 
-def _note_answers(row: Schedule, answers: Sequence[EnqueueResult]) -> None:
+def _note_answers(row: Schedule, answers: Sequence[JobHandle]) -> None:
     for answer in answers:
         row.last_job_id = answer.job_id
         if not answer.is_new:

@@ -25,11 +25,11 @@ from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import JobDefinition
-from kjo_django.enqueue.storing import EnqueueResult
+from kjo_django.enqueue.handle import JobHandle
 from kjo_django.exceptions import JobFailedError, JobNotFoundError, MessageError
 from kjo_django.messages.serializers import load_result, serializer_for
 from kjo_django.models import Job
-from kjo_django.patterns.queue import Queue
+from kjo_django.patterns.queue import EnqueueResult, Queue
 from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import Record
@@ -120,9 +120,9 @@ def drain(
     return drained
 
 
-def run_job(job: Job | EnqueueResult | uuid.UUID | str) -> Any:
+def run_job(job: Job | JobHandle | EnqueueResult | uuid.UUID | str) -> Any:
     """Run one open job, due or not, and return its result; its error is raised once recorded."""
-    key = job.pk if isinstance(job, Job) else job.job_id if isinstance(job, EnqueueResult) else job
+    key: Any = job.pk if isinstance(job, Job) else getattr(job, "job_id", job)
     row = Job.objects.using(jobs_database()).filter(pk=key).first()
     if row is None:
         raise JobNotFoundError(f"There is no job {key}")

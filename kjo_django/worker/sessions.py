@@ -27,7 +27,7 @@ from uuid import UUID
 from django.db import DatabaseError
 from django.db.backends.signals import connection_created
 
-from kjo_django.engine.leases import alive_name
+from kjo_django.coordination.base import alive_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Worker
 from kjo_django.runtime import Runtime

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kjo_django.enqueue.job_status import progress_of
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk
 from kjo_django.operations.dead_letters import DeadLetterFilter
-from kjo_django.operations.progress import progress_of
 from tests.acceptance.engine import ALIAS, Engine
 from tests.factories import DeadLetterFactory, JobFactory
 

@@ -102,7 +102,7 @@ def test_fifty_threads_enqueue_one_id(any_engine: Engine) -> None:
 
     def enqueue(number: int) -> str:
         barrier.wait()
-        return str(enqueue_elsewhere("one", id="one").status)
+        return str(enqueue_elsewhere("one", id="one").answer)
 
     # When each enqueues the same id
     with ThreadPoolExecutor(50) as pool:
@@ -113,7 +113,7 @@ def test_fifty_threads_enqueue_one_id(any_engine: Engine) -> None:
     any_engine.drain()
     any_engine.assert_each_ran_once(["one"])
     # And a later one is given the result
-    assert enqueue_elsewhere("one", id="one").status == "completed"
+    assert enqueue_elsewhere("one", id="one").answer == "completed"
 
 
 def test_fifty_threads_revive_one_id(engine: Engine) -> None:
@@ -124,7 +124,7 @@ def test_fifty_threads_revive_one_id(engine: Engine) -> None:
 
     def enqueue(number: int) -> str:
         barrier.wait()
-        return str(enqueue_elsewhere(f"thread-{number}", id="one").status)
+        return str(enqueue_elsewhere(f"thread-{number}", id="one").answer)
 
     with ThreadPoolExecutor(50) as pool:
         answers = list(pool.map(enqueue, range(50)))
@@ -160,7 +160,7 @@ def enqueue_cancel_enqueue(engine: Engine, *, is_published: bool) -> None:
     # When it is enqueued again, and runs
     engine.drain()
     # Then it is the same job in another generation, and only the last payload has run
-    assert [result.status for result in results] == ["queued"] * 3
+    assert [result.answer for result in results] == ["queued"] * 3
     job = engine.jobs.get()
     assert {result.job_id for result in results} == {job.pk}
     assert (job.generation, job.state) == (3, "completed")

@@ -16,8 +16,9 @@ from django.utils import timezone
 from rest_framework.test import APIClient
 
 from kjo_django.conf import get_settings
-from kjo_django.engine.handler.running import dump_progress, progress_name
-from kjo_django.engine.leases import alive_name, lease_name
+from kjo_django.coordination.base import alive_name, lease_name
+from kjo_django.engine.handler.running import dump_progress
+from kjo_django.enqueue.job_status import progress_name
 from kjo_django.messages.serializers import dump_result
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
@@ -333,7 +334,7 @@ def test_a_wait_holds_no_transaction(
         looked.append(connections["default"].in_atomic_block)
         return usual(awaited)
 
-    monkeypatch.setattr("kjo_django.operations.waiting._look", look)
+    monkeypatch.setattr("kjo_django.enqueue.waiting._look", look)
     # When
     login("view_job").get(url(JobFactory(), "wait"), {"timeout": 0.05})
     # Then
@@ -354,7 +355,7 @@ def test_those_who_wait_have_no_database_session(
         looked.add(threading.get_ident())
         return usual(awaited)
 
-    monkeypatch.setattr("kjo_django.operations.waiting._look", look)
+    monkeypatch.setattr("kjo_django.enqueue.waiting._look", look)
     job, count = JobFactory(), 6
     clients = [login("view_job") for _ in range(count)]
     answers: list[int] = []
@@ -395,7 +396,7 @@ def sessions() -> int:
 
 
 def operations_waiting_look() -> Any:
-    from kjo_django.operations import waiting
+    from kjo_django.enqueue import waiting
 
     return waiting._look
 

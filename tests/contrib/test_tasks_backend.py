@@ -29,8 +29,8 @@ from kjo_django.contrib.tasks.compat import (
     task_finished,
     task_started,
 )
+from kjo_django.coordination.base import lease_name
 from kjo_django.engine.attempt import Attempt, Delivery, Ending, Mode
-from kjo_django.engine.leases import lease_name
 from kjo_django.exceptions import PayloadError
 from kjo_django.ids import uuid7
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease, MetricBucket

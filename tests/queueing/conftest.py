@@ -18,7 +18,7 @@ import pytest
 from django.db import connections
 
 from kjo_django import Queue, conf, registry
-from kjo_django.operations import waiting
+from kjo_django.enqueue import waiting
 from kjo_django.runtime import get_transport
 
 KAFKA = "kjo_django.transports.kafka.KafkaTransport"

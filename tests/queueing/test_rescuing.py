@@ -15,8 +15,9 @@ from django.test import override_settings
 from django.utils import timezone
 
 from kjo_django import Queue
-from kjo_django.engine.handler.running import dump_progress, load_progress
-from kjo_django.engine.leases import alive_name
+from kjo_django.coordination.base import alive_name
+from kjo_django.engine.handler.running import dump_progress
+from kjo_django.enqueue.job_status import load_progress
 from kjo_django.ids import uuid7_floor
 from kjo_django.runtime import current_runtime, get_coordination
 from kjo_django.worker.duties import DutyThread, Rescuer

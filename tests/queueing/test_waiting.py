@@ -16,6 +16,7 @@ from asgiref.sync import async_to_sync
 from django.db import connections, transaction
 
 from kjo_django import Queue
+from kjo_django.enqueue import waiting
 from kjo_django.enqueue.storing import REPLY_CHANNELS
 from kjo_django.exceptions import (
     JobCancelledError,
@@ -26,7 +27,6 @@ from kjo_django.exceptions import (
 )
 from kjo_django.models import Job
 from kjo_django.operations import jobs as operations
-from kjo_django.operations import waiting
 from kjo_django.patterns.queue import NO_RESULT, CancelResult
 from kjo_django.runtime import get_coordination
 from tests.queueing.conftest import ENGINES, Recorder, wait_until

@@ -8,7 +8,7 @@ import pytest
 from django.db import OperationalError
 
 from kjo_django import Queue
-from kjo_django.operations import waiting
+from kjo_django.enqueue import waiting
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "30", None, True])

@@ -19,7 +19,8 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.admin import display, filters
 from kjo_django.admin import jobs as jobs_admin
-from kjo_django.engine.handler.running import dump_progress, progress_name
+from kjo_django.engine.handler.running import dump_progress
+from kjo_django.enqueue.job_status import progress_name
 from kjo_django.exceptions import PublishError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job, QueueControl

@@ -10,7 +10,7 @@ from django.db import connection
 from django.utils import timezone
 
 from kjo_django.conf import get_settings
-from kjo_django.engine.leases import alive_name, lease_name
+from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetterState, Job, TransportMessage

@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import get_settings
-from kjo_django.engine.leases import alive_name, lease_name
+from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.ids import uuid7_floor
 from kjo_django.models import Job
 from kjo_django.operations import search

@@ -10,15 +10,9 @@ from django.utils.translation import gettext_lazy
 
 from kjo_django.engine.handler import running
 from kjo_django.engine.handler.context import JobContext
-from kjo_django.engine.handler.running import (
-    ABORT_TTL,
-    Progress,
-    abort_name,
-    look_after,
-    progress_name,
-)
+from kjo_django.engine.handler.running import ABORT_TTL, abort_name, look_after
 from kjo_django.engine.handler.timeouts import RunningCall, TimeoutWatch
-from kjo_django.operations.progress import progress_of
+from kjo_django.enqueue.job_status import Progress, progress_name, progress_of
 from kjo_django.runtime import current_runtime, get_coordination
 from tests.unit.deliveries import Silent
 

@@ -17,8 +17,9 @@ from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.conf import get_settings
+from kjo_django.coordination.base import alive_name
 from kjo_django.engine.group import Pipeline
-from kjo_django.engine.leases import LeaseBook, alive_name
+from kjo_django.engine.leases import LeaseBook
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.models import DeadLetter, Job, MetricBucket, QueueControl
 from kjo_django.models import Worker as WorkerRow

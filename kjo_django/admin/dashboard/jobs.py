@@ -15,12 +15,11 @@ from django.utils.translation import gettext_lazy
 
 from kjo_django import registry, states
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
+from kjo_django.enqueue.job_status import progress_of, shown_states
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import redaction, search
 from kjo_django.operations.actions import Subject
-from kjo_django.operations.jobs import shown_states
 from kjo_django.operations.monitoring.status import state_counts
-from kjo_django.operations.progress import progress_of
 from kjo_django.operations.redaction import hide_texts
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus

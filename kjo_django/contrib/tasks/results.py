@@ -37,11 +37,12 @@ from kjo_django.contrib.tasks.definition import (
 from kjo_django.engine.attempt import Attempt, Ending
 from kjo_django.engine.handler.context import JobContext
 from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
-from kjo_django.enqueue.storing import result_of, store
+from kjo_django.enqueue.job_status import leased_jobs
+from kjo_django.enqueue.storing import store
+from kjo_django.enqueue.waiting import result_of
 from kjo_django.exceptions import MessageError
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import Job, JobFailure
-from kjo_django.operations.jobs import leased_jobs
 from kjo_django.registry import HandlerOptions
 from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.states import JobState, JobStatus

@@ -120,7 +120,7 @@ class JobContext:
         """Say how far the run has got; costs nothing, so call it as often as you like.
 
         The worker stores the latest progress once a second, outside the handler's transaction, so
-        everybody sees it at once and a roll-back leaves it. See ``operations.progress``.
+        everybody sees it at once and a roll-back leaves it. See ``enqueue.job_status``.
 
         :param percent: 0 to 100, or None where there is only a text.
         :param text: what is being done; 150 characters are kept.

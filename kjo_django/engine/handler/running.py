@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import logging
 from datetime import timedelta
-from typing import NamedTuple
 
 from kjo_django.engine.admission import load_rows
 from kjo_django.engine.handler.context import Abort
 from kjo_django.engine.handler.timeouts import RunningJob, TimeoutWatch
+from kjo_django.enqueue.job_status import progress_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.messages.serializers import storable_text
 from kjo_django.runtime import Runtime
@@ -28,21 +28,9 @@ PROGRESS_TTL = timedelta(hours=1)
 MAX_TEXT = 150
 
 
-class Progress(NamedTuple):
-    """How far a job reports it has got."""
-
-    percent: float | None
-    text: str
-
-
 def abort_name(job_id: str) -> str:
     """Return the mark that asks a running job to end; its value is the generation meant."""
     return f"ABORT:{job_id}"
-
-
-def progress_name(job_id: str) -> str:
-    """Return the mark that holds a running job's progress."""
-    return f"PROGRESS:{job_id}"
 
 
 def dump_progress(percent: float | None, text: str) -> str:
@@ -53,15 +41,6 @@ def dump_progress(percent: float | None, text: str) -> str:
         if len(value) <= 250:
             return value
         text = text[:-10]  # quotes and control characters grow when they are escaped
-
-
-def load_progress(value: str) -> Progress | None:
-    """Undo ``dump_progress``; None for what it never wrote."""
-    try:
-        percent, text = json.loads(value)
-    except (TypeError, ValueError):
-        return None
-    return Progress(percent, str(text))
 
 
 def look_after(watch: TimeoutWatch, runtime: Runtime, token: str) -> None:

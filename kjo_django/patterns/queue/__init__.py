@@ -9,10 +9,10 @@ def shrink(job):
 images.enqueue_and_wait("img-1", {"url": "…"}, timeout=30)
 """
 
-from kjo_django.enqueue.storing import EnqueueResult
+from kjo_django.enqueue.waiting import NO_RESULT
 from kjo_django.operations.jobs import CancelResult, RequeueResult
-from kjo_django.operations.waiting import NO_RESULT, MessageStatus, UpdateTtlResult
-from kjo_django.patterns.queue.client import Queue
+from kjo_django.operations.message_status import MessageStatus, UpdateTtlResult
+from kjo_django.patterns.queue.client import EnqueueResult, Queue
 from kjo_django.patterns.queue.handlers import AfterExecution, QueueJob
 
 __all__ = [

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Never, overload
+from typing import Any, Literal, Never, overload
 
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
@@ -15,24 +16,26 @@ from django.db import connections, transaction
 from kjo_django import registry, states, values
 from kjo_django.conf import declare_queue, declared_queues, get_settings, settings_as_read
 from kjo_django.enqueue.definition import EnqueueOptions, dumped, new_job
-from kjo_django.enqueue.storing import EnqueueResult, milliseconds, store
+from kjo_django.enqueue.handle import JobHandle
+from kjo_django.enqueue.storing import milliseconds, store
+from kjo_django.enqueue.waiting import (
+    DEFAULT_TIMEOUT,
+    NO_RESULT,
+    Awaited,
+    Waiter,
+    failure_of,
+    is_expired,
+    refuse_in_transaction,
+)
 from kjo_django.exceptions import JobNotFoundError, JobStateError
 from kjo_django.messages import headers as names
 from kjo_django.messages.headers import MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.models import DeadLetter, Job, source_of_job
 from kjo_django.operations import jobs as operations
-from kjo_django.operations import waiting
+from kjo_django.operations import message_status as statuses
 from kjo_django.operations.jobs import CancelResult, RequeueResult
-from kjo_django.operations.waiting import (
-    DEFAULT_TIMEOUT,
-    NO_RESULT,
-    Awaited,
-    MessageStatus,
-    UpdateTtlResult,
-    Waiter,
-    refuse_in_transaction,
-)
+from kjo_django.operations.message_status import MessageStatus, UpdateTtlResult
 from kjo_django.patterns.queue.events import Events, Listener
 from kjo_django.patterns.queue.handlers import Hook, QueueHandler, adapt, attempts_in
 from kjo_django.runtime import current_runtime, jobs_database
@@ -53,6 +56,28 @@ _ENQUEUE_OPTIONS = frozenset(
         *("headers", "correlation_id", "serializer", "priority"),
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class EnqueueResult:
+    """The answer to ``Queue.enqueue``; duplicates are answers, never exceptions."""
+
+    status: Literal["queued", "duplicate", "completed"]
+    job_id: uuid.UUID
+    existing_state: str | None = None
+    """Of a duplicate: queued, processing, failing, completed or failed."""
+    result: Any = None
+    """Of a completed one: its cached result."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this call stored a job."""
+        return self.status == "queued"
+
+    @property
+    def handle(self) -> JobHandle:
+        """A handle to follow the job."""
+        return JobHandle(self.job_id)
 
 
 class Queue:
@@ -282,7 +307,7 @@ class Queue:
         """
         with Waiter(timeout) as waiter:
             job = self._find(id)
-            if waiting.is_expired(job):
+            if is_expired(job):
                 told = f"The result of job {id!r} has expired"
                 raise JobNotFoundError(told)
             if job.state in states.OPEN:
@@ -296,7 +321,7 @@ class Queue:
         refuse_unknown(options, _ENQUEUE_OPTIONS | {"timeout"}, "Queue.enqueue_and_wait")
         job = self._builder.build(id, payload, reply_to=waiter.channel, **options)
         if connections[jobs_database()].in_atomic_block:
-            status = waiting.status_of(self.name, id)
+            status = statuses.status_of(self.name, id)
             if status is None or (status.result is NO_RESULT and status.state != "failed"):
                 refuse_in_transaction(id)
         answer = self._store(job, retry_failed)
@@ -306,19 +331,21 @@ class Queue:
             is_called = waiter.channel is not None
             return False, Awaited(answer.job_id, id, job.created_at, is_called)
         if answer.existing_state == "failed":
-            raise waiting.failure_of(id, self._find(id))
+            raise failure_of(id, self._find(id))
         return False, Awaited(answer.job_id, id)
 
     def _store(self, job: Job, retry_failed: bool) -> EnqueueResult:
         (answer,) = self._store_anew(job) if retry_failed else store([job])
-        if answer.existing_state in ("queued", "failing"):
+        state = answer.existing_state
+        if state in ("queued", "failing"):
             # A running atomic job shows by its lease, not in its row.
-            status = waiting.status_of(self.name, job.unique_id or "")
+            status = statuses.status_of(self.name, job.unique_id or "")
             if status is not None and status.state == "processing":
-                return replace(answer, existing_state="processing")
-        return answer
+                state = "processing"
+        result = None if answer.cached_result is NO_RESULT else answer.cached_result
+        return EnqueueResult(answer.answer or "queued", answer.job_id, state, result)
 
-    def _store_anew(self, job: Job) -> list[EnqueueResult]:
+    def _store_anew(self, job: Job) -> list[JobHandle]:
         """Store the job even if one of this id has failed, and close that failure's dead letter."""
         using = jobs_database()
         with transaction.atomic(using=using, savepoint=False):
@@ -345,29 +372,29 @@ class Queue:
 
     def get_status(self, id: str) -> MessageStatus | None:
         """Return a job's status; None for an unknown id."""
-        return waiting.status_of(self.name, id)
+        return statuses.status_of(self.name, id)
 
     def get_states(self, ids: Collection[str]) -> dict[str, str | None]:
         """Return the state of each job by one query; None for an unknown id."""
-        return waiting.states_of(self.name, ids)
+        return statuses.states_of(self.name, ids)
 
     def get_result(self, id: str, default: Any = NO_RESULT) -> Any:
         """Return a completed job's result until it expires, else ``default``. A handler that
         returned None has the result None; ``NO_RESULT`` means no result.
         """
-        found = waiting.result_for(self.name, id)
+        found = statuses.result_for(self.name, id)
         return default if found is NO_RESULT else found
 
     def update_result_ttl(self, id: str, result_ttl: timedelta | int) -> UpdateTtlResult:
         """Set the lifetime of a finished job's result or error, from now on."""
-        return waiting.update_result_ttl(self.name, id, result_ttl)
+        return statuses.update_result_ttl(self.name, id, result_ttl)
 
     def retry(self, id: str) -> RequeueResult:
         """Give a failed or cancelled job a new run with its own payload and all its attempts.
 
         :raises JobStateError: it neither failed nor was cancelled; nothing was changed.
         """
-        jobs = waiting.named(self.name, id)
+        jobs = statuses.named(self.name, id)
         ended = jobs.filter(state__in=(JobState.FAILED, JobState.CANCELLED))
         outcomes = operations.requeue(ended)
         result = next(iter(outcomes.counts), RequeueResult.NOT_FOUND)
@@ -384,10 +411,10 @@ class Queue:
         return operations.requeue(failed).changed_count
 
     def _key_of(self, id: str) -> Any:
-        return waiting.named(self.name, id).values_list("pk", flat=True).first()
+        return statuses.named(self.name, id).values_list("pk", flat=True).first()
 
     def _find(self, id: str) -> Job:
-        job = waiting.find(self.name, id)
+        job = statuses.find(self.name, id)
         if job is None:
             raise JobNotFoundError(f"Queue {self.name!r} knows no job {id!r}")
         return job

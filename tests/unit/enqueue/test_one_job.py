@@ -24,7 +24,7 @@ def test_a_job_is_stored_as_it_was_asked_for(transport):
     answer = write.enqueue(job="a", note="é")
     # Then
     job = Job.objects.get()
-    assert (answer.status, answer.is_new, answer.job_id) == ("queued", True, job.pk)
+    assert (answer.answer, answer.is_new, answer.job_id) == ("queued", True, job.pk)
     assert (job.queue, job.handler, job.unique_id, job.key) == ("ledger", "ledger.write", None, "")
     assert bytes(job.payload) == '{"job":"a","note":"é"}'.encode()
     assert (job.max_attempts, job.result_ttl) == (5, 3_600_000)

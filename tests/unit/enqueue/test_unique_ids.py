@@ -37,7 +37,7 @@ def test_a_known_id_is_a_duplicate_that_tells_the_state(state, columns, expected
     # When
     answer = write.using(id="u", result_ttl=5).enqueue(job="second")
     # Then
-    assert (answer.status, answer.existing_state, answer.job_id) == (
+    assert (answer.answer, answer.existing_state, answer.job_id) == (
         "duplicate",
         expected,
         known.pk,
@@ -77,7 +77,7 @@ def test_a_completed_job_answers_with_its_cached_result(value):
     """PJQ-16."""
     known = finished("completed", LATER, result=dump_result(value))
     answer = write.using(id="u").enqueue(job="again")
-    assert (answer.status, answer.job_id, answer.existing_state) == (
+    assert (answer.answer, answer.job_id, answer.existing_state) == (
         "completed",
         known.pk,
         "completed",
@@ -90,7 +90,7 @@ def test_a_handler_that_returned_none_has_completed_all_the_same():
     """PJQ-F16: None is a result, and the job does not run again."""
     known = finished("completed", LATER, result=None)
     answer = write.using(id="u").enqueue(job="again")
-    assert (answer.status, answer.result) == ("completed", None)
+    assert (answer.answer, answer.result) == ("completed", None)
     assert result_of(known) is None
     known.refresh_from_db()
     assert known.generation == 1
@@ -104,7 +104,7 @@ def test_once_the_result_or_error_has_expired_the_id_runs_again(state, transport
     # When
     answer = write.using(id="u").enqueue(job="again")
     # Then
-    assert (answer.status, answer.job_id) == ("queued", known.pk)
+    assert (answer.answer, answer.job_id) == ("queued", known.pk)
     known.refresh_from_db()
     assert known.generation == 2
     assert (known.attempts, known.error, known.result, known.result_expires_at) == (
@@ -140,7 +140,7 @@ def test_duplicates_inside_one_batch_store_one_job(transport):
     # When
     answers = write.enqueue_many([{"job": "a"}, {"job": "b"}, {"job": "c"}], ids=["u", "v", "u"])
     # Then
-    assert [answer.status for answer in answers] == ["queued", "queued", "duplicate"]
+    assert [answer.answer for answer in answers] == ["queued", "queued", "duplicate"]
     assert answers[2].job_id == answers[0].job_id
     assert Job.objects.count() == 2
     assert Job.objects.get(unique_id="u").arguments["job"] == "a"
@@ -153,7 +153,7 @@ def test_duplicates_inside_one_batch_revive_a_cancelled_job_once(transport):
     # When
     answers = write.enqueue_many([{"job": "a"}, {"job": "b"}], ids=["u", "u"])
     # Then
-    assert [answer.status for answer in answers] == ["queued", "duplicate"]
+    assert [answer.answer for answer in answers] == ["queued", "duplicate"]
     known.refresh_from_db()
     assert (known.generation, known.arguments["job"]) == (2, "a")
     assert len(messages()) == (1 if transport == "database" else 0)

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 
+from kjo_django.coordination.base import alive_name
 from kjo_django.engine.attempt import Ending
-from kjo_django.engine.leases import alive_name
 from kjo_django.models import DeadLetter, Job, JobFailure, Lease
 from kjo_django.runtime import get_coordination
 from tests.ledger import jobs as ledger

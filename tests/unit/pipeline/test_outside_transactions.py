@@ -10,10 +10,10 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
+from kjo_django.coordination.base import alive_name
 from kjo_django.engine import admission
 from kjo_django.engine.attempt import Ending
 from kjo_django.engine.handler import running
-from kjo_django.engine.leases import alive_name
 from kjo_django.models import Job, JobFailure, ProcessedEvent, transition
 from kjo_django.runtime import current_runtime, get_coordination
 from tests.ledger.models import Entry

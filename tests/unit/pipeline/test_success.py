@@ -56,7 +56,7 @@ def test_a_result_survives_whatever_it_is(bench, value):
     assert the_job().state == "completed"
     assert result_of(the_job()) == value
     answer = ledger.give.using(id="u").enqueue(value="other")
-    assert (answer.status, answer.result) == ("completed", value)
+    assert (answer.answer, answer.result) == ("completed", value)
     assert type(answer.result) is type(value)
 
 

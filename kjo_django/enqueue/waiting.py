@@ -1,4 +1,4 @@
-"""The status of a job, and waiting for its end.
+"""Waiting for the end of a job.
 
 Each waiter has a channel, which its job's header ``kjo-reply-to`` names. The worker that commits
 the job's end notifies the channel. So a job nobody waits for costs nothing, and an awaited one
@@ -16,20 +16,18 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Final
 
 from asgiref.sync import sync_to_async
 from django.db import InterfaceError, OperationalError, connections
 from django.utils import timezone
 
-from kjo_django import states
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import Coordination, Listener
-from kjo_django.enqueue.storing import REPLY_CHANNELS, milliseconds, result_of
 from kjo_django.exceptions import (
     CoordinationError,
     JobCancelledError,
@@ -39,15 +37,15 @@ from kjo_django.exceptions import (
     UncommittedJobError,
 )
 from kjo_django.ids import uuid7
-from kjo_django.messages import headers as names
-from kjo_django.messages.serializers import storable_text
-from kjo_django.models import Job, JobFailure, JobQuerySet
-from kjo_django.operations.jobs import shown_states
-from kjo_django.operations.progress import Progress, progress_of
+from kjo_django.messages.serializers import load_result, serializer_for
+from kjo_django.models import Job, JobFailure
 from kjo_django.runtime import get_coordination, jobs_database
-from kjo_django.states import JobState, JobStatus
+from kjo_django.states import JobState
 
 logger = logging.getLogger("kjo_django")
+
+REPLY_CHANNELS = "kjo:reply:"
+"""Begins the names of the channels on which waiters are told that their job has ended."""
 
 
 class NoResult(enum.Enum):
@@ -67,125 +65,14 @@ NO_RESULT: Final = NoResult.NO_RESULT
 of a job that returned None is None."""
 
 
-EXPIRED = "expired"
-"""The state of a job whose result or error is no longer kept."""
+# --- The end of a job -----------------------------------------------------------------------------
 
 
-class UpdateTtlResult(enum.StrEnum):
-    """The result of changing a result's lifetime."""
-
-    UPDATED = "updated"
-    NOT_FOUND = "not_found"
-    NOT_TERMINAL = "not_terminal"
-    MISSING_PAYLOAD = "missing_payload"
-    """The job has ended without a result or error that is kept: it expired or was cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class MessageStatus:
-    """The status of a job."""
-
-    id: str
-    state: str
-    """queued, processing, failing, completed, failed, cancelled, or expired: the result or error of
-    the completed or failed job is no longer kept."""
-    created_at: datetime
-    attempts: int
-    """Attempts whose outcome is recorded."""
-    max_attempts: int
-    result_ttl: int
-    """Milliseconds."""
-    correlation_id: str | None = None
-    result: Any = NO_RESULT
-    """The result of a completed job, while it is kept."""
-    error: str | None = None
-    """The text of the latest error of a failing job, or of a failed one while it is kept."""
-    error_type: str | None = None
-    """Import path of that error's class."""
-    error_code: str | None = None
-    """That error's ``code``, if it has one."""
-    error_details: Any = None
-    """The error's ``to_dict()`` or ``details``; None if they are no JSON of 10,000 bytes."""
-    progress: Progress | None = None
-    job_id: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the status with the names of the protocol; times in milliseconds."""
-        progress = self.progress
-        known: dict[str, Any] = {
-            "id": self.id,
-            "state": self.state,
-            "createdAt": int(self.created_at.timestamp() * 1000),
-            "attempts": self.attempts,
-            "maxAttempts": self.max_attempts,
-            "resultTTL": self.result_ttl,
-            "correlationId": self.correlation_id,
-            "error": self.error,
-            "errorType": self.error_type,
-            "errorCode": self.error_code,
-            "errorDetails": self.error_details,
-            "progress": progress and {"percent": progress.percent, "text": progress.text},
-        }
-        known = {name: value for name, value in known.items() if value is not None}
-        return known if self.result is NO_RESULT else {**known, "result": self.result}
-
-
-# --- Status ---------------------------------------------------------------------------------------
-
-
-def named(queue: str, *unique_ids: str) -> JobQuerySet:
-    """Return the jobs of this queue with these unique ids.
-
-    No job has an id that no database can store, and PostgreSQL refuses a query for it.
-
-    :raises TypeError: an id is no text.
-    """
-    for id in unique_ids:
-        if not isinstance(id, str):
-            raise TypeError(f"id must be text, not {id!r}")
-    jobs: JobQuerySet = Job.objects.using(jobs_database())
-    known = [id for id in unique_ids if storable_text(id) == id]
-    return jobs.filter(queue=queue, unique_id__in=known) if known else jobs.none()
-
-
-def find(queue: str, unique_id: str) -> Job | None:
-    """Return the job of this queue and unique id, or None."""
-    return named(queue, unique_id).defer("payload").first()
-
-
-def status_of(queue: str, unique_id: str) -> MessageStatus | None:
-    """Return the status of a job, or None if there is no such job."""
-    job = find(queue, unique_id)
-    if job is None:
+def result_of(job: Job) -> Any:
+    """Return a completed job's result; a handler that returned None stored nothing."""
+    if job.result is None:
         return None
-    is_open, is_kept = job.state in states.OPEN, _is_kept(job)
-    error = (job.error or None) if is_open or is_kept else None
-    return MessageStatus(
-        id=unique_id,
-        state=_state(job, shown_states([job])[job.pk]),
-        created_at=job.created_at,
-        attempts=job.attempts,
-        max_attempts=job.max_attempts,
-        result_ttl=job.result_ttl,
-        correlation_id=(job.headers or {}).get(names.CORRELATION_ID),
-        result=result_of(job) if job.state == JobState.COMPLETED and is_kept else NO_RESULT,
-        error=error,
-        progress=progress_of([job.pk]).get(str(job.pk)) if is_open else None,
-        job_id=str(job.pk),
-        **(_facts_of_failure(job) if error is not None else {}),
-    )
-
-
-def states_of(queue: str, unique_ids: Collection[str]) -> dict[str, str | None]:
-    """Return the state of each job, None for an unknown id, in two round trips."""
-    rows = list(named(queue, *unique_ids).defer("payload", "result"))
-    shown = shown_states(rows)
-    found = {row.unique_id: _state(row, shown[row.pk]) for row in rows}
-    return {id: found.get(id) for id in unique_ids}
-
-
-def _state(job: Job, shown: JobStatus) -> str:
-    return EXPIRED if is_expired(job) else states.to_queue(shown)
+    return load_result(bytes(job.result), serializer_for(job.content_type))
 
 
 def is_expired(job: Job) -> bool:
@@ -194,7 +81,12 @@ def is_expired(job: Job) -> bool:
     Another job may take its id then.
     """
     has_ended = job.state in (JobState.COMPLETED, JobState.FAILED)
-    return has_ended and job.result_expires_at is not None and not _is_kept(job)
+    return has_ended and job.result_expires_at is not None and not is_kept(job)
+
+
+def is_kept(job: Job) -> bool:
+    """Whether the result or error of an ended job is still kept."""
+    return job.result_expires_at is not None and job.result_expires_at > timezone.now()
 
 
 def failure_of(id: str, job: Job) -> JobFailedError:
@@ -207,11 +99,11 @@ def failure_of(id: str, job: Job) -> JobFailedError:
         original_error=job.error,
         job_id=id,
         attempts=job.attempts,
-        **_facts_of_failure(job),
+        **facts_of_failure(job),
     )
 
 
-def _facts_of_failure(job: Job) -> dict[str, Any]:
+def facts_of_failure(job: Job) -> dict[str, Any]:
     """Return the facts of the latest failed attempt of the job's present generation."""
     rows = JobFailure.objects.using(jobs_database()).defer("traceback")
     found = rows.filter(job=job.pk, generation=job.generation).order_by("-attempt", "-pk").first()
@@ -222,39 +114,6 @@ def _facts_of_failure(job: Job) -> dict[str, Any]:
         "error_code": found.code or None,
         "error_details": found.details,
     }
-
-
-def _is_kept(job: Job) -> bool:
-    return job.result_expires_at is not None and job.result_expires_at > timezone.now()
-
-
-def result_for(queue: str, unique_id: str) -> Any:
-    """Return a completed job's result while it is kept, else ``NO_RESULT``."""
-    job = find(queue, unique_id)
-    if job is None or job.state != JobState.COMPLETED or not _is_kept(job):
-        return NO_RESULT
-    return result_of(job)
-
-
-def update_result_ttl(queue: str, unique_id: str, ttl: timedelta | int) -> UpdateTtlResult:
-    """Keep a finished job's result or error for ``ttl`` from now on, in one conditional UPDATE.
-
-    :param ttl: a timedelta, or whole milliseconds.
-    """
-    lasts = milliseconds(ttl)
-    now = timezone.now()
-    jobs = named(queue, unique_id)
-    changed = jobs.filter(
-        state__in=(JobState.COMPLETED, JobState.FAILED), result_expires_at__gt=now
-    ).update(result_ttl=lasts, result_expires_at=now + timedelta(milliseconds=lasts))
-    if changed:
-        return UpdateTtlResult.UPDATED
-    state = jobs.values_list("state", flat=True).first()
-    if state is None:
-        return UpdateTtlResult.NOT_FOUND
-    if state in states.OPEN:
-        return UpdateTtlResult.NOT_TERMINAL
-    return UpdateTtlResult.MISSING_PAYLOAD
 
 
 # --- Notifications --------------------------------------------------------------------------------
@@ -411,6 +270,13 @@ def refuse_in_transaction(name: str) -> None:
         )
 
 
+def close_connections() -> None:
+    """Close this thread's database connections that are in no transaction."""
+    for connection in connections.all(initialized_only=True):
+        if not connection.in_atomic_block:
+            connection.close()
+
+
 class Waiter:
     """Waits for one job: enter it as a context manager, enqueue with ``channel``, call ``wait``.
 
@@ -461,9 +327,7 @@ class Waiter:
                 return value
             pause = min(self._remaining(awaited), next(pauses))
             if self._releases and pause >= RELEASED_FROM:
-                for connection in connections.all(initialized_only=True):
-                    if not connection.in_atomic_block:
-                        connection.close()
+                close_connections()
             self._called.wait(pause)
 
     async def await_(self, awaited: Awaited) -> Any:
@@ -482,6 +346,8 @@ class Waiter:
             if is_ended:
                 return value
             pause = min(self._remaining(awaited), next(pauses))
+            if self._releases and pause >= RELEASED_FROM:
+                await sync_to_async(close_connections)()
             with suppress(TimeoutError):
                 await asyncio.wait_for(called.wait(), pause)
 

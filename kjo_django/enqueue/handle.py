@@ -1,0 +1,240 @@
+"""Handles: objects by which callers follow what they have enqueued.
+
+A handle is an id. It reads nothing until it is asked, and then the present state of the database.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, Protocol
+
+from asgiref.sync import sync_to_async
+
+from kjo_django import states
+from kjo_django.enqueue.job_status import Progress, progress_of, shown_states
+from kjo_django.enqueue.waiting import (
+    DEFAULT_TIMEOUT,
+    NO_RESULT,
+    Awaited,
+    Waiter,
+    is_expired,
+    is_kept,
+    refuse_in_transaction,
+    result_of,
+)
+from kjo_django.exceptions import JobNotFoundError
+from kjo_django.models import Job
+from kjo_django.runtime import jobs_database
+from kjo_django.states import JobState, JobStatus
+
+
+class Handle(Protocol):
+    """What the handle of a job and that of a workflow have in common."""
+
+    @property
+    def id(self) -> str:
+        """The id from which the handle can be made again."""
+
+    @property
+    def status(self) -> str | None:
+        """The present status, or None if there is no such row."""
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far it has got, or None if nothing is known."""
+
+    @property
+    def result(self) -> Any:
+        """The result, or ``NO_RESULT``."""
+
+    def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """Return the result once there is one, or raise an error that says why there is none."""
+
+    async def astatus(self) -> str | None:
+        """``status`` from asynchronous code."""
+
+    async def aprogress(self) -> Progress | None:
+        """``progress`` from asynchronous code."""
+
+    async def aresult(self) -> Any:
+        """``result`` from asynchronous code."""
+
+    async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """``wait`` from asynchronous code."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSnapshot:
+    """What one look at a job has found."""
+
+    id: str
+    status: JobStatus
+    created_at: datetime
+    available_at: datetime
+    finished_at: datetime | None = None
+    progress: Progress | None = None
+    """The latest report of an open job."""
+    result: Any = NO_RESULT
+    """The result of a completed job, while it is kept."""
+    error: str = ""
+    """The text of the latest error of an open or failed job."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job has ended."""
+        return str(self.status) in states.FINAL
+
+
+_COLUMNS = (
+    *("state", "queue", "unique_id", "generation", "attempts", "error", "content_type", "result"),
+    *("available_at", "lease_expires_at", "created_at", "finished_at", "result_expires_at"),
+)
+
+
+def snapshots(ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, JobSnapshot]:
+    """Return what is known of each of these jobs; an unknown one is missing.
+
+    For any number of jobs: one query, and of coordination the leases and the progress of those that
+    are open.
+    """
+    rows = Job.objects.using(jobs_database()).filter(pk__in=ids).only(*_COLUMNS)
+    jobs = {job.pk: job for job in rows}
+    shown = shown_states(list(jobs.values()))
+    progress = progress_of([job.pk for job in jobs.values() if job.state in states.OPEN])
+    return {key: _snapshot(job, shown[key], progress.get(str(key))) for key, job in jobs.items()}
+
+
+def _snapshot(job: Job, status: JobStatus, progress: Progress | None) -> JobSnapshot:
+    return JobSnapshot(
+        id=str(job.pk),
+        status=status,
+        created_at=job.created_at,
+        available_at=job.available_at,
+        finished_at=job.finished_at,
+        progress=progress,
+        result=result_of(job) if job.state == JobState.COMPLETED and is_kept(job) else NO_RESULT,
+        error=job.error if job.state in states.OPEN or is_kept(job) else "",
+    )
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class JobHandle:
+    """The answer to an enqueue, and a way to follow the job; duplicates are answers, never errors.
+
+    ``JobHandle.of(id)`` makes one again from the job's id. A handle is pickled as this id. What is
+    asked of it is read anew each time.
+    """
+
+    job_id: uuid.UUID
+    answer: Literal["queued", "duplicate", "completed"] | None = None
+    """What the enqueue did: the job is queued; another has its unique id; that one has completed.
+    None for a handle that was made again."""
+    existing_state: str | None = None
+    """Of a duplicate: queued, processing, failing, completed or failed."""
+    cached_result: Any = NO_RESULT
+    """Of one that had completed: the result that the enqueue has found."""
+
+    @classmethod
+    def of(cls, id: uuid.UUID | str) -> JobHandle:
+        """Return the handle of the job with this id, whether there is such a job or not.
+
+        :raises ValueError: it is no UUID.
+        """
+        try:
+            return cls(id if isinstance(id, uuid.UUID) else uuid.UUID(id))
+        except (ValueError, TypeError, AttributeError):
+            raise ValueError(f"A job's id is a UUID, not {id!r:.80}") from None
+
+    @property
+    def id(self) -> str:
+        """The job's id as text."""
+        return str(self.job_id)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the enqueue that answered with this handle stored a job."""
+        return self.answer == "queued"
+
+    def snapshot(self) -> JobSnapshot | None:
+        """Return all that the handle knows by one look, or None if there is no such job: its
+        transaction was rolled back, or its row was pruned."""
+        return snapshots([self.job_id]).get(self.job_id)
+
+    @property
+    def status(self) -> JobStatus | None:
+        """The state that people are shown, or None if there is no such job."""
+        found = self.snapshot()
+        return None if found is None else found.status
+
+    @property
+    def progress(self) -> Progress | None:
+        """The latest report of an open job, or None if it has made none."""
+        found = self.snapshot()
+        return None if found is None else found.progress
+
+    @property
+    def result(self) -> Any:
+        """The result of a completed job while it is kept, else ``NO_RESULT``."""
+        if self.cached_result is not NO_RESULT:
+            return self.cached_result
+        found = self.snapshot()
+        return NO_RESULT if found is None else found.result
+
+    def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """Return the job's result as soon as it has completed. The end is found by polling.
+
+        :param timeout: seconds.
+        :raises JobTimeoutError: the time is over; the job may still complete.
+        :raises JobFailedError: it failed for good.
+        :raises JobCancelledError: it was cancelled, or enqueued anew meanwhile.
+        :raises JobNotFoundError: there is no such job, or its result or error is no longer kept.
+        :raises UncommittedJobError: called inside a transaction, and it has not ended.
+        """
+        waiter = Waiter(timeout)
+        return waiter.wait(self._awaited())
+
+    async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
+        waiter = Waiter(timeout, releases=True)
+        return await waiter.await_(await sync_to_async(self._awaited)())
+
+    def _awaited(self) -> Awaited:
+        rows = Job.objects.using(jobs_database()).filter(pk=self.job_id)
+        job = rows.only("state", "result_expires_at").first()
+        if job is None or is_expired(job):
+            what = "no job" if job is None else "no result any more of job"
+            raise JobNotFoundError(f"There is {what} {self.id}")
+        if job.state in states.OPEN:
+            refuse_in_transaction(self.id)
+        return Awaited(self.job_id, self.id)
+
+    async def asnapshot(self) -> JobSnapshot | None:
+        """``snapshot`` from asynchronous code."""
+        return await sync_to_async(self.snapshot)()
+
+    async def astatus(self) -> JobStatus | None:
+        """``status`` from asynchronous code."""
+        return await sync_to_async(lambda: self.status)()
+
+    async def aprogress(self) -> Progress | None:
+        """``progress`` from asynchronous code."""
+        return await sync_to_async(lambda: self.progress)()
+
+    async def aresult(self) -> Any:
+        """``result`` from asynchronous code."""
+        return await sync_to_async(lambda: self.result)()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JobHandle) and self.job_id == other.job_id
+
+    def __hash__(self) -> int:
+        return hash(self.job_id)
+
+    def __reduce__(self) -> tuple[type[JobHandle], tuple[uuid.UUID]]:
+        return JobHandle, (self.job_id,)
+
+    def __repr__(self) -> str:
+        return f"<JobHandle {self.job_id}{f' {self.answer}' if self.answer else ''}>"
