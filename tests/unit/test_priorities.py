@@ -13,12 +13,17 @@ from pathlib import Path
 import pytest
 from django.core.checks import run_checks
 
-from kjo_django import job, registry
+from kjo_django import PermanentError, job, registry
 from kjo_django.conf import get_settings
-from kjo_django.models import Job, TransportMessage
+from kjo_django.messages import headers as names
+from kjo_django.models import DeadLetter, Job, TransportMessage
+from kjo_django.operations import dead_letters
 from kjo_django.operations.maintenance import topics
+from kjo_django.operations.monitoring import health, status
 from kjo_django.outbox.relay import Relay
 from kjo_django.runtime import get_transport
+from kjo_django.transports.base import OutgoingRecord
+from kjo_django.worker import Worker
 from tests.unit.deliveries import KJO, MEMORY
 from tests.unit.workers import WAIT, Running
 
@@ -160,7 +165,7 @@ def test_the_snippets_of_the_pages_run(settings):
 
 
 @pytest.fixture
-def levelled(settings, transactional_db):
+def levelled(settings, sqlite_file):
     """A job of a queue with three levels on the memory transport; relays send ten rows at once."""
     settings.KJO = {
         **KJO,
@@ -169,6 +174,12 @@ def levelled(settings, transactional_db):
         "RELAY_BATCH_SIZE": 10,
     }
     return job(name="tests.mail", queue="mail")(lambda number: None)
+
+
+def work() -> None:
+    """Let a worker run what is due."""
+    worker = Worker(["mail"], owns_process=False)
+    worker.run(worker.is_drained)
 
 
 def published(topic: str) -> int:
@@ -214,6 +225,70 @@ def test_jobs_of_one_key_and_priority_keep_their_order_through_the_relay(levelle
         pass
     records = get_transport().records("mail-high")
     assert [record.value for record in records] == [b'{"number":%d}' % n for n in range(30)]
+
+
+# --- What counts all levels -----------------------------------------------------------------------
+
+
+def test_topics_lag_and_queues_know_all_levels(levelled):
+    # Given one unread record in each level
+    topics.create(["mail"])
+    for priority in (-5, 0, 60):
+        levelled.using(priority=priority).enqueue(number=0)
+    Relay(["mail"]).publish_due()
+    # Then
+    wanted = {topic.spec.name for topic in topics.wanted(["mail"])}
+    assert wanted == {"mail", "mail-high", "mail-low", "mail-dlq"}
+    (row,) = [row for row in status.queue_rows()[0] if row["queue"] == "mail"]
+    assert (row["topics"], row["lag"]) == (["mail-high", "mail", "mail-low"], 3)
+    assert row["lag_by_partition"] == {"0": 1, "mail-high/0": 1, "mail-low/0": 1}
+    assert health.lag_by_partition(5)["mail"] == row["lag_by_partition"]
+
+
+def test_a_retry_has_the_level_of_its_job(levelled):
+    # Given a job that fails once, and a message of others in a level
+    outcomes = iter([False])
+
+    def fail(number):
+        if not next(outcomes, True):
+            raise RuntimeError("not yet")
+
+    job(name="tests.fails", queue="mail", priority=-5, backoff=0)(fail).enqueue(number=1)
+    work()
+    # Then both its messages were in the level's topic
+    assert Job.objects.get().state == "completed"
+    assert published("mail-low") == 2
+
+
+def test_a_message_of_others_keeps_its_level_when_it_is_tried_again(levelled):
+    outcomes = iter([False])
+
+    def fail(number):
+        if not next(outcomes, True):
+            raise RuntimeError("not yet")
+
+    job(name="tests.theirs", queue="mail", backoff=0)(fail)
+    headers = {names.ID: b"theirs-1", names.TYPE: b"tests.theirs"}
+    get_transport().publish([OutgoingRecord("mail-high", b'{"number": 1}', None, headers)])
+    work()
+    assert (Job.objects.get().state, Job.objects.get().priority) == ("completed", 1)
+    assert (published("mail-high"), published("mail")) == (2, 0)
+
+
+def test_a_dead_letter_is_replayed_into_the_level_it_had(levelled):
+    # Given a message of others that dies in the low level
+    def refuse(number):
+        raise PermanentError("no")
+
+    job(name="tests.dies", queue="mail")(refuse)
+    headers = {names.ID: b"theirs-1", names.TYPE: b"tests.dies"}
+    get_transport().publish([OutgoingRecord("mail-low", b'{"number": 1}', None, headers)])
+    work()
+    # When
+    report = dead_letters.replay(DeadLetter.objects.all())
+    # Then
+    assert report.replayed == 1
+    assert (published("mail-low"), published("mail")) == (2, 0)
 
 
 # --- A worker beside a backlog --------------------------------------------------------------------

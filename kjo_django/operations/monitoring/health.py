@@ -145,7 +145,7 @@ def lag_by_partition(timeout: float) -> dict[str, dict[str, int]] | None:
     a transport is away."""
 
     def ask() -> dict[str, dict[str, int]]:
-        names = ("topic", "transport", "consumer_group")
+        names = ("topic", "topics", "transport", "consumer_group")
         rows = []
         for name in registry.consumed_queue_names():
             queue = conf.queue(name)
