@@ -15,7 +15,7 @@ from rest_framework.exceptions import PermissionDenied, ValidationError
 from rest_framework.response import Response
 
 from kjo_django.api import dead_letters as letters
-from kjo_django.api import jobs, queues, workers
+from kjo_django.api import jobs, queues, workers, workflows
 from kjo_django.api.endpoints import ID, KjoView, Method, address, endpoint
 from kjo_django.api.fields import (
     Flag,
@@ -179,9 +179,10 @@ def _perform(view: KjoView, action: Action, key: Any, inputs: dict[str, Any]) ->
         raise ValidationError({name: str(error)}, code=code) from None
 
 
-def _outcome(action: Action, report: Report) -> str:
+def _outcome(action: Action, report: Report, noun: str = "job") -> str:
     """Return the outcome of an action on one row.
 
+    :param noun: what a row is called in the text of a refusal.
     :raises Http404: the row was deleted meanwhile.
     :raises PermissionDenied: it is an internal job, and the user lacks the permission of its
         action.
@@ -195,7 +196,7 @@ def _outcome(action: Action, report: Report) -> str:
         raise Http404
     if result == "forbidden":
         raise PermissionDenied("An internal job takes the permission of what it does as well.")
-    raise Conflict(REFUSALS.get(result, f"The job has {result} already; its record stays."))
+    raise Conflict(REFUSALS.get(result, f"The {noun} has {result} already; its record stays."))
 
 
 def _change_job(view: KjoView, action: Action, inputs: dict[str, Any], id: str) -> Response:
@@ -252,6 +253,14 @@ def _change_worker(view: KjoView, action: Action, inputs: dict[str, Any], id: st
     return Response(WorkerOutcome(answer).data)
 
 
+def _change_workflow(view: KjoView, action: Action, inputs: dict[str, Any], id: str) -> Response:
+    row = workflows.find(id)
+    report = _perform(view, action, row.pk, inputs)
+    result = _outcome(action, report, "workflow")
+    after = workflows.summaries(view, [workflows.find(id)])[0]
+    return Response(workflows.WorkflowOutcome({"outcome": result, "workflow": after}).data)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """The addresses of the actions on a subject's rows, and how they are carried out on one row."""
@@ -280,6 +289,14 @@ PLACES = {
     ),
     Subject.WORKERS: Place(
         workers, "workers/<str:id>/", "worker", "workers", WorkerOutcome, _change_worker
+    ),
+    Subject.WORKFLOWS: Place(
+        workflows,
+        "workflows/<str:id>/",
+        "workflow",
+        "workflows",
+        workflows.WorkflowOutcome,
+        _change_workflow,
     ),
 }
 

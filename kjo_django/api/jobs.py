@@ -46,6 +46,7 @@ from kjo_django.operations.search import JobFilter
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.values import MAX_PRIORITY
+from kjo_django.workflows.lists import workflow_of
 
 TAG = "jobs"
 HISTORY = 100
@@ -203,6 +204,7 @@ JobDetail = shape(
     JobShape,
     **columns(Job, DETAILS)
     | {"generation": serializers.IntegerField(help_text="Grows with every requeue.")},
+    workflow=serializers.UUIDField(allow_null=True, help_text="Whose step it is; null: of none."),
     progress=Progress(allow_null=True),
     failures=Attempt(many=True, help_text="The newest 100 failed attempts, oldest first."),
     dead_letters=JobLetter(
@@ -452,6 +454,7 @@ def detail(view: KjoView, id: str) -> dict[str, Any]:
         **summaries(view, [job])[0],
         **{name: getattr(job, name) for name in DETAILS},
         "progress": progress and {"percent": progress.percent, "text": progress.text},
+        "workflow": (found := workflow_of(job)) and found.pk,
         "failures": _failures(job, view.sees_payloads),
     }
     if may(view.request, "view_deadletter"):

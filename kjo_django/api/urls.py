@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.db import transaction
 from django.urls import path
 
-from kjo_django.api import actions, dead_letters, jobs, queues, system, workers
+from kjo_django.api import actions, dead_letters, jobs, queues, system, workers, workflows
 from kjo_django.api.endpoints import address
 from kjo_django.operations.actions import Subject
 
@@ -31,6 +31,8 @@ urlpatterns = [
     ),
     path("workers/", address(workers.list_workers), name="workers"),
     path("workers/<str:id>/", address(workers.read_worker), name="worker"),
+    path("workflows/", address(workflows.list_workflows), name="workflows"),
+    path("workflows/<str:id>/", address(workflows.read_workflow), name="workflow"),
     *actions.addresses(),
     path("processed-events/", address(system.find_events), name="processed-events"),
     path("metrics/", address(system.read_metrics), name="metrics"),

@@ -44,6 +44,7 @@ class Subject(enum.StrEnum):
     LETTERS = "letters"
     QUEUES = "queues"
     WORKERS = "workers"
+    WORKFLOWS = "workflows"
 
 
 VIEW_PERMISSIONS: Mapping[Subject, str] = {
@@ -51,6 +52,7 @@ VIEW_PERMISSIONS: Mapping[Subject, str] = {
     Subject.LETTERS: "view_deadletter",
     Subject.QUEUES: "view_queuecontrol",
     Subject.WORKERS: "view_worker",
+    Subject.WORKFLOWS: "view_workflow",
 }
 """The permissions to see the rows."""
 
@@ -372,7 +374,6 @@ _of_worker = functools.partial(
     harmless=frozenset({"unchanged"}),
     rest=RestSchema(problems=(404, 409)),
 )
-
 TABLE: tuple[Action, ...] = (
     _of_waiting_job(
         name="run_now",

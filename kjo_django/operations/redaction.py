@@ -17,7 +17,7 @@ from kjo_django.conf import get_settings
 from kjo_django.exceptions import MessageError
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import JSON, load_result, load_value, serializer_for
-from kjo_django.models import DeadLetter, Job, JobFailure, Worker
+from kjo_django.models import DeadLetter, Job, JobFailure, Worker, Workflow
 from kjo_django.runtime import jobs_database
 
 REDACTED = "[redacted]"
@@ -188,7 +188,8 @@ def hidden_by(handler: str) -> tuple[str, ...]:
 def hide_texts(rows: Iterable[Model]) -> None:
     """Remove texts that may quote a payload from rows that are shown and not saved.
 
-    They are the key and the unique id of a job, and the text of an error. A job's error becomes the
+    They are the key and the unique id of a job, the unique id and the reason of a workflow, and the
+    text of an error. A job's error becomes the
     type of the error of its latest attempt.
     """
     failed: list[Job] = []
@@ -201,6 +202,8 @@ def hide_texts(rows: Iterable[Model]) -> None:
             row.error = ""
         elif isinstance(row, Worker):
             row.last_error = ""
+        elif isinstance(row, Workflow):
+            row.unique_id, row.reason = None, ""
     if not failed:
         return
     failures = JobFailure.objects.using(jobs_database())

@@ -32,7 +32,7 @@ from kjo_django.enqueue.job_status import live_leases
 from kjo_django.exceptions import CoordinationError
 from kjo_django.ids import uuid7_floor
 from kjo_django.messages.serializers import storable_text
-from kjo_django.models import Job, is_scheduled
+from kjo_django.models import Job, WorkflowStage, is_scheduled
 from kjo_django.operations.redaction import hidden_by, is_marked, is_redacted, redacted
 from kjo_django.operations.rows import batched, key_of
 from kjo_django.retries import LONGEST_DELAY
@@ -76,6 +76,10 @@ class JobFilter:
     """Created then or later."""
     until: Moment | None = None
     """Created earlier."""
+    workflow: UUID | None = None
+    """Steps of this workflow."""
+    stage: UUID | None = None
+    """Steps of this stage of a workflow."""
     arguments: tuple[tuple[str, str], ...] = ()
     """Paths into the payload, such as ``order.id``, and the values there."""
     words: tuple[str, ...] = ()
@@ -155,7 +159,7 @@ _SIMPLE = {
     name: "unique_id" if name == "unique" else name
     for name in (
         *("state", "queue", "handler", "key", "unique"),
-        *("error", "attempts", "since", "until"),
+        *("error", "attempts", "since", "until", "workflow", "stage"),
     )
 }
 _QUALIFIERS = {"id": "ids", **_SIMPLE}
@@ -213,6 +217,13 @@ def _ids(qualifier: str, value: str) -> tuple[UUID, ...]:
         raise ValueError(f"id: takes ids of jobs, not {value!r:.80}") from None
 
 
+def _id(qualifier: str, value: str) -> UUID:
+    try:
+        return UUID(value)
+    except ValueError:
+        raise ValueError(f"{qualifier}: takes an id, not {value!r:.80}") from None
+
+
 def _attempts(qualifier: str, value: str) -> int:
     if not value.isascii() or not value.isdigit() or len(value) > 9:
         raise ValueError(f"attempts: takes a whole number, not {value!r:.80}")
@@ -250,6 +261,8 @@ _CONVERT: dict[str, Callable[[str, str], Any]] = {
     "attempts": _attempts,
     "since": _moment,
     "until": _moment,
+    "workflow": _id,
+    "stage": _id,
 }
 
 
@@ -375,6 +388,11 @@ def _served_by_index(given: JobFilter, now: datetime) -> list[tuple[QuerySet[Job
         if bound is not None:
             moment = now - bound if isinstance(bound, timedelta) else bound
             rows = rows.filter(**{lookup: uuid7_floor(moment)})
+    if given.workflow is not None:
+        stages = WorkflowStage.objects.using(jobs_database()).filter(workflow=given.workflow)
+        rows = rows.filter(stage__in=stages.values("pk"))
+    if given.stage is not None:
+        rows = rows.filter(stage=given.stage)
     unique_id = _exact_unique_id(given)
     if unique_id is not None:
         # The index begins with the queue; there are few, so all of them are named.

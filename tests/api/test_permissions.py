@@ -13,7 +13,7 @@ from django.urls import get_resolver
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from kjo_django.models import QueueControl
+from kjo_django.models import QueueControl, Workflow
 from tests.api.conftest import Login, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory, WorkerFactory
 
@@ -145,6 +145,8 @@ ENDPOINTS = [
         {},
         audited="Asked to stop.",
     ),
+    Endpoint("GET", "workflows/", ("view_workflow",)),
+    Endpoint("GET", "workflows/{workflow}/", ("view_workflow",)),
     Endpoint("GET", "processed-events/?event_id=e-1", ("view_processedevent",)),
     Endpoint("GET", "metrics/", ("view_job",)),
     Endpoint("GET", "metrics/queues/", ("view_job",)),
@@ -169,6 +171,7 @@ def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         "letter": DeadLetterFactory(of_job=True).pk,
         "worker": WorkerFactory().pk,
         "quiet": WorkerFactory(wish="quiet").pk,
+        "workflow": Workflow.objects.create(name="import").pk,
     }
 
     def send(client: APIClient, endpoint: Endpoint) -> Any:

@@ -52,6 +52,8 @@ OPERATIONS = {
     "kjo_workers_read",
     "kjo_workers_stop",
     "kjo_workers_unquiet",
+    "kjo_workflows_list",
+    "kjo_workflows_read",
 }
 """Clients generated from the schema name their methods after these: they stay."""
 

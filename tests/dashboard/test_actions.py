@@ -11,7 +11,7 @@ from django.contrib.admin.models import LogEntry
 
 from kjo_django.admin.dashboard import SCREENS
 from kjo_django.messages.serializers import serializer_for
-from kjo_django.models import DeadLetter, Job, QueueControl, Worker
+from kjo_django.models import DeadLetter, Job, QueueControl, Worker, Workflow
 from kjo_django.operations import bulk
 from tests.dashboard.conftest import texts, url
 from tests.factories import DeadLetterFactory, JobFactory, WorkerFactory
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 EVERYTHING = [
     *("view_dashboard", "view_job", "view_deadletter", "view_payload", "retry_job", "cancel_job"),
     *("pause_queue", "change_queuecontrol", "replay_dlq", "discard_dlq", "edit_payload"),
-    "control_worker",
+    *("control_worker", "view_workflow", "cancel_workflow", "retry_workflow"),
 ]
 
 
@@ -50,7 +50,9 @@ def actions():
 @pytest.mark.parametrize("screen", actions(), ids=lambda screen: screen.name)
 def test_an_action_takes_a_post_with_a_token_only(operator, screen):
     job, worker = JobFactory(), WorkerFactory()
+    workflow = Workflow.objects.create(name="import")
     keys = {"queue": "emails", "action": "requeue", "job": job.pk, "worker": worker.pk}
+    keys |= {"workflow": workflow.pk}
     names = [part[1:-1].split(":")[1] for part in screen.path.split("/") if part.startswith("<")]
     address = url(screen.name, *(keys[name] for name in names))
     client = operator(*EVERYTHING, enforce_csrf_checks=True)
@@ -58,7 +60,9 @@ def test_an_action_takes_a_post_with_a_token_only(operator, screen):
     assert client.post(address).status_code == 403
     job.refresh_from_db()
     worker.refresh_from_db()
+    workflow.refresh_from_db()
     assert (job.generation, job.state, worker.wish) == (1, "pending", "")
+    assert (workflow.state, workflow.deadline) == ("running", None)
     assert not QueueControl.objects.exists()
 
 

@@ -15,6 +15,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.admin.dashboard import SCREENS
+from kjo_django.ids import uuid7
 from kjo_django.models import Job
 from tests.dashboard.conftest import texts, url
 from tests.factories import (
@@ -88,7 +89,7 @@ def test_each_screen_asks_for_its_own_permission(operator, rows, screen):
         pytest.skip("asks for no other")
     client = operator("view_dashboard")
     keys = {"queue": "emails", "action": "requeue", "job": rows["job"].pk}
-    keys |= {"letter": rows["letter"].pk, "worker": rows["worker"].pk}
+    keys |= {"letter": rows["letter"].pk, "worker": rows["worker"].pk, "workflow": uuid7()}
     arguments = [keys[name] for name in re.findall(r"<\w+:(\w+)>", screen.path)]
     ask = client.post if screen.is_action else client.get
     assert ask(url(screen.name, *arguments)).status_code == 403

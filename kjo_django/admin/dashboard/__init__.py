@@ -16,6 +16,7 @@ from kjo_django.admin.dashboard import (
     overview,
     queues,
     system,
+    workflows,
 )
 from kjo_django.admin.dashboard.page import Screen, address_name, opened
 from kjo_django.models import Dashboard
@@ -27,6 +28,7 @@ SCREENS: tuple[Screen, ...] = (
     *actions.SCREENS,
     *queues.SCREENS,
     *jobs.SCREENS,
+    *workflows.SCREENS,
     *dead_letters.SCREENS,
     *system.SCREENS,
 )

@@ -24,6 +24,7 @@ from kjo_django.admin.actions import form_of, show_report
 from kjo_django.admin.dashboard.dead_letters import address_of, selection_of
 from kjo_django.admin.dashboard.jobs import search_of
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, forget, screen_of
+from kjo_django.admin.dashboard.workflows import find as find_workflow
 from kjo_django.models import Job, Worker
 from kjo_django.operations import bulk, dead_letters, queues, search
 from kjo_django.operations.actions import (
@@ -270,6 +271,42 @@ def change_worker(action: Action, page: Page, worker: UUID) -> HttpResponse:
     return answer
 
 
+# --- Workflows ------------------------------------------------------------------------------------
+
+
+def change_workflow(action: Action, page: Page, workflow: UUID) -> HttpResponse:
+    """Carry out an action on one workflow."""
+    if not page.may("view_workflow"):
+        raise PermissionDenied
+    found = find_workflow(workflow)
+    if not action.has_required_inputs:
+        return carry_out(page, action, [workflow], {}, "workflow", workflow)
+    return _confirm(
+        page,
+        action,
+        [workflow],
+        lambda: {"count": 1, "workflow": found, "back": page.url("workflow", workflow)},
+        "workflow",
+        workflow,
+        is_confirmed="confirmed" in page.request.POST,
+        title=f"{action.label}: {found.name}",
+    )
+
+
+def change_chosen_workflows(page: Page, action: str) -> HttpResponse:
+    """Carry out an action on the selected workflows."""
+    found = ACTIONS.get(f"{action}_{Subject.WORKFLOWS}")
+    if found is None or found.has_required_inputs:
+        raise Http404
+    if not page.allows(found):
+        raise PermissionDenied
+    chosen = page.request.POST.getlist("workflow")[:MOST_CHOSEN]
+    if not chosen:
+        page.message(_("Tick the workflows you mean first."), messages.WARNING)
+        return page.back("workflows")
+    return carry_out(page, found, chosen, {}, "workflows")
+
+
 # --- Screens --------------------------------------------------------------------------------------
 
 
@@ -279,12 +316,20 @@ def _screens() -> list[Screen]:
         Screen(
             "jobs_chosen", "jobs/chosen/<str:action>/", change_chosen, "view_job", is_action=True
         ),
+        Screen(
+            "workflows_chosen",
+            "workflows/chosen/<str:action>/",
+            change_chosen_workflows,
+            "view_workflow",
+            is_action=True,
+        ),
     ]
     places: dict[Subject, tuple[str, Callable[..., HttpResponse]]] = {
         Subject.JOBS: ("jobs/<uuid:job>/", change_one),
         Subject.QUEUES: ("queues/<path:queue>/", change_queue),
         Subject.WORKERS: ("consumers/<uuid:worker>/", change_worker),
         Subject.LETTERS: ("dead-letters/", change_letters),
+        Subject.WORKFLOWS: ("workflows/<uuid:workflow>/", change_workflow),
     }
     for subject, (place, view) in places.items():
         for action in button_actions(subject):

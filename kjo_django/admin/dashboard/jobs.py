@@ -24,6 +24,7 @@ from kjo_django.operations.redaction import hide_texts
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
 from kjo_django.store.counting import COUNT_LIMIT
+from kjo_django.workflows.lists import waits_for, workflow_of
 
 SIZE = 50
 SHOWN_FAILURES = 50
@@ -152,6 +153,8 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
             "result": _result(page, found),
             "headers": redaction.shown_headers(found) if page.may("view_payload") else None,
             "buttons": page.buttons(Subject.JOBS, status, found.pk),
+            "workflow": workflow_of(found) if page.may("view_workflow") else None,
+            "waits_for": waits_for(found) if page.may("view_workflow") else [],
             "knows_queue": found.queue in registry.queue_names(),
             "summary": f"{found.handler}: {status.label}",
         },

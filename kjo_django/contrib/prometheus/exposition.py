@@ -22,11 +22,14 @@ from kjo_django.operations.queues import overview
 from kjo_django.runtime import current_runtime, get_coordination, jobs_database
 from kjo_django.store.counting import COUNT_LIMIT, grouped_counts, seconds_since
 from kjo_django.worker.sessions import PREFIX
+from kjo_django.workflows import lists
 
 logger = logging.getLogger("kjo_django")
 
 PRODUCTION_WINDOW = timedelta(seconds=60)
 """Seconds over which the production rate is measured."""
+MOST_NAMES = 200
+"""Most names of workflows that are labels, with their states."""
 PRODUCTION_ROWS = 10_000
 """Most jobs that are measured for the rate. With more, the time they took is shorter than the
 window.
@@ -68,6 +71,7 @@ def collect(timeout: float) -> list[Family]:
         *_deaths(now, names),
         *_relay(now),
         *_workers(now),
+        *_workflows(now),
         memory,
         _sessions(),
         collected,
@@ -218,6 +222,19 @@ def _workers(now: datetime) -> Iterable[Family]:
     memory = Family("kjo_workers_memory_bytes", "gauge", "Memory of the living workers.")
     memory.add(sum(worker["memory_bytes"] or 0 for worker in alive))
     return count, running, lanes, memory
+
+
+def _workflows(now: datetime) -> Iterable[Family]:
+    """Yield the workflows that have not ended; those that are held wait for a person."""
+    groups, _ = lists.open_by_name()
+    count = Family(
+        "kjo_workflows_open", "gauge", f"Workflows that have not ended, at most {COUNT_LIMIT}."
+    )
+    age = Family("kjo_workflows_oldest_seconds", "gauge", "Age of the oldest of them.")
+    for (name, state), (number, created_at) in sorted(groups.items())[:MOST_NAMES]:
+        count.add(number, workflow=name, state=state)
+        age.add(seconds_since(created_at, now) or 0.0, workflow=name, state=state)
+    return count, age
 
 
 def _redis_memory(deadline: float) -> tuple[Family, bool]:
