@@ -8,6 +8,7 @@ KjoError
 │   ├── JobFailedError            JOB_FAILED
 │   ├── JobNotFoundError          JOB_NOT_FOUND
 │   ├── JobCancelledError         JOB_CANCELLED
+│   ├── JobExistsError            JOB_EXISTS      a job of this id or window is there
 │   ├── JobStateError             JOB_STATE       an operation the job's state does not allow
 │   ├── UncommittedJobError       UNCOMMITTED     waiting for a job of an open transaction
 │   ├── StalledError              STALLED         the worker died or froze during the attempt
@@ -134,6 +135,19 @@ class JobCancelledError(JobQueueError):
     """The job was cancelled; raised to waiters and by ``context.raise_if_aborted()``."""
 
     code = "JOB_CANCELLED"
+
+
+class JobExistsError(JobQueueError):
+    """An enqueue with ``on_conflict="raise"`` has met another job; nothing was written.
+
+    :param job_id: of the job that is there.
+    :param existing_state: queued, processing, failing, completed or failed.
+    """
+
+    code = "JOB_EXISTS"
+    facts = ("job_id", "existing_state")
+    job_id: str | None
+    existing_state: str | None
 
 
 class JobStateError(JobQueueError):

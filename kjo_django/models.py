@@ -173,6 +173,9 @@ class Job(models.Model):
 
     objects = JobQuerySet.as_manager()
 
+    unique_rule: Any = None
+    """An ``enqueue.unique.UniqueRule`` for the enqueue of an unsaved job; no column."""
+
     class Meta:
         db_table = "kjo_job"
         verbose_name = _("job")

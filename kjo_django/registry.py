@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
@@ -57,6 +58,12 @@ class HandlerOptions:
     """Fields nobody is shown, beside those of ``KJO['REDACT']``."""
     schedule: ScheduleOptions | None = None
     """When the job is enqueued periodically."""
+    unique_for: timedelta | None = None
+    unique_by: tuple[str, ...] | None = None
+    """The arguments that are compared for ``unique_for`` and ``debounce``; None: all."""
+    debounce: timedelta | None = None
+    debounce_max: timedelta | None = None
+    on_conflict: str | None = None
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -90,12 +97,14 @@ class Handler:
             self._names = required, frozenset(names)
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return
-        self._argument_names, key = names, options.key
-        if isinstance(key, str) and key not in names:
-            hint = did_you_mean(key, names, f"It takes: {listed(names)}.")
-            raise ImproperlyConfigured(
-                f"The job {self.name}: key={key!r} is not an argument of the function. {hint}"
-            )
+        self._argument_names = names
+        for option, given in (
+            ("key", (options.key,) if isinstance(options.key, str) else ()),
+            ("unique_by", options.unique_by or ()),
+        ):
+            problem = self.unknown_argument(option, given)
+            if problem is not None:
+                raise ImproperlyConfigured(problem)
 
     def __repr__(self) -> str:
         return f"<Handler {self.name}>"
@@ -130,6 +139,22 @@ class Handler:
         if problem is not None:
             raise PermanentError(f"The handler {self.name} does not take this payload: {problem}")
         return (), value
+
+    def unknown_argument(self, option: str, given: Iterable[str]) -> str | None:
+        """Return what is wrong with an option that names arguments of the function, or None."""
+        names = self._argument_names
+        for name in given if names is not None else ():
+            if names is not None and name not in names:
+                hint = f"{did_you_mean(name, names, '')} It takes: {listed(names)}.".lstrip()
+                what = f"{option}={name!r} is not an argument of the function"
+                return f"The job {self.name}: {what}. {hint}"
+        return None
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The arguments that may be left out, with what they are then."""
+        parameters = self._signature.parameters.values()
+        return {each.name: each.default for each in parameters if each.default is not each.empty}
 
     def example_of(self, method: str) -> str:
         """Return how ``method`` is called with the function's arguments, for a message."""

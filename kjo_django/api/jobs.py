@@ -345,7 +345,7 @@ def enqueue(body: dict[str, Any], on_stored: Callable[[Sequence[Job]], None]) ->
     using = jobs_database()
     with transaction.atomic(using=using):
         answer = store([job])[0]
-        if answer.is_new:
+        if answer.answer in ("queued", "replaced"):
             on_stored([job])
     return answer
 

@@ -17,6 +17,7 @@ from rest_framework.views import exception_handler
 from kjo_django.conf import get_settings
 from kjo_django.exceptions import (
     CoordinationError,
+    JobExistsError,
     JobNotFoundError,
     JobStateError,
     MessageError,
@@ -55,7 +56,7 @@ class Unavailable(exceptions.APIException):  # type: ignore[misc]
 _OURS: tuple[tuple[tuple[type[Exception], ...], type[exceptions.APIException]], ...] = (
     ((PayloadError, MessageError), exceptions.ValidationError),
     ((JobNotFoundError,), exceptions.NotFound),
-    ((JobStateError, UncommittedJobError), Conflict),
+    ((JobStateError, JobExistsError, UncommittedJobError), Conflict),
     ((CoordinationError, PublishError, StorageError), Unavailable),
 )
 

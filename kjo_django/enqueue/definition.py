@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from itertools import repeat
-from typing import Any, Never, TypeVar, overload
+from typing import Any, Literal, Never, TypeVar, overload
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
@@ -17,6 +17,7 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.conf import ScheduleOptions, read_schedule
+from kjo_django.enqueue import unique
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.storing import (
     check_payload_size,
@@ -67,6 +68,18 @@ class EnqueueOptions:
     priority: int | None = None
     """From -100 to 100, the highest first."""
     headers: Mapping[str, str] | None = None
+    unique_for: timedelta | None = None
+    """One job in so long a time, counted from the first; see ``unique_by`` and ``on_conflict``."""
+    unique_by: Sequence[str] | None = None
+    """The arguments that tell one job from another, of ``unique_for`` and ``debounce``: all if not
+    given, none of them if empty."""
+    debounce: timedelta | None = None
+    """Due once no further enqueue has come for so long; the last payload runs."""
+    debounce_max: timedelta | None = None
+    """Due so long after the first enqueue, however many have followed."""
+    on_conflict: str | None = None
+    """What an enqueue does that meets a job of its id or window: ``keep`` it (the default),
+    ``replace`` it if it has not begun, or ``raise`` ``JobExistsError``."""
 
     def __post_init__(self) -> None:
         if self.id is not None:
@@ -93,6 +106,7 @@ class EnqueueOptions:
         _check_number(self.priority, "priority", priority)
         if self.result_ttl is not None:
             milliseconds(self.result_ttl)
+        unique.convert(self)
 
 
 def _check_number(value: Any, name: str, check: Callable[[Any], int]) -> None:
@@ -125,6 +139,7 @@ class JobDefinition:
     def __init__(self, handler: registry.Handler, options: EnqueueOptions | None = None) -> None:
         self.handler = handler
         self.options = options or EnqueueOptions()
+        self._unique = unique.rule_of(self.options, handler)
         functools.update_wrapper(self, handler.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,6 +167,7 @@ class JobDefinition:
 
         :raises TypeError: the function does not take these arguments.
         :raises PayloadError: the payload cannot be serialized or is too large. Nothing is written.
+        :raises JobExistsError: it meets another job, and is to raise then. Nothing is written.
         """
         if arguments:
             raise TypeError(
@@ -161,6 +177,8 @@ class JobDefinition:
         runtime = current_runtime()
         key, data = self._key_and_bytes(payload, self.options.id, runtime)
         row = new_job(self.options, self.handler.options, key, data, runtime)
+        if self._unique is not None:
+            self._make_unique(row, payload)
         return store([row], runtime=runtime)[0]
 
     async def aenqueue(self, /, *arguments: Never, **payload: Any) -> JobHandle:
@@ -183,12 +201,17 @@ class JobDefinition:
             else zip(payloads, ids, strict=True)
         )
         runtime = current_runtime()
+        rule = self._unique if ids is None else unique.rule_for_ids(self.options)
         unique_ids: list[str | None] = []
         keys: list[str] = []
         data: list[bytes] = []
         try:
-            for payload, id in wanted:
-                key, one = self._key_and_bytes(dict(payload), id, runtime)
+            for each, id in wanted:
+                payload = dict(each)
+                key, one = self._key_and_bytes(payload, id, runtime)
+                if rule is not None and rule.names_jobs:
+                    id = unique.unique_name(rule, self.handler, payload)
+                    key = rule.key_of(key, id)
                 unique_ids.append(id)
                 keys.append(key)
                 data.append(one)
@@ -198,13 +221,27 @@ class JobDefinition:
         if not data:
             return []
         alike = new_job(self.options, self.handler.options, keys[0], data[0], runtime)
+        if rule is not None:
+            rule.apply_to(alike)
         return store_alike(alike, unique_ids, keys, data, runtime)
 
     def build(self, payload: dict[str, Any]) -> Job:
         """Return the unsaved row of a job; everything is validated here, before any write."""
         runtime = current_runtime()
         key, data = self._key_and_bytes(payload, self.options.id, runtime)
-        return new_job(self.options, self.handler.options, key, data, runtime)
+        row = new_job(self.options, self.handler.options, key, data, runtime)
+        if self._unique is not None:
+            self._make_unique(row, payload)
+        return row
+
+    def _make_unique(self, job: Job, payload: Mapping[str, Any]) -> None:
+        """Have ``store`` treat the job as its rule says."""
+        rule = self._unique
+        assert rule is not None
+        if rule.names_jobs:
+            job.unique_id = unique.unique_name(rule, self.handler, payload)
+            job.key = rule.key_of(job.key, job.unique_id)
+        rule.apply_to(job)
 
     def _key_and_bytes(
         self, payload: dict[str, Any], id: str | None, runtime: Runtime
@@ -341,6 +378,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "redact": texts,
     "schedule": _schedule,
     "timezone": zone_name,
+    **unique.CHECKS,
 }
 """Every option of ``@job`` but its name, and what it must be."""
 
@@ -368,6 +406,11 @@ def job(
     redact: Sequence[str] = (),
     schedule: str | timedelta | Mapping[str, Any] | None = None,
     timezone: str | None = None,
+    unique_for: timedelta | None = None,
+    unique_by: Sequence[str] | None = None,
+    debounce: timedelta | None = None,
+    debounce_max: timedelta | None = None,
+    on_conflict: Literal["keep", "replace", "raise"] | None = None,
 ) -> Callable[[F], JobDefinition]: ...
 def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> Any:
     """Declare a function, sync or ``async def``, as a job's handler.
@@ -404,6 +447,13 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     :param schedule: enqueue the job periodically: a cron expression, a timedelta, or a dict of
         options as in ``KJO["SCHEDULES"]``. The schedule has the job's name.
     :param timezone: the zone of the cron expression; Django's ``TIME_ZONE`` if not given.
+    :param unique_for: of the enqueues with the same arguments, one in so long a time stores a job.
+    :param unique_by: the arguments that ``unique_for`` and ``debounce`` compare; all if not given.
+    :param debounce: of the enqueues with the same arguments, the last one runs, once no other has
+        come for so long.
+    :param debounce_max: a debounced job is due so long after the first enqueue at the latest.
+    :param on_conflict: what an enqueue does that finds a job of its window: ``keep`` it, or
+        ``replace`` it if it has not begun, or ``raise`` an error.
     :raises TypeError: there is no such option.
     :raises ValueError: the value of one means nothing.
     :raises ImproperlyConfigured: the function cannot be called as they ask, or the name is taken.
@@ -428,11 +478,13 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
 
     def declare(function: Callable[..., Any]) -> JobDefinition:
         own = registry.HandlerOptions(name=name or registry.default_name(function), **options)
+        unique.check_declared(own)
         handler = registry.Handler(function, own)
         if own.schedule is not None:
             _check_scheduled(handler, own.schedule)
+        definition = JobDefinition(handler)
         registry.register(handler)
-        return JobDefinition(handler)
+        return definition
 
     return declare if function is None else declare(function)
 
@@ -474,6 +526,8 @@ def _check_scheduled(handler: registry.Handler, schedule: ScheduleOptions) -> No
 def _check_id(id: Any) -> None:
     if not (isinstance(id, str) and len(id) <= 255 and id.strip()):
         raise ValueError("id must be text of 1 to 255 characters that are not all blank")
+    if id.startswith(unique.PREFIX):
+        raise ValueError(f"id must not begin with {unique.PREFIX!r}, as the ids of windows do")
     _check_storable(id, "id")
 
 
@@ -506,6 +560,8 @@ def enqueue_on_save(
     :param condition: further condition on the instance.
     :param id: makes the job's unique id from the instance.
     """
+    if id is not None:
+        job.using(id="checked here, not at the first save")
     _commit_save_and_signals_together(model)
 
     def receiver(sender: Any, instance: Any, raw: bool = False, **kwargs: Any) -> None:

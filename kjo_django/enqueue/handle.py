@@ -129,11 +129,12 @@ class JobHandle:
     """
 
     job_id: uuid.UUID
-    answer: Literal["queued", "duplicate", "completed"] | None = None
-    """What the enqueue did: the job is queued; another has its unique id; that one has completed.
-    None for a handle that was made again."""
+    answer: Literal["queued", "replaced", "duplicate", "completed"] | None = None
+    """What the enqueue did: the job is queued; it has replaced one that waited; another has its
+    unique id; that one has completed. None for a handle that was made again."""
     existing_state: str | None = None
-    """Of a duplicate: queued, processing, failing, completed or failed."""
+    """Of a duplicate: queued, processing, failing, completed or failed. Of a replaced one: what it
+    was."""
     cached_result: Any = NO_RESULT
     """Of one that had completed: the result that the enqueue has found."""
 

@@ -2,7 +2,8 @@
 
 A job is stored once per queue and unique id. Of a known unique id an open job is a ``duplicate``; a
 completed one whose result still lives answers ``completed``; a failed one is a ``duplicate`` until
-its error expires; a cancelled or expired one begins a new generation with the new payload.
+its error expires; a cancelled or expired one begins a new generation with the new payload. Where
+the enqueue has a ``UniqueRule``, that decides instead: see ``unique``.
 
 A record for a topic that other services read (an event, a redelivery in another system's format) is
 stored as a row with a ``destination``: its bytes and headers as they are, not our envelope.
@@ -31,9 +32,11 @@ from django.utils import timezone
 
 from kjo_django import garbage_collection, registry, signals, states, tracing
 from kjo_django.conf import QueueConf, get_settings
+from kjo_django.enqueue import unique
 from kjo_django.enqueue.handle import JobHandle
+from kjo_django.enqueue.unique import UniqueRule
 from kjo_django.enqueue.waiting import REPLY_CHANNELS, result_of
-from kjo_django.exceptions import CoordinationError, PayloadError, StorageError
+from kjo_django.exceptions import CoordinationError, JobExistsError, PayloadError, StorageError
 from kjo_django.ids import uuid7, uuid7s
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import storable_text
@@ -53,6 +56,8 @@ MAX_REPLY_CHANNEL = 100
 """Ours are shorter; PostgreSQL refuses to be told thousands of characters."""
 LISTEN_AGAIN = 10.0
 """Seconds until coordination that was away when it was to be listened to is asked again."""
+_SENT = ("queued", "replaced")
+"""The answers of which a message is to be sent."""
 MAX_RESULT_TTL = 100 * 365 * 86_400_000
 """Milliseconds. A moment that no database can hold would fail the job after it has run."""
 
@@ -99,8 +104,10 @@ def store(
     One INSERT for all of them; where a unique id was taken, a query tells by whom. Answers come in
     the order of the jobs.
 
+    :param jobs: one definition's, if they have a ``UniqueRule``.
     :param revives_failed: a failed job of the same id begins a new generation at once, instead of
         being a duplicate until its error expires.
+    :raises JobExistsError: the rule says so of one of them.
     """
     if not jobs:
         return []
@@ -123,13 +130,14 @@ def store(
             answers = [JobHandle(job.pk, "queued") for job in jobs]
             after_commit(alias, RELAY_CHANNEL, map(_facts, jobs))
         else:
-            with store.transaction(savepoint=False):
+            # A JobExistsError leaves the caller's transaction as it was.
+            with store.transaction(savepoint=jobs[0].unique_rule is not None):
                 answers = _store_unique(jobs, revives_failed, store)
                 for name, queue in queues.items():
                     fresh = [
                         job
                         for job, answer in zip(jobs, answers, strict=True)
-                        if job.queue == name and answer.is_new
+                        if job.queue == name and answer.answer in _SENT
                     ]
                     if fresh:
                         dispatch_jobs(fresh, queue)
@@ -191,6 +199,8 @@ def store_alike(
 def _store_unique(jobs: Sequence[Job], revives_failed: bool, store: Store) -> list[JobHandle]:
     """Insert, then resolve the unique ids that were taken."""
     named = [job for job in jobs if job.unique_id is not None]
+    if named and named[0].unique_rule is not None and named[0].unique_rule.names_jobs:
+        return _store_in_windows(jobs, store)
     if store.insert_jobs(jobs, ignore_conflicts=bool(named)) == len(jobs):
         return [JobHandle(job.pk, "queued") for job in jobs]
     holders: dict[tuple[str, str | None], Job] = {}
@@ -231,6 +241,11 @@ def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> JobHandle:
     """Answer an enqueue whose unique id is taken by ``holder``."""
     for _attempt in range(5):
         answer = _answer_of(holder, revives_failed)
+        if answer is not None and job.unique_rule is not None:
+            replaced = (
+                _replace(job, holder, using) if job.unique_rule.on_conflict == "replace" else None
+            )
+            return replaced or _kept(job, answer)
         if answer is not None:
             return answer
         # One conditional UPDATE on state and generation: of several who revive it, one wins.
@@ -248,6 +263,82 @@ def _meet(using: str, job: Job, holder: Job, revives_failed: bool) -> JobHandle:
             raise _vanished(job)
         holder = known
     raise StorageError(f"The job {job.unique_id!r} keeps changing; enqueue it again.")
+
+
+def _store_in_windows(jobs: Sequence[Job], store: Store) -> list[JobHandle]:
+    """Store jobs whose unique ids end in the number of a window, see ``unique``."""
+    store.take_write_lock()
+    answers: dict[int, JobHandle] = {}
+    # In one order, so that two transactions with the same windows do not wait for each other.
+    for at in sorted(range(len(jobs)), key=lambda at: jobs[at].unique_id or ""):
+        answers[at] = _store_in_window(jobs[at], store)
+    return [answers[at] for at in range(len(jobs))]
+
+
+def _store_in_window(job: Job, store: Store) -> JobHandle:
+    name = job.unique_id or ""
+    for _attempt in range(10):
+        holder = unique.latest(store.alias, job.queue, name)
+        if holder is not None:
+            answer = _meet_in_window(job, holder, store.alias)
+            if answer is not None:
+                return answer
+        job.unique_id = unique.numbered(name, 1 if holder is None else unique.number_of(holder) + 1)
+        if store.insert_jobs([job], ignore_conflicts=True):
+            return JobHandle(job.pk, "queued")
+    raise StorageError(f"The job {name!r} keeps changing; enqueue it again.")
+
+
+def _meet_in_window(job: Job, holder: Job, using: str) -> JobHandle | None:
+    """Answer an enqueue that finds the latest job with its arguments; None: it stores another."""
+    rule: UniqueRule = job.unique_rule
+    if rule.unique_for is not None and (
+        holder.state == JobState.CANCELLED or holder.created_at + rule.unique_for <= job.created_at
+    ):
+        return None
+    if rule.on_conflict == "replace" and (replaced := _replace(job, holder, using)) is not None:
+        return replaced
+    if rule.debounce is not None:
+        return None  # it has begun, and may have read what this call is about already
+    if holder.state == JobState.COMPLETED:
+        answer = JobHandle(holder.pk, "completed", "completed", result_of(holder))
+    else:
+        answer = JobHandle(holder.pk, "duplicate", states.to_queue(holder.status))
+    return _kept(job, answer)
+
+
+def _kept(job: Job, answer: JobHandle) -> JobHandle:
+    """Return the answer to an enqueue that has met a job, or raise it."""
+    if job.unique_rule.on_conflict == "raise":
+        raise JobExistsError(
+            f"{job.handler}: the job {answer.job_id} is there already, {answer.existing_state}",
+            job_id=str(answer.job_id),
+            existing_state=answer.existing_state,
+        )
+    return answer
+
+
+def _replace(job: Job, holder: Job, using: str) -> JobHandle | None:
+    """Give the job that is there the payload and the options of a new enqueue, in a new generation;
+    None if it has begun or ended."""
+    waiting = unique.lock_waiting(using, holder.pk) if holder.state in states.OPEN else None
+    if waiting is None:
+        return None
+    rule: UniqueRule = job.unique_rule
+    if rule.debounce is None or not waiting.attempts:
+        job.created_at = waiting.created_at  # of the first enqueue: so long it has waited
+    if rule.debounce_max is not None:
+        job.available_at = min(job.available_at, job.created_at + rule.debounce_max)
+    changed = transition(
+        "requeue",
+        Job.objects.using(using).at(waiting.pk, waiting.generation).filter(state=waiting.state),
+        **fresh_run(job.queue),
+        **{name: getattr(job, name) for name in _RENEWED},
+    )
+    if not changed:
+        return None
+    job.pk, job.generation, job.unique_id = waiting.pk, waiting.generation + 1, waiting.unique_id
+    return JobHandle(waiting.pk, "replaced", states.to_queue(waiting.status))
 
 
 def _answer_of(holder: Job, revives_failed: bool) -> JobHandle | None:

@@ -290,3 +290,31 @@ def test_of_many_who_send_one_id_one_stores_it(postgres: None, greet: Any, login
         assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 201]
         assert len({answer.json()["id"] for answer in answers}) == 1
         assert Job.objects.filter(unique_id=id).count() == 1
+
+
+@pytest.mark.parametrize(
+    ("on_conflict", "code", "runs"),
+    [("keep", 200, "first"), ("replace", 200, "second"), ("raise", 409, "first")],
+)
+def test_a_jobs_window_holds_over_http(
+    client: APIClient, on_conflict: Any, code: int, runs: str
+) -> None:
+    # Given
+    ran: list[str] = []
+    hour = timedelta(hours=1)
+    declared = job(name="tests.hourly", unique_for=hour, unique_by=(), on_conflict=on_conflict)
+    declared(lambda text: ran.append(text))
+    try:
+        # When
+        for text in ("first", "second"):
+            answer = client.post(URL, {"handler": "tests.hourly", "payload": {"text": text}})
+        # Then
+        assert answer.status_code == code
+        if code == 200:
+            assert not answer.json()["is_new"]
+            assert answer.json()["id"] == str(Job.objects.get().pk)
+        assert LogEntry.objects.count() == (2 if on_conflict == "replace" else 1)
+        drain()
+        assert ran == [runs]
+    finally:
+        registry.unregister("tests.hourly")

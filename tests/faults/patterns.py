@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -120,6 +121,17 @@ class Patterns:
             Entry.objects.create(job=job)
             kinds.jobs["atomic"].enqueue(job=f"{job}-child", ending="completed")
 
+        @job(name="faults.again", queue=QUEUE, debounce=timedelta(seconds=4), unique_by=())
+        def write_and_call_again(job: str, times: int = 0) -> None:
+            Entry.objects.create(job=job)
+            if times:
+                write_and_call_again.enqueue(job=f"{job}-again", times=times - 1)
+
+        @job(name="faults.once", queue=QUEUE)
+        def write_once(job: str) -> None:
+            Entry.objects.create(job=job)
+
+        self.again, self.once = write_and_call_again, write_once
         self.tasks, self.items = Tasks(), Items
         self.once_mended, self.spawn = write_once_mended, spawn
         self.consumers = (on_event, process_record, TaskConsumer, ItemConsumer)
@@ -265,6 +277,99 @@ def delayed(world: World, process: Process) -> None:
     process.work()
     world.clock.advance(5)
     process.work()
+
+
+# --- Unique windows -------------------------------------------------------------------------------
+
+
+def _meeting(
+    world: World,
+    process: Process,
+    definition: Any,
+    *names: str,
+    after: str = "",
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    """Enqueue jobs of which each may meet the one before; note what the answers promise.
+
+    :param after: the job that the first may meet.
+    :param between: done before each but the first.
+    """
+    for before, name in zip((after, *names), names, strict=False):
+        if name != names[0]:
+            between()
+        # Replaced by a request whose answer is lost, the one before has no effect.
+        was_promised = before in world.promised
+        if was_promised:
+            world.promised.remove(before)
+        answer = world.enqueue(process, name, partial(definition.enqueue, job=name))
+        if answer is None:
+            continue
+        if answer.answer == "replaced":
+            world.withdrawn.add(before)
+            world.promised.append(name)
+        elif was_promised:
+            world.promised.append(before)
+        if answer.answer in ("duplicate", "completed"):
+            world.withdrawn.add(name)
+
+
+def _windows(world: World) -> Any:
+    return world.patterns.once.using(unique_for=timedelta(seconds=60), unique_by=())
+
+
+@scenario("unique-kept")
+def kept_in_window(world: World, process: Process) -> None:
+    _meeting(world, process, _windows(world), "u1", "u2")
+    process.work()
+    _meeting(world, process, _windows(world), "u3", after="u2")
+    world.clock.advance(61)
+    _meeting(world, process, _windows(world), "u4", after="u3")
+    process.work()
+
+
+@scenario("unique-replaced")
+def replaced_in_window(world: World, process: Process) -> None:
+    _meeting(world, process, _windows(world).using(on_conflict="replace"), "u1", "u2", "u3")
+    process.work()
+
+
+@scenario("debounce-replaced")
+def debounced(world: World, process: Process) -> None:
+    _meeting(world, process, world.patterns.again, "d1", "d2")
+    process.work()
+    world.clock.advance(5)
+    process.work()
+    _meeting(world, process, world.patterns.again, "d3", after="d2")
+    world.clock.advance(5)
+    process.work()
+
+
+@scenario("debounce-published")
+def debounced_when_published(world: World, process: Process) -> None:
+    """The message with the older payload has been read already."""
+
+    def publish_and_poll() -> None:
+        world.clock.advance(5)
+        process._step(process._relay)
+        for poller in process.worker.pollers:
+            process._step(partial(process._poll, poller))
+
+    _meeting(world, process, world.patterns.again, "d1", "d2", between=publish_and_poll)
+    process.work()
+    world.clock.advance(5)
+    process.work()
+
+
+@scenario("debounce-within-the-job")
+def debounced_within(world: World, process: Process) -> None:
+    put = partial(world.patterns.again.enqueue, job="a", times=2)
+    world.enqueue(process, "a", put)
+    if "a" in world.promised:
+        world.promised += ["a-again", "a-again-again"]
+    for _ in range(3):
+        world.clock.advance(5)
+        process.work()
 
 
 @scenario("enqueue-within-a-job")

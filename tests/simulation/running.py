@@ -34,7 +34,8 @@ from tests.faults.clock import Clock
 from tests.faults.patterns import STREAM
 from tests.faults.process import Process
 from tests.faults.scenarios import OUTSIDE, QUEUE, _queue_of
-from tests.faults.world import ROUNDS, World
+from tests.faults.world import ROUNDS, World, _name_of
+from tests.ledger.models import Entry
 from tests.simulation import fibers
 from tests.simulation.fibers import CallFault, Fiber, current_fiber
 from tests.simulation.schedule import THREADS, Step
@@ -230,6 +231,8 @@ class Simulation(World):
         self._spans: dict[str, tuple[int, int]] = {}
         """When each request that enqueued a job began and ended."""
         self.struck_count = 0
+        self.debounced: set[str] = set()
+        """The names of payloads, of which a later one replaces those that have not begun."""
         self._started = 0
         self.begin_empty()
         self.clock.offset = (self.clock.offset // DAY + 1) * DAY
@@ -254,6 +257,12 @@ class Simulation(World):
                 process.die()
             self._forget(process)
         super().end()
+
+    def problems(self) -> list[str]:
+        """Look also for payloads that ran although their job was given another one."""
+        stored = {_name_of(job) for job in Job.objects.all()}
+        ran = set(Entry.objects.filter(job__in=self.debounced).values_list("job", flat=True))
+        return super().problems() + [f"{name} ran and was replaced" for name in ran - stored]
 
     # --- Steps ------------------------------------------------------------------------------------
 
@@ -334,13 +343,17 @@ class Simulation(World):
             payload = {"job": name, "ending": ending}
             put = partial(self.kinds.queue.enqueue, name.partition("-")[0], payload, result_ttl=500)
             self.enqueue(process, name, put)
+        elif kind == "debounced":
+            # Not promised: another request may replace it before this one's answer is read.
+            process.ask(partial(self.patterns.again.enqueue, job=name))
+            self.debounced.add(name)
         else:
             key = f"k of {topic}" if name.startswith("k") else ""  # order is a matter of one topic
             put = self.kinds.enqueuing(kind, name, ending)
             self.enqueue(process, name, put, key, kind in OUTSIDE)
 
     def _withdraw(self, process: Simulated, kind: str, name: str, ending: str) -> None:
-        if kind in ("stream", "unique"):
+        if kind in ("stream", "unique", "debounced"):
             kind = "atomic"
 
         def undo() -> None:

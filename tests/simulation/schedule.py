@@ -32,7 +32,7 @@ THREADS = {
 """The thread of a process that takes a step of this action."""
 KINDS = (
     *("atomic", "database-only", "outside", "async", "coroutine"),
-    *("batch", "batch-outside", "queue", "unique", "task", "stream"),
+    *("batch", "batch-outside", "queue", "unique", "task", "stream", "debounced"),
 )
 ENDINGS = ("completed", "retried", "dead", "paused", "until-mended")
 MOST_PROCESSES = 3

@@ -34,7 +34,7 @@ from kjo_django.worker import Worker
 from tests.declarations import forgetting
 
 HOW_TO = Path(__file__).resolve().parents[2] / "docs/how-to"
-PAGES = ["move-from-celery", "move-from-rq", "move-from-django-q2", "move-from-huey"]
+PAGES = ["unique-jobs", "move-from-celery", "move-from-rq", "move-from-django-q2", "move-from-huey"]
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^\|[^\n]*\| Here \|\n\|[-| ]+\|\n((?:\|[^\n]*\|\n)+)", re.MULTILINE)
 MODULE = re.compile(r"# (shop)/(\w+)\.py\n")

@@ -343,7 +343,10 @@ class Queue:
             if status is not None and status.state == "processing":
                 state = "processing"
         result = None if answer.cached_result is NO_RESULT else answer.cached_result
-        return EnqueueResult(answer.answer or "queued", answer.job_id, state, result)
+        said = answer.answer
+        assert said is not None
+        assert said != "replaced"  # messages of queues have no such rule
+        return EnqueueResult(said, answer.job_id, state, result)
 
     def _store_anew(self, job: Job) -> list[JobHandle]:
         """Store the job even if one of this id has failed, and close that failure's dead letter."""

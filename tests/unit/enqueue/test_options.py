@@ -122,8 +122,9 @@ def test_a_key_that_the_function_does_not_take_is_refused_at_the_declaration():
         ({"unique_id": "a"}, "using() has no option 'unique_id'. Did you mean 'id'?"),
         (
             {"colour": 3},
-            "using() has no option 'colour'. It takes: delay, expires_at, headers, id, key, "
-            "max_attempts, priority, queue, result_ttl, run_at.",
+            "using() has no option 'colour'. It takes: debounce, debounce_max, delay, expires_at, "
+            "headers, id, key, max_attempts, on_conflict, priority, queue, result_ttl, run_at, "
+            "unique_by, unique_for.",
         ),
         ({"delay": 60}, "delay must be a timedelta of at most 3650 days, not 60"),
     ],
