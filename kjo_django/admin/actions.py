@@ -35,6 +35,8 @@ NOT_CHANGED = {
     "taken": _("%d have a unique id that another job of that queue has."),
     "other_kind": _("%d are no jobs of a handler; they stay in the queue of their kind."),
     "gone": _("%d ended already."),
+    "declared": _("%d declared by the code, which would bring them back."),
+    "broken": _("%d cannot be enqueued."),
     "stopping": _("%d asked to stop already, which nothing undoes."),
 }
 """By outcome: the reason why rows were not changed."""
@@ -152,6 +154,13 @@ def _field_of(given: Input, *, is_required: bool) -> forms.Field:
             return forms.FloatField(**common, **numbers)
         case Kind.QUEUE:
             return forms.ChoiceField(**common, choices=_queues)
+        case Kind.CHOICE:
+            return forms.ChoiceField(**common, choices=given.choices)
+        case Kind.MOMENT:
+            widget = forms.DateTimeInput({"type": "datetime-local"}, format="%Y-%m-%dT%H:%M:%S")
+            return forms.DateTimeField(**common, widget=widget)
+        case Kind.JSON:
+            return forms.JSONField(**common)
         case _:
             return forms.CharField(**common, max_length=given.max_length)
 

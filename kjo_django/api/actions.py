@@ -15,27 +15,24 @@ from rest_framework.exceptions import PermissionDenied, ValidationError
 from rest_framework.response import Response
 
 from kjo_django.api import dead_letters as letters
-from kjo_django.api import jobs, queues, workers, workflows
+from kjo_django.api import jobs, queues, schedules, workers, workflows
 from kjo_django.api.endpoints import ID, KjoView, Method, address, endpoint
 from kjo_django.api.fields import (
-    Flag,
-    JSONValue,
     NamedChoice,
-    Number,
     RequestShape,
-    Text,
-    Whole,
     columns,
+    input_field,
     shape,
 )
 from kjo_django.api.problems import Conflict, Unavailable
 from kjo_django.messages.serializers import JSON, serializer_for
 from kjo_django.models import DeadLetter, Job
 from kjo_django.operations import bulk
-from kjo_django.operations.actions import Action, Input, Kind, Report, Subject, Surface, actions_of
+from kjo_django.operations.actions import Action, Kind, Report, Subject, Surface, actions_of
 from kjo_django.operations.dead_letters import PREVIEW_LIMIT, ReplayReport, preview, select
 from kjo_django.operations.jobs import ChangeResult
 from kjo_django.operations.queues import overview
+from kjo_django.schedules.declarations import ScheduleFaults
 from kjo_django.store.counting import bounded_count
 
 REFUSALS = {
@@ -43,6 +40,8 @@ REFUSALS = {
     "taken": "Another job of that queue has its unique id.",
     "other_kind": "It is no job of a handler; it stays in the queue of its kind.",
     "gone": "The worker has stopped, or shows no sign of life.",
+    "declared": "The code declares the schedule and would bring it back.",
+    "broken": "The job of the schedule cannot be enqueued; `problem` tells why.",
     "stopping": "The worker was asked to stop, which nothing undoes.",
 }
 """By outcome: the reason why one row was not changed."""
@@ -55,7 +54,7 @@ NoBody = shape("NoBody", "Nothing: an empty body, or an object without members."
 
 def body_of(action: Action) -> type[Any]:
     """Return the body of an action on one row."""
-    members = {each.name: _field_of(each) for each in action.inputs if not each.is_for_many}
+    members = {each.name: input_field(each) for each in action.inputs if not each.is_for_many}
     if not members:
         return NoBody
     name = action.rest.body or f"{_camel(action.name)}Body"
@@ -64,34 +63,13 @@ def body_of(action: Action) -> type[Any]:
 
 def bulk_body_of(action: Action) -> type[Any]:
     """Return the body of an action on many dead letters."""
-    members = {each.name: _field_of(each) for each in action.inputs}
+    members = {each.name: input_field(each) for each in action.inputs}
     name = f"Bulk{_camel(action.name)}Body"
     return shape(name, action.rest.about_many, letters.Selection, **members)
 
 
 def _camel(name: str) -> str:
     return "".join(word.capitalize() for word in name.split("_"))
-
-
-def _field_of(given: Input) -> serializers.Field:
-    common: dict[str, Any] = {"help_text": given.help}
-    if given.kind is Kind.FLAG:
-        return Flag(default=False, **common)
-    if not given.is_required:
-        common["required"] = False
-    if given.is_nullable:
-        common["allow_null"] = True
-    numbers = {"min_value": given.minimum, "max_value": given.maximum}
-    match given.kind:
-        case Kind.WHOLE:
-            return Whole(**common, **numbers)
-        case Kind.NUMBER:
-            return Number(**common, **numbers)
-        case Kind.JSON:
-            return JSONValue(**common)
-        case _:
-            is_trimmed = given.kind is Kind.TEXT
-            return Text(**common, max_length=given.max_length, trim_whitespace=is_trimmed)
 
 
 # --- Answers --------------------------------------------------------------------------------------
@@ -113,6 +91,12 @@ WorkerOutcome = shape(
     "What became of a request about a worker, and the worker after it.",
     outcome=NamedChoice("WorkerAnswer", [ChangeResult.ASKED, ChangeResult.UNCHANGED]),
     worker=workers.Worker(),
+)
+ScheduleOutcome = shape(
+    "ScheduleOutcome",
+    "What became of a request about a schedule, and the schedule after it.",
+    outcome=serializers.CharField(),
+    schedule=schedules.Schedule(allow_null=True, help_text="null: it was deleted."),
 )
 Sample = shape(
     "Sample",
@@ -171,6 +155,8 @@ def _perform(view: KjoView, action: Action, key: Any, inputs: dict[str, Any]) ->
     audit = view.audit(action.log_entry(inputs))
     try:
         return action.perform([key], actor=view.actor, on_changed=audit, **inputs)
+    except ScheduleFaults as error:
+        raise schedules.refused(error) from None
     except ValueError as error:
         if not action.inputs:
             raise
@@ -261,6 +247,15 @@ def _change_workflow(view: KjoView, action: Action, inputs: dict[str, Any], id: 
     return Response(workflows.WorkflowOutcome({"outcome": result, "workflow": after}).data)
 
 
+def _change_schedule(view: KjoView, action: Action, inputs: dict[str, Any], id: str) -> Response:
+    row = schedules.find(id)
+    if "payload" in inputs:
+        inputs["payload"] = schedules.restored(inputs["payload"], row)
+    result = _outcome(action, _perform(view, action, row.pk, inputs))
+    after = None if result == "deleted" else schedules.summaries(view, [schedules.find(id)])[0]
+    return Response(ScheduleOutcome({"outcome": result, "schedule": after}).data)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """The addresses of the actions on a subject's rows, and how they are carried out on one row."""
@@ -297,6 +292,14 @@ PLACES = {
         "workflows",
         workflows.WorkflowOutcome,
         _change_workflow,
+    ),
+    Subject.SCHEDULES: Place(
+        schedules,
+        "schedules/<str:id>/",
+        "schedule",
+        "schedules",
+        ScheduleOutcome,
+        _change_schedule,
     ),
 }
 

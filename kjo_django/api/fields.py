@@ -14,6 +14,7 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema_field, extend_schema_serializer
 from rest_framework import serializers
 
+from kjo_django.operations.actions import Input, Kind
 from kjo_django.retries import LONGEST_DELAY
 
 NAME_PREFIX = "Kjo"
@@ -248,3 +249,33 @@ class NamedChoice(Text):
     def to_representation(self, value: Any) -> str:
         """Return the value."""
         return str(value)
+
+
+# --- Inputs of actions ---------------------------------------------------------------------------
+
+
+def input_field(given: Input) -> serializers.Field:
+    """Return the member of a body for an input of an action."""
+    common: dict[str, Any] = {"help_text": given.help}
+    if given.kind is Kind.FLAG:
+        return Flag(default=False, **common)
+    if not given.is_required:
+        common["required"] = False
+    if given.is_nullable:
+        common["allow_null"] = True
+    numbers = {"min_value": given.minimum, "max_value": given.maximum}
+    match given.kind:
+        case Kind.WHOLE:
+            return Whole(**common, **numbers)
+        case Kind.NUMBER:
+            return Number(**common, **numbers)
+        case Kind.JSON:
+            return JSONValue(**common)
+        case Kind.CHOICE:
+            name = f"Schedule{given.name.title().replace('_', '')}"
+            return NamedChoice(name, [value for value, _label in given.choices], **common)
+        case Kind.MOMENT:
+            return Moment(**common)
+        case _:
+            is_trimmed = given.kind is Kind.TEXT
+            return Text(**common, max_length=given.max_length, trim_whitespace=is_trimmed)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from django.db import transaction
 from django.urls import path
 
-from kjo_django.api import actions, dead_letters, jobs, queues, system, workers, workflows
+from kjo_django.api import (
+    actions,
+    dead_letters,
+    jobs,
+    queues,
+    schedules,
+    system,
+    workers,
+    workflows,
+)
 from kjo_django.api.endpoints import address
 from kjo_django.operations.actions import Subject
 
@@ -33,6 +42,16 @@ urlpatterns = [
     path("workers/<str:id>/", address(workers.read_worker), name="worker"),
     path("workflows/", address(workflows.list_workflows), name="workflows"),
     path("workflows/<str:id>/", address(workflows.read_workflow), name="workflow"),
+    path(
+        "schedules/",
+        address(schedules.list_schedules, schedules.add_schedule),
+        name="schedules",
+    ),
+    path(
+        "schedules/<str:id>/",
+        address(schedules.read_schedule, *actions.methods_at(Subject.SCHEDULES)),
+        name="schedule",
+    ),
     *actions.addresses(),
     path("processed-events/", address(system.find_events), name="processed-events"),
     path("metrics/", address(system.read_metrics), name="metrics"),

@@ -1,4 +1,5 @@
-"""The table of actions: what operators can do to jobs, dead letters, queues and workers.
+"""The table of actions: what operators can do to jobs, dead letters, queues, workers and
+schedules.
 
 Admin, dashboard, REST API and the internal jobs of ``operations.bulk`` are built from its entries.
 Each of them checks the permission of the entry. To add an action, write an operation and an entry.
@@ -19,8 +20,8 @@ from django.utils.translation import ngettext_lazy
 
 from kjo_django import states
 from kjo_django.enqueue.definition import known_queue
-from kjo_django.models import DeadLetter
-from kjo_django.operations import dead_letters, jobs, queues, rescheduling, workers
+from kjo_django.models import DeadLetter, Schedule
+from kjo_django.operations import dead_letters, jobs, queues, rescheduling, schedules, workers
 from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.jobs import Outcomes
@@ -45,6 +46,7 @@ class Subject(enum.StrEnum):
     QUEUES = "queues"
     WORKERS = "workers"
     WORKFLOWS = "workflows"
+    SCHEDULES = "schedules"
 
 
 VIEW_PERMISSIONS: Mapping[Subject, str] = {
@@ -53,6 +55,7 @@ VIEW_PERMISSIONS: Mapping[Subject, str] = {
     Subject.QUEUES: "view_queuecontrol",
     Subject.WORKERS: "view_worker",
     Subject.WORKFLOWS: "view_workflow",
+    Subject.SCHEDULES: "view_schedule",
 }
 """The permissions to see the rows."""
 
@@ -80,6 +83,10 @@ class Kind(enum.Enum):
     WHOLE = enum.auto()
     NUMBER = enum.auto()
     JSON = enum.auto()
+    CHOICE = enum.auto()
+    """One of ``choices``."""
+    MOMENT = enum.auto()
+    """A date and time with its offset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +105,8 @@ class Input:
     minimum: float | None = None
     maximum: float | None = None
     max_length: int | None = None
+    choices: tuple[tuple[str, Any], ...] = ()
+    """Values and labels."""
     is_for_many: bool = False
     """Whether it is for selections and filters only, not for one row."""
     is_in_lists: bool = False
@@ -255,6 +264,16 @@ def _discard(selection: Any, *, note: str, **options: Any) -> Outcomes:
     return Outcomes({"discarded": count} if count else {}, count)
 
 
+def _edit_schedules(selection: Iterable[Any], **options: Any) -> Outcomes:
+    outcomes = Outcomes()
+    for row in selection:
+        known = row if isinstance(row, Schedule) else Schedule(pk=row)
+        changed = schedules.edit(known, **options)
+        outcomes.add("changed" if changed else "unchanged")
+        outcomes.changed_count += bool(changed)
+    return outcomes
+
+
 def _edit_and_replay(selection: Any, *, payload: bytes, **options: Any) -> ReplayReport:
     (id,) = selection.ids
     return dead_letters.edit_and_replay(id, payload, **options)
@@ -338,6 +357,39 @@ def _limit_of_queue(name: str, label: Any, help: Any) -> Input:
     )
 
 
+def _of_schedules(name: str, kind: Kind, **options: Any) -> Input:
+    column: Any = Schedule._meta.get_field(name)
+    choices = tuple(column.choices or ()) if kind is Kind.CHOICE else ()
+    return Input(
+        name=name,
+        kind=kind,
+        label=column.verbose_name,
+        help=column.help_text,
+        max_length=column.max_length if kind is Kind.TEXT else None,
+        choices=choices,
+        is_nullable=True,
+        **options,
+    )
+
+
+SCHEDULE_INPUTS = (
+    _of_schedules("job", Kind.TEXT),
+    _of_schedules("payload", Kind.JSON),
+    _of_schedules("cron", Kind.TEXT),
+    _of_schedules("timezone", Kind.TEXT),
+    _of_schedules("every", Kind.WHOLE, minimum=1),
+    _of_schedules("at", Kind.MOMENT),
+    _of_schedules("queue", Kind.TEXT),
+    _of_schedules("catch_up", Kind.CHOICE),
+    _of_schedules("overlap", Kind.CHOICE),
+    _of_schedules("jitter", Kind.WHOLE, minimum=0, maximum=86_400),
+    _of_schedules("expires_after", Kind.WHOLE, minimum=1),
+    _of_schedules("starts_at", Kind.MOMENT),
+    _of_schedules("ends_at", Kind.MOMENT),
+)
+"""What says when a schedule runs what."""
+
+
 # --- The table ------------------------------------------------------------------------------------
 
 
@@ -374,6 +426,15 @@ _of_worker = functools.partial(
     harmless=frozenset({"unchanged"}),
     rest=RestSchema(problems=(404, 409)),
 )
+
+_of_schedule = functools.partial(
+    Action,
+    subject=Subject.SCHEDULES,
+    result="changed",
+    harmless=frozenset({"unchanged"}),
+    rest=RestSchema(problems=(404, 409)),
+)
+
 TABLE: tuple[Action, ...] = (
     _of_waiting_job(
         name="run_now",
@@ -665,6 +726,79 @@ TABLE: tuple[Action, ...] = (
         operation=workers.stop,
         log="Asked to stop.",
         done=ngettext_lazy("The worker is stopping.", "%d workers are stopping."),
+        is_dangerous=True,
+    ),
+    _of_schedule(
+        name="run_now",
+        label=_("Run now"),
+        about="Enqueue the job of a schedule once, now; its ticks stay as they are.",
+        permission="run_schedule",
+        operation=schedules.run_now,
+        log="Run now.",
+        done=ngettext_lazy("%d job was enqueued.", "%d jobs were enqueued."),
+        result="enqueued",
+        harmless=frozenset(),
+        applies=lambda state: "broken" not in state.split(),
+    ),
+    _of_schedule(
+        name="pause",
+        label=_("Pause"),
+        about="Let a schedule have no ticks until it is resumed.",
+        permission="pause_schedule",
+        operation=schedules.pause,
+        log="Paused.",
+        done=ngettext_lazy("%d schedule was paused.", "%d schedules were paused."),
+        applies=lambda state: not {"paused", "disabled"} & set(state.split()),
+    ),
+    _of_schedule(
+        name="resume",
+        label=_("Resume"),
+        about="Let a paused schedule have ticks again; those of the meantime are not made up for.",
+        permission="pause_schedule",
+        operation=schedules.resume,
+        log="Resumed.",
+        done=ngettext_lazy("%d schedule was resumed.", "%d schedules were resumed."),
+        applies=lambda state: "paused" in state.split(),
+    ),
+    _of_schedule(
+        name="edit",
+        label=_("Edit"),
+        about="Change a schedule. Of one that the code declares, what is changed stays so until a "
+        "reset.",
+        permission="change_schedule",
+        operation=_edit_schedules,
+        log="Changed: {inputs}.",
+        done=ngettext_lazy("%d schedule was changed.", "%d schedules were changed."),
+        inputs=SCHEDULE_INPUTS,
+        surfaces=Surface.DASHBOARD | Surface.REST,
+        rest=RestSchema(
+            body="ScheduleBody",
+            about="What to change; one that is not given stays, null goes back to the default.",
+            method="PATCH",
+            path="",
+            problems=(404,),
+        ),
+    ),
+    _of_schedule(
+        name="reset",
+        label=_("Back to the code"),
+        about="Give a schedule back what the code declares.",
+        permission="change_schedule",
+        operation=schedules.reset,
+        log="Given back to the code.",
+        done=ngettext_lazy("%d schedule is as declared.", "%d schedules are as declared."),
+        applies=lambda state: "overridden" in state.split(),
+    ),
+    _of_schedule(
+        name="delete",
+        label=_("Delete"),
+        about="Delete a schedule that the code does not declare; its jobs stay.",
+        permission="delete_schedule",
+        operation=schedules.delete,
+        log="Deleted.",
+        done=ngettext_lazy("%d schedule was deleted.", "%d schedules were deleted."),
+        result="deleted",
+        applies=lambda state: "deletable" in state.split(),
         is_dangerous=True,
     ),
 )

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timedelta
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import UUID
 
 from django.db.models import QuerySet
 
-from kjo_django import registry
-from kjo_django.conf import ScheduleOptions, read_schedule
+from kjo_django.conf import read_schedule
 from kjo_django.enqueue.storing import store
 from kjo_django.ids import uuid7
-from kjo_django.models import Job, Schedule
+from kjo_django.models import Schedule
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import Observer, key_of
-from kjo_django.runtime import Runtime, current_runtime, jobs_database
+from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.schedules.declarations import (
     COLUMNS,
     TIMES,
@@ -27,15 +26,14 @@ from kjo_django.schedules.declarations import (
     columns_of,
     insert,
     locked,
-    problem_of,
 )
 from kjo_django.schedules.ticker import id_prefix, tick_job
 from kjo_django.values import refuse_unknown
 
+logger = logging.getLogger("kjo_django")
+
 Selection = QuerySet[Schedule] | Iterable[Schedule | UUID | str]
 """Schedules, or their primary keys."""
-FORM_RUNS = 5
-"""Ticks that a form shows."""
 
 
 class ScheduleResult(enum.StrEnum):
@@ -53,23 +51,6 @@ class ScheduleResult(enum.StrEnum):
 
 
 CHANGES = frozenset({ScheduleResult.CHANGED, ScheduleResult.ENQUEUED, ScheduleResult.DELETED})
-
-
-# --- When it runs ---------------------------------------------------------------------------------
-
-
-def next_runs(schedule: Schedule | ScheduleOptions, count: int = FORM_RUNS) -> list[datetime]:
-    """Return the next ticks of a schedule, or of options that have been ``checked``, in UTC.
-
-    Those of a paused schedule are what it would have.
-    """
-    now = current_runtime().clock.now()
-    if isinstance(schedule, ScheduleOptions):
-        return Schedule(**columns_of(schedule)).timetable.next_ticks(now, count)
-    if schedule.next_at is None:
-        return []
-    later = schedule.timetable.next_ticks(schedule.next_at, count - 1, schedule.next_at)
-    return [schedule.next_at, *later]
 
 
 # --- Changes --------------------------------------------------------------------------------------
@@ -225,79 +206,3 @@ def _save(row: Schedule, runtime: Runtime, actor: str, on_changed: Observer | No
     row.save(using=runtime.database)
     if on_changed is not None:
         on_changed([row])
-
-
-# --- What there is --------------------------------------------------------------------------------
-
-
-def history(schedule: Schedule, limit: int = 50) -> list[Job]:
-    """Return the latest jobs of a schedule in the queue it has now, newest first, without payloads;
-    pruned ones are gone."""
-    handler = registry.enqueueable(schedule.job)
-    # An index has queue and unique id: without the queue, every job is looked at.
-    queue = schedule.queue or (handler.options.queue if handler is not None else "default")
-    jobs = Job.objects.using(jobs_database()).defer("payload", "result")
-    jobs = jobs.filter(queue=queue, unique_id__startswith=id_prefix(schedule.name))
-    return list(jobs.order_by("-id")[:limit])
-
-
-def last_jobs(rows: Sequence[Schedule]) -> dict[UUID, Job]:
-    """Return the last job of each schedule by the schedule's id, without payloads; pruned ones are
-    left out."""
-    ids = {row.last_job_id: row.pk for row in rows if row.last_job_id is not None}
-    jobs = Job.objects.using(jobs_database()).defer("payload", "result").filter(pk__in=list(ids))
-    return {ids[job.pk]: job for job in jobs}
-
-
-def late(after: timedelta = timedelta(seconds=60), limit: int = 20) -> list[Schedule]:
-    """Return schedules whose tick has been due for longer: no worker stores it."""
-    runtime = current_runtime()
-    rows = Schedule.objects.using(runtime.database).filter(
-        is_enabled=True, is_paused=False, next_at__lt=runtime.clock.now() - after
-    )
-    return list(rows.order_by("next_at")[:limit])
-
-
-def overview(names: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Return what commands and the REST API show of each schedule, by name.
-
-    :param names: of the schedules to show; all if none is given.
-    """
-    runtime = current_runtime()
-    rows = Schedule.objects.using(runtime.database).order_by("name")
-    wanted = list(names)
-    found = list(rows.filter(name__in=wanted) if wanted else rows)
-    jobs, now = last_jobs(found), runtime.clock.now()
-    return [described(row, jobs.get(row.pk), now) for row in found]
-
-
-def described(row: Schedule, last_job: Job | None, now: datetime) -> dict[str, Any]:
-    """Return what is shown of a schedule.
-
-    :param last_job: its last job, if there is one still.
-    """
-    is_active = row.is_enabled and not row.is_paused and row.next_at is not None
-    late_by = (now - row.next_at).total_seconds() if is_active and row.next_at else 0.0
-    return {
-        "id": str(row.pk),
-        "name": row.name,
-        **{name: getattr(row, name) for name in COLUMNS},
-        "source": row.source,
-        "is_enabled": row.is_enabled,
-        "is_paused": row.is_paused,
-        "overridden": row.overridden,
-        "next_at": row.next_at if row.is_enabled and not row.is_paused else None,
-        "last_at": row.last_at,
-        "late_seconds": max(0.0, late_by),
-        "skipped_count": row.skipped_count,
-        "problem": problem_of(row),
-        "last_job_id": None if last_job is None else str(last_job.pk),
-        "last_status": None if last_job is None else str(last_job.status),
-        "last_seconds": None if last_job is None else _seconds_of(last_job),
-    }
-
-
-def _seconds_of(job: Job) -> float | None:
-    if job.started_at is None or job.finished_at is None:
-        return None
-    return (job.finished_at - job.started_at).total_seconds()

@@ -101,11 +101,11 @@ def checked(
         when = "at" if options.at else "cron"
         problems = [Problem(f"{where}['{when}']: there is no tick in the future.", "", key=when)]
     if problems:
-        raise ScheduleFaults({one.key: _field_text(one, where) for one in reversed(problems)})
+        raise ScheduleFaults({one.key: field_text(one, where) for one in reversed(problems)})
     return options
 
 
-def _field_text(problem: Problem, where: str) -> str:
+def field_text(problem: Problem, where: str) -> str:
     """Return the text of a problem beside the field it is about."""
     text = problem.message.removeprefix(f"{where}[{problem.key!r}]").removeprefix(where)
     text = text.lstrip(": ")

@@ -90,6 +90,12 @@ class Site:
     def click(self, selector: str) -> None:
         self.find(selector).click()
 
+    def fill(self, name: str, value: str) -> None:
+        """Type a value into a field of the form, in place of what is there."""
+        field = self.find(f"form[data-kjo-preview] [name={name}]")
+        field.clear()
+        field.send_keys(value)
+
     def press(self, text: str) -> None:
         """Press a button or a link by its words, which a refresh may just be replacing."""
         words = f"//*[self::button or self::a][normalize-space()='{text}']"
@@ -379,3 +385,43 @@ def test_two_browsers_watch_four_workers_for_ten_minutes(engine: Engine, site: S
     engine.settle()
     assert engine.entries.count() == 200 * count
     assert all(worker.stop() == 0 for worker in workers)
+
+
+@EVERY
+def test_a_schedule_is_added_runs_now_and_is_paused(
+    engine: Engine, site: Site, worker: Program
+) -> None:
+    # Given the form of a new schedule
+    site.open("schedules/")
+    site.press("Add a schedule")
+    values = {"name": "nightly", "job": "ledger.write", "cron": "61 3 * * *"}
+    for name, value in values.items():
+        site.fill(name, value)
+    # When its expression is wrong, the form names the place of the fault, without being sent
+    site.wait_for("minute", "#kjo-preview")
+    # When it is mended, the next five runs are shown by the clocks of the zone
+    site.fill("cron", "30 3 * * *")
+    site.fill("timezone", "Asia/Kolkata")
+    engine.wait_until(
+        lambda: (
+            [run.text for run in site.find_all("#kjo-preview li")].count("") == 0
+            and len(site.find_all("#kjo-preview li")) == 5
+        ),
+        "The next five runs were never shown",
+    )
+    assert all("03:30:00 IST" in run.text for run in site.find_all("#kjo-preview li"))
+    site.fill("payload", '{"job": "scheduled"}')
+    site.press("Add")
+    site.wait_for("Added: nightly")
+    # Then it runs now
+    site.press("Run now")
+    site.wait_for("1 job was enqueued.")
+    engine.wait_until(lambda: engine.ledger()["scheduled"] == 1, "It never ran")
+    site.wait_for("Completed")
+    assert len(site.find_all(".kjo-next li")) == 5
+    # And is paused
+    site.press("Pause")
+    site.wait_for("1 schedule was paused.")
+    site.wait_for("Paused")
+    site.press("Resume")
+    site.wait_for("1 schedule was resumed.")

@@ -13,7 +13,7 @@ from django.urls import get_resolver
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from kjo_django.models import QueueControl, Workflow
+from kjo_django.models import QueueControl, Schedule, Workflow
 from tests.api.conftest import Login, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory, WorkerFactory
 
@@ -122,6 +122,41 @@ ENDPOINTS = [
         {},
         audited="Resumed.",
     ),
+    Endpoint("GET", "schedules/", ("view_schedule",)),
+    Endpoint(
+        "POST",
+        "schedules/",
+        ("view_schedule", "add_schedule"),
+        {"name": "new", "job": "tests.greet", "payload": {"name": "Ada"}, "every": 60},
+        201,
+        "Added.",
+    ),
+    Endpoint("GET", "schedules/{schedule}/", ("view_schedule",)),
+    Endpoint(
+        "PATCH",
+        "schedules/{schedule}/",
+        ("view_schedule", "change_schedule"),
+        {"every": 90},
+        audited="Changed: every: 90.",
+    ),
+    *(
+        Endpoint(
+            "POST", f"schedules/{{schedule}}/{name}/", ("view_schedule", codename), {}, 200, audited
+        )
+        for name, codename, audited in (
+            ("run-now", "run_schedule", "Run now."),
+            ("pause", "pause_schedule", "Paused."),
+            ("reset", "change_schedule", ""),
+            ("delete", "delete_schedule", "Deleted."),
+        )
+    ),
+    Endpoint(
+        "POST",
+        "schedules/{paused}/resume/",
+        ("view_schedule", "pause_schedule"),
+        {},
+        audited="Resumed.",
+    ),
     Endpoint("GET", "workers/", ("view_worker",)),
     Endpoint("GET", "workers/{worker}/", ("view_worker",)),
     Endpoint(
@@ -156,6 +191,13 @@ ENDPOINTS = [
 each_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS, ids=str)
 
 
+def nightly(name: str, **columns: Any) -> Schedule:
+    payload = {"name": "Ada"}
+    row = Schedule(name=name, job="tests.greet", payload=payload, every=60, **columns)
+    row.save()
+    return row
+
+
 @pytest.fixture
 def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Send an endpoint's request about rows that are there."""
@@ -172,6 +214,8 @@ def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         "worker": WorkerFactory().pk,
         "quiet": WorkerFactory(wish="quiet").pk,
         "workflow": Workflow.objects.create(name="import").pk,
+        "schedule": nightly("one").pk,
+        "paused": nightly("paused", is_paused=True).pk,
     }
 
     def send(client: APIClient, endpoint: Endpoint) -> Any:

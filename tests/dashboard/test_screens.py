@@ -16,7 +16,7 @@ from django.utils import timezone
 from kjo_django import registry
 from kjo_django.admin.dashboard import SCREENS
 from kjo_django.ids import uuid7
-from kjo_django.models import Job
+from kjo_django.models import Job, Schedule
 from tests.dashboard.conftest import texts, url
 from tests.factories import (
     DeadLetterFactory,
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.django_db
 
 EVIL = "<script>alert(1)</script>"
 PAGES = ["overview", "queues", "jobs", "dead_letters", "letters", "consumers", "events", "status"]
+PAGES += ["schedules", "schedule_add", "schedule_preview"]
 MOST_QUERIES = 12
 
 
@@ -44,7 +45,8 @@ def rows():
     ProcessedEventFactory()
     MetricBucketFactory(queue="emails", worker_id=worker.pk)
     QueueControlFactory(queue="emails")
-    return {"job": job, "letter": letter, "worker": worker}
+    schedule = Schedule.objects.create(name="nightly", job="ledger.write", every=60)
+    return {"job": job, "letter": letter, "worker": worker, "schedule": schedule}
 
 
 def pages(rows):
@@ -55,6 +57,8 @@ def pages(rows):
         url("job", rows["job"].pk),
         url("letter", rows["letter"].pk),
         url("letter_edit", rows["letter"].pk),
+        url("schedule", rows["schedule"].pk),
+        url("schedule_edit", rows["schedule"].pk),
         url("jobs_all", "requeue") + "?q=state:failed",
         url("replay") + "?all=1",
         url("discard") + "?all=1",
@@ -89,7 +93,8 @@ def test_each_screen_asks_for_its_own_permission(operator, rows, screen):
         pytest.skip("asks for no other")
     client = operator("view_dashboard")
     keys = {"queue": "emails", "action": "requeue", "job": rows["job"].pk}
-    keys |= {"letter": rows["letter"].pk, "worker": rows["worker"].pk, "workflow": uuid7()}
+    keys |= {name: rows[name].pk for name in ("letter", "worker", "schedule")}
+    keys["workflow"] = uuid7()
     arguments = [keys[name] for name in re.findall(r"<\w+:(\w+)>", screen.path)]
     ask = client.post if screen.is_action else client.get
     assert ask(url(screen.name, *arguments)).status_code == 403
@@ -365,7 +370,18 @@ def test_hostile_data_is_inert(everybody, text):
     MetricBucketFactory(queue=row, handler=row, worker_id=worker.pk)
     ProcessedEventFactory(event_id=row, event_type=row, service_name=row)
     QueueControlFactory(queue=row, changed_by=row, is_paused=True)
-    rows = {"job": job, "letter": letter, "worker": worker}
+    schedule = Schedule.objects.create(
+        name=row[:50],
+        job=row,
+        payload={"text": text.replace("\0", "")},
+        every=60,
+        timezone="No/Zone",
+        changed_by=row,
+        problem=row,
+        overridden=[row],
+        next_at=timezone.now(),
+    )
+    rows = {"job": job, "letter": letter, "worker": worker, "schedule": schedule}
     queue_page = [url("queue", row)] if "/" not in row else []
     for address in [*pages(rows), *queue_page, url("jobs") + "?q=x", url("letters") + "?error=e"]:
         response = everybody.get(address)

@@ -12,7 +12,7 @@ from django.utils import timezone
 
 from kjo_django.admin.dashboard import SCREENS
 from kjo_django.admin.dashboard.page import button_actions, screen_of
-from kjo_django.models import DeadLetter, Job, QueueControl, Worker
+from kjo_django.models import DeadLetter, Job, QueueControl, Schedule, Worker
 from kjo_django.operations.actions import ACTIONS, TABLE, VIEW_PERMISSIONS, Subject, Surface
 from kjo_django.operations.internal import UserActor
 from tests.dashboard.conftest import texts, url
@@ -25,6 +25,7 @@ MODELS = {
     Subject.LETTERS: DeadLetter,
     Subject.QUEUES: QueueControl,
     Subject.WORKERS: Worker,
+    Subject.SCHEDULES: Schedule,
 }
 EXPIRY = ACTIONS["change_expiry"]
 HOUR = timedelta(hours=1)
@@ -38,6 +39,8 @@ def on(surface):
 def row_of(subject):
     if subject == Subject.QUEUES:
         return QueueControl.objects.create(queue="emails")
+    if subject == Subject.SCHEDULES:
+        return Schedule.objects.create(name="nightly", job="ledger.write", every=60)
     factories = {
         Subject.JOBS: JobFactory,
         Subject.LETTERS: DeadLetterFactory,
@@ -70,7 +73,7 @@ def test_the_admin_offers_it_to_those_with_its_permission(operator, action):
 @on(Surface.DASHBOARD)
 def test_the_dashboard_has_an_address_for_it_with_its_permission(action):
     if action not in button_actions(action.subject):
-        return  # limits and payloads are edited on pages of their own
+        return  # limits, payloads and schedules are edited on pages of their own
     (screen,) = [each for each in SCREENS if each.name == screen_of(action)]
     assert screen.permission == action.permission
 
@@ -83,6 +86,7 @@ def test_the_rest_api_has_an_endpoint_for_it_with_its_permissions(action):
         Subject.LETTERS: "dead-letters/x/",
         Subject.QUEUES: "queues/x/",
         Subject.WORKERS: "workers/x/",
+        Subject.SCHEDULES: "schedules/x/",
     }
     last = "" if action.rest.path == "" else f"{action.name.replace('_', '-')}/"
     view = resolve(f"/kjo/{places[action.subject]}{last}", "tests.api.urls").func.view_class

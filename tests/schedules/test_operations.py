@@ -9,9 +9,10 @@ import pytest
 
 from kjo_django.models import Job, Schedule
 from kjo_django.operations import schedules
-from kjo_django.operations.schedules import ScheduleFaults, next_runs
 from kjo_django.runtime import current_runtime
-from kjo_django.schedules.declarations import checked, synchronize
+from kjo_django.schedules import shown
+from kjo_django.schedules.declarations import ScheduleFaults, checked, synchronize
+from kjo_django.schedules.shown import next_runs
 from kjo_django.testing import drain
 from tests.schedules.conftest import minutes, now, scheduled, step, ticks_of
 
@@ -125,12 +126,12 @@ def test_running_now(clock):
     for _ in range(2):
         assert schedules.run_now([row], actor="ann").counts == {"enqueued": 1}
     assert drain().completed == 2
-    assert len(schedules.history(row)) == 2
+    assert len(shown.history(row)) == 2
     row.refresh_from_db()
     assert (row.next_at, row.last_at) == (now() + minutes(1), None)
-    (shown,) = schedules.overview()
-    assert shown["last_status"] == "completed"
-    assert shown["last_seconds"] is not None
+    (found,) = shown.overview()
+    assert found["last_status"] == "completed"
+    assert found["last_seconds"] is not None
     # A handler that asks for its tick is given the moment
     assert Job.objects.first().headers["kjo-scheduled-for"] == now().isoformat()
 
@@ -138,8 +139,8 @@ def test_running_now(clock):
 def test_running_one_whose_job_is_gone(clock):
     row = scheduled(job="shop.gone")
     assert schedules.run_now([row]).counts == {"broken": 1}
-    (shown,) = schedules.overview(["nightly"])
-    assert shown["problem"].startswith("schedule['job']: no job is named 'shop.gone'.")
+    (found,) = shown.overview(["nightly"])
+    assert found["problem"].startswith("schedule['job']: no job is named 'shop.gone'.")
 
 
 def test_deleting(clock, settings):
@@ -157,4 +158,4 @@ def test_the_history_is_of_one_schedule_alone(clock):
     names = ["a", "a%", "a_", "ab"]
     rows = [scheduled(name) for name in names]
     schedules.run_now(rows)
-    assert [len(schedules.history(row)) for row in rows] == [1, 1, 1, 1]
+    assert [len(shown.history(row)) for row in rows] == [1, 1, 1, 1]

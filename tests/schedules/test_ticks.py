@@ -9,7 +9,7 @@ import pytest
 
 from kjo_django import registry
 from kjo_django.models import Job, Schedule
-from kjo_django.operations.schedules import history, late
+from kjo_django.schedules.shown import history, late
 from kjo_django.states import JobState
 from kjo_django.testing import drain
 from tests.schedules.conftest import minutes, now, scheduled, step, ticks_of

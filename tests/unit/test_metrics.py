@@ -24,7 +24,7 @@ from kjo_django.contrib.prometheus import MetricsView, exposition
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, DeadLetter
+from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, DeadLetter, Schedule
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
@@ -228,6 +228,23 @@ def test_the_queues_the_relay_and_the_workers_as_they_are(monkeypatch):
     assert value(families, "kjo_jobs_running") == 4
     assert value(families, "kjo_worker_lanes") == 8
     assert value(families, "kjo_workers_memory_bytes") == 2000
+
+
+def test_schedules_are_counted_by_state_and_the_latest_is_told():
+    now = timezone.now().replace(minute=30, second=0, microsecond=0)
+    for name, columns in {
+        "late": {"next_at": now - timedelta(seconds=90), "skipped_count": 2, "last_at": now},
+        "broken": {"next_at": now, "problem": "no such job", "skipped_count": 1},
+        "paused": {"next_at": now - timedelta(days=1), "is_paused": True},
+        "removed": {"is_enabled": False},
+    }.items():
+        Schedule.objects.create(name=name, job="x", every=60, **columns)
+    found = scrape()
+    states = dict.fromkeys(("active", "broken", "paused", "disabled"), 1)
+    assert {state: value(found, "kjo_schedules", state=state) for state in states} == states
+    assert value(found, "kjo_schedule_late_seconds") == 90
+    assert value(found, "kjo_schedule_skipped", "_total") == 3
+    assert value(found, "kjo_schedule_last_tick_timestamp_seconds") == now.timestamp()
 
 
 def test_due_jobs_are_counted_and_delayed_ones_are_not():

@@ -15,6 +15,7 @@ from kjo_django.admin.dashboard import (
     jobs,
     overview,
     queues,
+    schedules,
     system,
     workflows,
 )
@@ -29,6 +30,7 @@ SCREENS: tuple[Screen, ...] = (
     *queues.SCREENS,
     *jobs.SCREENS,
     *workflows.SCREENS,
+    *schedules.SCREENS,
     *dead_letters.SCREENS,
     *system.SCREENS,
 )

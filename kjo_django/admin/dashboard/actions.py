@@ -25,7 +25,7 @@ from kjo_django.admin.dashboard.dead_letters import address_of, selection_of
 from kjo_django.admin.dashboard.jobs import search_of
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, forget, screen_of
 from kjo_django.admin.dashboard.workflows import find as find_workflow
-from kjo_django.models import Job, Worker
+from kjo_django.models import Job, Schedule, Worker
 from kjo_django.operations import bulk, dead_letters, queues, search
 from kjo_django.operations.actions import (
     ACTIONS,
@@ -307,6 +307,13 @@ def change_chosen_workflows(page: Page, action: str) -> HttpResponse:
     return carry_out(page, found, chosen, {}, "workflows")
 
 
+def change_schedule(action: Action, page: Page, schedule: UUID) -> HttpResponse:
+    """Carry out an action on one schedule."""
+    if not Schedule.objects.using(jobs_database()).filter(pk=schedule).exists():
+        raise Http404(_("There is no such schedule."))
+    return carry_out(page, action, [schedule], {}, "schedules")
+
+
 # --- Screens --------------------------------------------------------------------------------------
 
 
@@ -330,6 +337,7 @@ def _screens() -> list[Screen]:
         Subject.WORKERS: ("consumers/<uuid:worker>/", change_worker),
         Subject.LETTERS: ("dead-letters/", change_letters),
         Subject.WORKFLOWS: ("workflows/<uuid:workflow>/", change_workflow),
+        Subject.SCHEDULES: ("schedules/<uuid:schedule>/", change_schedule),
     }
     for subject, (place, view) in places.items():
         for action in button_actions(subject):

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from django.db.models import Count, Max, Min, Q, Sum
 from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import BOUNDS, DeadLetter, DeadLetterReason, DeadLetterState, Job
+from kjo_django.models import BOUNDS, DeadLetter, DeadLetterReason, DeadLetterState, Job, Schedule
 from kjo_django.operations.monitoring import metrics, status
 from kjo_django.operations.monitoring.health import lag_by_partition
 from kjo_django.operations.queues import overview
@@ -72,6 +73,7 @@ def collect(timeout: float) -> list[Family]:
         *_relay(now),
         *_workers(now),
         *_workflows(now),
+        *_schedules(now),
         memory,
         _sessions(),
         collected,
@@ -235,6 +237,34 @@ def _workflows(now: datetime) -> Iterable[Family]:
         count.add(number, workflow=name, state=state)
         age.add(seconds_since(created_at, now) or 0.0, workflow=name, state=state)
     return count, age
+
+
+def _schedules(now: datetime) -> Iterable[Family]:
+    rows = Schedule.objects.using(jobs_database())
+    active = Q(is_enabled=True, is_paused=False, next_at__isnull=False)
+    found = rows.aggregate(
+        active=Count("pk", filter=active & Q(problem="")),
+        paused=Count("pk", filter=Q(is_enabled=True, is_paused=True)),
+        broken=Count("pk", filter=active & ~Q(problem="")),
+        disabled=Count("pk", filter=Q(is_enabled=False)),
+        due_at=Min("next_at", filter=active),
+        last_at=Max("last_at"),
+        skipped=Sum("skipped_count"),
+    )
+    count = Family("kjo_schedules", "gauge", "Schedules by state.")
+    for state in ("active", "paused", "broken", "disabled"):
+        count.add(found[state], state=state)
+    late = Family(
+        "kjo_schedule_late_seconds", "gauge", "For how long the oldest tick that is due waits."
+    )
+    late.add(max(0.0, (now - found["due_at"]).total_seconds()) if found["due_at"] else 0.0)
+    last = Family(
+        "kjo_schedule_last_tick_timestamp_seconds", "gauge", "When the latest tick was stored."
+    )
+    last.add(found["last_at"].timestamp() if found["last_at"] else 0.0)
+    skipped = Family("kjo_schedule_skipped_total", "counter", "Ticks that got no job.")
+    skipped.add(found["skipped"] or 0)
+    return count, late, last, skipped
 
 
 def _redis_memory(deadline: float) -> tuple[Family, bool]:

@@ -12,7 +12,7 @@ from kjo_django.management.commands._shared import KjoCommand, positive
 from kjo_django.models import Schedule
 from kjo_django.operations import schedules
 from kjo_django.runtime import current_runtime
-from kjo_django.schedules import celery_beat
+from kjo_django.schedules import celery_beat, shown
 from kjo_django.schedules.ticker import Ticker
 from kjo_django.values import did_you_mean
 from kjo_django.worker.duties import DutyThread
@@ -71,10 +71,10 @@ class Command(KjoCommand):
             )
             return {"action": action, "imported": taken}, all(one["is_taken"] for one in taken)
         if action == "list":
-            return {"action": action, "schedules": schedules.overview(names)}, True
+            return {"action": action, "schedules": shown.overview(names)}, True
         rows = _rows(names)
         if action == "next":
-            ticks = {row.name: schedules.next_runs(row, options["count"]) for row in rows}
+            ticks = {row.name: shown.next_runs(row, options["count"]) for row in rows}
             return {"action": action, "next": ticks}, True
         outcomes = CHANGES[action](rows, actor=ACTOR)
         is_ok = schedules.ScheduleResult.BROKEN not in outcomes.counts

@@ -26,7 +26,6 @@ from kjo_django.conf import QueueConf, get_settings
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.ids import ago
 from kjo_django.models import Job, MetricBucket
-from kjo_django.operations import schedules
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.monitoring import status
 from kjo_django.operations.queues import overview, paused_queues
@@ -39,6 +38,7 @@ from kjo_django.runtime import (
     jobs_database,
     transport_class,
 )
+from kjo_django.schedules import shown as schedules_shown
 
 logger = logging.getLogger("kjo_django")
 
@@ -327,7 +327,7 @@ def _scaling(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
 
 
 def _schedules(thresholds: Thresholds, timeout: float) -> tuple[bool, str, str]:
-    late = schedules.late()
+    late = schedules_shown.late()
     if not late:
         return True, "none is late", ""
     shown = "; ".join(f"{row.name} ({row.problem})" if row.problem else row.name for row in late)

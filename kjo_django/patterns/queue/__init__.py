@@ -11,9 +11,9 @@ images.enqueue_and_wait("img-1", {"url": "…"}, timeout=30)
 
 from kjo_django.enqueue.waiting import NO_RESULT
 from kjo_django.operations.jobs import CancelResult, RequeueResult
-from kjo_django.operations.message_status import MessageStatus, UpdateTtlResult
 from kjo_django.patterns.queue.client import EnqueueResult, Queue
 from kjo_django.patterns.queue.handlers import AfterExecution, QueueJob
+from kjo_django.patterns.queue.message_status import MessageStatus, UpdateTtlResult
 
 __all__ = [
     "NO_RESULT",

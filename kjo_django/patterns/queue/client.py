@@ -33,11 +33,11 @@ from kjo_django.messages.headers import MAX_TYPE_LENGTH
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.models import DeadLetter, Job, source_of_job
 from kjo_django.operations import jobs as operations
-from kjo_django.operations import message_status as statuses
 from kjo_django.operations.jobs import CancelResult, RequeueResult
-from kjo_django.operations.message_status import MessageStatus, UpdateTtlResult
+from kjo_django.patterns.queue import message_status as statuses
 from kjo_django.patterns.queue.events import Events, Listener
 from kjo_django.patterns.queue.handlers import Hook, QueueHandler, adapt, attempts_in
+from kjo_django.patterns.queue.message_status import MessageStatus, UpdateTtlResult
 from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.states import JobState
 from kjo_django.values import refuse_unknown, whole

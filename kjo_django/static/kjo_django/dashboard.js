@@ -125,6 +125,42 @@
         plan();
     }
 
+    // --- A preview beside a form -------------------------------------------------------------------
+
+    const form = document.querySelector("form[data-kjo-preview]");
+    const preview = document.getElementById("kjo-preview");
+    const UNSENT = ["csrfmiddlewaretoken", "payload"];
+    let previewTimer = null;
+    let previewNumber = 0;
+
+    async function showPreview() {
+        const number = ++previewNumber;
+        const values = new URLSearchParams();
+        for (const [name, value] of new FormData(form)) {
+            if (!UNSENT.includes(name)) {
+                values.set(name, value);
+            }
+        }
+        try {
+            const response = await fetch(`${form.dataset.kjoPreview}?${values}`, {
+                headers: { "X-Kjo-Fragment": "1" }, redirect: "manual", credentials: "same-origin",
+            });
+            if (response.status === 200 && number === previewNumber) {
+                const html = await response.text();
+                Idiomorph.morph(preview, html, { morphStyle: "innerHTML" });
+            }
+        } catch {
+            // the button of the form shows it, too
+        }
+    }
+
+    if (form && preview) {
+        form.addEventListener("input", () => {
+            clearTimeout(previewTimer);
+            previewTimer = setTimeout(showPreview, 300);
+        });
+    }
+
     // --- Selecting rows, keys -------------------------------------------------------------------
 
     document.addEventListener("change", (event) => {
