@@ -12,6 +12,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -533,6 +534,9 @@ def _name_of(job: Job) -> str:
     if job.destination or job.handler.startswith("kjo_django."):
         return ""
     arguments = job.arguments
+    if job.handler == "faults.tick":
+        tick = datetime.fromisoformat((job.headers or {})["kjo-scheduled-for"])
+        return f"{arguments.get('prefix', 'tick')}-{tick:%H:%M:%S}"
     for part in ("kwargs", "data"):
         if isinstance(arguments, dict) and isinstance(arguments.get(part), dict):
             arguments = arguments[part]

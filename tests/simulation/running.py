@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -20,10 +21,11 @@ from asgiref.sync import async_to_sync
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.test import override_settings
+from django.utils import timezone
 
 from kjo_django import registry, states
 from kjo_django.engine.runners.loop import LoopRunner
-from kjo_django.models import DeadLetter, Job
+from kjo_django.models import DeadLetter, Job, Schedule
 from kjo_django.operations import dead_letters
 from kjo_django.operations import jobs as operations
 from kjo_django.transports.database.transport import forget_groups
@@ -34,11 +36,12 @@ from tests.faults.clock import Clock
 from tests.faults.patterns import STREAM
 from tests.faults.process import Process
 from tests.faults.scenarios import OUTSIDE, QUEUE, _queue_of
+from tests.faults.schedules import declare, name_of, ticks_of
 from tests.faults.world import ROUNDS, World, _name_of
 from tests.ledger.models import Entry
 from tests.simulation import fibers
 from tests.simulation.fibers import CallFault, Fiber, current_fiber
-from tests.simulation.schedule import THREADS, Step
+from tests.simulation.schedule import THREADS, TICKING, Step
 
 QUEUES = (QUEUE, "faults-queue", "tasks", STREAM)
 FROZEN = 3.0
@@ -89,7 +92,7 @@ class Simulated(Process):
     ) -> None:
         self.simulated = boundary
         self._clock = clock
-        super().__init__(name, QUEUES, boundary, lanes=2)
+        super().__init__(name, QUEUES, boundary, lanes=2, ticks=True)
         self._fiber = fiber
         self.fibers: dict[str, Fiber] = {}
         for each in registry._handlers:
@@ -117,11 +120,13 @@ class Simulated(Process):
             "lane": lambda: self.worker.lanes.run_group(0.0),
             "loop": self._run_coroutine,
             "record": self._record,
+            "tick": self._tick,
         }
         return self._step(steps[name.removesuffix("-2")])
 
     def turn(self, *, beats: bool = True) -> bool:
         done = [self.part("beat")] if beats else []
+        done += [self.part("tick")] if Schedule.objects.exists() else []
         done += [self.part(name) for name in ("relay", "poll")]
         for name in ("lane", "loop", "record"):
             while self.part(name):
@@ -235,6 +240,7 @@ class Simulation(World):
         """The names of payloads, of which a later one replaces those that have not begun."""
         self._started = 0
         self.begin_empty()
+        declare()
         self.clock.offset = (self.clock.offset // DAY + 1) * DAY
         try:
             for step in steps:
@@ -284,7 +290,7 @@ class Simulation(World):
                 self._act(process, step)
 
     def _act(self, process: Simulated, step: Step) -> None:
-        thread = step.what[0] if step.action == "go" else THREADS[step.action]
+        thread = step.what[0] if step.action == "go" else {**THREADS, **TICKING}[step.action]
         fiber = process.fiber(thread)
         if not fiber.is_busy:
             if step.action == "go":
@@ -326,6 +332,8 @@ class Simulation(World):
             self.tell_others(process, *what)
         elif action == "produce":
             process.ask(_produce_once)
+        elif action == "schedule":
+            self._schedule(process, *what)
         elif action == "cancel":
             first = Job.objects.filter(queue=QUEUE).order_by("id")[:1]
             self.has_refused |= process.ask(lambda: (operations.cancel(first), True)) is None
@@ -351,6 +359,17 @@ class Simulation(World):
             key = f"k of {topic}" if name.startswith("k") else ""  # order is a matter of one topic
             put = self.kinds.enqueuing(kind, name, ending)
             self.enqueue(process, name, put, key, kind in OUTSIDE)
+
+    def _schedule(self, process: Simulated, name: str) -> None:
+        """Add a schedule of three ticks, each of which has one job."""
+        now = timezone.now()
+        times = {"every": 2, "starts_at": now, "ends_at": now + timedelta(seconds=6)}
+        row = Schedule(
+            name=name, job="faults.tick", payload={"prefix": name}, catch_up="all", **times
+        )
+        row.next_at = row.timetable.next_after(now)
+        if process.ask(lambda: (row.save(force_insert=True), True)) is not None:
+            self.promised += [name_of(name, tick) for tick in ticks_of(row)]
 
     def _withdraw(self, process: Simulated, kind: str, name: str, ending: str) -> None:
         if kind in ("stream", "unique", "debounced"):
@@ -455,6 +474,9 @@ class Simulation(World):
             self.clock.advance(20)
             for process in self.processes:
                 process.part("beat")
+
+    def is_done(self) -> bool:
+        return super().is_done() and not Schedule.objects.filter(next_at__isnull=False).exists()
 
     def _turn_all(self, beats: bool) -> bool:
         """Let each process take a turn; return whether anything was done."""

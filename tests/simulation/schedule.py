@@ -30,6 +30,8 @@ THREADS = {
     "record": "recorder",
 }
 """The thread of a process that takes a step of this action."""
+TICKING = {"schedule": "web", "tick": "schedules"}
+"""Those of periodic schedules, which are put into some of the schedules that were drawn."""
 KINDS = (
     *("atomic", "database-only", "outside", "async", "coroutine"),
     *("batch", "batch-outside", "queue", "unique", "task", "stream", "debounced"),
@@ -84,7 +86,33 @@ class Step:
 
 def drawn(seed: int, count: int) -> list[Step]:
     """Return the schedule of a seed."""
-    return _Draw(random.Random(f"schedule {seed}"), count).steps
+    steps = _Draw(random.Random(f"schedule {seed}"), count).steps
+    return _with_ticks(steps, random.Random(f"ticks {seed}"))
+
+
+def _with_ticks(steps: list[Step], chance: random.Random) -> list[Step]:
+    """Return the schedule with periodic schedules in it, one time in three.
+
+    Nothing befalls their calls but what befalls others in it.
+    """
+    if chance.random() > 1 / 3:
+        return steps
+    calm = [fault.value for fault in CALM]
+    faults = [*calm, *(step.fault for step in steps if step.fault)]
+    found = list(steps)
+    for _ in range(len(steps) // 4):
+        who, at = chance.randrange(MOST_PROCESSES), chance.randrange(MOST_PROCESSES, len(found) + 1)
+        fault = chance.choice(faults) if chance.random() < 0.5 else ""
+        point = chance.choice(("", "INSERT", "UPDATE", "commit", "SELECT"))
+        step = Step("tick", who, fault=fault, at=point if fault else "", nth=chance.choice(NTH[:7]))
+        found[at:at] = [step, Step("time", seconds=chance.choice((0.5, 2.0)))]
+        if fault in calm:
+            later = chance.randrange(at + 1, len(found) + 1)
+            found[later:later] = [Step("go", who, ("schedules",))]
+    for number in range(chance.choice((1, 2, 4))):
+        who, at = chance.randrange(MOST_PROCESSES), chance.randrange(MOST_PROCESSES, len(found))
+        found[at:at] = [Step("schedule", who, (f"s{number}",))]
+    return found
 
 
 class _Draw:
