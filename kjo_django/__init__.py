@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from kjo_django.patterns.streams import AbstractStreamConsumer as AbstractStreamConsumer
     from kjo_django.patterns.streams import AbstractStreamProducer as AbstractStreamProducer
     from kjo_django.retries import exponential as exponential
+    from kjo_django.workflows.definition import Workflow as Workflow
+    from kjo_django.workflows.definition import chain as chain
+    from kjo_django.workflows.definition import group as group
 
 __version__ = "0.1.0"
 
@@ -64,9 +67,12 @@ _PUBLIC = {
     "ProcessingStatus": "kjo_django.patterns.kdlq.config",
     "Queue": "kjo_django.patterns.queue",
     "Retry": "kjo_django.exceptions",
+    "Workflow": "kjo_django.workflows.definition",
+    "chain": "kjo_django.workflows.definition",
     "enqueue_on_save": "kjo_django.enqueue.definition",
     "event_handler": "kjo_django.patterns.events.handlers",
     "exponential": "kjo_django.retries",
+    "group": "kjo_django.workflows.definition",
     "job": "kjo_django.enqueue.definition",
     "kdlq_handler": "kjo_django.patterns.kdlq.handlers",
     "publish_event": "kjo_django.patterns.events.event",

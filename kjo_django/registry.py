@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -181,6 +181,20 @@ class Handler:
         except TypeError as error:
             return str(error)
         return None
+
+    def required_arguments(self, payload: Collection[str]) -> list[str]:
+        """Return the named arguments that the function requires and the payload does not give; none
+        of a function that takes a batch."""
+        if self.options.batch is not None:
+            return []
+        parameters = list(self._signature.parameters.values())[self.options.takes_context :]
+        return [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in _BY_NAME
+            and parameter.default is parameter.empty
+            and parameter.name not in payload
+        ]
 
     def max_attempts(self, queue: QueueConf) -> int:
         """Return how many attempts a message of ``queue`` gets that nobody enqueued here."""

@@ -16,6 +16,7 @@ from kjo_django.messages.headers import message_id
 from kjo_django.models import DeadLetterReason, EventKey
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import NAMED_BY_OTHERS, JobRow
+from kjo_django.workflows.step_context import contexts
 
 _OPEN = frozenset(state.value for state in states.OPEN)
 
@@ -36,12 +37,18 @@ def admit_group(leases: LeaseBook, deliveries: Sequence[Delivery], *, marks: boo
     fresh, rows = load_rows(runtime, deliveries, keys if marks else ())
     if not marks:
         fresh = set(keys) - runtime.store.known_markers(keys)
-    attempts = []
+    attempts, steps = [], []
     for delivery, key in zip(deliveries, keys, strict=True):
         row, is_fresh = rows.get(delivery), key in fresh
         attempt = admit(delivery, row, is_fresh=is_fresh, leases=leases, now=now)
         attempt.key, attempt.is_marked = key, marks and is_fresh
         attempts.append(attempt)
+        if row is not None and row.stage_id is not None and attempt.ending is None:
+            steps.append((attempt, row.id, row.stage_id))
+    if steps:
+        found = contexts(runtime, [(id, stage) for _, id, stage in steps])
+        for attempt, id, _ in steps:
+            attempt.step = found.get(id)
     return attempts
 
 

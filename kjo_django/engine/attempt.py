@@ -17,6 +17,7 @@ from kjo_django.registry import Handler, route_of
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import JobRow
 from kjo_django.transports.base import NoSubscription, Record, Subscription, TopicPartition
+from kjo_django.workflows.step_context import WorkflowContext
 
 
 class Mode(enum.Enum):
@@ -145,6 +146,8 @@ class Reason(enum.StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"
     DELETED = "deleted"
+    WAITING = "waiting"
+    """It is a step of a workflow that waits for others."""
     HAS_ROW = "has_row"
     GENERATION = "generation"
     ATTEMPT = "attempt"
@@ -201,6 +204,8 @@ class Attempt:
     retry_at: datetime | None = None
     pause_seconds: float | None = None
     """For how long its partition is paused after it; None: not at all."""
+    step: WorkflowContext | None = None
+    """Of a workflow's step: what its run may ask and add."""
     row_lease: str | None = None
     """The token under which its job's row was leased; None: it ran in the group's transaction."""
     is_marked: bool = False

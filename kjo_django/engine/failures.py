@@ -55,6 +55,7 @@ from kjo_django.registry import Handler
 from kjo_django.retries import Backoff, Decision, RetryPolicy, import_path
 from kjo_django.runtime import Runtime, get_transport
 from kjo_django.transports.base import OutgoingRecord, Record
+from kjo_django.workflows.countdown import count_ended
 
 logger = logging.getLogger("kjo_django")
 
@@ -245,7 +246,7 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
     # A transaction that has read would be refused its first write on a busy SQLite.
     runtime.store.take_write_lock()
     now = timezone.now()
-    failures, letters = [], []
+    failures, letters, steps = [], [], []
     for attempt in attempts:
         if attempt.is_in_doubt and _was_recorded(using, attempt):
             continue
@@ -254,6 +255,9 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
             # Cancelled or requeued meanwhile: its row says so, nothing is to be added.
             attempt.ending, attempt.reason = Ending.SKIPPED, Reason.CHANGED
             continue
+        if attempt.ending is not Ending.RETRIED and attempt.row and attempt.row.stage_id:
+            ending = states.RESULT_OF[_ACTIONS[attempt.ending]]
+            steps.append((attempt.row.stage_id, attempt.row.id, ending))
         if job_id is not None and attempt.ending in (Ending.RETRIED, Ending.DEAD):
             failures.append(_failure(attempt, job_id, now, worker))
         handler = attempt.delivery.handler
@@ -269,6 +273,8 @@ def record_failures(runtime: Runtime, attempts: Sequence[Attempt], worker: str) 
             letters.append(letter)
     JobFailure.objects.using(using).bulk_create(failures)
     DeadLetter.objects.using(using).bulk_create(letters, ignore_conflicts=True)
+    if steps:
+        count_ended(runtime, steps)
     for attempt in attempts:
         if attempt.ending is Ending.DEAD:
             message, position = attempt.delivery.message, attempt.delivery.record.position

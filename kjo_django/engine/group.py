@@ -447,7 +447,7 @@ class Pipeline:
             leases = [attempt.delivery.lease for attempt in leased]
             is_released = self._leases.release_within(using, leases)
             recorded += completed
-            recorder.complete(store, completed, is_last=True)
+            recorder.complete(self._runtime, completed, is_last=True)
         if is_released:
             self._leases.forget(leases)
             for attempt in leased:

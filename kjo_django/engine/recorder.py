@@ -25,9 +25,11 @@ from kjo_django.engine.handler.connections import answers, drop_broken_connectio
 from kjo_django.exceptions import PublishError
 from kjo_django.models import Job, transition
 from kjo_django.runtime import Runtime
+from kjo_django.states import JobState
 from kjo_django.store import Store
 from kjo_django.store.rows import Completion, JobRow, Place
 from kjo_django.transports.base import Record, Subscription
+from kjo_django.workflows.countdown import count_ended
 
 logger = logging.getLogger("kjo_django")
 
@@ -93,7 +95,7 @@ def record_completions(runtime: Runtime, completed: Sequence[Attempt], token: st
             else:
                 attempt.ending, attempt.reason = Ending.DUPLICATE, Reason.LEASE_LOST
             attempt.is_marked = attempt.is_marked or attempt.key in fresh
-        written = complete(store, winners, token)
+        written = complete(runtime, winners, token)
         lost = [a for a in winners if a.row is not None and a.row.id not in written]
         for attempt in lost:
             attempt.ending, attempt.reason = Ending.SKIPPED, Reason.LEASE_LOST
@@ -103,15 +105,24 @@ def record_completions(runtime: Runtime, completed: Sequence[Attempt], token: st
 
 
 def complete(
-    store: Store, attempts: Sequence[Attempt], token: str | None = None, *, is_last: bool = False
+    runtime: Runtime,
+    attempts: Sequence[Attempt],
+    token: str | None = None,
+    *,
+    is_last: bool = False,
 ) -> set[Any]:
-    """Record completions of jobs in one statement, inside the caller's transaction.
+    """Record completions of jobs in one statement, inside the caller's transaction; of a workflow's
+    steps, release what has waited for them.
 
     :param token: of a row lease that must still be held; those who lost it are refused.
     :param is_last: the caller does nothing more but commit, and what it would do about a refusal is
         nothing either: the commit may go along with the statement.
     :returns: the ids of the jobs recorded.
     """
+    steps = []
+    for attempt in attempts:
+        if attempt.step is not None and attempt.row is not None:
+            steps.append((attempt.step, attempt.row.id))
     completions = [
         Completion(
             row,
@@ -124,7 +135,16 @@ def complete(
         for attempt in attempts
         if (row := attempt.row) is not None
     ]
-    return store.complete(completions, timezone.now(), token=token, is_last=is_last)
+    now, is_last = timezone.now(), is_last and not steps
+    written = runtime.store.complete(completions, now, token=token, is_last=is_last)
+    if steps:
+        ended = [(step, id) for step, id in steps if id in written]
+        count_ended(
+            runtime,
+            [(step.stage_id, id, JobState.COMPLETED) for step, id in ended],
+            [step for step, _ in ended],
+        )
+    return written
 
 
 def complete_open_rows(using: str, duplicates: Sequence[Attempt]) -> None:

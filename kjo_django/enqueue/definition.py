@@ -133,6 +133,14 @@ def _are_headers(headers: Any) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A job and its payload, to be put into a chain, a group or a workflow."""
+
+    job: JobDefinition
+    payload: dict[str, Any]
+
+
 class JobDefinition:
     """A registered handler: call it to run the function here and now, ``enqueue`` it for later."""
 
@@ -180,6 +188,10 @@ class JobDefinition:
         if self._unique is not None:
             self._make_unique(row, payload)
         return store([row], runtime=runtime)[0]
+
+    def step(self, /, **payload: Any) -> Step:
+        """Return a step for a chain, a group or a workflow. It is checked when that is enqueued."""
+        return Step(self, payload)
 
     async def aenqueue(self, /, *arguments: Never, **payload: Any) -> JobHandle:
         """``enqueue`` from asynchronous code."""

@@ -97,7 +97,11 @@ def milliseconds(value: timedelta | int) -> int:
 
 
 def store(
-    jobs: Sequence[Job], *, revives_failed: bool = False, runtime: Runtime | None = None
+    jobs: Sequence[Job],
+    *,
+    revives_failed: bool = False,
+    runtime: Runtime | None = None,
+    waits: bool = False,
 ) -> list[JobHandle]:
     """Store jobs and send them on their way, joining the caller's transaction.
 
@@ -107,6 +111,7 @@ def store(
     :param jobs: one definition's, if they have a ``UniqueRule``.
     :param revives_failed: a failed job of the same id begins a new generation at once, instead of
         being a duplicate until its error expires.
+    :param waits: the jobs are steps of a workflow that wait for others. None has a unique id.
     :raises JobExistsError: the rule says so of one of them.
     """
     if not jobs:
@@ -120,11 +125,13 @@ def store(
         if transport_class(queue.transport).capabilities.transactional
     }
     for job in jobs:
-        is_sent = job.queue in transactional
+        is_sent = job.queue in transactional and not waits
         job.state = JobState.QUEUED if is_sent else JobState.PENDING
+        if waits:
+            job.state = JobState.WAITING
         job.queued_at = job.created_at if is_sent else None
     with tracing.tracer.enqueuing(jobs) if tracing.tracer is not None else nullcontext():
-        if not transactional and all(job.unique_id is None for job in jobs):
+        if waits or (not transactional and all(job.unique_id is None for job in jobs)):
             # The common case of a log transport: one statement needs no transaction of its own.
             store.insert_jobs(jobs)
             answers = [JobHandle(job.pk, "queued") for job in jobs]
@@ -159,6 +166,8 @@ def store_alike(
     keys: Sequence[str],
     payloads: Sequence[bytes],
     runtime: Runtime,
+    *,
+    waits: bool = False,
 ) -> list[JobHandle]:
     """Store a job for each payload, as ``store`` does, without making an instance of each where its
     row can be written without.
@@ -167,9 +176,10 @@ def store_alike(
     Python would look through everything there is for garbage now and then.
 
     :param job: unsaved; what all of them have in common. It is not stored itself.
+    :param waits: the jobs are steps of a workflow that wait for others.
     """
     if (
-        is_transactional(runtime.settings.queue(job.queue))
+        (is_transactional(runtime.settings.queue(job.queue)) and not waits)
         or any(id is not None for id in unique_ids)
         or not runtime.store.may_copy(len(payloads))
     ):
@@ -180,8 +190,8 @@ def store_alike(
             own = {"id": id, "unique_id": unique_id, "key": key, "payload": payload}
             copy.__dict__.update(job.__dict__, _state=ModelState(), **own)
             copies.append(copy)
-        return store(copies, runtime=runtime)
-    job.state = JobState.PENDING
+        return store(copies, runtime=runtime, waits=waits)
+    job.state = JobState.WAITING if waits else JobState.PENDING
     # What the tracer leaves with this one, all of them carry.
     alike = [job] * len(payloads)
     with (

@@ -65,6 +65,7 @@ from kjo_django.runtime import current_runtime, get_transport, jobs_database
 from kjo_django.states import JobState
 from kjo_django.store.counting import COUNT_LIMIT, bounded_count
 from kjo_django.transports.base import OutgoingRecord, Record
+from kjo_django.workflows.countdown import give_up
 
 PREVIEW_LIMIT = 1000
 """Dead letters that a preview reads if no limit is given."""
@@ -471,15 +472,33 @@ def discard(
     open_rows = DeadLetter.objects.using(using).filter(state=DeadLetterState.OPEN)
     for keys in chunks(select(selection)):
         with transaction.atomic(using=using):
-            letters = lock(open_rows.only("pk", "queue", "handler", "topic", "message_id"), keys)
+            columns = ("pk", "queue", "handler", "topic", "message_id", "source_id", "job_id")
+            letters = lock(open_rows.only(*columns), keys)
             count += open_rows.filter(pk__in=[letter.pk for letter in letters]).update(
                 state=DeadLetterState.DISCARDED, closed_at=timezone.now(), note=text[:500]
             )
+            _give_up_steps(letters)
             if on_changed is not None and letters:
                 on_changed(letters)
             send_after_commit(signals.message_discarded, letters, note=note)
         progress(count, None)
     return count
+
+
+def _give_up_steps(letters: Collection[DeadLetter]) -> None:
+    """Cancel what waits for these letters' jobs to be repeated: nobody will."""
+    ids = [letter.job_id for letter in letters if letter.job_id is not None]
+    rows = Job.objects.using(jobs_database()).filter(
+        pk__in=ids, stage__isnull=False, state=JobState.FAILED
+    )
+    sources = {letter.source_id for letter in letters}
+    steps = [
+        stage
+        for stage, id, generation in rows.values_list("stage_id", "pk", "generation")
+        if source_of_job(id, generation) in sources
+    ]
+    if steps:
+        give_up(current_runtime(), steps)
 
 
 # --- Replaying one --------------------------------------------------------------------------------

@@ -41,7 +41,15 @@ from kjo_django.operations.rows import (
     no_progress,
     on_commit,
 )
-from kjo_django.runtime import get_coordination, jobs_database
+from kjo_django.runtime import current_runtime, get_coordination, jobs_database
+from kjo_django.states import JobState
+from kjo_django.workflows.countdown import (
+    await_again,
+    cancel_steps,
+    count_ended,
+    count_reopened,
+    were_cancelled_waiting,
+)
 
 logger = logging.getLogger("kjo_django")
 
@@ -69,6 +77,8 @@ class RequeueResult(enum.StrEnum):
     REQUEUED = "requeued"
     NOT_FOUND = "not_found"
     PROCESSING = "processing"
+    WAITING = "waiting"
+    """The job waits for other steps of its workflow, which alone release it."""
     FORBIDDEN = "forbidden"
     """The job is an internal one, and the user may not do what it does."""
 
@@ -91,6 +101,8 @@ class ChangeResult(enum.StrEnum):
     different routes: messages of other services stay where the topics of their kind are."""
     FORBIDDEN = "forbidden"
     """The job is an internal one, and the user may not do what it does."""
+    WAITING = "waiting"
+    """The job waits for other steps of its workflow, which alone release it."""
     STOPPING = "stopping"
     """The worker has been asked to stop, which nothing undoes."""
     GONE = "gone"
@@ -138,19 +150,49 @@ def cancel(jobs: Selection, *, abort: bool = False, **options: Unpack[ChangeOpti
         rows = Job.objects.using(jobs_database()).filter(pk__in=[job.pk for job in open_jobs])
         ended = {"finished_at": timezone.now(), "lease_token": "", "lease_expires_at": None}
         transition("cancel", rows, **ended)
+        _count_steps(open_jobs, count_ended, JobState.CANCELLED)
         channels = {str((job.headers or {}).get(names.REPLY_TO, "")) for job in open_jobs}
         on_commit(jobs_database(), functools.partial(notify_waiters, channels))
         send_after_commit(signals.job_cancelled, open_jobs)
         return open_jobs
 
-    result = CancelResult.CANCELLED
-    outcomes = change_open_jobs(jobs, change, result, verb="Cancelled", busy=busy, **options)
+    result, waiting = CancelResult.CANCELLED, list[Job]()
+    outcomes = change_open_jobs(
+        jobs, change, result, verb="Cancelled", busy=busy, waiting=waiting, **options
+    )
+    if waiting and (released := _cancel_waiting(waiting, outcomes, **options)):
+        others = cancel(released, abort=abort, **options)
+        outcomes.changed_count += others.changed_count
+        for name, count in others.counts.items():
+            outcomes.add(name, count)
     if abort and busy:
         rows = Job.objects.using(jobs_database()).filter(pk__in=busy)
         generations = rows.values_list("pk", "generation")
         marks = {abort_name(str(id)): str(generation) for id, generation in generations}
         get_coordination().set_marks(marks, ABORT_TTL)
     return outcomes
+
+
+def _cancel_waiting(
+    waiting: Sequence[Job], outcomes: Outcomes, **options: Unpack[ChangeOptions]
+) -> list[Any]:
+    """Cancel steps that wait for others, in transactions that lock their workflows first; return
+    the keys of those that wait no longer."""
+    released: list[Any] = []
+
+    def change(keys: Sequence[Any], outcomes: Outcomes) -> None:
+        ended = cancel_steps(current_runtime(), keys)
+        released.extend(key for key in keys if key not in ended)
+        cancelled = [job for job in waiting if job.pk in ended]
+        if (on_changed := options.get("on_changed")) is not None and cancelled:
+            on_changed(cancelled)
+        outcomes.add_changed(CancelResult.CANCELLED, len(cancelled))
+        send_after_commit(signals.job_cancelled, cancelled)
+
+    actor, progress = options.get("actor", ""), options.get("progress", no_progress)
+    found = change_in_chunks(waiting, change, "Cancelled", actor, progress)
+    outcomes.add_changed(CancelResult.CANCELLED, found.changed_count)
+    return released
 
 
 def cancel_one(id: uuid.UUID | str, *, abort: bool = False, actor: str = "") -> CancelResult:
@@ -205,6 +247,8 @@ def requeue_chunk(
         one.
     """
     using = jobs_database()
+    keys, waiting = without_waiting(keys)
+    outcomes.add(RequeueResult.WAITING, len(waiting))
     kept, busy, missing_count = lock_jobs(keys)
     if still is not None and kept:
         wanted = still.using(using).filter(pk__in=[job.pk for job in kept]).order_by()
@@ -226,19 +270,35 @@ def requeue_chunk(
         if internal.reassign(job, actor):
             Job.objects.using(using).filter(pk=job.pk).update(payload=job.payload)
     letters = _close_dead_letters(using, done, actor)
-    now = timezone.now()
-    unexpired = Case(When(expires_at__lte=now, then=Value(None)), default=F("expires_at"))
-    for name in sorted({job.queue for job in done}):
-        ids = [job.pk for job in done if job.queue == name]
-        rows = Job.objects.using(using).filter(pk__in=ids)
-        changes = fresh_run(name) if payload is None else {**fresh_run(name), "payload": payload}
-        transition("requeue", rows, available_at=now, expires_at=unexpired, **changes)
-        send(ids, get_settings().queue(name))
+    # Steps that were cancelled while they waited for others wait for them again. They come last:
+    # locks are taken in one order.
+    runtime = current_runtime()
+    waited = were_cancelled_waiting(runtime, [job for job in done if job.stage_id is not None])
+    _run_again([job for job in done if job.pk not in waited], payload)
+    if waited:
+        again = await_again(runtime, Job.objects.filter(pk__in=waited))
+        _run_again([job for job in done if job.pk in waited - again], payload)
     if on_changed is not None:
         on_changed(done)
     outcomes.add_changed(RequeueResult.REQUEUED, len(done))
     send_after_commit(signals.job_requeued, done)
     send_after_commit(signals.message_replayed, letters)
+
+
+def _run_again(jobs: Sequence[Job], payload: bytes | None) -> None:
+    """Begin a new generation of locked jobs.
+
+    :param payload: their new payload; None: they keep theirs.
+    """
+    using, now = jobs_database(), timezone.now()
+    unexpired = Case(When(expires_at__lte=now, then=Value(None)), default=F("expires_at"))
+    for name in sorted({job.queue for job in jobs}):
+        ids = [job.pk for job in jobs if job.queue == name]
+        rows = Job.objects.using(using).filter(pk__in=ids)
+        changes = fresh_run(name) if payload is None else {**fresh_run(name), "payload": payload}
+        transition("requeue", rows, available_at=now, expires_at=unexpired, **changes)
+        send(ids, get_settings().queue(name))
+    _count_steps(jobs, count_reopened)
 
 
 def _close_dead_letters(using: str, jobs: Sequence[Job], actor: str) -> list[DeadLetter]:
@@ -311,6 +371,7 @@ def change_open_jobs(
     on_changed: Observer | None = None,
     progress: Progress = no_progress,
     busy: set[Any] | None = None,
+    waiting: list[Job] | None = None,
 ) -> Outcomes:
     """Change the open jobs that nobody is processing, and count the others.
 
@@ -318,9 +379,16 @@ def change_open_jobs(
         those that it has changed. It also arranges that receivers learn of these after the commit.
     :param result: the result that changed jobs are counted with.
     :param busy: a set that the keys of the jobs in processing are added to.
+    :param waiting: a list that the jobs are added to that wait for other steps of their workflow;
+        None: they are counted. They stay as they are.
     """
 
     def change_chunk(keys: Sequence[Any], outcomes: Outcomes) -> None:
+        keys, steps = without_waiting(keys)
+        if waiting is None:
+            outcomes.add(ChangeResult.WAITING, len(steps))
+        else:
+            waiting.extend(steps)
         free, processing, missing_count = lock_jobs(keys)
         outcomes.add(ChangeResult.NOT_FOUND, missing_count)
         outcomes.add(ChangeResult.PROCESSING, len(processing))
@@ -336,6 +404,26 @@ def change_open_jobs(
             outcomes.add_changed(result, len(changed))
 
     return change_in_chunks(jobs, change_chunk, verb, actor, progress)
+
+
+def _count_steps(jobs: Iterable[Job], count: Callable[..., None], state: str = "") -> None:
+    """Count those of the jobs that are steps of workflows, by a state or by their own."""
+    steps = [(job.stage_id, job.pk, state or job.state) for job in jobs if job.stage_id is not None]
+    if steps:
+        count(current_runtime(), steps)
+
+
+def without_waiting(keys: Sequence[Any]) -> tuple[list[Any], list[Job]]:
+    """Return the keys without those of jobs that wait for other steps, and these jobs, not locked:
+    whoever changes them locks their workflows first."""
+    current_runtime().store.take_write_lock()
+    given = [(key_of(key), key) for key in keys]
+    rows = Job.objects.using(jobs_database()).filter(
+        pk__in={id for id, _ in given if id is not None}, state=JobState.WAITING
+    )
+    waiting = list(rows.defer("payload", "result"))
+    ids = {job.pk for job in waiting}
+    return [key for id, key in given if id not in ids], waiting
 
 
 def send(keys: Sequence[Any], queue: QueueConf) -> None:

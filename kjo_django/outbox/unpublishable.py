@@ -31,8 +31,10 @@ from kjo_django.models import (
 )
 from kjo_django.retries import import_path
 from kjo_django.runtime import Runtime
+from kjo_django.states import JobState
 from kjo_django.store.rows import DueJob
 from kjo_django.transports.base import OutgoingRecord, Published
+from kjo_django.workflows.countdown import count_ended
 
 logger = logging.getLogger("kjo_django")
 
@@ -93,7 +95,7 @@ def _fail(
     using, now = runtime.database, runtime.clock.now()
     rows = Job.objects.using(using).at(job.id, job.generation)
     rows = rows.filter(attempts=job.attempts, state__in=states.AWAITING_PUBLISH)
-    locked = rows.only("unique_id", "result_ttl")
+    locked = rows.only("unique_id", "result_ttl", "stage_id")
     if connections[using].features.has_select_for_update_skip_locked:
         # Another copy of its message may run just now, and the relay waits for no handler.
         locked = locked.select_for_update(skip_locked=True)
@@ -108,6 +110,8 @@ def _fail(
         finished_at=now,
         result_expires_at=now + timedelta(milliseconds=row.result_ttl),
     )
+    if row.stage_id is not None:
+        count_ended(runtime, [(row.stage_id, job.id, JobState.FAILED)])
     error_type = import_path(type(error))
     described = {
         "error_type": storable_text(error_type, 255),

@@ -28,6 +28,7 @@ from kjo_django.exceptions import CoordinationError, KjoError, PublishError
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.maintenance.rescue import rescue
+from kjo_django.operations.workflows import end_overdue
 from kjo_django.runtime import Runtime, get_transport
 from kjo_django.values import LONGEST
 
@@ -187,6 +188,22 @@ class Rescuer(LeasedDuty):
     def work_on(self, held: list[str]) -> None:
         """Rescue."""
         rescue()
+
+
+class WorkflowDeadlines(LeasedDuty):
+    """Fails workflows that have not ended by their deadlines. Should two workers do so at once, the
+    workflow's lock lets one of them win."""
+
+    leases = ("WORKFLOW-DEADLINES",)
+    PAUSE = 15.0
+    """Seconds between two looks: a workflow is failed that much after its deadline at most."""
+
+    def __init__(self, runtime: Runtime, token: str) -> None:
+        super().__init__(runtime, token, self.PAUSE)
+
+    def work_on(self, held: list[str]) -> None:
+        """End what is overdue."""
+        end_overdue(self._clock.now())
 
 
 class LagRecorder(LeasedDuty):

@@ -70,6 +70,7 @@ from kjo_django.worker.duties import (
     PublishListener,
     Rescuer,
     TopicCheck,
+    WorkflowDeadlines,
 )
 from kjo_django.worker.heartbeat import Controls, Heartbeat, LifeSign
 from kjo_django.worker.lanes import Lanes
@@ -248,6 +249,7 @@ class Worker:
             self._topics,
             Rescuer(runtime, token),
             LagRecorder(runtime, token, self.queues),
+            WorkflowDeadlines(runtime, token),
         ]
         self._alive_threads = [
             DutyThread(runtime, "kjo-alive", [life_sign]),

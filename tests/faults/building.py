@@ -24,6 +24,7 @@ from tests.faults import schedules as schedules  # its scenarios
 from tests.faults.clock import Clock
 from tests.faults.patterns import Patterns
 from tests.faults.scenarios import LEVELS, QUEUE, Kinds
+from tests.faults.workflows import Flows
 from tests.faults.world import World
 
 W = TypeVar("W", bound=World)
@@ -94,6 +95,7 @@ def built(
         world = make(clock, empty)
         world.kinds = Kinds(world)
         world.patterns = Patterns(world, world.kinds)
+        world.flows = Flows(world, world.kinds)
         stop = world.listening()
         try:
             yield world

@@ -80,6 +80,7 @@ class World:
         """Whether workers store the jobs of schedules."""
         self.kinds: Any = None
         self.patterns: Any = None
+        self.flows: Any = None
         self.struck = ""
         self.recorded: list[str] = []
         self.marks: dict[int, Any] = {}
@@ -235,7 +236,7 @@ class World:
 
     def is_done(self) -> bool:
         return (
-            not Job.objects.open().exists()
+            not Job.objects.unfinished().exists()
             and not (self.ticks and due_schedules())
             and not Item.objects.filter(state=ItemState.PENDING).exists()
             and not self.lag()
@@ -298,7 +299,8 @@ class World:
                 found.append(f"{name} was not to run, and has {count} effects")
             if count > 1 and name not in self.many:
                 found.append(f"{name} has {count} effects")
-        return found + self._disorder(jobs, happened) + self._problems_of_others()
+        found += self._disorder(jobs, happened) + self._problems_of_others()
+        return found + self.flows.problems()
 
     def _problems_of_others(self) -> list[str]:
         """Look at the records that only others read."""

@@ -153,6 +153,21 @@ def give(value: object = None) -> object:
 
 
 @job(queue="ledger", takes_context=True)
+def write_and_add(context, job: str, steps: int) -> None:
+    """Add an entry, and steps to the workflow."""
+    for number in range(steps):
+        context.workflow.add(write, job=f"{job}/{number}")
+    Entry.objects.create(job=job)
+
+
+@job(queue="ledger", takes_context=True)
+def write_count(context, job: str) -> int:
+    """Add an entry, and count the results of the steps before."""
+    Entry.objects.create(job=job)
+    return sum(1 for _ in context.workflow.results())
+
+
+@job(queue="ledger", takes_context=True)
 def wait_for(context, job: str, path: str) -> dict:
     """Say that it runs, by a file, and wait for the file that lets it go on; then add an entry."""
     _wait_for_file(path)

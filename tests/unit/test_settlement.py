@@ -45,7 +45,7 @@ def a_job(**columns) -> Job:
 
 def complete(*outcomes: Attempt, token: str | None = None) -> set:
     with recorder.recording(store_for("default")):
-        return recorder.complete(store_for("default"), outcomes, token)
+        return recorder.complete(current_runtime(), outcomes, token)
 
 
 def fail(*outcomes: Attempt) -> None:

@@ -92,16 +92,18 @@ def leaving_no_blocks(connection: BaseDatabaseWrapper) -> Iterator[None]:
     one without a ``__qualname__``, such as a partial.
     """
     savepoints, blocks = len(connection.savepoint_ids), len(connection.atomic_blocks)
+    # Those of a test's own transaction are not of this block, nor of the next ones.
+    start = len(connection.run_on_commit)
     try:
         yield
         callbacks: list[Any] = connection.run_on_commit
-        callbacks[:] = [
+        callbacks[start:] = [
             (
                 sids,
                 partial(call_isolated, call, f"An on_commit callback failed: {call!r}", {}),
                 False,
             )
-            for sids, call, _ in callbacks
+            for sids, call, _ in callbacks[start:]
         ]
     finally:
         del connection.savepoint_ids[savepoints:]
@@ -218,6 +220,8 @@ def _prepare(
         attempt.started_at = timezone.now()
         try:
             payload = load_value(message.payload, message.content_type)
+            if attempt.step is not None:
+                payload = attempt.step.begin_run(payload)
             if kind is BatchItem:
                 ((payload,), _) = handler.arguments(payload)
         except Exception as error:
@@ -242,6 +246,8 @@ def _prepare(
             seconds,
             payload,
         )
+        if attempt.step is not None:
+            context.workflow = attempt.step
     if contexts and kind is BatchItem:
         context = BatchContext(cast("list[BatchItem]", list(contexts.values())), seconds)
     return handler, context, contexts
@@ -270,6 +276,8 @@ def _note_results(contexts: Mapping[Attempt, JobContext], began: float, value: A
         attempt.seconds, attempt.result_ttl = seconds / count, context.result_ttl
         attempt.abort_reason = context.abort_reason
         attempt.error = context.error if isinstance(context, BatchItem) else None
+        if attempt.step is not None and attempt.error is None:
+            attempt.step.end_run()
         if result is None or attempt.error is not None:
             continue
         assert attempt.delivery.message is not None

@@ -14,6 +14,7 @@ from kjo_django.engine.attempt import Abort as Abort
 from kjo_django.engine.attempt import Delivery
 from kjo_django.exceptions import JobCancelledError, Retry
 from kjo_django.messages import headers as names
+from kjo_django.workflows.step_context import WorkflowContext
 
 _TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 
@@ -51,6 +52,8 @@ class JobContext:
     """The decoded payload: the arguments the job was enqueued with."""
     noted_progress: tuple[float | None, str] | None = None
     """The progress that was reported last and is not stored yet."""
+    workflow: WorkflowContext | None = None
+    """The workflow that the job is a step of, if it is one."""
     _is_aborted: bool = False
     _event: threading.Event | None = None
 

@@ -1,0 +1,509 @@
+"""Chains, groups and workflows as a project declares them: checked, then stored in one transaction.
+
+Steps of one handler that wait for the same steps, and that the same steps wait for, are stored as
+one stage. A hundred thousand members of a group and their callback are two stages and one edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.utils import timezone
+
+from kjo_django import models
+from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition, Step, new_job
+from kjo_django.enqueue.storing import store, store_alike, too_large
+from kjo_django.exceptions import PayloadError, StorageError
+from kjo_django.messages.serializers import storable_text
+from kjo_django.models import Job, WorkflowCount, WorkflowEdge, WorkflowStage
+from kjo_django.runtime import Runtime, current_runtime
+from kjo_django.states import OnFailure
+from kjo_django.values import did_you_mean
+from kjo_django.workflows.workflow_handle import WorkflowHandle
+
+MOST_COUNTS = 16
+STEPS_OF_COUNT = 250
+"""A stage has a row of counts for so many steps, up to ``MOST_COUNTS``."""
+STORED_ALIKE = 20
+"""From so many steps of a stage on, they are stored without an instance of each."""
+
+
+class WorkflowStep:
+    """A step of a workflow that is being put together."""
+
+    __slots__ = ("graph", "job", "number", "on_failure", "payload", "required", "source")
+
+    def __init__(
+        self, graph: Graph, number: int, step: Step, on_failure: str | None, source: Any = None
+    ) -> None:
+        self.graph = graph
+        self.number = number
+        self.job, self.payload = step.job, step.payload
+        self.on_failure = on_failure
+        self.required: set[int] = set()
+        """The numbers of the steps that it waits for."""
+        self.source: WorkflowStep | None = source
+        """The step whose result it may be given."""
+
+    def after(self, *steps: WorkflowStep) -> WorkflowStep:
+        """Let this step wait for other steps of its workflow, too."""
+        for step in steps:
+            if not isinstance(step, WorkflowStep):
+                raise TypeError(f"{self} can wait for steps of its workflow, not for {step!r}")
+            if step.graph is not self.graph:
+                raise ValueError(f"{self} cannot wait for {step} of another workflow")
+            self.required.add(step.number)
+        return self
+
+    def __repr__(self) -> str:
+        return f"step {self.number + 1} ({self.job.name})"
+
+
+@dataclass(slots=True, eq=False)
+class PlannedStage:
+    """A stage that is to be stored."""
+
+    row: WorkflowStage
+    job: JobDefinition
+    required: set[int]
+    """The places in the plan of the stages it waits for."""
+    is_waited_for: bool
+    steps: list[tuple[EnqueueOptions, str, bytes]] = field(default_factory=list)
+    """The options, the key and the serialized payload of each step."""
+
+
+class Graph:
+    """Steps and what each of them waits for."""
+
+    def __init__(self) -> None:
+        self.steps: list[WorkflowStep] = []
+
+    def add(
+        self,
+        step: Step,
+        after: WorkflowStep | Iterable[WorkflowStep] | None = None,
+        on_failure: str | None = None,
+        source: WorkflowStep | None = None,
+    ) -> WorkflowStep:
+        """Add a step."""
+        if not isinstance(step, Step):
+            raise TypeError(f"A step is a job and its payload, job.step(…), not {step!r}")
+        if on_failure is not None:
+            checked_on_failure(on_failure, step.job.name)
+        added = WorkflowStep(self, len(self.steps), step, on_failure, source)
+        added.after(*([after] if isinstance(after, WorkflowStep) else after or ()))
+        self.steps.append(added)
+        return added
+
+    def plan(self, runtime: Runtime, on_failure: str) -> list[PlannedStage]:
+        """Return the stages, each behind those that it waits for. Nothing is written.
+
+        :param on_failure: of the steps that declare none.
+        :raises ValueError: steps wait for one another in a circle.
+        :raises TypeError: the function of a step does not take the step's arguments.
+        :raises PayloadError: the payload of a step cannot be serialized or is too large.
+        """
+        followers: list[list[int]] = [[] for _ in self.steps]
+        for step in self.steps:
+            for number in step.required:
+                followers[number].append(step.number)
+        # Of siblings the same set: a hundred thousand equal ones would be compared with each other.
+        alike: dict[Any, Any] = {}
+        stages: list[PlannedStage] = []
+        place_of: dict[int, int] = {}
+        found: dict[tuple[Any, ...], int] = {}
+        for step in self._in_order(followers):
+            argument, key, data = checked(step, runtime)
+            handler = step.job.handler
+            queue = step.job.options.queue or handler.options.queue
+            required, waiting = (
+                alike.setdefault(each, each)
+                for each in (frozenset(step.required), tuple(followers[step.number]))
+            )
+            source = step.source.number if argument and step.source is not None else None
+            policy = step.on_failure or on_failure
+            # Equal sets are one object by now.
+            kind = (handler.name, queue, policy, argument, source, id(required), id(waiting))
+            if kind not in found:
+                found[kind] = len(stages)
+                row = WorkflowStage(
+                    handler=handler.name, queue=queue, on_failure=policy, argument=argument
+                )
+                if source is not None:
+                    row.source = stages[place_of[source]].row
+                places = {place_of[number] for number in required}
+                stages.append(PlannedStage(row, step.job, places, bool(waiting)))
+            place_of[step.number] = found[kind]
+            stages[found[kind]].steps.append((step.job.options, key, data))
+        for stage in stages:
+            stage.row.step_count = len(stage.steps)
+        return stages
+
+    def _in_order(self, followers: Sequence[Sequence[int]]) -> Iterator[WorkflowStep]:
+        """Yield the steps, each behind those that it waits for."""
+        left = [len(step.required) for step in self.steps]
+        ready = [step.number for step in self.steps if not step.required]
+        for number in ready:
+            yield self.steps[number]
+            for follower in followers[number]:
+                left[follower] -= 1
+                if left[follower] == 0:
+                    ready.append(follower)
+        if len(ready) < len(self.steps):
+            circle = [step for step in self.steps if left[step.number]]
+            names = ", ".join(map(str, circle[:5])) + (", …" if len(circle) > 5 else "")
+            raise ValueError(f"Steps wait for one another in a circle: {names}")
+
+
+def checked(step: WorkflowStep, runtime: Runtime) -> tuple[str, str, bytes]:
+    """Return the argument that is given a result or "", the key, and the serialized payload."""
+    handler, options, payload = step.job.handler, step.job.options, step.payload
+    for name in ("id", "unique_for", "debounce"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"{step}: using({name}=…) is not for steps; give the workflow an id")
+    missing = handler.required_arguments(payload)
+    argument = missing[0] if step.source is not None and len(missing) == 1 else ""
+    problem = handler.check_arguments({**payload, argument: None} if argument else payload)
+    if problem is not None:
+        if step.source is not None and len(missing) > 1:
+            problem += f" ({step.source} gives it one result)"
+        raise TypeError(f"{step}: {problem}")
+    try:
+        key = handler.key_of(payload) if options.key is None else options.key
+        if len(key) > 255 or (key and storable_text(key) != key):
+            raise PayloadError(f"no key of at most 255 characters: {key!r:.80}")
+        data = handler.options.serializer.dumps(payload)
+        if len(data) > runtime.settings.max_payload_bytes:
+            raise too_large(len(data), runtime.settings.max_payload_bytes)
+    except PayloadError as error:
+        raise PayloadError(f"{step}: {error}") from error
+    except TypeError as error:
+        raise TypeError(f"{step}: its key cannot be made: {error}") from error
+    return argument, key, data
+
+
+def checked_on_failure(value: str, where: str) -> str:
+    """Return what becomes of a step after a failure, or refuse a word that means nothing."""
+    if value not in OnFailure.values:
+        known = ", ".join(OnFailure.values)
+        hint = did_you_mean(str(value), OnFailure.values, f"Known: {known}.")
+        raise ValueError(f"{where}: on_failure must be one of {known}, not {value!r}. {hint}")
+    return str(value)
+
+
+# --- Storing --------------------------------------------------------------------------------------
+
+
+def insert(
+    stages: Sequence[PlannedStage],
+    workflow: Any,
+    runtime: Runtime,
+    followers: Iterable[Any] = (),
+) -> None:
+    """Store stages with their steps, inside the caller's transaction.
+
+    :param workflow: the key of the workflow's row.
+    :param followers: keys of stored stages that are to wait for the last of these.
+    """
+    using = runtime.database
+    for stage in stages:
+        stage.row.workflow_id = workflow
+    WorkflowStage.objects.using(using).bulk_create([stage.row for stage in stages])
+    edges = [
+        WorkflowEdge(required_id=stages[place].row.pk, stage_id=stage.row.pk)
+        for stage in stages
+        for place in sorted(stage.required)
+    ]
+    edges += [
+        WorkflowEdge(required_id=stage.row.pk, stage_id=follower)
+        for follower in followers
+        for stage in stages
+        if not stage.is_waited_for
+    ]
+    WorkflowEdge.objects.using(using).bulk_create(edges)
+    jobs: dict[bool, list[Job]] = {False: [], True: []}
+    counts: list[WorkflowCount] = []
+    for stage in stages:
+        waits = bool(stage.required)
+        ids = []
+        for options, steps in _by_options(stage):
+            template = _new_step(stage, options, *steps[0], runtime)
+            if len(steps) >= STORED_ALIKE:
+                keys, payloads = zip(*steps, strict=True)
+                none = [None] * len(steps)
+                answers = store_alike(template, none, keys, payloads, runtime, waits=waits)
+                ids += [answer.job_id for answer in answers]
+            else:
+                rows = [template, *(_new_step(stage, options, *one, runtime) for one in steps[1:])]
+                jobs[waits] += rows
+                ids += [row.pk for row in rows]
+        size = min(MOST_COUNTS, 1 + len(ids) // STEPS_OF_COUNT)
+        opened = [0] * size
+        for id in ids:
+            opened[id.int % size] += 1
+        counts += [WorkflowCount(stage_id=stage.row.pk, open_count=count) for count in opened]
+    WorkflowCount.objects.using(using).bulk_create(counts)
+    for waits, rows in jobs.items():
+        store(rows, runtime=runtime, waits=waits)
+
+
+def _by_options(stage: PlannedStage) -> list[tuple[EnqueueOptions, list[tuple[str, bytes]]]]:
+    found: dict[int, tuple[EnqueueOptions, list[tuple[str, bytes]]]] = {}
+    for options, key, data in stage.steps:
+        found.setdefault(id(options), (options, []))[1].append((key, data))
+    return list(found.values())
+
+
+def _new_step(
+    stage: PlannedStage, options: EnqueueOptions, key: str, data: bytes, runtime: Runtime
+) -> Job:
+    job = new_job(options, stage.job.handler.options, key, data, runtime)
+    job.stage_id = stage.row.pk
+    return job
+
+
+# --- What a project declares ----------------------------------------------------------------------
+
+
+class _Part:
+    """Steps that can be enqueued as a workflow, or be put into a chain or a group."""
+
+    def then(self, part: Step | _Part) -> Chain:
+        """Return a chain of this and of what runs once when all of this has ended."""
+        return Chain([self, part])
+
+    def enqueue(
+        self,
+        *,
+        name: str = "",
+        id: str | None = None,
+        on_failure: str = OnFailure.CANCEL,
+        deadline: timedelta | datetime | None = None,
+    ) -> WorkflowHandle:
+        """Store the steps as a workflow, in the caller's transaction, and return a handle.
+
+        :param name: what people see it as; by default the name of the first job.
+        :param id: unique id: one workflow per name and id; a second one is not stored.
+        :param on_failure: what becomes of a step when one that it waits for fails for good:
+            "cancel", "run" or "hold".
+        :param deadline: until when all must have ended, or how long that may take.
+        :raises TypeError: a step does not take its arguments; the message names it.
+        :raises PayloadError: a payload cannot be serialized; the message names the step.
+        """
+        workflow = Workflow("workflow", id=id, on_failure=on_failure, deadline=deadline)
+        self.add_to(workflow.graph, [], None)
+        if not workflow.graph.steps:
+            raise ValueError("There are no steps to enqueue")
+        workflow.name = _checked_name(name or workflow.graph.steps[0].job.name)
+        return workflow.enqueue()
+
+    async def aenqueue(self, **options: Any) -> WorkflowHandle:
+        """``enqueue`` from asynchronous code."""
+        return await sync_to_async(self.enqueue)(**options)
+
+    def add_to(
+        self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
+    ) -> tuple[list[WorkflowStep], WorkflowStep | None]:
+        """Add the steps to a graph; return the last of them, and the one whose result what follows
+        is given, if there is one.
+
+        :param after: the steps to wait for.
+        :param source: the step whose result the first ones are given.
+        """
+        raise NotImplementedError
+
+
+class Chain(_Part):
+    """Steps that run one after the other."""
+
+    def __init__(self, parts: Sequence[Step | _Part]) -> None:
+        self.parts = [_checked_part(part, "chain") for part in parts]
+
+    def add_to(
+        self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
+    ) -> tuple[list[WorkflowStep], WorkflowStep | None]:
+        """Add each part behind the one before."""
+        for part in self.parts:
+            after, source = _add(part, graph, after, source)
+        return after, source
+
+
+class Group(_Part):
+    """Steps that run at the same time."""
+
+    def __init__(self, parts: Iterable[Step | _Part]) -> None:
+        self.parts = [_checked_part(part, "group") for part in parts]
+
+    def add_to(
+        self, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
+    ) -> tuple[list[WorkflowStep], WorkflowStep | None]:
+        """Add each part behind the same steps."""
+        last = [step for part in self.parts for step in _add(part, graph, after, source)[0]]
+        return last or after, None
+
+
+def _add(
+    part: Step | _Part, graph: Graph, after: list[WorkflowStep], source: WorkflowStep | None
+) -> tuple[list[WorkflowStep], WorkflowStep | None]:
+    if isinstance(part, _Part):
+        return part.add_to(graph, after, source)
+    step = graph.add(part, after, source=source)
+    return [step], step
+
+
+def _checked_part(part: Any, where: str) -> Step | _Part:
+    if not isinstance(part, Step | _Part):
+        raise TypeError(f"A {where} is made of job.step(…), chains and groups, not of {part!r:.80}")
+    return part
+
+
+def _checked_name(name: Any) -> str:
+    if not (isinstance(name, str) and name.strip() and len(name) <= 100):
+        raise ValueError(f"A workflow's name is text of 1 to 100 characters, not {name!r:.120}")
+    if storable_text(name) != name:
+        raise ValueError(f"The name holds a character no database keeps: {name!r}")
+    return name
+
+
+def chain(*parts: Step | _Part) -> Chain:
+    """Return steps that run one after the other; each is given the result of the one before.
+
+    A step gets that result as the one argument that its function requires and its payload does not
+    give. A function that requires nothing more is not given it.
+    """
+    return Chain(parts)
+
+
+def group(*parts: Step | _Part | Iterable[Step | _Part]) -> Group:
+    """Return steps that run at the same time; see ``then`` for what runs once when all have ended.
+
+    :param parts: the members, or one iterable of them.
+    """
+    if len(parts) == 1 and not isinstance(parts[0], Step | _Part):
+        return Group(parts[0])
+    return Group(parts)  # type: ignore[arg-type] # which are checked
+
+
+class Workflow:
+    """Steps that wait for one another, as any graph without circles.
+
+    As a context manager it is stored where the block ends, in one transaction; not at all if the
+    block raises.
+
+    :param name: what people see it as.
+    :param id: unique id: one workflow per name and id; a second one is not stored.
+    :param on_failure: what becomes of a step that declares nothing else when one that it waits for
+        fails for good: "cancel", "run" or "hold".
+    :param deadline: until when all must have ended, or how long that may take. Then what has not
+        ended is cancelled, and the workflow has failed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        id: str | None = None,
+        on_failure: str = OnFailure.CANCEL,
+        deadline: timedelta | datetime | None = None,
+    ) -> None:
+        self.name = _checked_name(name)
+        options = EnqueueOptions(id=id)  # checks it
+        self.id = options.id
+        self.on_failure = checked_on_failure(on_failure, name)
+        if isinstance(deadline, timedelta):
+            is_valid = timedelta(0) < deadline <= timedelta(days=36500)
+        else:
+            is_valid = deadline is None or (
+                isinstance(deadline, datetime) and not timezone.is_naive(deadline)
+            )
+        if not is_valid:
+            raise ValueError(
+                f"{name}: deadline must be a positive timedelta or an aware datetime, "
+                f"not {deadline!r}"
+            )
+        self.deadline = deadline
+        self.graph = Graph()
+        self.handle: WorkflowHandle | None = None
+        """To follow the workflow, once it is stored."""
+
+    def add(
+        self,
+        job: JobDefinition | Step,
+        /,
+        *,
+        after: WorkflowStep | Iterable[WorkflowStep] | None = None,
+        on_failure: str | None = None,
+        **payload: Any,
+    ) -> WorkflowStep:
+        """Add a step and return it, for others to wait for.
+
+        :param job: the job with its payload as keyword arguments, or ``job.step(…)``.
+        :param after: the steps it waits for.
+        :param on_failure: what becomes of this step when one that it waits for fails for good:
+            "cancel", "run" or "hold"; None: as the workflow says.
+        """
+        return self.graph.add(step_of(job, payload), after, on_failure)
+
+    def enqueue(self) -> WorkflowHandle:
+        """Store the workflow and its steps in the caller's transaction, and return a handle.
+
+        :raises ValueError: there are no steps, or some wait for one another in a circle.
+        :raises TypeError: a step does not take its arguments; the message names it.
+        :raises PayloadError: a payload cannot be serialized; the message names the step.
+        """
+        if self.handle is not None:
+            raise ValueError(f"The workflow {self.name} has been enqueued already")
+        if not self.graph.steps:
+            raise ValueError(f"The workflow {self.name} has no steps")
+        runtime = current_runtime()
+        stages = self.graph.plan(runtime, self.on_failure)
+        now = timezone.now()
+        deadline = self.deadline
+        if isinstance(deadline, timedelta):
+            deadline = now + deadline
+        row = models.Workflow(
+            name=self.name,
+            unique_id=self.id,
+            on_failure=self.on_failure,
+            step_count=len(self.graph.steps),
+            open_stage_count=len(stages),
+            deadline=deadline,
+            created_at=now,
+        )
+        rows = models.Workflow.objects.using(runtime.database)
+        with runtime.store.transaction(savepoint=False):
+            rows.bulk_create([row], ignore_conflicts=self.id is not None)
+            if self.id is not None:
+                known = rows.filter(name=self.name, unique_id=self.id).first()
+                if known is None:
+                    raise StorageError(f"The workflow {self.name} {self.id} could not be stored")
+                if known.pk != row.pk:
+                    self.handle = WorkflowHandle(known.pk, "duplicate")
+                    return self.handle
+            insert(stages, row.pk, runtime)
+        self.handle = WorkflowHandle(row.pk, "queued")
+        return self.handle
+
+    async def aenqueue(self) -> WorkflowHandle:
+        """``enqueue`` from asynchronous code."""
+        return await sync_to_async(self.enqueue)()
+
+    def __enter__(self) -> Workflow:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None and self.handle is None:
+            self.enqueue()
+
+
+def step_of(job: JobDefinition | Step, payload: dict[str, Any]) -> Step:
+    """Return a step of a job and its payload; of a step, that with more in its payload."""
+    if isinstance(job, JobDefinition):
+        return job.step(**payload)
+    if isinstance(job, Step):
+        return Step(job.job, {**job.payload, **payload}) if payload else job
+    raise TypeError(f"A step is a job of @job and its payload, not {job!r:.80}")

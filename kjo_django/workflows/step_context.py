@@ -1,0 +1,230 @@
+"""What a running step of a workflow may ask of the others, and add to them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from asgiref.sync import sync_to_async
+
+from kjo_django.enqueue.definition import JobDefinition, Step
+from kjo_django.exceptions import PermanentError
+from kjo_django.messages.serializers import load_result, serializer_for
+from kjo_django.models import Job, WorkflowEdge, WorkflowStage
+from kjo_django.runtime import Runtime
+from kjo_django.states import FINAL, JobState
+from kjo_django.workflows.definition import Graph, PlannedStage, WorkflowStep, checked, step_of
+
+READ_TOGETHER = 50
+"""Results that are in memory at once."""
+REMEMBERED = 10_000
+
+
+class StageFacts(NamedTuple):
+    """What never changes of a stage."""
+
+    workflow_id: UUID
+    name: str
+    """The workflow's."""
+    unique_id: str | None
+    on_failure: str
+    """What the workflow's steps declare by default."""
+    argument: str
+    source_id: UUID | None
+    counts: tuple[int, ...]
+    """The keys of its rows of counts."""
+
+
+_facts: dict[UUID, StageFacts] = {}
+
+
+def facts_of_stages(runtime: Runtime, ids: Collection[UUID]) -> dict[UUID, StageFacts]:
+    """Return what never changes of stages; one query for those that this process has not read
+    lately. A stage that was pruned is missing."""
+    known = {id: facts for id in ids if (facts := _facts.get(id)) is not None}
+    missing = [id for id in ids if id not in known]
+    if missing:
+        rows: dict[UUID, list[Any]] = {}
+        columns = (
+            *("pk", "workflow_id", "workflow__name", "workflow__unique_id"),
+            *("workflow__on_failure", "argument", "source_id", "counts__pk"),
+        )
+        stages = WorkflowStage.objects.using(runtime.database).filter(pk__in=missing)
+        for id, *facts, count in stages.order_by("counts__pk").values_list(*columns):
+            rows.setdefault(id, [*facts, ()])[-1] += (count,)
+        found = {id: StageFacts(*facts) for id, facts in rows.items()}
+        if len(_facts) > REMEMBERED:
+            _facts.clear()
+        _facts.update(found)
+        known |= found
+    return known
+
+
+def contexts(runtime: Runtime, steps: Collection[tuple[UUID, UUID]]) -> dict[UUID, WorkflowContext]:
+    """Return the context of each of these steps, by the id of its job. One query for the results
+    that chained steps are given.
+
+    :param steps: the ids of a job and its stage.
+    """
+    facts = facts_of_stages(runtime, {stage for _, stage in steps})
+    sources = {one.source_id for one in facts.values() if one.argument}
+    results: dict[Any, tuple[Any, ...]] = {}
+    if sources:
+        rows = Job.objects.using(runtime.database).filter(stage__in=sources)
+        for stage, *found in rows.values_list("stage_id", "result", "content_type"):
+            results[stage] = tuple(found)
+    return {
+        job: WorkflowContext(runtime, stage, facts[stage], results.get(facts[stage].source_id))
+        for job, stage in steps
+        if stage in facts
+    }
+
+
+class StepOutcome(NamedTuple):
+    """How a step has ended, or where it is."""
+
+    job_id: UUID
+    handler: str
+    state: str
+    error: str
+
+
+class WorkflowContext:
+    """The workflow of a running step: ``context.workflow``."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        stage_id: UUID,
+        facts: StageFacts,
+        source: tuple[Any, ...] | None,
+    ) -> None:
+        self._runtime = runtime
+        self._facts = facts
+        self._source = source
+        self.stage_id = stage_id
+        self.graph = Graph()
+        self.added: list[PlannedStage] = []
+        """The steps that this run has added; they are stored with its completion."""
+
+    @property
+    def id(self) -> str:
+        """The workflow's id."""
+        return str(self._facts.workflow_id)
+
+    @property
+    def name(self) -> str:
+        """The workflow's name."""
+        return self._facts.name
+
+    @property
+    def unique_id(self) -> str | None:
+        """The id that the caller has given the workflow."""
+        return self._facts.unique_id
+
+    def begin_run(self, payload: Any) -> Any:
+        """Forget what an earlier call has added; return the payload with the argument that is given
+        the result of the step before.
+
+        :raises PermanentError: that result is gone.
+        """
+        self.graph, self.added = Graph(), []
+        name = self._facts.argument
+        if not name or not isinstance(payload, dict):
+            return payload
+        if self._source is None:
+            raise PermanentError(
+                f"The result that {name!r} is given is gone: the row of the step before was deleted"
+            )
+        result, content_type = self._source
+        value = None
+        if result is not None:
+            value = load_result(bytes(result), serializer_for(content_type))
+        return {**payload, name: value}
+
+    def results(self, step: JobDefinition | str | None = None) -> Iterator[Any]:
+        """Yield the results of completed steps, in the order they were added; few are in memory at
+        once.
+
+        :param step: a job, or its name: all steps of it in this workflow. None: the steps that this
+            one has waited for.
+        :raises LookupError: the workflow has no such step.
+        """
+        columns = ("pk", "result", "content_type")
+        for _, result, content_type in self._read(step, columns, state=JobState.COMPLETED):
+            if result is None:
+                yield None
+            else:
+                yield load_result(bytes(result), serializer_for(content_type))
+
+    async def aresults(self, step: JobDefinition | str | None = None) -> AsyncIterator[Any]:
+        """``results`` from asynchronous code."""
+        found, end = self.results(step), object()
+        while (value := await sync_to_async(lambda: next(found, end))()) is not end:
+            yield value
+
+    def outcomes(self, step: JobDefinition | str | None = None) -> Iterator[StepOutcome]:
+        """Yield the state and the error of steps, in the order they were added.
+
+        :param step: as ``results`` takes it.
+        """
+        for row in self._read(step, ("pk", "handler", "state", "error")):
+            yield StepOutcome(*row)
+
+    def failures(self, step: JobDefinition | str | None = None) -> list[StepOutcome]:
+        """Return the steps that have failed for good or were cancelled.
+
+        :param step: as ``results`` takes it.
+        """
+        ended = [str(state) for state in FINAL if state != JobState.COMPLETED]
+        columns = ("pk", "handler", "state", "error")
+        return [StepOutcome(*row) for row in self._read(step, columns, state__in=ended)]
+
+    def add(
+        self,
+        job: JobDefinition | Step,
+        /,
+        *,
+        after: WorkflowStep | Iterable[WorkflowStep] | None = None,
+        on_failure: str | None = None,
+        **payload: Any,
+    ) -> WorkflowStep:
+        """Add a step to the workflow. It is stored with this step's completion, and not at all if
+        this attempt fails. What waits for this step then waits for the added ones, too.
+
+        :param after: steps added by this run; without any, it starts once this step has completed.
+        :param on_failure: as ``Workflow.add`` takes it.
+        """
+        added = self.graph.add(step_of(job, payload), after, on_failure)
+        checked(added, self._runtime)
+        return added
+
+    def end_run(self) -> None:
+        """Plan the steps that the run has added, when it has ended.
+
+        :raises ValueError: they wait for one another in a circle.
+        """
+        if self.graph.steps:
+            self.added = self.graph.plan(self._runtime, self._facts.on_failure)
+
+    def _read(
+        self, step: JobDefinition | str | None, columns: tuple[str, ...], **condition: Any
+    ) -> Iterator[Any]:
+        using = self._runtime.database
+        if step is None:
+            edges = WorkflowEdge.objects.using(using).filter(stage=self.stage_id)
+            stages = list(edges.values_list("required_id", flat=True))
+        else:
+            name = step if isinstance(step, str) else step.name
+            rows = WorkflowStage.objects.using(using).filter(
+                workflow=self._facts.workflow_id, handler=name
+            )
+            stages = list(rows.values_list("pk", flat=True))
+            if not stages:
+                raise LookupError(f"The workflow {self.name} has no step {name!r}")
+        jobs = Job.objects.using(using).filter(stage__in=stages, **condition).order_by("pk")
+        rest = jobs.values_list(*columns)
+        while chunk := list(rest[:READ_TOGETHER]):
+            yield from chunk
+            rest = jobs.filter(pk__gt=chunk[-1][0]).values_list(*columns)

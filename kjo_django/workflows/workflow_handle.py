@@ -1,0 +1,203 @@
+"""Following a workflow: the handle that its enqueue answers with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asgiref.sync import sync_to_async
+
+from kjo_django import models
+from kjo_django.enqueue.job_status import Progress
+from kjo_django.enqueue.waiting import (
+    DEFAULT_TIMEOUT,
+    FIRST_POLL,
+    NO_RESULT,
+    POLL_GROWTH,
+    close_connections,
+    refuse_in_transaction,
+    result_of,
+    seconds_of,
+)
+from kjo_django.exceptions import (
+    JobCancelledError,
+    JobFailedError,
+    JobNotFoundError,
+    JobTimeoutError,
+)
+from kjo_django.models import Job
+from kjo_django.runtime import jobs_database
+from kjo_django.states import OPEN_WORKFLOWS, JobState, WorkflowState
+from kjo_django.workflows.snapshots import WorkflowSnapshot, snapshot
+
+LONGEST_POLL = 0.5
+"""Seconds between two looks at a workflow that is waited for."""
+RESULTS = 10_000
+"""Most results of last steps that a handle returns; ``context.workflow`` reads any number."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class WorkflowHandle:
+    """The answer to the enqueue of a workflow, and a way to follow it.
+
+    ``WorkflowHandle.of(id)`` makes one again from the workflow's id. What is asked of it is read
+    anew each time.
+    """
+
+    workflow_id: uuid.UUID
+    answer: Literal["queued", "duplicate"] | None = None
+    """What the enqueue did: the workflow is stored, or another has its name and unique id. None for
+    a handle that was made again."""
+
+    @classmethod
+    def of(cls, id: uuid.UUID | str) -> WorkflowHandle:
+        """Return the handle of the workflow with this id, whether there is such a one or not.
+
+        :raises ValueError: it is no UUID.
+        """
+        try:
+            return cls(id if isinstance(id, uuid.UUID) else uuid.UUID(id))
+        except (ValueError, TypeError, AttributeError):
+            raise ValueError(f"A workflow's id is a UUID, not {id!r:.80}") from None
+
+    @property
+    def id(self) -> str:
+        """The workflow's id as text."""
+        return str(self.workflow_id)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the enqueue that answered with this handle stored a workflow."""
+        return self.answer == "queued"
+
+    def snapshot(self) -> WorkflowSnapshot | None:
+        """Return all that the handle knows by one look, or None if there is no such workflow."""
+        return snapshot(self.workflow_id)
+
+    @property
+    def status(self) -> WorkflowState | None:
+        """The workflow's state, or None if there is no such workflow."""
+        found = self._row("state")
+        return None if found is None else WorkflowState(found.state)
+
+    @property
+    def progress(self) -> Progress | None:
+        """How many of its steps have ended, or None if there is no such workflow."""
+        found = self.snapshot()
+        if found is None:
+            return None
+        steps = found.steps
+        ended = steps.total - steps.open
+        return Progress(round(steps.percent, 1), f"{ended} of {steps.total} steps")
+
+    @property
+    def result(self) -> Any:
+        """The result of the last step of a completed workflow, a list where several steps are the
+        last, or ``NO_RESULT``: it has not completed."""
+        row = self._row("state")
+        return NO_RESULT if row is None else self._result_of(row)
+
+    def wait(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """Return the workflow's result as soon as it has completed. The end is found by polling.
+
+        :param timeout: seconds.
+        :raises JobTimeoutError: the time is over; the workflow may still complete.
+        :raises JobFailedError: it failed.
+        :raises JobCancelledError: it was cancelled.
+        :raises JobNotFoundError: there is no such workflow.
+        :raises UncommittedJobError: called inside a transaction, and it has not ended.
+        """
+        for pause in self._pauses(timeout):
+            if (found := self._look()) is not None:
+                return found[0]
+            time.sleep(pause)
+
+    async def await_(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """``wait`` from asynchronous code; no thread and no database session is held meanwhile."""
+
+        def look() -> tuple[Any] | None:
+            found = self._look()
+            close_connections()
+            return found
+
+        for pause in self._pauses(timeout):
+            if (found := await sync_to_async(look)()) is not None:
+                return found[0]
+            await asyncio.sleep(pause)
+
+    async def asnapshot(self) -> WorkflowSnapshot | None:
+        """``snapshot`` from asynchronous code."""
+        return await sync_to_async(self.snapshot)()
+
+    async def astatus(self) -> WorkflowState | None:
+        """``status`` from asynchronous code."""
+        return await sync_to_async(lambda: self.status)()
+
+    async def aprogress(self) -> Progress | None:
+        """``progress`` from asynchronous code."""
+        return await sync_to_async(lambda: self.progress)()
+
+    async def aresult(self) -> Any:
+        """``result`` from asynchronous code."""
+        return await sync_to_async(lambda: self.result)()
+
+    def _row(self, *columns: str) -> models.Workflow | None:
+        rows = models.Workflow.objects.using(jobs_database()).filter(pk=self.workflow_id)
+        return rows.only(*columns).first()
+
+    def _result_of(self, row: models.Workflow) -> Any:
+        if row.state != WorkflowState.COMPLETED:
+            return NO_RESULT
+        last = Job.objects.using(jobs_database()).filter(
+            stage__workflow=row.pk, stage__followers=None, state=JobState.COMPLETED
+        )
+        jobs = last.only("result", "content_type").order_by("pk")[:RESULTS]
+        results = [result_of(job) for job in jobs]
+        return results[0] if len(results) == 1 else results
+
+    def _look(self) -> tuple[Any] | None:
+        """Return the result of a workflow that has completed; None: it has not ended."""
+        row = self._row("state", "name", "reason")
+        if row is None:
+            raise JobNotFoundError(f"There is no workflow {self.id}")
+        if row.state in OPEN_WORKFLOWS:
+            refuse_in_transaction(self.id)
+            return None
+        if row.state == WorkflowState.FAILED:
+            why = f"The workflow {row.name} failed: {row.reason}"
+            raise JobFailedError(why, original_error=row.reason, job_id=self.id)
+        if row.state == WorkflowState.CANCELLED:
+            raise JobCancelledError(f"The workflow {row.name} was cancelled: {row.reason}")
+        return (self._result_of(row),)
+
+    def _pauses(self, timeout: float) -> Iterator[float]:
+        until = time.monotonic() + seconds_of(timeout)
+        pause = FIRST_POLL
+        while True:
+            yield min(pause, max(0.0, until - time.monotonic()))
+            if time.monotonic() >= until:
+                # One last look, and then no more.
+                yield 0.0
+                raise JobTimeoutError(
+                    f"The workflow {self.id} did not end within {timeout:g} s; it may still "
+                    "complete",
+                    job_id=self.id,
+                    timeout=timeout,
+                )
+            pause = min(pause * POLL_GROWTH, LONGEST_POLL)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WorkflowHandle) and self.workflow_id == other.workflow_id
+
+    def __hash__(self) -> int:
+        return hash(self.workflow_id)
+
+    def __reduce__(self) -> tuple[type[WorkflowHandle], tuple[uuid.UUID]]:
+        return WorkflowHandle, (self.workflow_id,)
+
+    def __repr__(self) -> str:
+        return f"<WorkflowHandle {self.workflow_id}{f' {self.answer}' if self.answer else ''}>"
