@@ -90,8 +90,12 @@ def prepare() -> None:
     from django.utils import timezone
 
     from kjo_django.models import MetricBucket, MetricRollup, Worker
+    from kjo_django.operations import schedules
 
     User.objects.create_superuser("operator", password="operator")
+    payload = {"order_id": 1, "invoice_number": 1}
+    night = {"cron": "0 3 * * *", "timezone": "Europe/Berlin"}
+    schedules.add("nightly-invoice", job="shop.write_invoice", payload=payload, **night)
     now = timezone.now().replace(second=0, microsecond=0)
     chance = random.Random(7)
     worker = Worker.objects.first()
@@ -128,7 +132,7 @@ def prepare() -> None:
 
 def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None:  # type: ignore[no-untyped-def]
     """Log in and take every screen, as high as its content."""
-    from kjo_django.models import DeadLetter, Job
+    from kjo_django.models import DeadLetter, Job, Schedule
 
     browser.get(f"{admin}/login/")
     browser.find_element("name", "username").send_keys("operator")
@@ -138,12 +142,17 @@ def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None: 
     job = Job.objects.filter(failures__isnull=False).order_by("pk").first()
     assert letter is not None
     assert job is not None
+    schedule = Schedule.objects.first()
+    assert schedule is not None
     screens = {
         "overview": "",
         "queues": "queues/",
         "queue": "queues/emails/",
         "jobs": "jobs/?q=queue:emails",
         "job": f"jobs/{job.pk}/",
+        "schedules": "schedules/",
+        "schedule": f"schedules/{schedule.pk}/",
+        "schedule-edit": f"schedules/{schedule.pk}/edit/",
         "dead-letters": "dead-letters/",
         "dead-letter": f"dead-letters/{letter.pk}/",
         "edit": f"dead-letters/{letter.pk}/edit/",

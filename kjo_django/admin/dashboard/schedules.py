@@ -122,14 +122,21 @@ def _rows(page: Page, listed: list[Schedule]) -> list[dict[str, Any]]:
                 "source_label": row.get_source_display(),
                 "last_job": job,
                 "last_state": None if job is None else states[job.pk],
-                "buttons": _buttons(page, row, row.name),
+                # Rare ones are on the page of the schedule.
+                "buttons": page.buttons(Subject.SCHEDULES, facts["state"], row.pk, row.name),
             }
         )
     return found
 
 
-def _buttons(page: Page, row: Schedule, name: str = "") -> list[dict[str, Any]]:
-    return page.buttons(Subject.SCHEDULES, shown.conditions(row), row.pk, name)
+def _buttons(page: Page, row: Schedule) -> list[dict[str, Any]]:
+    return page.buttons(Subject.SCHEDULES, shown.conditions(row), row.pk)
+
+
+def _edit_link(page: Page, row: Schedule) -> list[dict[str, Any]]:
+    if not page.allows(ACTIONS["edit_schedules"]):
+        return []
+    return [{"label": _("Edit"), "url": page.url("schedule_edit", row.pk), "asks": True}]
 
 
 # --- One ------------------------------------------------------------------------------------------
@@ -152,8 +159,7 @@ def show_one(page: Page, schedule: UUID) -> HttpResponse:
             "runs": _runs(runs),
             "shown_runs": SHOWN_RUNS,
             "payload": _shown_payload(row) if page.may("view_payload") else None,
-            "buttons": _buttons(page, row),
-            "may_edit": page.allows(ACTIONS["edit_schedules"]),
+            "buttons": [*_edit_link(page, row), *_buttons(page, row)],
             "knows_queue": row.queue in registry.queue_names(),
         },
         title=_("Schedule %s") % row.name,
@@ -226,10 +232,16 @@ def _fields() -> dict[str, forms.Field]:
     return dict(form_of(ACTIONS["edit_schedules"], many=False).base_fields)
 
 
+_DEFAULTS = {
+    "payload": {},
+    **{name: Schedule._meta.get_field(name).default for name in ("catch_up", "overlap", "jitter")},  # type: ignore[union-attr]
+}
+
+
 def add(page: Page) -> HttpResponse:
     """Show the form for a new schedule; store what was posted."""
     fields = _form_class(has_name=True, has_payload=True)
-    return _edit(page, None, fields(page.request.POST or None, initial={"payload": {}}))
+    return _edit(page, None, fields(page.request.POST or None, initial=_DEFAULTS))
 
 
 def edit(page: Page, schedule: UUID) -> HttpResponse:
