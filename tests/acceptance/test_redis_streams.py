@@ -128,3 +128,21 @@ def test_an_entry_another_system_wrote_is_read_as_its_fields_RST_21(streams: Str
     assert record.value == b'{"resumeId": "7", "retryCount": "0"}'
     assert record.headers == {}
     subscription.close()
+
+
+def test_a_replaced_payload_never_runs_and_a_debounced_one_runs_last(streams: StreamEngine) -> None:
+    # Given a job whose message is in the stream, and one whose message is not
+    streams.create_topics()
+    replacing = jobs.write.using(unique_for=timedelta(hours=1), on_conflict="replace", unique_by=())
+    replacing.enqueue(job="first")
+    relay = streams.relay("--once")
+    assert relay.wait() == 0, relay.log_tail()
+    debounced = jobs.write_keyed.using(debounce=timedelta(seconds=1), unique_by=())
+    debounced.enqueue(job="early", key="k")
+    # When both are given another payload
+    assert replacing.enqueue(job="second").answer == "replaced"
+    assert debounced.enqueue(job="last", key="k").answer == "replaced"
+    # Then
+    streams.ready_worker()
+    streams.settle()
+    streams.assert_each_ran_once(["second", "last"])
