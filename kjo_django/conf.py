@@ -31,7 +31,9 @@ from django.core.signals import setting_changed
 from kjo_django.timetables import aware_moment, cron_expression, zone_name
 from kjo_django.values import (
     MAX_PRIORITY,
+    MOST_AT_ONCE,
     Problem,
+    Rate,
     attempts,
     duration,
     flag,
@@ -44,6 +46,7 @@ from kjo_django.values import (
     optional,
     optional_duration,
     optional_text,
+    rate,
     read_options,
     refuse_unknown,
     short_text,
@@ -82,6 +85,15 @@ class QueueOptions:
         optional(whole(1)),
         None,
         "Groups of this queue one worker runs at once; CONCURRENCY if not given.",
+    )
+    rate: Rate | None = option(
+        optional(rate),
+        None,
+        "How many of its jobs all workers together start in a time: '5/s', '100/m'; no limit if "
+        "not given.",
+    )
+    burst: int = option(
+        whole(1, MOST_AT_ONCE), 1, "Jobs that its rate lets start at once after a quiet time."
     )
     key_prefix: str | None = option(
         optional_text, None, "PREFIX of its lease names; the upper-case queue name if not given."
@@ -390,6 +402,7 @@ class Settings:
             topic_options={**self.topic_options, **given.topic_options},
             retries=given.retry_queue or name,
             consume=given.consume,
+            rate=None if given.rate is None else replace(given.rate, burst=given.burst),
         )
         _queue_cache[name] = (self, result)
         return result
@@ -427,6 +440,8 @@ class QueueConf:
     """The topic of each of its levels of priority, the most urgent one first; ``topic`` is that of
     level 0, which every queue has."""
     consume: bool = True
+    rate: Rate | None = None
+    """How many of its jobs all workers together start in a time."""
 
     @property
     def topics(self) -> list[str]:

@@ -17,6 +17,7 @@ KjoError
 ├── MessageError                  a message that can never be handled (poison)
 ├── PublishError                  the transport did not accept a record
 ├── CoordinationError             the coordination backend cannot be reached
+│   └── CoordinationForgotError   it answers, and has lost its data
 ├── PermanentError                raised by a handler: no retry, dead letter at once
 │   └── MustBeKilled              of KDLQ: to the dead letters
 ├── Retry                         raised by a handler: try again, optionally after ``delay``
@@ -197,6 +198,11 @@ class PublishError(KjoError):
 
 class CoordinationError(KjoError):
     """The coordination backend cannot be reached; correctness never depends on it."""
+
+
+class CoordinationForgotError(CoordinationError):
+    """The coordination backend answers, and has lost its data: nothing is limited by it until the
+    workers have told it again what they hold."""
 
 
 class PermanentError(KjoError):

@@ -908,6 +908,81 @@ class Schedule(models.Model):
         )
 
 
+# --- Limits ---------------------------------------------------------------------------------------
+
+
+class LimitControl(models.Model):
+    """What an operator asked of a limit; running workers do so within two seconds.
+
+    ``name`` is ``queue:<queue>`` or ``job:<registered name>``. What is empty is as declared.
+    """
+
+    name = models.CharField(_("name"), max_length=255, primary_key=True)
+    rate = models.CharField(
+        _("rate"),
+        max_length=40,
+        blank=True,
+        default="",
+        help_text=_("Jobs that start in a time, as 5/s or 100/m."),
+    )
+    burst = models.PositiveIntegerField(
+        _("burst"),
+        null=True,
+        blank=True,
+        help_text=_("Jobs that may start at once after a quiet time; empty: 1."),
+    )
+    concurrency = models.PositiveIntegerField(
+        _("concurrency"),
+        null=True,
+        blank=True,
+        help_text=_("Jobs that run at once in all workers together."),
+    )
+    changed_by = models.CharField(_("changed by"), max_length=150, blank=True, default="")
+    updated_at = models.DateTimeField(_("updated at"), auto_now=True)
+
+    class Meta:
+        db_table = "kjo_limit_control"
+        verbose_name = _("limit")
+        verbose_name_plural = _("limits")
+        ordering = ("name",)
+        default_permissions = ("view", "add", "change", "delete")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class HeldJob(models.Model):
+    """A job that waits for a limit: the most urgent first, then in the order of arrival.
+
+    Its message is settled; its row is not due until it is let go.
+
+    There may be a row of a job that has ended, or was requeued, since: whoever meets it deletes it.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    job_id = models.UUIDField(_("job"), unique=True)
+    generation = models.PositiveIntegerField(_("generation"), default=1)
+    limit = models.CharField(_("limit"), max_length=255)
+    queue = models.CharField(_("queue"), max_length=100)
+    rank = models.SmallIntegerField(_("rank"), default=0, help_text=_("The negative priority."))
+    is_released = models.BooleanField(_("released"), default=False)
+    waiting_since = models.DateTimeField(_("waiting since"), default=timezone.now)
+
+    class Meta:
+        db_table = "kjo_held_job"
+        verbose_name = _("held job")
+        verbose_name_plural = _("held jobs")
+        ordering = ("rank", "id")
+        default_permissions = ("view",)
+        indexes = (
+            # The first in line of a limit.
+            models.Index(fields=("limit", "is_released", "rank", "id"), name="kjo_held_idx"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.job_id} {self.limit}"
+
+
 class Dashboard(models.Model):
     """The operations screen: an address in the admin and a permission, but no table."""
 

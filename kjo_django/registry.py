@@ -20,7 +20,7 @@ from kjo_django.messages.headers import MAX_TYPE_LENGTH, Message
 from kjo_django.messages.serializers import JSON, Serializer, register_serializer
 from kjo_django.retries import OwnBackoff
 from kjo_django.transports.base import Record
-from kjo_django.values import did_you_mean, listed
+from kjo_django.values import Rate, did_you_mean, listed
 
 if TYPE_CHECKING:  # The registry is imported before there are models.
     from kjo_django.store.rows import JobRow
@@ -54,6 +54,14 @@ class HandlerOptions:
     serializer: Serializer = JSON
     result_serializer: Serializer | None = None
     """None: as the payload."""
+    rate: Rate | None = None
+    """How many of its jobs all workers together start in a time."""
+    rate_key: str | Callable[..., Any] | None = None
+    """As ``key``: jobs of another value have a rate of their own."""
+    concurrency: int | None = None
+    """How many of its jobs run at once in all workers together."""
+    concurrency_key: str | Callable[..., Any] | None = None
+    """As ``key``: jobs of another value are counted by themselves."""
     redact: tuple[str, ...] = ()
     """Fields nobody is shown, beside those of ``KJO['REDACT']``."""
     schedule: ScheduleOptions | None = None
@@ -99,10 +107,11 @@ class Handler:
             return
         self._argument_names = names
         for option, given in (
-            ("key", (options.key,) if isinstance(options.key, str) else ()),
+            *((name, (getattr(options, name),)) for name in ("key", "rate_key", "concurrency_key")),
             ("unique_by", options.unique_by or ()),
         ):
-            problem = self.unknown_argument(option, given)
+            fields = [each for each in given if isinstance(each, str)]
+            problem = self.unknown_argument(option, fields)
             if problem is not None:
                 raise ImproperlyConfigured(problem)
 
@@ -282,6 +291,8 @@ def route_of(queue: str) -> Route:
 
 _handlers: dict[str, Handler] = {}
 _own: dict[str, Handler] = {}
+limited: dict[str, Handler] = {}
+"""Those of them, by name, that were declared with a rate or a concurrency."""
 
 
 def register(handler: Handler, *, is_own: bool = False) -> None:
@@ -307,6 +318,8 @@ def register(handler: Handler, *, is_own: bool = False) -> None:
             _own[name] = handler
         else:
             _handlers[name] = handler
+        if handler.options.rate is not None or handler.options.concurrency is not None:
+            limited[name] = handler
         register_serializer(handler.options.serializer)
         if handler.options.result_serializer is not None:
             register_serializer(handler.options.result_serializer)
@@ -316,6 +329,7 @@ def unregister(name: str) -> None:
     """Forget a handler; for tests."""
     with _lock:
         _handlers.pop(name, None)
+        limited.pop(name, None)
 
 
 def find(name: str) -> Handler | None:

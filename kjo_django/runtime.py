@@ -22,7 +22,7 @@ from django.utils.module_loading import import_string
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.conf import DEFAULT_COORDINATION, Settings, declared_queues, get_settings
 from kjo_django.coordination.base import CircuitBreaker, Coordination
-from kjo_django.models import Job, QueueControl
+from kjo_django.models import Job, LimitControl, QueueControl
 from kjo_django.store import Store, store_for
 from kjo_django.transports.base import Transport
 from kjo_django.values import unknown_key
@@ -41,6 +41,7 @@ class Runtime:
     :param wake_breaker: keeps wake-ups from waiting for a coordination that does not answer.
     :param queue_controls: what operators asked of queues, by their names. A worker reads the rows
         now and then, so that no job costs a query.
+    :param limit_controls: what operators asked of limits, likewise.
     """
 
     settings: Settings
@@ -51,6 +52,7 @@ class Runtime:
     clock: Clock = CLOCK
     wake_breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     queue_controls: dict[str, QueueControl] = field(default_factory=dict)
+    limit_controls: dict[str, LimitControl] = field(default_factory=dict)
 
 
 _lock = threading.RLock()

@@ -29,6 +29,7 @@ message_discarded      dead_letter_id, queue, handler, note
 queue_paused           queue, actor
 queue_resumed          queue, actor
 queue_changed          queue, actor, changes
+limit_changed          name, actor, changes
 item_sent              item_id, topic, content_hash, message_type, batch_id
 item_send_failed       item_id, topic, error, message_type, batch_id
 workflow_completed     workflow_id, name, unique_id
@@ -66,6 +67,7 @@ message_skipped = Signal()
 queue_paused = Signal()
 queue_resumed = Signal()
 queue_changed = Signal()
+limit_changed = Signal()
 item_sent = Signal()
 item_send_failed = Signal()
 workflow_completed = Signal()

@@ -92,12 +92,14 @@ TRANSITIONS: dict[str, list[JobState]] = {
     "cancel": sorted(UNFINISHED),
     "requeue": sorted((*OPEN, *FINAL)),
     "republish": [JobState.QUEUED],
+    "hold": [JobState.QUEUED],
     "release": [JobState.WAITING],
     "await": [JobState.CANCELLED],
 }
 """The states that each action may start from. ``requeue`` begins a new generation, so it may start
 anywhere but in ``waiting``, which only ``release`` and ``cancel`` end; ``republish`` is the rescue
-of a queued job whose message is gone: same generation, same attempt."""
+of a queued job whose message is gone: same generation, same attempt; ``hold`` lets a job wait for a
+limit, due never until it is let go."""
 
 RESULT_OF: dict[str, JobState] = {
     "publish": JobState.QUEUED,
@@ -107,6 +109,7 @@ RESULT_OF: dict[str, JobState] = {
     "cancel": JobState.CANCELLED,
     "requeue": JobState.PENDING,
     "republish": JobState.PENDING,
+    "hold": JobState.PENDING,
     "release": JobState.PENDING,
     "await": JobState.WAITING,
 }

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -159,6 +160,69 @@ def one_of(*names: str) -> Callable[[Any], str]:
 
 optional_duration = optional(duration)
 optional_text = optional(text)
+
+
+_RATE = re.compile(r"\s*(\d+)\s*/\s*(\d*)\s*([smhd])\s*", re.ASCII)
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+MOST_AT_ONCE = 1_000_000
+"""The largest number of a rate, and of a burst."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How many jobs may start in a time: at most ``count + burst - 1`` in any ``seconds``.
+
+    :param burst: how many may start at once when none has started for long; 1: they are spread
+        evenly.
+    """
+
+    count: int
+    seconds: float
+    burst: int = 1
+
+    @property
+    def grace(self) -> float:
+        """Seconds that a job may start later than it was permitted to. Rates are counted in windows
+        that are longer by this, so a start that is late breaks none."""
+        return min(self.seconds / 20, 0.25)
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one permit to the next."""
+        return (self.seconds + self.grace) / self.count
+
+    def __str__(self) -> str:
+        unit = next((u for u, each in reversed(_UNITS.items()) if self.seconds == each), "")
+        every = unit or f"{self.seconds:.0f}s"
+        return f"{self.count}/{every}"
+
+
+def rate(value: Any) -> Rate:
+    """A number of jobs per time, as ``5/s``, ``100/m`` or ``10/30s``."""
+    if isinstance(value, Rate):
+        return value
+    wanted = "a rate such as '5/s', '100/m' or '10/30s'"
+    if not isinstance(value, str):
+        raise ValueError(wanted)
+    found = _RATE.fullmatch(value)
+    if found is None:
+        raise ValueError(f"{wanted}; {_fault_of_rate(value)}")
+    count, every = int(found[1]), int(found[2] or 1)
+    if not 1 <= count <= MOST_AT_ONCE:
+        raise ValueError(f"{wanted}; {found[1]} is not from 1 to {MOST_AT_ONCE:,}")
+    if not 1 <= every * _UNITS[found[3]] <= 31 * 86_400:
+        raise ValueError(f"{wanted}; its time must be from 1 second to 31 days")
+    return Rate(count, float(every * _UNITS[found[3]]))
+
+
+def _fault_of_rate(value: str) -> str:
+    """Return which part of a text keeps it from being a rate."""
+    count, slash, every = value.partition("/")
+    if not slash:
+        return "it has no '/'"
+    if re.fullmatch(r"\s*\d+\s*", count, re.ASCII) is None:
+        return f"{count.strip()!r} before the '/' is no whole number"
+    return f"{every.strip()!r} after the '/' is no time: s, m, h or d, or so many of them"
 
 
 def option(

@@ -60,6 +60,16 @@ FIRST_CLAIM = Claim(True, 1)
 """The answer for a name that has never been held."""
 
 
+class Pace(NamedTuple):
+    """One rate as ``reserve`` is asked for it."""
+
+    name: str
+    interval: float
+    """Seconds from one permit to the next."""
+    burst: int = 1
+    """Permits that are given at once when none was given for long."""
+
+
 class Listener(abc.ABC):
     """Waits for wake-up calls on some channels. One thread owns it; ``wake`` is thread-safe."""
 
@@ -146,6 +156,50 @@ class Coordination(abc.ABC):
     def names(self, prefix: str) -> Iterable[str]:
         """Iterate the names with a live lease that start with ``prefix`` (taken literally)."""
 
+    # --- Limits: rates, and leases that are numbered slots ----------------------------------------
+
+    supports_limits: bool = False
+    """Whether the next two methods do something. Where they do not, nothing may be limited."""
+
+    def reserve(
+        self,
+        asks: Sequence[Sequence[Pace]],
+        within: float,
+        after: float = 0.0,
+        sign: tuple[str, str] | None = None,
+    ) -> list[float]:
+        """Reserve a permit of each of its rates for each ask, in order and in one round trip.
+
+        Permits of a rate are its interval apart (GCRA, the generic cell rate algorithm); up to its
+        burst may be given at once when none was given for long. An ask gets the next moment that
+        all its rates allow, in ``after`` seconds at the earliest. Of one that is further away than
+        ``within`` seconds nothing is reserved. All who ask for a rate give one value of that: what
+        a slower rate has reserved beyond it is forgotten.
+
+        :param sign: a lease and its token. A server that does not have it has lost its data.
+        :returns: in how many seconds each ask is permitted.
+        :raises CoordinationForgotError: the sign is missing; nothing is reserved.
+        """
+        raise NotImplementedError
+
+    def claim_slots(
+        self,
+        asks: Sequence[tuple[str, int]],
+        token: str,
+        ttl: timedelta,
+        sign: tuple[str, str] | None = None,
+    ) -> list[str]:
+        """Take for each ask a free one of its slots, in one round trip. A slot is a lease like any
+        other, to be renewed and released as ``slot_name`` calls it. One that ``token`` holds is not
+        free.
+
+        :param asks: a name and the number of its slots.
+        :param sign: as of ``reserve``.
+        :returns: the lease taken for each ask, "" where no slot is free.
+        :raises CoordinationForgotError: the sign is missing; nothing is taken.
+        """
+        raise NotImplementedError
+
     # --- Marks: small values that expire, such as the hash of what a producer sent last -----------
 
     @abc.abstractmethod
@@ -176,6 +230,11 @@ class Coordination(abc.ABC):
     def close(self) -> None:
         """Release what is held open. Idempotent."""
         return
+
+
+def slot_name(name: str, number: int) -> str:
+    """Return the lease that is slot ``number``, from 1, of a name."""
+    return f"{name}:{number}"
 
 
 SLOW_FAILURE = 0.1

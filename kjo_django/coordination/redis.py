@@ -17,6 +17,8 @@ Keys, by example::
     CONS:EMAILS:7             the token of who processes the item; expires with the lease
     DELIVERIES:CONS:EMAILS:7  how often it was claimed; forgotten on release, else after a day
     PREFIX_SENT:7             a mark; expires with its TTL
+    RATE:job:shop.call        when its next job may start, in µs; expires when that has passed
+    SLOT:job:shop.call:1      the token of who runs the first of its jobs; expires with the lease
 
 Leases and their counts are touched by one script, so on Redis Cluster all names of a call must
 share a slot: use a hash tag, ``KEY_PREFIX = "{kjo}"``. The tests meet single servers only.
@@ -27,6 +29,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -43,9 +46,11 @@ from kjo_django.coordination.base import (
     FIRST_CLAIM,
     Claim,
     Coordination,
+    Pace,
     ReconnectingListener,
+    slot_name,
 )
-from kjo_django.exceptions import CoordinationError
+from kjo_django.exceptions import CoordinationError, CoordinationForgotError
 from kjo_django.probing import answer_within
 
 _DELIVERIES_KEPT = timedelta(days=1)
@@ -109,6 +114,78 @@ for _, lease in ipairs(KEYS) do
     end
 end
 return #KEYS
+"""
+
+
+# KEYS: the rates, then the sign of life. ARGV: the sign's token ("" for none), the longest and the
+# shortest wait in µs; of each rate its interval and its tolerance in µs; of each ask how many
+# rates, and which.
+# Answers with the µs to wait for each ask; nothing at all where the sign is missing. The server's
+# clock is everybody's.
+_RESERVE = """
+if ARGV[1] ~= '' and redis.call('GET', KEYS[#KEYS]) ~= ARGV[1] then
+    return {}
+end
+local time = redis.call('TIME')
+local now, longest = time[1] * 1000000 + time[2], tonumber(ARGV[2])
+local earliest = now + tonumber(ARGV[3])
+local free, changed, answers = {}, {}, {}
+for i = 1, #KEYS - 1 do
+    free[i] = tonumber(redis.call('GET', KEYS[i])) or 0
+    local last = now + longest + tonumber(ARGV[2 * i + 3]) + tonumber(ARGV[2 * i + 2])
+    if free[i] > last then
+        free[i] = last
+        changed[i] = true
+    end
+end
+local at = 2 * #KEYS + 2
+while ARGV[at] do
+    local last, moment = at + tonumber(ARGV[at]), earliest
+    for j = at + 1, last do
+        local i = tonumber(ARGV[j])
+        moment = math.max(moment, free[i] - tonumber(ARGV[2 * i + 3]))
+    end
+    answers[#answers + 1] = moment - now
+    if moment - now <= longest then
+        for j = at + 1, last do
+            local i = tonumber(ARGV[j])
+            free[i] = math.max(free[i], moment) + tonumber(ARGV[2 * i + 2])
+            changed[i] = true
+        end
+    end
+    at = last + 1
+end
+for i in pairs(changed) do
+    local life = math.ceil((free[i] - now) / 1000) + 1
+    redis.call('SET', KEYS[i], string.format('%.0f', free[i]), 'PX', life)
+end
+return answers
+"""
+
+# KEYS: the names, then the sign of life. ARGV: the sign's token ("" for none), token, ttl in ms; of
+# each name how many slots it has and how many are wanted.
+# Answers with the numbers of the slots taken, name by name, 0 for none; nothing at all where the
+# sign is missing.
+_CLAIM_SLOTS = """
+if ARGV[1] ~= '' and redis.call('GET', KEYS[#KEYS]) ~= ARGV[1] then
+    return {}
+end
+local answers = {}
+for i = 1, #KEYS - 1 do
+    local slots, wanted = tonumber(ARGV[2 * i + 2]), tonumber(ARGV[2 * i + 3])
+    local number, taken = 0, 0
+    while taken < wanted do
+        number = number + 1
+        if number > slots then
+            answers[#answers + 1] = 0
+            taken = taken + 1
+        elseif redis.call('SET', KEYS[i] .. ':' .. number, ARGV[2], 'NX', 'PX', ARGV[3]) then
+            answers[#answers + 1] = number
+            taken = taken + 1
+        end
+    end
+end
+return answers
 """
 
 
@@ -190,6 +267,55 @@ class RedisCoordination(Coordination):
                 if name not in seen:  # SCAN may repeat itself
                     seen.add(name)
                     yield name
+
+    # --- Limits -----------------------------------------------------------------------------------
+
+    supports_limits = True
+
+    def reserve(
+        self,
+        asks: Sequence[Sequence[Pace]],
+        within: float,
+        after: float = 0.0,
+        sign: tuple[str, str] | None = None,
+    ) -> list[float]:
+        """Reserve for all with one script call, by the server's clock."""
+        if not asks:
+            return []
+        paces = {pace.name: pace for ask in asks for pace in ask}
+        places = {name: number for number, name in enumerate(paces, start=1)}
+        lease, token = sign or ("", "")
+        arguments: list[object] = [token, round(within * 1e6), round(after * 1e6)]
+        for pace in paces.values():
+            interval = max(1, round(pace.interval * 1e6))
+            arguments += interval, interval * (pace.burst - 1)
+        for ask in asks:
+            arguments += len(ask), *(places[pace.name] for pace in ask)
+        answers = self._run(_RESERVE, self._keys([*paces, lease]), *arguments)
+        if not answers:
+            raise CoordinationForgotError(f"Redis at {self._setting} has lost its data")
+        return [int(answer) / 1e6 for answer in answers]
+
+    def claim_slots(
+        self,
+        asks: Sequence[tuple[str, int]],
+        token: str,
+        ttl: timedelta,
+        sign: tuple[str, str] | None = None,
+    ) -> list[str]:
+        """Take all with one script call."""
+        if not asks:
+            return []
+        slots, wanted = dict(asks), Counter(name for name, _ in asks)
+        lease, living = sign or ("", "")
+        numbers = [part for name in slots for part in (slots[name], wanted[name])]
+        keys = self._keys([*slots, lease])
+        answers = self._run(_CLAIM_SLOTS, keys, living, token, _ms(ttl), *numbers)
+        if not answers:
+            raise CoordinationForgotError(f"Redis at {self._setting} has lost its data")
+        answered = iter(answers)
+        taken = {name: [int(next(answered)) for _ in range(wanted[name])] for name in slots}
+        return [slot_name(name, n) if (n := taken[name].pop(0)) else "" for name, _ in asks]
 
     # --- Marks ------------------------------------------------------------------------------------
 

@@ -163,6 +163,17 @@ def refuse(runtime: Runtime, delivery: Delivery) -> Attempt:
     return Attempt(delivery, Ending.DEAD, problem.reason, row, spent, error=problem)
 
 
+def ends_without_run(runtime: Runtime, delivery: Delivery, row: JobRow | None) -> bool:
+    """Return whether a job's row, or that it has none any more, forbids the run."""
+    message = delivery.message
+    assert message is not None
+    if row is None:
+        return message.job_id is not None and message.service == runtime.service
+    if row.generation == NAMED_BY_OTHERS or why_skip(delivery, row) is not None:
+        return True
+    return row.expires_at is not None and row.expires_at <= timezone.now()
+
+
 def is_left_open(attempt: Attempt) -> bool:
     """Whether the row of a duplicate of a message nobody enqueued here waited for the very attempt
     it asks for.

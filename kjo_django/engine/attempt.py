@@ -71,6 +71,12 @@ class Delivery:
         """Whether it was being run when a worker died, and next runs in a group of its own."""
         self.waiting_since = 0.0
         """When it came to the lanes (monotonic)."""
+        self.permitted_at = self.permit_until = 0.0
+        """Between these moments (monotonic) it may start without another permit of its rates."""
+        self.prepared_from = 0.0
+        """When a lane began to prepare its start (monotonic)."""
+        self.held_until = 0.0
+        """When it comes up again, where it is deferred until a moment of its own (monotonic)."""
         self.weight = 1
         """As how many records it counts; a large value counts as several."""
         self.level = 0
@@ -133,6 +139,8 @@ class Ending(enum.Enum):
     DEAD = "dead"
     CANCELLED = "cancelled"
     """Asked to end while it ran, it did: its writes are undone, it is not retried."""
+    HELD = "held"
+    """It waits for a limit, as its job's row says; its message is settled."""
     DEFERRED = "deferred"
     """Not now: it stays unacknowledged and comes up again here."""
 
@@ -157,6 +165,7 @@ class Reason(enum.StrEnum):
     PAUSED = "paused"
     OUT_OF_BUDGET = "budget"
     INTERRUPTED = "interrupted"
+    LIMITED = "limited"
 
 
 class Abort(enum.Enum):

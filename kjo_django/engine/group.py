@@ -37,7 +37,7 @@ from django.db import DatabaseError, OperationalError, connections
 from django.dispatch import Signal
 from django.utils import timezone
 
-from kjo_django import signals, tracing
+from kjo_django import registry, signals, tracing
 from kjo_django.coordination.base import FIRST_CLAIM, Claim
 from kjo_django.engine import admission, failures, recorder
 from kjo_django.engine.admission import HeldBack
@@ -57,6 +57,7 @@ from kjo_django.engine.runners.lane import LaneRunner, RolledBack
 from kjo_django.engine.runners.loop import LoopRunner
 from kjo_django.enqueue import storing
 from kjo_django.exceptions import HandlerTimeout
+from kjo_django.limits.limiter import Limiter
 from kjo_django.messages import headers as names
 from kjo_django.messages.serializers import load_result, one_line, serializer_for
 from kjo_django.models import EventKey
@@ -112,8 +113,16 @@ class Pipeline:
         self._on_pause = on_pause
         self._stopping = stopping or threading.Event()
         self._is_workers = stopping is not None
+        self.limiter = Limiter(leases)
         self._recorder = Recorder(on_thread)
-        self._lane = LaneRunner(runtime, watch, on_measure, self._stopping, is_own=self._is_workers)
+        self._lane = LaneRunner(
+            runtime,
+            watch,
+            on_measure,
+            self._stopping,
+            is_own=self._is_workers,
+            await_permit=self.limiter.await_permit,
+        )
         self._loop: LoopRunner | None = None
         if on_settled is not None:
             ended = EndedQueue(partial(self._settle_coroutines, on_settled), 0.0, self._recorder)
@@ -191,6 +200,8 @@ class Pipeline:
         if waiting:
             # Not begun: others may have them. A no-op for what others hold.
             self._leases.release([delivery.lease for delivery in waiting])
+            if self._leases.freed:
+                self.limiter.release_freed()
         return deferred + waiting
 
     def abandon(
@@ -292,10 +303,51 @@ class Pipeline:
 
     # --- Admit, run and record, in the group's transaction ----------------------------------------
 
-    def _run_claimed(
+    def _run_limited(
         self, deliveries: list[Delivery], running: set[Delivery] | None
     ) -> list[Delivery]:
-        """Admit, run and settle what nobody else holds; returns the deferred."""
+        """Run what the limits permit now; settle what has to wait in line for them, and release
+        what comes next there. Returns the deferred."""
+        runtime, limited = self._runtime, {}
+        if self._is_workers:
+            limited = self.limiter.limits_of(deliveries)
+        if not limited:
+            return self._run_claimed(deliveries, running, is_permitted=True)
+        rows = admission.load_rows(runtime, list(limited))[1]
+        for delivery in list(limited):
+            if admission.ends_without_run(runtime, delivery, rows.get(delivery)):
+                del limited[delivery]
+        found = self.limiter.sort(deliveries, limited, rows)
+        deferred = found.deferred
+        attempts = [
+            Attempt(d, Ending.HELD, Reason.LIMITED, row, row.attempts, is_announced=True)
+            for d, row in found.settled
+        ]
+        if attempts:
+            with runtime.store.writing():
+                self.limiter.hold(found)
+                recorder.acknowledge_within(attempts)
+            deferred += self._finish(attempts)
+        self.limiter.start(found)
+        if found.may_run:
+            deferred += self._run_claimed(found.may_run, running, is_permitted=True)
+        return deferred
+
+    def _run_claimed(
+        self,
+        deliveries: list[Delivery],
+        running: set[Delivery] | None,
+        *,
+        is_permitted: bool = False,
+    ) -> list[Delivery]:
+        """Admit, run and settle what nobody else holds; returns the deferred.
+
+        :param is_permitted: no limit stands against it.
+        """
+        if not is_permitted and (
+            registry.limited or self._runtime.limit_controls or self.limiter.has_limited_queues
+        ):
+            return self._run_limited(deliveries, running)
         if deliveries[0].mode is not Mode.ATOMIC:
             return self._run_leased(deliveries, running)
         if len(deliveries) == 1:
@@ -467,6 +519,7 @@ class Pipeline:
         is_concurrent = deliveries[0].mode is Mode.CONCURRENT
         if is_concurrent and self._loop is not None and running is not None:
             attempts = self._admit_leased(deliveries)
+            self._await_permits(attempts)
             if admitted := [attempt for attempt in attempts if attempt.ending is None]:
                 running.update(attempt.delivery for attempt in admitted)
                 self._loop.run(admitted)
@@ -516,6 +569,14 @@ class Pipeline:
             size = max(1, 2 * (len(part) - len(not_begun)))
             left = not_begun + left[len(part) :]
         return ended.deferred + left
+
+    def _await_permits(self, attempts: Sequence[Attempt]) -> None:
+        """Wait until the coroutines with a permit may start; one that is too late is deferred."""
+        for attempt in attempts:
+            delivery = attempt.delivery
+            has_permit = attempt.ending is None and delivery.permit_until > 0.0
+            if has_permit and not self.limiter.await_permit(delivery):
+                attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
 
     def _admit_leased(self, deliveries: Sequence[Delivery]) -> list[Attempt]:
         """Decide what may run and lease its rows, which is renewed until ``_release_rows``.
@@ -745,6 +806,8 @@ class Pipeline:
                 self._leases.release(leases)
             for attempt in held:
                 attempt.is_released = True
+            if self._leases.freed:
+                self.limiter.release_freed()
         return deferred
 
     def _announce(self, attempts: Sequence[Attempt]) -> None:

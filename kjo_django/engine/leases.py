@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 from uuid import UUID
 
 from django.db import OperationalError, connections
 
-from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim, alive_name
+from kjo_django.coordination.base import FIRST_CLAIM, CircuitBreaker, Claim, Pace, alive_name
 from kjo_django.engine.handler.connections import is_pristine
-from kjo_django.exceptions import CoordinationError
+from kjo_django.exceptions import CoordinationError, CoordinationForgotError
 from kjo_django.runtime import Runtime
+
+T = TypeVar("T")
 
 logger = logging.getLogger("kjo_django")
 
@@ -63,6 +66,10 @@ class LeaseBook:
         self._uncertain_until = 0.0
         self._breaker = CircuitBreaker(runtime.clock)
         self._unreleased: set[str] = set()
+        self._slots: dict[str, list[str]] = {}
+        """The slots that were taken for a delivery, by its lease. They are released with it."""
+        self.freed: Counter[str] = Counter()
+        """How many slots of each name were given back since ``take_freed``."""
 
     def _warn(self, consequence: str, error: Exception) -> None:
         """Log an outage once in a while, not for every group it touches."""
@@ -104,6 +111,84 @@ class LeaseBook:
             if self._unreleased:
                 self._unreleased.difference_update(self._held)
         return claims
+
+    # --- Limits -----------------------------------------------------------------------------------
+
+    def reserve(self, asks: Sequence[Sequence[Pace]], within: float, after: float) -> list[float]:
+        """Return in how many seconds each ask is permitted; see ``Coordination.reserve``.
+
+        :raises CoordinationError: nobody knows.
+        """
+        reserve = self._coordination.reserve
+        return self._ask(lambda: reserve(asks, within, after, self._sign()))
+
+    def claim_slots(self, asks: Sequence[tuple[str, str, int]], ttl: timedelta) -> list[bool]:
+        """Take a slot for each ask; return for which there was one. It is renewed and released
+        with a lease.
+
+        :param asks: that lease, and the name and the number of the slots.
+        :raises CoordinationError: nobody knows.
+        """
+        claim, wanted = self._coordination.claim_slots, [(name, count) for _, name, count in asks]
+        slots = self._ask(lambda: claim(wanted, self.token, ttl, self._sign()))
+        with self._lock:
+            for (lease, _, _), slot in zip(asks, slots, strict=True):
+                if slot:
+                    self._held[slot] = (ttl, 1)
+                    self._slots.setdefault(lease, []).append(slot)
+            self._unreleased.difference_update(slots)
+        return [bool(slot) for slot in slots]
+
+    def _sign(self) -> tuple[str, str] | None:
+        """Return what a server must know of this worker, unless it has lost its data."""
+        return (alive_name(self.token), self.token) if self._has_shown else None
+
+    def _ask(self, call: Callable[[], list[T]]) -> list[T]:
+        """Return what coordination answers. After it has lost its data nothing is asked for as long
+        as the other workers need to claim again what they hold."""
+        if self._clock.monotonic() < self._uncertain_until:
+            raise CoordinationForgotError("Coordination has lost its data a moment ago")
+        if self._breaker.is_open():
+            raise CoordinationError("Coordination does not answer")
+        began = self._clock.monotonic()
+        try:
+            answer = call()
+        except CoordinationForgotError as error:
+            self._on_own_sign_missing()
+            self._warn("Jobs with a limit wait", error)
+            raise
+        except CoordinationError as error:
+            self._breaker.record_failure(began)
+            self._warn("Jobs with a limit wait", error)
+            raise
+        self._breaker.record_success()
+        return answer
+
+    def _slots_of(self, names: Iterable[str]) -> list[str]:
+        """Return the slots that are released with these leases, and forget them; the caller holds
+        the lock."""
+        slots = [slot for name in names for slot in self._slots.pop(name, ())]
+        self.freed.update(slot.rpartition(":")[0] for slot in slots)
+        return slots
+
+    def has_slot(self, lease: str) -> bool:
+        """Return whether a slot was taken for the delivery with this lease."""
+        return lease in self._slots
+
+    def take_freed(self) -> Counter[str]:
+        """Return how many slots of each name were given back since the last call."""
+        with self._lock:
+            freed, self.freed = self.freed, Counter()
+            return freed
+
+    def release_abandoned(self, names: Sequence[str]) -> None:
+        """Release what dead workers hold of these names, unless coordination is away."""
+        try:
+            self._release_abandoned(names)
+        except CoordinationError as error:
+            self._warn("Leases of dead workers expire by themselves", error)
+
+    # --- Leases of dead workers -------------------------------------------------------------------
 
     def _release_abandoned(self, names: Sequence[str]) -> None:
         """Release what dead workers hold of these names; the deliveries they began stay counted."""
@@ -188,6 +273,11 @@ class LeaseBook:
                         self._held[name] = (ttl, count - 1)
                     else:
                         held.append(name)
+            if self._slots:
+                slots = self._slots_of(name for name in names if name not in self._held)
+                for slot in slots:
+                    self._held.pop(slot, None)
+                held += slots
             if held and self._breaker.is_open():
                 self._unreleased.update(held[: MAX_UNRELEASED - len(self._unreleased)])
                 return
@@ -205,6 +295,10 @@ class LeaseBook:
         if self._coordination.releases_within != using:
             return False
         began = self._clock.monotonic()
+        if self._slots:
+            with self._lock:
+                slots = [slot for name in names for slot in self._slots.get(name, ())]
+            names = names + slots
         try:
             if names:
                 self._coordination.release(names, self.token)
@@ -236,6 +330,9 @@ class LeaseBook:
     def forget(self, names: Iterable[str]) -> None:
         """Renew these leases no longer: they have been given back."""
         with self._lock:
+            names = list(names)
+            if self._slots:
+                names += self._slots_of(names)
             for name in names:
                 self._held.pop(name, None)
 
@@ -268,6 +365,8 @@ class LeaseBook:
                 self._on_own_sign_missing()
                 self._coordination.claim(names, self.token, self.alive_ttl)
                 self._has_shown = True
+                if self._slots:
+                    self._claim_slots_again()
         except CoordinationError as error:
             self._breaker.record_failure(began)
             self._warn("No sign of life given", error)
@@ -278,6 +377,14 @@ class LeaseBook:
             late, self._unreleased = list(self._unreleased), set()
         for start in range(0, len(late), RELEASED_AT_ONCE):
             self._release_now(late[start : start + RELEASED_AT_ONCE])
+
+    def _claim_slots_again(self) -> None:
+        """Tell coordination, which has lost its data, which slots are taken here."""
+        with self._lock:
+            slots = [slot for each in self._slots.values() for slot in each]
+            ttls = {self._held[slot][0] for slot in slots if slot in self._held}
+        if slots:
+            self._coordination.claim(slots, self.token, max(ttls, default=self.ttl))
 
     def release_all(self) -> None:
         """Let others take over at once whatever is still held."""

@@ -354,9 +354,10 @@ class GroupScheduler:
         others for the rest.
 
         :param group: None: no lane is free, the keys of ``coroutines`` are.
-        :param deferred: deliveries to run again, after ``delay`` seconds and before anything that
-            came later with their keys; those that are another consumer's by now are forgotten.
-            Orphans found in the group have waited for nothing yet: they may run at once.
+        :param deferred: deliveries to run again, after ``delay`` seconds, or at moments of their
+            own, and before anything that came later with their keys; those that are another
+            consumer's by now are forgotten. Orphans found in the group have waited for nothing yet:
+            they may run at once.
         :param started: coroutines of the group that go on.
         :param coroutines: those that went on after their group's end, and have ended.
         """
@@ -386,7 +387,9 @@ class GroupScheduler:
                 key.waiting[:0] = returned
                 self.waiting += len(returned)
                 if returned and delay > 0 and not returned[0].is_orphan:
-                    until = self._clock.monotonic() + delay
+                    until = returned[0].held_until or self._clock.monotonic() + delay
+                    for delivery in returned:
+                        delivery.held_until = 0.0
                     heapq.heappush(self._delayed, (until, next(self._tickets), key))
                 else:
                     self._make_ready_or_forget(key)

@@ -35,12 +35,14 @@ from kjo_django.retries import LONGEST_DELAY, OwnBackoff, backoff_of, error_type
 from kjo_django.runtime import Runtime, current_runtime
 from kjo_django.timetables import cron_expression, zone_name
 from kjo_django.values import (
+    MOST_AT_ONCE,
     attempts,
     did_you_mean,
     duration,
     flag,
     lifetime,
     priority,
+    rate,
     refuse_unknown,
     text,
     texts,
@@ -372,6 +374,10 @@ def _schedule(value: Any) -> dict[str, Any]:
 
 
 MAX_QUEUE_LENGTH = 100
+MOST_SLOTS = 1000
+"""The largest number of jobs that a limit lets run at once."""
+_BELONG_TO = {"burst": "rate", "rate_key": "rate", "concurrency_key": "concurrency"}
+"""Options of ``@job`` that mean something beside another one only."""
 _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "queue": _queue_name,
     "key": _key,
@@ -387,6 +393,11 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "retry_on": error_types,
     "give_up_on": error_types,
     "result_ttl": _lifetime,
+    "rate": rate,
+    "burst": whole(1, MOST_AT_ONCE),
+    "rate_key": _key,
+    "concurrency": whole(1, MOST_SLOTS),
+    "concurrency_key": _key,
     "redact": texts,
     "schedule": _schedule,
     "timezone": zone_name,
@@ -415,6 +426,11 @@ def job(
     takes_context: bool = False,
     batch: int | None = None,
     serializer: Serializer = JSON,
+    rate: str | None = None,
+    burst: int = 1,
+    rate_key: str | Callable[..., Any] | None = None,
+    concurrency: int | None = None,
+    concurrency_key: str | Callable[..., Any] | None = None,
     redact: Sequence[str] = (),
     schedule: str | timedelta | Mapping[str, Any] | None = None,
     timezone: str | None = None,
@@ -454,6 +470,12 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
         arguments, and returns None or a list of one result for each. It is called with what is
         there: nothing waits for a batch to be full.
     :param serializer: how its payloads and results become bytes.
+    :param rate: how many of its jobs all workers together start in a time: ``"5/s"``, ``"100/m"``.
+        A job beyond that waits; it takes no lane and spends no attempt.
+    :param burst: how many may start at once when none has started for long.
+    :param rate_key: payload field, or function of the payload: each value has a rate of its own.
+    :param concurrency: how many of its jobs run at once in all workers together.
+    :param concurrency_key: as ``rate_key``, for ``concurrency``.
     :param redact: fields of its payloads and results that no screen shows, beside those of
         ``KJO["REDACT"]``: those whose name has one of these in it, in any case.
     :param schedule: enqueue the job periodically: a cron expression, a timedelta, or a dict of
@@ -483,6 +505,11 @@ def job(function: Any = None, /, *, name: str | None = None, **options: Any) -> 
     for kind in options.get("retry_on", ()):
         if issubclass(kind, final):
             raise ValueError(f"job(retry_on=…): {kind.__name__} is among those of give_up_on")
+    for option, other in _BELONG_TO.items():
+        if options.get(option) is not None and options.get(other) is None:
+            raise ValueError(f"job({option}=…): {option} means nothing without {other}=…")
+    if (burst := options.pop("burst", None)) is not None:
+        options["rate"] = replace(options["rate"], burst=burst)
     if options.get("database_only") and not options.get("atomic", True):
         raise ValueError("job(database_only=True): atomic=False has no roll-back to rely on")
 

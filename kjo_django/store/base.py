@@ -586,6 +586,10 @@ class Store:
         with connections[self.alias].cursor() as cursor:
             cursor.execute(statement, [*names, token])
 
+    def server_time(self) -> datetime:
+        """Return what time it is for everybody who uses the database: its own, where it has one."""
+        return timezone.now()
+
     # --- Sessions and wake-up calls ---------------------------------------------------------------
 
     has_notify = False

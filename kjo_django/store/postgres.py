@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 from django.core.exceptions import ImproperlyConfigured
@@ -427,6 +427,13 @@ class PostgresStore(Store):
             rows = [(job.id, job.generation, place, at) for job, _, place, at in published]
             columns = [array_text(column) for column in zip(*rows, strict=True)]
             self._execute(_COMPLETE_FORWARDED, [now, now, *columns, states.TRANSITIONS["complete"]])
+
+    # --- Limits -----------------------------------------------------------------------------------
+
+    def server_time(self) -> datetime:
+        """Return the server's time: the clocks of several hosts may differ."""
+        ((now,),) = self._execute("SELECT clock_timestamp()", ())
+        return cast("datetime", now)
 
     # --- Sessions and wake-up calls ---------------------------------------------------------------
 

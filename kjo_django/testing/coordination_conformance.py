@@ -9,6 +9,7 @@ Needs pytest, and no server of its own.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
@@ -18,7 +19,7 @@ from typing import ClassVar
 
 import pytest
 
-from kjo_django.coordination.base import Claim, Coordination, Listener
+from kjo_django.coordination.base import Claim, Coordination, Listener, Pace, slot_name
 
 MINUTE = timedelta(minutes=1)
 
@@ -240,6 +241,137 @@ class CoordinationConformance:
         assert coordination.holders(names) == dict.fromkeys(names, "me")
         coordination.release(names[:1], "me")
         assert set(coordination.holders(names)) == set(names[1:])
+
+    # --- Limits -----------------------------------------------------------------------------------
+
+    @pytest.fixture
+    def limiting(self, coordination: Coordination) -> Coordination:
+        if not coordination.supports_limits:
+            pytest.skip("It has no limits")
+        return coordination
+
+    def test_permits_are_their_interval_apart(self, limiting: Coordination, name: str) -> None:
+        waits = limiting.reserve([[Pace(name, 10.0)]] * 4, within=25.0)
+
+        assert waits == pytest.approx([0, 10, 20, 30], abs=0.5)
+        # The last one was too far away, so nothing is reserved for it.
+        assert limiting.reserve([[Pace(name, 10.0)]], within=60.0) == pytest.approx([30], abs=2)
+
+    def test_a_burst_is_permitted_at_once(self, limiting: Coordination, name: str) -> None:
+        waits = limiting.reserve([[Pace(name, 10.0, burst=3)]] * 5, within=60.0)
+
+        assert waits == pytest.approx([0, 0, 0, 10, 20], abs=0.5)
+
+    def test_an_unused_rate_saves_up_no_more_than_its_burst(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        pace = Pace(name, self.short.total_seconds(), burst=2)
+        limiting.reserve([[pace]] * 2, within=60.0)
+        self.outlive(4 * self.short)
+
+        waits = limiting.reserve([[pace]] * 3, within=60.0)
+
+        assert waits[:2] == [0, 0]
+        assert waits[2] > 0.5 * pace.interval
+
+    def test_an_ask_of_several_rates_waits_for_the_slowest(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        fast, slow = Pace(f"{name}:fast", 1.0), Pace(f"{name}:slow", 10.0)
+        limiting.reserve([[slow]], within=0.0)
+
+        assert limiting.reserve([[fast, slow]], within=60.0) == pytest.approx([10], abs=0.5)
+        # What it reserved of the fast one lies where it starts.
+        assert limiting.reserve([[fast]], within=60.0) == pytest.approx([11], abs=1)
+
+    def test_rates_of_different_names_are_independent(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        asks = [[Pace(f"{name}:{number}", 10.0)] for number in range(300)]
+
+        assert limiting.reserve(asks, within=60.0) == pytest.approx([0] * 300, abs=0.01)
+        assert min(limiting.reserve(asks, within=0.0)) > 5
+
+    def test_a_permit_lies_no_earlier_than_asked(self, limiting: Coordination, name: str) -> None:
+        pace = Pace(name, 1.0)
+
+        waits = limiting.reserve([[pace], [pace]], within=60.0, after=20.0)
+
+        assert waits == pytest.approx([20, 21], abs=0.01)
+
+    def test_a_faster_rate_does_not_wait_for_the_slower_one_before(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        limiting.reserve([[Pace(name, 3600.0)]], within=1.0)
+
+        assert limiting.reserve([[Pace(name, 0.5)]], within=1.0)[0] <= 1.5
+        waits = [limiting.reserve([[Pace(name, 0.01)]], within=1.0)[0] for _ in range(2)]
+        assert waits[0] <= 1.01
+
+    def test_many_threads_share_a_rate(self, limiting: Coordination, name: str) -> None:
+        began, moments = time.monotonic(), []
+
+        def ask(number: int) -> None:
+            (wait,) = limiting.reserve([[Pace(name, 10.0)]], within=1000.0)
+            moments.append(time.monotonic() - began + wait)
+
+        self.in_threads(ask)
+        moments.sort()
+        gaps = [later - sooner for sooner, later in itertools.pairwise(moments)]
+        assert gaps == pytest.approx([10.0] * (self.threads - 1), abs=3)
+
+    def test_slots_are_given_until_there_is_none(self, limiting: Coordination, name: str) -> None:
+        slots = limiting.claim_slots([(name, 3)] * 5, "me", MINUTE)
+
+        assert slots == [slot_name(name, 1), slot_name(name, 2), slot_name(name, 3), "", ""]
+        assert limiting.claim_slots([(name, 3)], "me", MINUTE) == [""]
+        assert limiting.claim_slots([(name, 3)], "you", MINUTE) == [""]
+        assert limiting.holders(slots[:3]) == dict.fromkeys(slots[:3], "me")
+
+    def test_a_slot_is_a_lease(self, limiting: Coordination, name: str) -> None:
+        first, second = limiting.claim_slots([(name, 2)] * 2, "me", MINUTE)
+
+        assert limiting.renew([first], "me", MINUTE) == [True]
+        limiting.release([second], "you")
+        assert limiting.claim_slots([(name, 2)], "you", MINUTE) == [""]
+        limiting.release([second], "me", undo_claim=True)
+        assert limiting.claim_slots([(name, 2)], "you", MINUTE) == [second]
+
+    def test_a_slot_is_free_when_it_has_expired(self, limiting: Coordination, name: str) -> None:
+        (slot,) = limiting.claim_slots([(name, 1)], "me", self.short)
+        self.outlive(self.short)
+
+        assert limiting.claim_slots([(name, 1)], "you", MINUTE) == [slot]
+        assert limiting.renew([slot], "me", MINUTE) == [False]
+
+    def test_slots_of_several_names_in_one_call(self, limiting: Coordination, name: str) -> None:
+        one, other = f"{name}:a", f"{name}:b"
+
+        slots = limiting.claim_slots([(one, 1), (other, 2), (one, 1), (other, 2)], "me", MINUTE)
+
+        assert slots == [slot_name(one, 1), slot_name(other, 1), "", slot_name(other, 2)]
+
+    def test_of_many_threads_no_more_than_the_slots_get_one(
+        self, limiting: Coordination, name: str
+    ) -> None:
+        taken: list[str] = []
+
+        def claim(number: int) -> None:
+            taken.extend(filter(None, limiting.claim_slots([(name, 3)], "worker", MINUTE)))
+
+        self.in_threads(claim)
+        assert sorted(taken) == [slot_name(name, number) for number in (1, 2, 3)]
+
+    def test_nothing_limited_asked_is_nothing_answered(self, limiting: Coordination) -> None:
+        assert limiting.reserve([], within=1.0) == []
+        assert limiting.claim_slots([], "me", MINUTE) == []
+
+    def test_a_known_sign_is_no_hindrance(self, limiting: Coordination, name: str) -> None:
+        limiting.claim([f"WORKER:{name}"], "me", MINUTE)
+        sign = (f"WORKER:{name}", "me")
+
+        assert limiting.reserve([[Pace(name, 1.0)]], within=1.0, sign=sign) == [0]
+        assert limiting.claim_slots([(name, 1)], "me", MINUTE, sign) == [slot_name(name, 1)]
 
     # --- Marks ------------------------------------------------------------------------------------
 

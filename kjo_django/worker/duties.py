@@ -25,6 +25,7 @@ from kjo_django.engine.handler.connections import drop_broken_connections
 from kjo_django.engine.poller import Poller
 from kjo_django.enqueue.storing import LISTEN_AGAIN, topic_channel
 from kjo_django.exceptions import CoordinationError, KjoError, PublishError
+from kjo_django.limits.limiter import Limiter
 from kjo_django.models import MetricBucket, MetricRollup
 from kjo_django.operations.maintenance import topics
 from kjo_django.operations.maintenance.rescue import rescue
@@ -204,6 +205,29 @@ class WorkflowDeadlines(LeasedDuty):
     def work_on(self, held: list[str]) -> None:
         """End what is overdue."""
         end_overdue(self._clock.now())
+
+
+class LimitDuty(LeasedDuty):
+    """Releases jobs that wait for a limit and that no other job has released. While none waits, it
+    looks seldom."""
+
+    leases = ("LIMITS",)
+    SOON, SELDOM = 1.0, 5.0
+
+    def __init__(self, runtime: Runtime, token: str, limiter: Limiter) -> None:
+        super().__init__(runtime, token, self.SOON)
+        self._limiter = limiter
+
+    def work(self) -> None:
+        """Look, if any job waits."""
+        has_waiting = self._limiter.has_waiting()
+        self.pause = self.SOON if has_waiting else self.SELDOM
+        if has_waiting:
+            super().work()
+
+    def work_on(self, held: list[str]) -> None:
+        """Look at the heads of the lines."""
+        self._limiter.look_after()
 
 
 class LagRecorder(LeasedDuty):

@@ -16,7 +16,7 @@ from kjo_django.engine.handler.running import look_after
 from kjo_django.engine.handler.timeouts import TimeoutWatch
 from kjo_django.engine.leases import LeaseBook
 from kjo_django.engine.scheduler import QueueLimit
-from kjo_django.models import QueueControl
+from kjo_django.models import LimitControl, QueueControl
 from kjo_django.models import Worker as WorkerRow
 from kjo_django.runtime import Runtime
 from kjo_django.worker.duties import OUTAGES, PeriodicDuty
@@ -89,6 +89,9 @@ class Controls:
         controls.update({row.queue: row for row in rows})
         for queue in controls.keys() - {row.queue for row in rows}:
             del controls[queue]
+        asked_limits = {row.name: row for row in LimitControl.objects.using(using)}
+        self._runtime.limit_controls.clear()
+        self._runtime.limit_controls.update(asked_limits)
         before = self._rows_limits, self.paused_queues, self.is_quiet, self.is_stopped
         self._rows_limits = {row.queue: row.concurrency for row in rows if row.concurrency}
         self._set_limits()

@@ -67,6 +67,7 @@ from kjo_django.worker.duties import (
     Duty,
     DutyThread,
     LagRecorder,
+    LimitDuty,
     PublishListener,
     Rescuer,
     TopicCheck,
@@ -125,7 +126,7 @@ class Worker:
         on_error: Callable[[str, str], None] = lambda source, error: None,
         runtime: Runtime | None = None,
     ) -> None:
-        runtime = replace(runtime or current_runtime(), queue_controls={})
+        runtime = replace(runtime or current_runtime(), queue_controls={}, limit_controls={})
         self.runtime = runtime
         conf = runtime.settings
         known = registry.queue_names()
@@ -164,7 +165,12 @@ class Worker:
         if weights:
             self.scheduler.set_weights(weights)
         self.leases = LeaseBook(runtime, self.id.hex)
-        self._watch = TimeoutWatch(self._replace_lane, runtime.clock)
+        self._watch = TimeoutWatch(
+            self._replace_lane,
+            runtime.clock,
+            frozen_after=self.leases.alive_ttl.total_seconds(),
+            has_slot=self.leases.has_slot,
+        )
         listeners = [self.statistics.add, send_signals]
         if max_messages is not None:
             listeners.append(self._stop_after_most)
@@ -181,6 +187,7 @@ class Worker:
             ),
             on_thread=self._enter_thread,
         )
+        self.limiter = self._pipeline.limiter
         self.lanes = Lanes(self.scheduler, self._pipeline, self._watch, self._enter_thread)
         self.pollers = self._make_pollers()
         self._relay = Relay(
@@ -248,6 +255,7 @@ class Worker:
         asking: list[Duty] = [
             self._topics,
             Rescuer(runtime, token),
+            LimitDuty(runtime, token, self.limiter),
             LagRecorder(runtime, token, self.queues),
             WorkflowDeadlines(runtime, token),
         ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from kjo_django.coordination.base import Pace, slot_name
 from kjo_django.coordination.redis import RedisCoordination
+from kjo_django.exceptions import CoordinationForgotError
 from kjo_django.testing.coordination_conformance import CoordinationConformance
 
 
@@ -38,3 +41,19 @@ class TestRedisWithAPrefix(TestRedis):
     """The prefix is for Redis Cluster and for several projects in one Redis."""
 
     options = {"CACHE": "kjo", "KEY_PREFIX": "{shop*}"}
+
+
+@pytest.mark.redis
+def test_a_server_that_lost_its_data_limits_nothing(redis_server: Any) -> None:
+    """The permits and slots it gave before are unknown to it: others would be too many."""
+    coordination = RedisCoordination({"URL": redis_server.url})
+    sign = ("WORKER:lost", "me")
+    try:
+        with pytest.raises(CoordinationForgotError):
+            coordination.reserve([[Pace("RATE:lost", 1.0)]], within=1.0, sign=sign)
+        with pytest.raises(CoordinationForgotError):
+            coordination.claim_slots([("SLOT:lost", 1)], "me", timedelta(minutes=1), sign)
+        assert coordination.holders([slot_name("SLOT:lost", 1)]) == {}
+        assert coordination.reserve([[Pace("RATE:lost", 1.0)]], within=1.0) == [0]
+    finally:
+        coordination.close()

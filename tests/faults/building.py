@@ -90,7 +90,8 @@ def built(
     logger.setLevel(os.environ.get("KJO_FAULTS_LOG", "CRITICAL"))
     with (
         garbage_collection.seldom(),
-        forgetting(registry._handlers, registry._routes, conf._declared, handlers._routes),
+        forgetting(registry._handlers, registry.limited, registry._routes),
+        forgetting(conf._declared, handlers._routes),
     ):
         world = make(clock, empty)
         world.kinds = Kinds(world)

@@ -12,6 +12,8 @@ from django.utils import timezone
 
 import kjo_django.clock
 from kjo_django import ids
+from kjo_django.store.base import Store
+from kjo_django.store.postgres import PostgresStore
 
 RIVAL = "rival"
 """Name of the thread that acts while another one's call is under way."""
@@ -47,6 +49,8 @@ class Clock:
         shifted_now = lambda: now() + timedelta(seconds=self.offset)  # noqa: E731
         monkeypatch.setattr(timezone, "now", shifted_now)
         monkeypatch.setattr(kjo_django.clock.Clock, "now", staticmethod(shifted_now))
+        monkeypatch.setattr(Store, "server_time", lambda store: shifted_now())
+        monkeypatch.setattr(PostgresStore, "server_time", lambda store: shifted_now())
         shifted = lambda: monotonic() + self.offset  # noqa: E731
         monkeypatch.setattr(time, "monotonic", shifted)
         monkeypatch.setattr(kjo_django.clock.Clock, "monotonic", staticmethod(shifted))

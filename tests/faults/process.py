@@ -13,6 +13,7 @@ from typing import Any
 
 from django.db import connections
 
+from kjo_django import registry
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.group import HELD_ELSEWHERE_DELAY
 from kjo_django.engine.poller import Poller
@@ -126,6 +127,8 @@ class Process:
     def _beat(self) -> bool:
         self.worker.leases.show_alive()
         self.worker.leases.renew()
+        if registry.limited and self.worker.limiter.has_waiting():
+            self.worker.limiter.look_after()
         return False
 
     def _tick(self) -> bool:

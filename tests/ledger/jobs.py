@@ -217,3 +217,8 @@ def write_wait_or_kill(job: str, path: str = "", kill: bool = False) -> None:
     if path:
         _wait_for_file(path)
     Entry.objects.create(job=job)
+
+
+if "KJO_TEST_LIMITS" in os.environ:
+    # Where any handler has a limit, each group is asked for it: only for tests of limits.
+    from tests.ledger import limited  # noqa: F401

@@ -29,5 +29,5 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def forgotten_definitions() -> Iterator[None]:
     """Handlers, routes and queues that a test defines are forgotten after it."""
-    with forgetting(registry._handlers, registry._routes, conf._declared):
+    with forgetting(registry._handlers, registry.limited, registry._routes, conf._declared):
         yield

@@ -21,6 +21,7 @@ TABLE = {
     "cancel":    "x       x      x      x       .         .      .",
     "requeue":   ".       x      x      x       x         x      x",
     "republish": ".       .      x      .       .         .      .",
+    "hold":      ".       .      x      .       .         .      .",
     "release":   "x       .      .      .       .         .      .",
     "await":     ".       .      .      .       .         .      x",
 }  # fmt: skip
@@ -32,6 +33,7 @@ ENDS_IN = {
     "cancel": "cancelled",
     "requeue": "pending",
     "republish": "pending",
+    "hold": "pending",
     "release": "pending",
     "await": "waiting",
 }

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from django.db import InterfaceError, OperationalError, connections, router, tra
 from django.db.models import F, QuerySet
 
 from kjo_django.conf import get_settings
-from kjo_django.coordination.base import Claim, Coordination, Listener
+from kjo_django.coordination.base import Claim, Coordination, Listener, Pace, slot_name
 from kjo_django.exceptions import CoordinationError
 from kjo_django.models import Lease, Mark
 from kjo_django.probing import answer_within
@@ -44,6 +44,9 @@ OUTAGES = (OperationalError, InterfaceError)
 _LONGEST_NAME = 255
 _BATCH = 900
 """Names in one statement, within what SQLite binds."""
+_ASKS = 200
+"""Asks for permits or slots in one transaction."""
+_LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 _DELIVERIES_KEPT = timedelta(days=1)
 _PRUNE_EVERY = 600.0
 _TRIES = 10
@@ -140,6 +143,123 @@ class DatabaseCoordination(Coordination):
             raise self._lost(error) from error
         # SQLite's and MySQL's LIKE ignore case.
         return [name for name in names if name.startswith(prefix)]
+
+    # --- Limits -----------------------------------------------------------------------------------
+
+    supports_limits = True
+
+    def reserve(
+        self,
+        asks: Sequence[Sequence[Pace]],
+        within: float,
+        after: float = 0.0,
+        sign: tuple[str, str] | None = None,
+    ) -> list[float]:
+        """Reserve for all in one short transaction of its own, by the database's clock.
+
+        A rate is a lease of nobody that expires when its next permit is free. Its commit waits for
+        the disk: a permit that is forgotten would be given twice.
+        """
+        answers: list[float] = []
+
+        def reserve_of(batch: Sequence[Sequence[Pace]]) -> None:
+            names = sorted({_stored(pace.name) for ask in batch for pace in ask})
+            with self._store.transaction(durable=True):
+                free = self._lock(names)
+                now = self._store.server_time()
+                changed: dict[str, datetime] = {}
+                for pace in {pace for ask in batch for pace in ask}:
+                    name = _stored(pace.name)
+                    last = now + timedelta(seconds=within + pace.interval * pace.burst)
+                    if free[name] > last:
+                        free[name] = changed[name] = last
+                for ask in batch:
+                    moment = now + timedelta(seconds=after)
+                    for pace in ask:
+                        tolerance = timedelta(seconds=pace.interval * (pace.burst - 1))
+                        moment = max(moment, free[_stored(pace.name)] - tolerance)
+                    wait = (moment - now).total_seconds()
+                    answers.append(wait)
+                    if wait > within:
+                        continue
+                    for pace in ask:
+                        name = _stored(pace.name)
+                        interval = timedelta(seconds=pace.interval)
+                        free[name] = changed[name] = max(free[name], moment) + interval
+                self._set(changed, "")
+
+        self._each(asks, reserve_of)
+        return answers
+
+    def claim_slots(
+        self,
+        asks: Sequence[tuple[str, int]],
+        token: str,
+        ttl: timedelta,
+        sign: tuple[str, str] | None = None,
+    ) -> list[str]:
+        """Take all in one short transaction of its own. The lease of the name itself, which nobody
+        holds, is locked meanwhile."""
+        answers: list[str] = []
+
+        def claim_of(batch: Sequence[tuple[str, int]]) -> None:
+            slots = dict(batch)
+            with self._store.transaction(durable=True):
+                self._lock(sorted(map(_stored, slots)))
+                now = self.clock.now()
+                free: dict[str, list[str]] = {}
+                for name, count in slots.items():
+                    every = [slot_name(name, number) for number in range(1, count + 1)]
+                    stored, taken = list(map(_stored, every)), set[str]()
+                    for start in range(0, count, _BATCH):
+                        some = self._leases.filter(name__in=stored[start : start + _BATCH])
+                        live = some.filter(expires_at__gt=now)
+                        taken.update(live.values_list("name", flat=True))
+                    free[name] = [each for each in every if _stored(each) not in taken]
+                found = [free[name].pop(0) if free[name] else "" for name, _ in batch]
+                self._set({_stored(slot): now + ttl for slot in found if slot}, token)
+            answers.extend(found)
+
+        self._each(asks, claim_of)
+        if self.clock.monotonic() >= self._prune_at:
+            self._prune_outside_transactions()
+        return answers
+
+    def _each(self, asks: Sequence[T], change: Callable[[Sequence[T]], None]) -> None:
+        """Call ``change`` with as many asks at a time as its statements can name."""
+        try:
+            for start in range(0, len(asks), _ASKS):
+                change(asks[start : start + _ASKS])
+        except OUTAGES as error:
+            raise self._lost(error) from error
+
+    def _lock(self, names: Sequence[str]) -> dict[str, datetime]:
+        """Return when each of these leases expires, locked until the transaction ends; a name that
+        has no row gets one.
+
+        :param names: in order, so that two who lock never deadlock.
+        """
+        found: dict[str, datetime] = {}
+        while missing := [name for name in names if name not in found]:
+            # A row that is pruned between the two statements is inserted again.
+            new = [Lease(name=name, expires_at=_LONG_AGO) for name in missing]
+            self._leases.bulk_create(new, ignore_conflicts=True)
+            rows = self._leases.filter(name__in=missing).order_by("name").select_for_update()
+            found.update(rows.values_list("name", "expires_at"))
+        return found
+
+    def _set(self, expiries: Mapping[str, datetime], token: str) -> None:
+        """Write leases of this token, whatever was there."""
+        has_target = connections[self.database].features.supports_update_conflicts_with_target
+        self._leases.bulk_create(
+            [
+                Lease(name=name, token=token, expires_at=expires_at, deliveries=1)
+                for name, expires_at in sorted(expiries.items())
+            ],
+            update_conflicts=True,
+            unique_fields=["name"] if has_target else None,
+            update_fields=["token", "expires_at", "deliveries"],
+        )
 
     @property
     def _leases(self) -> QuerySet[Lease]:

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 from kjo_django.clock import CLOCK, Clock
 from kjo_django.engine.attempt import Delivery
 from kjo_django.engine.handler.context import Abort, BatchContext, JobContext, runs_of
-from kjo_django.exceptions import HandlerTimeout, JobTimeoutError
+from kjo_django.exceptions import HandlerTimeout, JobCancelledError, JobTimeoutError
 
 T = TypeVar("T")
 
@@ -91,6 +91,8 @@ class RunningCall:
     """When the watch has to do something about the call."""
     is_over: bool = False
     is_fired: bool = False
+    is_lost: bool = False
+    """Whether it is interrupted because its worker was frozen and has lost its slot."""
 
     def __enter__(self) -> None:
         watch, limit = self.watch, self.limit
@@ -117,7 +119,11 @@ class RunningCall:
                 # Not delivered yet? Then it must not hit what this thread does next.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread_id), None)
         watch.check()
-        if isinstance(error, HandlerTimeout):
+        if self.is_lost:
+            if isinstance(error, HandlerTimeout):
+                text = "The handler was interrupted: its worker was frozen, and has lost its slot"
+                raise JobCancelledError(text) from None
+        elif isinstance(error, HandlerTimeout):
             error.args, error.timeout = _exceeded(limit).args, limit
         elif kind is None and self.is_fired:
             raise _exceeded(limit)
@@ -128,13 +134,24 @@ class TimeoutWatch:
 
     :param on_hung: called with the id of a thread whose handler has hung; returns whether the
         thread is given up.
+    :param frozen_after: seconds between two looks after which this process counts as frozen.
+    :param has_slot: returns whether the run under this lease needs a slot, which a worker that was
+        frozen has lost. Such a run is interrupted.
     """
 
     def __init__(
-        self, on_hung: Callable[[int], bool] = lambda thread_id: False, clock: Clock = CLOCK
+        self,
+        on_hung: Callable[[int], bool] = lambda thread_id: False,
+        clock: Clock = CLOCK,
+        *,
+        frozen_after: float = math.inf,
+        has_slot: Callable[[str], bool] = lambda lease: False,
     ) -> None:
         self.clock = clock
         self._on_hung = on_hung
+        self._frozen_after = frozen_after
+        self._has_slot = has_slot
+        self._looked_at = math.inf
         self.calls: set[RunningCall] = set()
         """Every call that runs, with a limit or without."""
         self._abandoned: set[int] = set()
@@ -194,6 +211,14 @@ class TimeoutWatch:
     def _look(self) -> float:
         now = self.clock.monotonic()
         calls = list(self.calls)
+        if now - self._looked_at > self._frozen_after:
+            for call in calls:
+                if call.limit is not None and any(
+                    self._has_slot(run.lease) for run in runs_of(call.context)
+                ):
+                    call.is_lost, call.due_at = True, now
+                    call.context.abort(Abort.LOST)
+        self._looked_at = now
         for call in calls:
             if call.due_at > now:
                 continue
@@ -207,7 +232,8 @@ class TimeoutWatch:
             call.due_at += HUNG_AFTER
             if call.interrupts:
                 call.is_fired = True
-                call.context.abort(Abort.TIMEOUT)
+                if not call.is_lost:
+                    call.context.abort(Abort.TIMEOUT)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(call.thread_id), ctypes.py_object(HandlerTimeout)
                 )

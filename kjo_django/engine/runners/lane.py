@@ -24,7 +24,7 @@ from django.db import connections
 from django.utils import timezone
 
 from kjo_django.engine import admission, failures
-from kjo_django.engine.attempt import UNWANTED, Attempt, Ending, Reason
+from kjo_django.engine.attempt import UNWANTED, Attempt, Delivery, Ending, Reason
 from kjo_django.engine.handler.call import call_step, in_steps
 from kjo_django.engine.handler.connections import (
     freshen_connections,
@@ -61,6 +61,7 @@ class LaneRunner:
     :param on_measure: is called with a handler's name and the seconds that its call took.
     :param stopping: set when the worker stops.
     :param is_own: whether the threads that call handlers are a worker's own.
+    :param await_permit: waits until a delivery with a permit may start; False: it is too late.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class LaneRunner:
         stopping: threading.Event,
         *,
         is_own: bool,
+        await_permit: Callable[[Delivery], bool],
     ) -> None:
+        self._await_permit = await_permit
         self._runtime = runtime
         self._watch = watch
         self._on_measure = on_measure
@@ -110,7 +113,11 @@ class LaneRunner:
                     attempt.error = None
                 elif attempt.ending is not None:
                     continue
-                elif is_late or (held_back and held_back.covers(attempt.delivery)):
+                elif (
+                    is_late
+                    or (held_back and held_back.covers(attempt.delivery))
+                    or (attempt.delivery.permit_until and not self._await_permit(attempt.delivery))
+                ):
                     attempt.ending = Ending.DEFERRED
                     attempt.reason = Reason.OUT_OF_BUDGET if is_late else Reason.PAUSED
                 else:
@@ -153,6 +160,17 @@ class LaneRunner:
                 for attempt in step
                 if attempt.ending is None and not ended.held_back.covers(attempt.delivery)
             ]
+            late = [
+                attempt
+                for attempt in calls
+                if attempt.delivery.permit_until and not self._await_permit(attempt.delivery)
+            ]
+            for attempt in late:
+                attempt.ending, attempt.reason = Ending.DEFERRED, Reason.LIMITED
+                calls.remove(attempt)
+            if late:
+                ended.put_not_run(late)
+                ended.held_back.after(late)
             if calls:
                 has_begun = True
                 ended.before_handler()

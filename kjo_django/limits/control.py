@@ -1,0 +1,171 @@
+"""Changing the limits that hold over all workers, while they run.
+
+A limit has the name ``queue:<queue>`` or ``job:<registered name>``. What an operator asks of it is
+in a row, and wins over what was declared; running workers obey within two seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from django.db import transaction
+from django.utils import timezone
+
+from kjo_django import registry, signals
+from kjo_django.conf import get_settings
+from kjo_django.enqueue.definition import MOST_SLOTS
+from kjo_django.limits import held
+from kjo_django.limits.rules import job_limit, queue_limit, rate_of
+from kjo_django.models import LimitControl
+from kjo_django.runtime import current_runtime
+from kjo_django.values import MOST_AT_ONCE, did_you_mean, rate, refuse_unknown, whole
+
+Observer = Callable[[Sequence[Any]], None]
+OPTIONS = ("rate", "burst", "concurrency")
+"""What may be asked of a limit."""
+
+
+def set_limit(
+    name: str, *, actor: str = "", on_changed: Observer | None = None, **options: Any
+) -> bool:
+    """Change a limit; return False if nothing changed. What is not given stays as it is asked; with
+    None the declared value holds again.
+
+    :param name: ``queue:<queue>`` or ``job:<registered name>``.
+    :param on_changed: called with the row inside the transaction.
+    :param options: ``rate``: as ``"5/s"``. ``burst``: a whole number. ``concurrency``: jobs of a
+        handler that run at once in all workers together.
+    :raises TypeError: there is no such option.
+    :raises ValueError: nothing has this name, or a value means nothing.
+    """
+    refuse_unknown(options, OPTIONS, "set_limit")
+    values = {option: _checked(name, option, value) for option, value in options.items()}
+    _check_name(name)
+    if not values:
+        return False
+    runtime = current_runtime()
+    rows = LimitControl.objects.using(runtime.database)
+    with runtime.store.writing():
+        rows.bulk_create([LimitControl(name=name)], ignore_conflicts=True)
+        stamp = {"changed_by": actor[:150], "updated_at": timezone.now()}
+        changed = rows.filter(name=name).exclude(**_same(values)).update(**values, **stamp)
+        rows.filter(name=name, rate="", burst=None, concurrency=None).delete()
+        if changed:
+            _announce(name, actor, values, rows.filter(name=name), on_changed)
+    return bool(changed)
+
+
+def clear_limit(name: str, *, actor: str = "", on_changed: Observer | None = None) -> bool:
+    """Let what was declared hold again; return False if nothing else was asked."""
+    asked: dict[str, Any] = {"rate": None, "burst": None, "concurrency": None}
+    rows = LimitControl.objects.using(current_runtime().database)
+    if not rows.filter(name=name).exists():
+        return False
+    return set_limit(name, actor=actor, on_changed=on_changed, **asked)
+
+
+def overview() -> list[dict[str, Any]]:
+    """Return every limit with what was declared, what an operator asked, what holds, and how many
+    jobs wait for it."""
+    runtime, settings = current_runtime(), get_settings()
+    controls = {row.name: row for row in LimitControl.objects.using(runtime.database)}
+    declared: dict[str, dict[str, Any]] = {}
+    for queue in registry.queue_names():
+        declared[queue_limit(queue)] = {"rate": settings.queue(queue).rate, "concurrency": None}
+    for handler in registry.handlers():
+        options = handler.options
+        declared[job_limit(handler.name)] = {
+            "rate": options.rate,
+            "concurrency": options.concurrency,
+            "rate_key": _key_text(options.rate_key),
+            "concurrency_key": _key_text(options.concurrency_key),
+        }
+    found = []
+    for name in sorted({*declared, *controls}):
+        own, control = declared.get(name, {"rate": None, "concurrency": None}), controls.get(name)
+        in_force = rate_of(control, own["rate"])
+        asked_slots = control.concurrency if control is not None else None
+        if control is None and own["rate"] is None and own["concurrency"] is None:
+            continue
+        found.append(
+            {
+                "name": name,
+                "declared": {
+                    "rate": _rate_text(own["rate"]),
+                    "burst": own["rate"].burst if own["rate"] else None,
+                    "concurrency": own["concurrency"],
+                },
+                "asked": {
+                    "rate": (control.rate if control else "") or None,
+                    "burst": control.burst if control else None,
+                    "concurrency": asked_slots,
+                },
+                "rate": _rate_text(in_force),
+                "burst": in_force.burst if in_force else None,
+                "concurrency": asked_slots or own["concurrency"],
+                "rate_key": own.get("rate_key", ""),
+                "concurrency_key": own.get("concurrency_key", ""),
+                "waiting_count": held.waiting_count(runtime, name),
+                "changed_by": control.changed_by if control else "",
+            }
+        )
+    return found
+
+
+def _rate_text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _key_text(key: Any) -> str:
+    return key if isinstance(key, str) else getattr(key, "__name__", "") if key else ""
+
+
+def _same(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the condition for a row that has these values."""
+    return {
+        f"{name}__isnull" if value is None else name: True if value is None else value
+        for name, value in values.items()
+    }
+
+
+def _checked(name: str, option: str, value: Any) -> Any:
+    if value is None:
+        return "" if option == "rate" else None
+    try:
+        if option == "rate":
+            return str(rate(value))
+        if option == "concurrency" and name.startswith("queue:"):
+            raise ValueError("of a job; that of a queue in one worker is changed by set_policy()")
+        return whole(1, MOST_SLOTS if option == "concurrency" else MOST_AT_ONCE)(value)
+    except ValueError as error:
+        raise ValueError(f"{option} must be {error}, not {value!r:.80}") from None
+
+
+def _check_name(name: str) -> None:
+    kind, _, of = name.partition(":")
+    known: Collection[str] = [handler.name for handler in registry.handlers()]
+    if kind == "queue":
+        known = registry.queue_names()
+    elif kind != "job":
+        raise ValueError(f"A limit is named queue:… or job:…, not {name!r:.120}")
+    if of not in known:
+        hint = did_you_mean(of, known, f"Known: {', '.join(known)}.")
+        raise ValueError(f"No {kind} is named {of!r:.120}. {hint}")
+    if kind == "queue" and registry.route_of(of) is not registry.JOBS:
+        raise ValueError(f"The queue {of!r} holds messages of other services, which have no limit")
+
+
+def _announce(
+    name: str, actor: str, values: dict[str, Any], rows: Any, on_changed: Observer | None
+) -> None:
+    runtime = current_runtime()
+    # Those that are on their way were released by the limit of before.
+    held.call_back(runtime, name)
+    if on_changed is not None:
+        on_changed(list(rows) or [LimitControl(name=name)])
+    send = functools.partial(
+        signals.limit_changed.send_robust, sender=name, name=name, actor=actor, changes=values
+    )
+    transaction.on_commit(send, using=runtime.database, robust=True)

@@ -1,0 +1,253 @@
+"""The line of jobs that wait for a limit, in the jobs' database.
+
+A job that must wait is held: its message is settled, and its row is due never, so no relay and no
+worker looks at it. The first ones in line are released: they are due again, at about the moment
+when they may start. Each job that starts, or ends, releases the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from django.db import connections
+from django.db.models import Exists, OuterRef, Q, QuerySet
+
+from kjo_django import states
+from kjo_django.conf import QueueConf
+from kjo_django.enqueue import storing
+from kjo_django.limits.rules import Limit
+from kjo_django.models import HeldJob, Job, transition
+from kjo_django.runtime import Runtime
+from kjo_django.states import JobState
+from kjo_django.store.rows import JobRow
+
+NEVER = datetime(8000, 1, 1, tzinfo=UTC)
+"""When a job is due that is held."""
+LEAD = 1.0
+"""Seconds that a permit lies ahead at most."""
+DUE_BEFORE = 0.75
+"""Seconds before its moment that a released job is due, so that a worker has it in time."""
+MOST_RELEASED = 500
+"""Jobs of one limit that are on their way to workers at most."""
+_NAMES = 500
+"""Names in one query, within what SQLite binds."""
+
+
+class Place(NamedTuple):
+    """A job's place in line."""
+
+    limit: str
+    is_released: bool
+
+
+class Held(NamedTuple):
+    """A job that is to be held."""
+
+    row: JobRow
+    limit: Limit
+    wait: float
+    """Seconds after which it might have started, were it the first in line."""
+
+
+def rows(runtime: Runtime) -> QuerySet[HeldJob]:
+    """Return every held job."""
+    return HeldJob.objects.using(runtime.database)
+
+
+def places_of(runtime: Runtime, ids: Collection[UUID]) -> dict[UUID, Place]:
+    """Return the places of those of the jobs that have one."""
+    found: dict[UUID, Place] = {}
+    for some in _chunks(ids):
+        held = rows(runtime).filter(job_id__in=some)
+        for job_id, *place in held.values_list("job_id", *Place._fields):
+            found[job_id] = Place(*place)
+    return found
+
+
+def lines(runtime: Runtime, names: Collection[str], *, is_released: bool | None = None) -> set[str]:
+    """Return the limits for which jobs stand in line.
+
+    :param is_released: only those for which jobs do that are released, or that are not.
+    """
+    found: set[str] = set()
+    for some in _chunks(names):
+        waiting = rows(runtime).filter(limit__in=some).order_by()
+        if is_released is not None:
+            waiting = waiting.filter(is_released=is_released)
+        found.update(waiting.values_list("limit", flat=True).distinct())
+    return found
+
+
+def released_count(runtime: Runtime, name: str) -> int:
+    """Return how many jobs of a limit are on their way to a worker."""
+    return rows(runtime).filter(limit=name, is_released=True).count()
+
+
+def waiting_count(runtime: Runtime, name: str) -> int:
+    """Return how many jobs wait for the limits of a queue or of a handler, whatever their keys."""
+    return rows(runtime).filter(_of(name), is_released=False).count()
+
+
+def call_back(runtime: Runtime, name: str) -> None:
+    """Let released jobs wait in line again: their limit is another one now."""
+    rows(runtime).filter(_of(name), is_released=True).update(is_released=False)
+
+
+def _of(name: str) -> Q:
+    names = Q()
+    for kind in ("SLOT", "RATE"):
+        names |= Q(limit=f"{kind}:{name}") | Q(limit__startswith=f"{kind}:{name}:")
+    return names
+
+
+def leave(runtime: Runtime, ids: Collection[UUID]) -> None:
+    """Take jobs out of the line: they start now."""
+    for some in _chunks(ids):
+        rows(runtime).filter(job_id__in=some).delete()
+
+
+def hold(
+    runtime: Runtime, jobs: Sequence[Held], queue: QueueConf, places: dict[UUID, Place]
+) -> None:
+    """Hold jobs of one queue, inside the caller's transaction. Each keeps the place it has; the
+    others come last, in this order.
+
+    :param places: of those that have one.
+    """
+    using, now = runtime.database, runtime.clock.now()
+    ids = [job.row.id for job in jobs if job.row.id not in places]
+    priorities: dict[UUID, int] = {}
+    for some in _chunks(ids):
+        urgent = Job.objects.using(using).filter(pk__in=some, priority__isnull=False)
+        priorities.update(
+            (id, priority or 0) for id, priority in urgent.values_list("pk", "priority")
+        )
+    new = [
+        HeldJob(
+            job_id=job.row.id,
+            generation=job.row.generation,
+            limit=job.limit.name,
+            queue=queue.name,
+            rank=-priorities.get(job.row.id, 0),
+            waiting_since=now,
+        )
+        for job in jobs
+        if job.row.id not in places
+    ]
+    rows(runtime).bulk_create(new, ignore_conflicts=True, batch_size=_NAMES)
+    for job in jobs:
+        if job.row.id in places:
+            mine = rows(runtime).filter(job_id=job.row.id)
+            mine.update(limit=job.limit.name, generation=job.row.generation, is_released=False)
+    alike: dict[tuple[int, int], list[UUID]] = {}
+    for job in jobs:
+        alike.setdefault((job.row.generation, job.row.attempts), []).append(job.row.id)
+    for (generation, attempts), ids in alike.items():
+        for some in _chunks(ids):
+            open_jobs = Job.objects.using(using).filter(
+                pk__in=some, generation=generation, attempts=attempts, state__in=states.OPEN
+            )
+            if storing.is_transactional(queue):
+                open_jobs.update(available_at=NEVER)
+            else:
+                changes: dict[str, Any] = {"available_at": NEVER, "queued_at": None}
+                if attempts:
+                    changes["state"] = JobState.FAILING
+                transition("hold", open_jobs, **changes)
+
+
+def release(runtime: Runtime, name: str, count: int, wait: float, interval: float) -> int:
+    """Release the first jobs in line; return how many.
+
+    :param wait: seconds until the first of them may start.
+    :param interval: seconds from one to the next.
+    """
+    released = 0
+    with runtime.store.writing():
+        while released < count:
+            found = rows(runtime).filter(limit=name, is_released=False).order_by("rank", "id")
+            if connections[runtime.database].features.has_select_for_update_skip_locked:
+                found = found.select_for_update(skip_locked=True)
+            first = list(found[: min(count - released, MOST_RELEASED)])
+            if not first:
+                break
+            jobs = Job.objects.using(runtime.database).filter(state__in=states.OPEN)
+            by_id = {
+                job.pk: job
+                for job in jobs.filter(pk__in=[row.job_id for row in first]).defer("result")
+            }
+            gone = [
+                row
+                for row in first
+                if row.job_id not in by_id or by_id[row.job_id].generation != row.generation
+            ]
+            rows(runtime).filter(pk__in=[row.pk for row in gone]).delete()
+            due = [by_id[row.job_id] for row in first if row not in gone]
+            moments = [wait + (released + n) * interval for n in range(len(due))]
+            _send(runtime, list(zip(due, moments, strict=True)))
+            kept = rows(runtime).filter(job_id__in=[job.pk for job in due])
+            kept.update(is_released=True)
+            released += len(due)
+    return released
+
+
+def _send(runtime: Runtime, jobs: Sequence[tuple[Job, float]]) -> None:
+    """Make held jobs due so many seconds from now, and a worker's way before, inside
+    the caller's transaction."""
+    now = runtime.clock.now()
+    table = Job.objects.using(runtime.database)
+    by_queue: dict[str, list[Job]] = {}
+    by_moment: dict[datetime, list[Job]] = {}
+    for job, seconds in jobs:
+        job.available_at = now + timedelta(seconds=max(0.0, seconds - DUE_BEFORE))
+        by_moment.setdefault(job.available_at, []).append(job)
+        by_queue.setdefault(job.queue, []).append(job)
+    for moment, some in by_moment.items():
+        table.filter(pk__in=[job.pk for job in some]).update(available_at=moment)
+    for name, some in by_queue.items():
+        queue = runtime.settings.queue(name)
+        if not storing.is_transactional(queue):
+            # A relay that recorded late has made them queued again.
+            late = table.filter(pk__in=[job.pk for job in some], state=JobState.QUEUED)
+            late.filter(attempts=0).update(state=JobState.PENDING)
+            late.filter(attempts__gt=0).update(state=JobState.FAILING)
+        storing.dispatch_jobs(some, queue)
+
+
+def most_released(wanted: Limit) -> int:
+    """Return how many jobs of a limit are to be on their way to workers at a time."""
+    if wanted.rate is None:
+        return wanted.slots
+    return min(MOST_RELEASED, math.ceil(LEAD / wanted.rate.interval) + wanted.rate.burst)
+
+
+def stalled(runtime: Runtime, count: int, after: str) -> list[HeldJob]:
+    """Return the first job in line of each limit for which no released job is on its way; of slots,
+    of each limit.
+
+    :param count: at most so many limits, by name.
+    :param after: only those whose name comes after this one.
+    """
+    open_jobs = Job.objects.using(runtime.database).filter(
+        pk=OuterRef("job_id"), state__in=states.OPEN
+    )
+    table = rows(runtime)
+    table.filter(~Exists(open_jobs), is_released=True).delete()
+    waiting = table.filter(is_released=False, limit__gt=after).order_by("limit")
+    moving = table.filter(limit=OuterRef("limit"), is_released=True).order_by()
+    names = waiting.filter(Q(limit__startswith="SLOT:") | ~Exists(moving))
+    found = []
+    for name in names.values_list("limit", flat=True).distinct()[:count]:
+        head = table.filter(limit=name, is_released=False).order_by("rank", "id").first()
+        if head is not None:
+            found.append(head)
+    return found
+
+
+def _chunks(values: Collection[Any]) -> list[list[Any]]:
+    listed = list(values)
+    return [listed[start : start + _NAMES] for start in range(0, len(listed), _NAMES)]

@@ -1,0 +1,242 @@
+"""Limits over several workers in virtual time, one of which dies."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kjo_django import job
+from kjo_django.limits.control import clear_limit, set_limit
+from kjo_django.models import HeldJob, Job
+from kjo_django.operations import jobs as operations
+from tests.faults.conftest import ENGINES
+from tests.faults.process import Process
+from tests.faults.scenarios import QUEUE
+from tests.faults.world import World
+
+TIME_STANDS = True
+every_engine = pytest.mark.parametrize("world", ENGINES, indirect=True)
+pytestmark = pytest.mark.timeout(600)
+TICK = 0.04
+"""Seconds; a start that is late by more than 0.05 s loses a permit of these rates."""
+
+
+class Workers:
+    """Several workers of one world, whose steps are taken one after the other."""
+
+    def __init__(self, world: World, count: int) -> None:
+        self.world = world
+        world.queues = (QUEUE,)
+        world.forget()
+        world.begin_empty()
+        self.alive = [world.process(f"worker-{n}") for n in range(count)]
+
+    def run_for(self, seconds: float, tick: float = TICK) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for process in self.alive:
+                process.boundary.call_count = 0
+                process.turn()
+            self.world.clock.advances = 0
+            self.world.clock.advance(tick)
+
+    def run_until_done(self, seconds: float, tick: float = 0.25) -> None:
+        end = time.monotonic() + seconds
+        while Job.objects.open().exists() and time.monotonic() < end:
+            self.run_for(tick, tick)
+        assert not Job.objects.open().exists(), list(Job.objects.open().values()[:3])
+
+    def kill(self, process: Process) -> None:
+        self.alive.remove(process)
+        process.bury()
+        self.world.processes.remove(process)
+
+
+def most_within(moments: Sequence[float], seconds: float) -> int:
+    """Return how many of the moments lie in one window, wherever that begins."""
+    ordered = sorted(moments)
+    return max(sum(1 for m in ordered if first <= m < first + seconds) for first in ordered)
+
+
+@every_engine
+def test_a_rate_holds_over_four_workers_for_a_minute(world: World) -> None:
+    # Given
+    starts: list[float] = []
+
+    @job(name="limits.rated", queue=QUEUE, rate="5/s")
+    def call() -> None:
+        starts.append(time.time())
+
+    workers = Workers(world, 4)
+    call.enqueue_many([{}] * 400)
+    # When a worker dies in the middle
+    workers.run_for(30)
+    workers.kill(workers.alive[1])
+    workers.run_for(30)
+    # Then
+    assert most_within(starts, 1.0) <= 5
+    assert len(starts) >= 0.85 * 60 * 5
+    assert Job.objects.filter(state="completed").count() == len(starts)
+    assert HeldJob.objects.filter(is_released=False).exists()
+
+
+@every_engine
+def test_a_burst_starts_at_once_and_the_rest_at_its_rate(world: World) -> None:
+    starts: list[float] = []
+
+    @job(name="limits.burst", queue=QUEUE, rate="2/s", burst=4)
+    def call() -> None:
+        starts.append(time.time())
+
+    workers = Workers(world, 2)
+    call.enqueue_many([{}] * 12)
+    workers.run_for(6)
+    assert len(starts) == 12
+    assert most_within(starts, 0.1) == 4
+    assert most_within(starts, 1.0) <= 2 + 4 - 1
+
+
+@every_engine
+def test_each_key_has_a_rate_of_its_own_and_others_pass(world: World) -> None:
+    starts: dict[str, list[float]] = {"a": [], "b": []}
+    others: list[float] = []
+
+    @job(name="limits.keyed", queue=QUEUE, rate="1/s", rate_key="tenant")
+    def call(tenant: str) -> None:
+        starts[tenant].append(time.time())
+
+    @job(name="limits.free", queue=QUEUE)
+    def free() -> None:
+        others.append(time.time())
+
+    workers = Workers(world, 2)
+    call.enqueue_many([{"tenant": "a"}] * 20)
+    workers.run_for(2)
+    call.enqueue(tenant="b")
+    free.enqueue_many([{}] * 20)
+    before = time.time()
+    workers.run_for(0.3)
+    assert len(others) == 20
+    assert len(starts["b"]) == 1
+    assert max([*others, *starts["b"]]) < before + 0.3
+    assert most_within(starts["a"], 1.0) == 1
+
+
+@every_engine
+def test_jobs_start_in_the_order_they_came(world: World) -> None:
+    started: list[int] = []
+
+    @job(name="limits.ordered", queue=QUEUE, rate="4/s", key=lambda number: "k")
+    def call(number: int) -> None:
+        started.append(number)
+
+    workers = Workers(world, 3)
+    for number in range(20):
+        call.enqueue(number=number)
+        workers.run_for(0.1, 0.05)
+    workers.run_for(6)
+    assert started == list(range(20))
+
+
+@every_engine
+def test_slots_hold_over_four_workers_one_of_which_dies(world: World) -> None:
+    """Handlers run to their end here, one after the other: what counts is who holds a slot."""
+    ended: Counter[str] = Counter()
+
+    @job(name="limits.slots", queue=QUEUE, concurrency=3, concurrency_key="tenant")
+    def call(tenant: str) -> None:
+        ended[tenant] += 1
+
+    workers = Workers(world, 4)
+    call.enqueue_many([{"tenant": "a"}] * 20 + [{"tenant": "b"}] * 20)
+    workers.run_for(0.1)
+    workers.kill(workers.alive[0])
+    workers.run_until_done(60)
+    assert ended == {"a": 20, "b": 20}
+    assert not HeldJob.objects.exists()
+
+
+@every_engine
+def test_a_cancelled_job_gives_its_place_to_the_next(world: World) -> None:
+    started: list[int] = []
+
+    @job(name="limits.cancelled", queue=QUEUE, rate="1/s")
+    def call(number: int) -> None:
+        started.append(number)
+
+    workers = Workers(world, 1)
+    call.enqueue_many([{"number": number} for number in range(10)])
+    workers.run_for(0.5)
+    waiting = Job.objects.open().order_by("id").exclude(payload=b'{"number":9}')
+    operations.cancel(list(waiting))
+    workers.run_until_done(30)
+    assert started[-1] == 9
+    assert len(started) <= 3
+    assert not HeldJob.objects.exists()
+
+
+@every_engine
+def test_an_operator_changes_a_rate_while_jobs_wait(world: World) -> None:
+    started: list[float] = []
+
+    @job(name="limits.changed", queue=QUEUE, rate="1/h")
+    def call() -> None:
+        started.append(time.time())
+
+    workers = Workers(world, 2)
+    call.enqueue_many([{}] * 30)
+    workers.run_for(5, 0.25)
+    assert len(started) == 1
+    # When
+    set_limit("job:limits.changed", rate="2/s")
+    read_controls(workers)
+    workers.run_for(10)
+    assert most_within(started, 1.0) <= 2
+    assert len(started) >= 10
+    # And when there is no limit any more
+    clear_limit("job:limits.changed")
+    set_limit("job:limits.changed", rate="1000/s")
+    read_controls(workers)
+    workers.run_until_done(20, 0.1)
+
+
+def read_controls(workers: Workers) -> None:
+    for process in workers.alive:
+        process.worker.controls.read()
+
+
+@every_engine
+def test_a_rate_and_slots_together(world: World) -> None:
+    started: list[float] = []
+
+    @job(name="limits.both", queue=QUEUE, rate="10/s", concurrency=2)
+    def call() -> None:
+        started.append(time.time())
+
+    workers = Workers(world, 3)
+    call.enqueue_many([{}] * 30)
+    workers.run_for(8)
+    assert len(started) == 30
+    assert most_within(started, 1.0) <= 10
+
+
+@every_engine
+def test_a_retry_waits_as_a_first_attempt_does(world: World) -> None:
+    started: list[float] = []
+
+    @job(name="limits.retried", queue=QUEUE, rate="1/s", takes_context=True)
+    def call(context: Any) -> None:
+        started.append(time.time())
+        if context.attempt == 1:
+            raise RuntimeError("not yet")
+
+    workers = Workers(world, 2)
+    call.enqueue_many([{}] * 4)
+    workers.run_for(14)
+    assert most_within(started, 1.0) == 1
+    assert len(started) == 8
+    assert set(Job.objects.values_list("state", "attempts")) == {("completed", 2)}

@@ -1,0 +1,38 @@
+"""Handlers with limits; the processes of their tests import them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from kjo_django import job
+
+
+def _note_moment(path: str, what: str) -> None:
+    with Path(path).open("a") as moments:
+        moments.write(f"{time.time()} {os.getpid()} {what}\n")
+
+
+@job(queue="ledger", rate="5/s", atomic=False)
+def start_rated(path: str) -> None:
+    """Note when it starts."""
+    _note_moment(path, "start")
+
+
+@job(queue="ledger", rate="5/s")
+def start_rated_in_transaction(path: str) -> None:
+    """Note when it starts."""
+    _note_moment(path, "start")
+
+
+@job(queue="ledger", concurrency=3, concurrency_key="tenant", atomic=False)
+def occupy_slot(tenant: str, path: str, seconds: float) -> None:
+    """Note when it starts and ends."""
+    _note_moment(path, f"{tenant} start")
+    try:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.01)
+    finally:
+        _note_moment(path, f"{tenant} end")
