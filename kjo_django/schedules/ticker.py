@@ -95,10 +95,15 @@ class Ticker:
         self._synchronize_at = self._clock.monotonic() + SYNCHRONIZE_EVERY
         now = self._clock.now()
         for row in self._active().filter(last_at__gt=now + SET_BACK):
+            try:
+                next_at = row.timetable.next_after(now)
+            except Exception as error:
+                logger.error("The schedule %r cannot begin anew: %r", row.name, error)
+                continue
             logger.warning("The clock was set back: the schedule %r begins anew", row.name)
             # Unless a tick was stored meanwhile.
             self._active().filter(pk=row.pk, last_at=row.last_at).update(
-                next_at=row.timetable.next_after(now), last_at=None
+                next_at=next_at, last_at=None
             )
 
     def _active(self) -> QuerySet[Schedule]:

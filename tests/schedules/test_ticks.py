@@ -249,3 +249,14 @@ def test_a_clock_that_was_a_year_ahead_stops_nothing_for_a_year(clock):
     step(ticker)
     assert Schedule.objects.get().next_at < now() + minutes(11)
     assert len(ticks_of()) == 2
+
+
+def test_a_zone_this_machine_does_not_know_is_a_problem_of_its_schedule_alone(clock):
+    row = scheduled(cron="* * * * *", timezone="Europe/Berlin")
+    scheduled("well")
+    Schedule.objects.filter(pk=row.pk).update(timezone="Mars/Olympus", last_at=now() + minutes(600))
+    clock.advance(61)
+    step(times=2)
+    row.refresh_from_db()
+    assert "Mars/Olympus" in row.problem
+    assert (ticks_of(), len(ticks_of("well"))) == ([], 1)
