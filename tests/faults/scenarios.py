@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
+from zlib import crc32
 
 from kjo_django import PermanentError, Queue, job
 from kjo_django.conf import get_settings
@@ -22,6 +23,8 @@ from tests.faults.world import World
 from tests.ledger.models import Entry
 
 QUEUE = "faults"
+LEVELS = "faults-levels"
+"""A queue with three levels of priority."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,13 @@ class Kinds:
                 write_batch
             ),
         }
+        self.jobs["levels"] = job(name="faults.levels", **common | {"queue": LEVELS})(write)
         self.queue = Queue("faults-queue")
         self.queue.handler(lambda job: write(job.payload.get("job", job.id), job.payload["ending"]))
         import_module("kjo_django.contrib.tasks").load_backends()
         self.tasks = import_module("tests.faults.tasks")
         self.tasks.behaviour[:] = [behave]
         self.behave = behave
-        self.write = write
 
     def enqueue(self, process: Process, kind: str, name: str, ending: str) -> Any:
         put = self.enqueuing(kind, name, ending)
@@ -123,7 +126,15 @@ class Kinds:
         if kind == "task":
             write = self.tasks.write.using(queue_name="tasks", key=_key_of(name) or None)
             return partial(write.enqueue, job=name, ending=ending)
+        if kind == "levels":
+            put = self.jobs[kind].using(priority=_priority_of(name))
+            return partial(put.enqueue, job=name, ending=ending)
         return partial(self.jobs[kind].enqueue, job=name, ending=ending)
+
+
+def _priority_of(name: str) -> int:
+    """Return one of all levels; of jobs of a key the same, which keep their order."""
+    return 60 if _key_of(name) else (-5, 0, 5, 60)[crc32(name.encode()) % 4]
 
 
 def _key_of(name: str) -> str:
@@ -146,7 +157,7 @@ ENDINGS = ["completed", "retried", "dead", "cancelled", "duplicate", "paused", "
 
 
 def _queue_of(kind: str) -> str:
-    return {"queue": "faults-queue", "task": "tasks"}.get(kind, QUEUE)
+    return {"queue": "faults-queue", "task": "tasks", "levels": LEVELS}.get(kind, QUEUE)
 
 
 def _act(kind: str, ending: str) -> Callable[[World, Process], None]:
@@ -178,27 +189,17 @@ def _act(kind: str, ending: str) -> Callable[[World, Process], None]:
     return act
 
 
-LEVELS = "faults-levels"
-"""A queue with three levels of priority."""
-
-
 @scenario("priority-levels", LEVELS)
 def _levels(world: World, process: Process) -> None:
     kinds: Kinds = world.kinds
-    levelled = job(
-        name="faults.levels",
-        queue=LEVELS,
-        key=lambda job, ending: _key_of(job),
-    )(kinds.write)
-    for name, ending, priority in (
-        ("f1", "retried", -5),
-        ("k2", "completed", 60),
-        ("k3", "completed", 60),
-        ("f4", "dead", 5),
-        ("f5", "completed", 0),
+    for name, ending in (
+        ("f1", "retried"),
+        ("k2", "completed"),
+        ("k3", "completed"),
+        ("f4", "dead"),
+        ("f5", "completed"),
     ):
-        put = partial(levelled.using(priority=priority).enqueue, job=name, ending=ending)
-        world.enqueue(process, name, put, _key_of(name), False)
+        kinds.enqueue(process, "levels", name, ending)
     process.work()
     world.clock.advance(3)
     process.work()

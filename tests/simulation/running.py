@@ -35,7 +35,7 @@ from tests.faults.building import TASKS, built, kjo
 from tests.faults.clock import Clock
 from tests.faults.patterns import STREAM
 from tests.faults.process import Process
-from tests.faults.scenarios import OUTSIDE, QUEUE, _queue_of
+from tests.faults.scenarios import LEVELS, OUTSIDE, QUEUE, _queue_of
 from tests.faults.schedules import declare, name_of, ticks_of
 from tests.faults.world import ROUNDS, World, _name_of
 from tests.ledger.models import Entry
@@ -43,7 +43,7 @@ from tests.simulation import fibers
 from tests.simulation.fibers import CallFault, Fiber, current_fiber
 from tests.simulation.schedule import THREADS, TICKING, Step
 
-QUEUES = (QUEUE, "faults-queue", "tasks", STREAM)
+QUEUES = (QUEUE, LEVELS, "faults-queue", "tasks", STREAM)
 FROZEN = 3.0
 """Seconds after which a process that pauses in the midst of a step cannot renew its leases."""
 DAY = 86_400.0

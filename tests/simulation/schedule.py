@@ -34,7 +34,8 @@ TICKING = {"schedule": "web", "tick": "schedules"}
 """Those of periodic schedules, which are put into some of the schedules that were drawn."""
 KINDS = (
     *("atomic", "database-only", "outside", "async", "coroutine"),
-    *("batch", "batch-outside", "queue", "unique", "task", "stream", "debounced"),
+    *("batch", "batch-outside", "queue", "unique", "task", "stream"),
+    *("debounced", "levels"),
 )
 ENDINGS = ("completed", "retried", "dead", "paused", "until-mended")
 MOST_PROCESSES = 3
