@@ -94,6 +94,7 @@ KJO: dict[str, Any] = {
         "emails": {"topic": "shop-emails", "max_attempts": 5},
         "stock": {"topic": "shop-stock"},
         "invoices": {"topic": "shop-invoices"},
+        "reports": {"topic": "shop-reports"},
     },
 }
 if KAFKA:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.contrib import admin
 
-from example_project.shop.models import Batch, Invoice, InvoiceLine, Order, StockMovement
+from example_project.shop.models import Batch, DayReport, Invoice, InvoiceLine, Order, StockMovement
 
 
 class Listing(admin.ModelAdmin):
@@ -57,3 +57,11 @@ class InvoiceAdmin(Listing):
     search_fields = ("=number", "=customer")
     raw_id_fields = ("batch",)
     inlines = (InvoiceLineInline,)
+
+
+@admin.register(DayReport)
+class DayReportAdmin(Listing):
+    """What the workflow of the day's report wrote."""
+
+    list_display = ("batch", "order_count", "total", "written_at")
+    list_select_related = ("batch",)

@@ -15,7 +15,10 @@ from typing import Any
 
 from django.core.mail import EmailMessage
 
-from example_project.shop import reading
+from example_project.shop import (
+    reading,
+    reports,  # noqa: F401 - declares the jobs of the day's report
+)
 from example_project.shop.models import Invoice, InvoiceLine, Order, StockMovement
 from kjo_django import PermanentError, enqueue_on_save, job
 

@@ -101,3 +101,19 @@ class InvoiceLine(models.Model):
 
     def __str__(self) -> str:
         return f"{self.invoice_id}: {self.amount}"
+
+
+class DayReport(models.Model):
+    """What the orders of a batch are worth in euros; see ``reports``."""
+
+    batch = models.OneToOneField(Batch, on_delete=models.CASCADE, related_name="report")
+    order_count = models.PositiveIntegerField()
+    total = models.DecimalField(max_digits=18, decimal_places=2, help_text="Euros.")
+    by_country = models.JSONField(help_text="Euros by country.")
+    written_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        ordering = ("-id",)
+
+    def __str__(self) -> str:
+        return f"{self.batch}: {self.total} EUR"

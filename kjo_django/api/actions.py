@@ -42,6 +42,7 @@ REFUSALS = {
     "gone": "The worker has stopped, or shows no sign of life.",
     "declared": "The code declares the schedule and would bring it back.",
     "broken": "The job of the schedule cannot be enqueued; `problem` tells why.",
+    "waiting": "The job waits for other steps of its workflow, which alone release it.",
     "stopping": "The worker was asked to stop, which nothing undoes.",
 }
 """By outcome: the reason why one row was not changed."""

@@ -21,13 +21,21 @@ from django.utils.translation import ngettext_lazy
 from kjo_django import states
 from kjo_django.enqueue.definition import known_queue
 from kjo_django.models import DeadLetter, Schedule
-from kjo_django.operations import dead_letters, jobs, queues, rescheduling, schedules, workers
+from kjo_django.operations import (
+    dead_letters,
+    jobs,
+    queues,
+    rescheduling,
+    schedules,
+    workers,
+    workflows,
+)
 from kjo_django.operations.dead_letters import DeadLetterFilter, ReplayReport
 from kjo_django.operations.internal import UserActor
 from kjo_django.operations.jobs import Outcomes
 from kjo_django.operations.rows import RATE_MAX, RATE_MIN, Observer, Progress, checked_rate
 from kjo_django.retries import LONGEST_DELAY
-from kjo_django.states import JobStatus
+from kjo_django.states import JobStatus, WorkflowState
 
 SYNCHRONOUS_LIMIT = 1000
 """Most rows that a request changes itself."""
@@ -397,8 +405,12 @@ def _is_open(state: str) -> bool:
     return state not in states.FINAL
 
 
+def _is_open_workflow(state: str) -> bool:
+    return state in states.OPEN_WORKFLOWS
+
+
 def _waits(state: str) -> bool:
-    return _is_open(state) and state != JobStatus.PROCESSING
+    return _is_open(state) and state not in (JobStatus.PROCESSING, JobStatus.WAITING)
 
 
 _EVERYWHERE = SCREENS | Surface.REST | Surface.BULK
@@ -434,6 +446,12 @@ _of_schedule = functools.partial(
     harmless=frozenset({"unchanged"}),
     rest=RestSchema(problems=(404, 409)),
 )
+_of_workflow = functools.partial(
+    Action,
+    subject=Subject.WORKFLOWS,
+    harmless=frozenset({"unchanged"}),
+    surfaces=Surface.DASHBOARD | Surface.REST,
+)
 
 TABLE: tuple[Action, ...] = (
     _of_waiting_job(
@@ -458,6 +476,7 @@ TABLE: tuple[Action, ...] = (
         log="Requeued.",
         done=ngettext_lazy("%d job was requeued.", "%d jobs were requeued."),
         result="requeued",
+        applies=lambda state: state != JobStatus.WAITING,
         surfaces=_EVERYWHERE,
     ),
     _of_waiting_job(
@@ -800,6 +819,62 @@ TABLE: tuple[Action, ...] = (
         result="deleted",
         applies=lambda state: "deletable" in state.split(),
         is_dangerous=True,
+    ),
+    _of_workflow(
+        name="cancel",
+        label=_("Cancel"),
+        question=_("Cancel these workflows?"),
+        about="Cancel a workflow: its waiting and open steps are cancelled, running ones are asked "
+        "to end.",
+        permission="cancel_workflow",
+        operation=workflows.cancel,
+        log="Cancelled.",
+        done=ngettext_lazy("The workflow was cancelled.", "%d workflows were cancelled."),
+        result="cancelled",
+        applies=_is_open_workflow,
+        is_dangerous=True,
+    ),
+    _of_workflow(
+        name="retry",
+        label=_("Retry from the failed steps"),
+        question=_("Run the failed steps of these workflows again?"),
+        about="Requeue the failed and cancelled steps of a workflow, and let it go on from there; "
+        "what has completed stays as it is.",
+        permission="retry_workflow",
+        operation=workflows.retry,
+        log="Retried from the failed steps.",
+        done=ngettext_lazy(
+            "The workflow goes on from its failed steps.",
+            "%d workflows go on from their failed steps.",
+        ),
+        result="retried",
+        applies=lambda state: state not in (WorkflowState.RUNNING, WorkflowState.COMPLETED),
+    ),
+    _of_workflow(
+        name="change_deadline",
+        label=_("Change deadline"),
+        question=_("Change until when this workflow may run?"),
+        about="Change until when a workflow may run; with null, it may run for ever.",
+        permission="cancel_workflow",
+        operation=workflows.set_deadline,
+        log="Deadline changed: {inputs}.",
+        done=ngettext_lazy("The deadline was changed.", "%d deadlines were changed."),
+        result="changed",
+        inputs=(
+            Input(
+                name="seconds",
+                kind=Kind.NUMBER,
+                label=_("Ends in (seconds; empty: never)"),
+                help=_("Seconds from now; null: it has no deadline."),
+                hint=_("Counted from now. A workflow that has not ended by then fails."),
+                is_required=True,
+                is_nullable=True,
+                minimum=1,
+                maximum=LONGEST_DELAY.total_seconds(),
+            ),
+        ),
+        applies=_is_open_workflow,
+        rest=RestSchema(about="Until when the workflow may run."),
     ),
 )
 

@@ -23,6 +23,7 @@ from tests.acceptance.engine import ALIAS, Engine
 from tests.acceptance.program import Program
 from tests.browser import chromium
 from tests.ledger import jobs
+from tests.ledger.workflows import imported
 from tests.services.fixtures import require
 from tests.services.ports import free_port
 
@@ -264,6 +265,37 @@ def test_a_dead_letter_is_edited_and_replayed_and_completes(
     site.wait_for("Completed", "#kjo-live")
     assert engine.jobs.get(unique_id="sick").state == "completed"
     assert engine.dead_letters.get().state == "replayed"
+
+
+@EVERY
+def test_a_held_step_is_replayed_and_its_workflow_carries_on_to_its_end(
+    engine: Engine, site: Site, worker: Program
+) -> None:
+    # Given a workflow that is held by a step that died
+    workflow = imported(fails=True, on_failure="hold")
+    site.open("workflows/")
+    site.refresh_every(2)
+    site.wait_for("Held", "tbody")
+    site.find("tbody th a").click()
+    site.wait_for("1 Failed")
+    assert "1 Waiting" in site.text("#kjo-live")
+    # When an operator puts right what it died of, and replays its dead letter
+    engine.entries.create(job="mended")
+    site.click(".kjo-strip a")
+    site.press("Replay…")
+    site.press("Replay")
+    # Then the workflow's page shows how it carries on to its end
+    site.open(f"workflows/{workflow.pk}/")
+    site.wait_for("7 of 7")
+    site.wait_for("Completed", "h2")
+    assert not site.find_all(".kjo-edge-waiting")
+    written = sorted(engine.entries.values_list("job", flat=True))
+    parts = [f"part-{part}" for part in range(5)]
+    assert written == ["fetched", "mended", *parts, "reported"]
+    # And a box leads to the jobs of its steps
+    site.click("a.kjo-box[href*=stage]")
+    site.wait_for("ledger.load_part", "tbody")
+    assert len(site.find_all("input[name=job]")) == 5
 
 
 @pytest.mark.parametrize("name", ["embedded"])

@@ -35,6 +35,7 @@ DIRT = {
 }
 # Three jobs for each clean row and each cancellation of a known customer, one for the others.
 JOBS = {"enqueued": 1650, "completed": 1477, "dead_letters": 173, "retried": 25}
+WORKFLOW = {"name": "orders of a day", "state": "completed", "steps": 503, "orders": 500}
 SLOW = 400
 """Seconds a run may take on a machine at a third of the usual speed; 25 are usual."""
 REFUSAL = "(451, '4.7.1 Too many messages, try again later')"
@@ -123,6 +124,19 @@ def test_the_shipped_orders_are_settled_and_every_effect_happened_once(shop: Sho
     assert (result["retried"], result["retries"]) == (25, {REFUSAL: 25})
     assert result["jobs"] == JOBS
 
+    # And the day's workflow has ended: 500 orders converted one by one, and added up
+    assert result["workflow"].items() >= WORKFLOW.items()
+    assert shop.query("SELECT state, step_count FROM kjo_workflow") == [("completed", 503)]
+    assert shop.query(
+        "SELECT handler, count(*) FROM kjo_job WHERE queue = 'reports' AND state = 'completed' "
+        "AND attempts = 1 GROUP BY handler ORDER BY handler"
+    ) == [
+        ("shop.convert_order", 500),
+        ("shop.fetch_orders", 1),
+        ("shop.report_day", 1),
+        ("shop.split_orders", 1),
+    ]
+
     # And each confirmation that completed wrote one mail, no other did
     confirmed = shop.query(
         "SELECT unique_id FROM kjo_job WHERE queue='emails' AND state='completed'"
@@ -170,6 +184,8 @@ def test_people_are_told_what_happened_and_where_to_look(shop: Shop) -> None:
     assert "22 no customer number, unit price is zero (row 218, 219, 220, …)" in done.stdout
     assert "simulated: the shop's mail gateway refuses every 20th mail once" in done.stdout
     assert "python manage.py runserver" in done.stdout
+    assert 'Workflow "orders of a day": completed in ' in done.stdout
+    assert "221 steps (fetch, split, convert 218 orders, report)" in done.stdout
     # And the progress went to stderr, in lines, since nobody watches a terminal there
     assert "Saving orders 240 of 240 (100%)" in done.stderr
     assert "\r" not in done.stderr

@@ -13,9 +13,10 @@ from django.urls import get_resolver
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from kjo_django.models import QueueControl, Schedule, Workflow
+from kjo_django.models import QueueControl, Schedule
 from tests.api.conftest import Login, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory, WorkerFactory
+from tests.ledger.workflows import ended, imported
 
 pytestmark = pytest.mark.django_db
 
@@ -182,6 +183,27 @@ ENDPOINTS = [
     ),
     Endpoint("GET", "workflows/", ("view_workflow",)),
     Endpoint("GET", "workflows/{workflow}/", ("view_workflow",)),
+    Endpoint(
+        "POST",
+        "workflows/{workflow}/cancel/",
+        ("view_workflow", "cancel_workflow"),
+        {},
+        audited="Cancelled.",
+    ),
+    Endpoint(
+        "POST",
+        "workflows/{torn}/retry/",
+        ("view_workflow", "retry_workflow"),
+        {},
+        audited="Retried from the failed steps.",
+    ),
+    Endpoint(
+        "POST",
+        "workflows/{workflow}/change-deadline/",
+        ("view_workflow", "cancel_workflow"),
+        {"seconds": 60},
+        audited="Deadline changed: seconds: 60.0.",
+    ),
     Endpoint("GET", "processed-events/?event_id=e-1", ("view_processedevent",)),
     Endpoint("GET", "metrics/", ("view_job",)),
     Endpoint("GET", "metrics/queues/", ("view_job",)),
@@ -213,7 +235,8 @@ def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         "letter": DeadLetterFactory(of_job=True).pk,
         "worker": WorkerFactory().pk,
         "quiet": WorkerFactory(wish="quiet").pk,
-        "workflow": Workflow.objects.create(name="import").pk,
+        "torn": ended(loads=1, fails=True).pk,
+        "workflow": imported(loads=1).pk,
         "schedule": nightly("one").pk,
         "paused": nightly("paused", is_paused=True).pk,
     }

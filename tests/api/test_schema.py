@@ -61,8 +61,11 @@ OPERATIONS = {
     "kjo_workers_read",
     "kjo_workers_stop",
     "kjo_workers_unquiet",
+    "kjo_workflows_cancel",
+    "kjo_workflows_change_deadline",
     "kjo_workflows_list",
     "kjo_workflows_read",
+    "kjo_workflows_retry",
 }
 """Clients generated from the schema name their methods after these: they stay."""
 

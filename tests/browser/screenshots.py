@@ -132,7 +132,7 @@ def prepare() -> None:
 
 def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None:  # type: ignore[no-untyped-def]
     """Log in and take every screen, as high as its content."""
-    from kjo_django.models import DeadLetter, Job, Schedule
+    from kjo_django.models import DeadLetter, Job, Schedule, Workflow
 
     browser.get(f"{admin}/login/")
     browser.find_element("name", "username").send_keys("operator")
@@ -144,6 +144,8 @@ def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None: 
     assert job is not None
     schedule = Schedule.objects.first()
     assert schedule is not None
+    workflow = Workflow.objects.order_by("pk").first()
+    assert workflow is not None
     screens = {
         "overview": "",
         "queues": "queues/",
@@ -153,6 +155,8 @@ def photograph(browser, admin: str, to: Path, scheme: str, width: int) -> None: 
         "schedules": "schedules/",
         "schedule": f"schedules/{schedule.pk}/",
         "schedule-edit": f"schedules/{schedule.pk}/edit/",
+        "workflows": "workflows/",
+        "workflow": f"workflows/{workflow.pk}/",
         "dead-letters": "dead-letters/",
         "dead-letter": f"dead-letters/{letter.pk}/",
         "edit": f"dead-letters/{letter.pk}/edit/",

@@ -11,7 +11,7 @@ from django.contrib.admin.models import LogEntry
 
 from kjo_django.admin.dashboard import SCREENS
 from kjo_django.messages.serializers import serializer_for
-from kjo_django.models import DeadLetter, Job, QueueControl, Worker, Workflow
+from kjo_django.models import DeadLetter, Job, QueueControl, Schedule, Worker, Workflow
 from kjo_django.operations import bulk
 from tests.dashboard.conftest import texts, url
 from tests.factories import DeadLetterFactory, JobFactory, WorkerFactory
@@ -22,6 +22,7 @@ EVERYTHING = [
     *("view_dashboard", "view_job", "view_deadletter", "view_payload", "retry_job", "cancel_job"),
     *("pause_queue", "change_queuecontrol", "replay_dlq", "discard_dlq", "edit_payload"),
     *("control_worker", "view_workflow", "cancel_workflow", "retry_workflow"),
+    *("view_schedule", "run_schedule", "pause_schedule", "change_schedule", "delete_schedule"),
 ]
 
 
@@ -52,7 +53,8 @@ def test_an_action_takes_a_post_with_a_token_only(operator, screen):
     job, worker = JobFactory(), WorkerFactory()
     workflow = Workflow.objects.create(name="import")
     keys = {"queue": "emails", "action": "requeue", "job": job.pk, "worker": worker.pk}
-    keys |= {"workflow": workflow.pk}
+    schedule = Schedule.objects.create(name="nightly", job="tests.add", every=60)
+    keys |= {"workflow": workflow.pk, "schedule": schedule.pk}
     names = [part[1:-1].split(":")[1] for part in screen.path.split("/") if part.startswith("<")]
     address = url(screen.name, *(keys[name] for name in names))
     client = operator(*EVERYTHING, enforce_csrf_checks=True)

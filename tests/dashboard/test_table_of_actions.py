@@ -12,7 +12,7 @@ from django.utils import timezone
 
 from kjo_django.admin.dashboard import SCREENS
 from kjo_django.admin.dashboard.page import button_actions, screen_of
-from kjo_django.models import DeadLetter, Job, QueueControl, Schedule, Worker
+from kjo_django.models import DeadLetter, Job, QueueControl, Schedule, Worker, Workflow
 from kjo_django.operations.actions import ACTIONS, TABLE, VIEW_PERMISSIONS, Subject, Surface
 from kjo_django.operations.internal import UserActor
 from tests.dashboard.conftest import texts, url
@@ -26,6 +26,7 @@ MODELS = {
     Subject.QUEUES: QueueControl,
     Subject.WORKERS: Worker,
     Subject.SCHEDULES: Schedule,
+    Subject.WORKFLOWS: Workflow,
 }
 EXPIRY = ACTIONS["change_expiry"]
 HOUR = timedelta(hours=1)
@@ -87,6 +88,7 @@ def test_the_rest_api_has_an_endpoint_for_it_with_its_permissions(action):
         Subject.QUEUES: "queues/x/",
         Subject.WORKERS: "workers/x/",
         Subject.SCHEDULES: "schedules/x/",
+        Subject.WORKFLOWS: "workflows/x/",
     }
     last = "" if action.rest.path == "" else f"{action.name.replace('_', '-')}/"
     view = resolve(f"/kjo/{places[action.subject]}{last}", "tests.api.urls").func.view_class

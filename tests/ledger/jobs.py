@@ -219,6 +219,30 @@ def write_wait_or_kill(job: str, path: str = "", kill: bool = False) -> None:
     Entry.objects.create(job=job)
 
 
+# --- Steps of a workflow --------------------------------------------------------------------------
+
+
+@job(queue="ledger")
+def fetch_parts() -> None:
+    """Add an entry; the first step."""
+    Entry.objects.create(job="fetched")
+
+
+@job(queue="ledger")
+def load_part(part: int, fails: bool = False) -> int:
+    """Add an entry, unless it fails; it does no more once there is an entry that says so."""
+    if fails and not Entry.objects.filter(job="mended").exists():
+        raise PermanentError("the part is torn")
+    Entry.objects.create(job=f"part-{part}")
+    return part
+
+
+@job(queue="ledger")
+def report_parts() -> None:
+    """Add an entry; the last step."""
+    Entry.objects.create(job="reported")
+
+
 if "KJO_TEST_LIMITS" in os.environ:
     # Where any handler has a limit, each group is asked for it: only for tests of limits.
     from tests.ledger import limited  # noqa: F401

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from argparse import ArgumentTypeError
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from kjo_django.messages import headers as names
 from kjo_django.models import DeadLetter, Job
 from kjo_django.transports.base import OutgoingRecord
 from tests.factories import DeadLetterFactory, JobFactory, QueueControlFactory, WorkerFactory
+from tests.ledger.workflows import ended, imported
 from tests.unit.deliveries import on_memory
 
 pytestmark = pytest.mark.django_db
@@ -198,7 +200,8 @@ def test_status_shows_queues_and_workers():
     text = run("kjo_status")
     # Then
     line = next(line for line in text.splitlines() if line.startswith("emails"))
-    assert line.split()[1] == "3"
+    heading = text.splitlines()[0].split()
+    assert line.split()[heading.index("pending")] == "3"
     assert "paused" in next(line for line in text.splitlines() if line.startswith("images"))
     assert "host-7" in text
     assert run_json("kjo_status", "emails")["queues"][0]["states"]["pending"] == 3
@@ -384,3 +387,55 @@ def test_json_holds_no_commands_for_a_terminal():
     printed = run("kjo_replay_dlq", "--dry-run", "--json")
     assert printed.strip().isprintable()
     assert json.loads(printed)["histogram"][0]["handler"] == "a\x9b2Jb\u202e"
+
+
+# --- kjo_workflows --------------------------------------------------------------------------------
+
+
+def test_workflows_are_listed_and_one_is_shown_with_its_stages():
+    imported(id="monday", loads=4)
+    imported(id="tuesday", name="export")
+    listed = run_json("kjo_workflows", "list")["workflows"]
+    assert [row["unique_id"] for row in listed] == ["tuesday", "monday"]
+    assert [row["name"] for row in run_json("kjo_workflows", "list", "imp*")["workflows"]] == [
+        "import"
+    ]
+    (row,) = run_json("kjo_workflows", "show", "monday")["workflows"]
+    assert (row["steps"], row["open"]) == (6, 6)
+    first, loads, last = row["stages"]
+    assert loads["states"] == {"waiting": 4}
+    assert (loads["requires"], last["requires"]) == ([first["id"]], [loads["id"]])
+    text = run("kjo_workflows", "show", "monday")
+    assert re.search(r"2 +ledger.load_part +ledger +4 +4 waiting +1", text)
+
+
+def test_a_workflow_is_cancelled_retried_and_given_a_deadline():
+    row = ended(id="monday", fails=True)
+    assert run_json("kjo_workflows", "retry", "monday")["outcomes"] == {"retried": 1}
+    run("kjo_workflows", "deadline", str(row.pk), "--in", "2h")
+    row.refresh_from_db()
+    assert row.state == "running"
+    assert row.deadline > timezone.now() + timedelta(hours=1)
+    run("kjo_workflows", "deadline", str(row.pk), "--never")
+    assert run("kjo_workflows", "cancel", str(row.pk)) == "1 cancelled\n"
+    row.refresh_from_db()
+    assert (row.state, row.deadline) == ("cancelled", None)
+    with pytest.raises(SystemExit):  # it is so already
+        run("kjo_workflows", "cancel", str(row.pk))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["show"], "needs the id"),
+        (["show", "nothing"], "no workflow 'nothing'"),
+        (["cancel", "import"], "Several workflows"),
+        (["deadline", "monday"], "--in DURATION, or --never"),
+        (["retry", "monday", "--never"], "go with deadline"),
+    ],
+)
+def test_workflows_that_are_not_found_and_options_that_do_not_fit_are_refused(arguments, problem):
+    imported(id="monday")
+    imported(id="tuesday")
+    with pytest.raises(CommandError, match=problem):
+        run("kjo_workflows", *arguments)

@@ -37,6 +37,7 @@ from tests.factories import (
     QueueControlFactory,
     WorkerFactory,
 )
+from tests.ledger.workflows import ended, imported
 
 pytestmark = pytest.mark.django_db(transaction=True)
 TOKEN = "a-token-of-Prometheus"
@@ -245,6 +246,17 @@ def test_schedules_are_counted_by_state_and_the_latest_is_told():
     assert value(found, "kjo_schedule_late_seconds") == 90
     assert value(found, "kjo_schedule_skipped", "_total") == 3
     assert value(found, "kjo_schedule_last_tick_timestamp_seconds") == now.timestamp()
+
+
+def test_open_workflows_are_counted_by_name_and_state():
+    ended(loads=2)
+    ended(loads=2, fails=True, on_failure="hold", name="export")
+    for _ in range(2):
+        imported(loads=2)
+    families = scrape()
+    assert value(families, "kjo_workflows_open", workflow="import", state="running") == 2
+    assert value(families, "kjo_workflows_open", workflow="export", state="held") == 1
+    assert value(families, "kjo_workflows_oldest_seconds", workflow="export", state="held") < 60
 
 
 def test_due_jobs_are_counted_and_delayed_ones_are_not():

@@ -19,8 +19,9 @@ from django.db.models import Count, Q, QuerySet
 from example_project.shop.demo.orders_file import Row
 from example_project.shop.demo.progress import Progress
 from example_project.shop.models import Batch, Order
-from kjo_django.models import DeadLetter, Job, JobFailure
-from kjo_django.states import FINAL, OPEN, JobState
+from kjo_django.models import DeadLetter, Job, JobFailure, Workflow
+from kjo_django.states import FINAL, OPEN, OPEN_WORKFLOWS, JobState
+from kjo_django.workflows import lists
 
 QUEUES = ("emails", "stock", "invoices")
 ROWS_PER_TRANSACTION = 500
@@ -82,6 +83,25 @@ class Settling:
         # Each confirmation still open may be followed by two jobs more.
         self.progress.update(counts["settled"], counts["total"] + 2 * counts["confirming"])
         return bool(counts["settled"] == counts["total"])
+
+
+class Reporting:
+    """Answers whether the workflow of a batch's report has ended, and shows how far it is."""
+
+    def __init__(self, workflow_id: str, progress: Progress) -> None:
+        self.workflow_id, self.progress = workflow_id, progress
+        self._next_look = 0.0
+
+    def __call__(self) -> bool:
+        """Look again, unless that was done a moment ago."""
+        began = time.monotonic()
+        if began < self._next_look:
+            return False
+        workflow = Workflow.objects.get(pk=self.workflow_id)
+        found = lists.facts([workflow])[workflow.pk]
+        self.progress.update(found["steps"] - found["open"], found["steps"])
+        self._next_look = time.monotonic() + 10 * (time.monotonic() - began)
+        return workflow.state not in OPEN_WORKFLOWS
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from django.conf import settings
 
 from example_project.shop.demo.batches import Reason
 from example_project.shop.demo.run import Demo, engine
+from example_project.shop.models import DayReport
 
 SERVER_VARIABLES = ("KAFKA_BOOTSTRAP_SERVERS", "REDIS_URL", "DATABASE_URL")
 
@@ -28,9 +29,20 @@ def as_json(demo: Demo) -> dict[str, Any]:
         "mails": demo.mails(),
         "reasons": {reason.text: reason.count for reason in outcome.reasons},
         "retries": {reason.text: reason.count for reason in outcome.retries},
+        "workflow": _workflow(demo),
         "engine": engine(),
         "source": demo.source,
         "batch": demo.batch.code,
+    }
+
+
+def _workflow(demo: Demo) -> dict[str, Any]:
+    """Describe the workflow of the day's report, and what it has written."""
+    written = DayReport.objects.filter(batch=demo.batch).first()
+    return {
+        **{name: demo.workflow[name] for name in ("name", "state", "steps", "seconds")},
+        "orders": written.order_count if written else 0,
+        "euros": str(written.total) if written else "0.00",
     }
 
 
@@ -56,6 +68,12 @@ def as_text(demo: Demo) -> Iterator[str]:
     yield (
         f"Jobs: {outcome.jobs['enqueued']:,} enqueued, {outcome.jobs['completed']:,} completed, "
         f"{outcome.jobs['dead_letters']:,} dead-lettered. Mails written: {demo.mails():,}."
+    )
+    workflow = _workflow(demo)
+    yield (
+        f'Workflow "{workflow["name"]}": {workflow["state"]} in {workflow["seconds"]:.1f} s, '
+        f"{workflow['steps']:,} steps (fetch, split, convert {workflow['orders']:,} orders, "
+        f"report): {workflow['euros']} EUR."
     )
     yield from _listed("Dead-lettered because of", outcome.reasons)
     yield from _listed(

@@ -12,15 +12,24 @@ from django.conf import settings
 from django.core.management import call_command
 from django.db import connection
 
-from example_project.shop.demo.batches import QUEUES, Outcome, Settling, import_orders, outcome_of
+from example_project.shop import reports
+from example_project.shop.demo.batches import (
+    QUEUES,
+    Outcome,
+    Reporting,
+    Settling,
+    import_orders,
+    outcome_of,
+)
 from example_project.shop.demo.orders_file import OrdersFile
 from example_project.shop.demo.progress import Progress
 from example_project.shop.demo.text import FileError
 from example_project.shop.models import CELL, Batch
 from kjo_django.conf import get_settings
-from kjo_django.models import Job
+from kjo_django.models import Job, Workflow
 from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.worker import Worker
+from kjo_django.workflows import lists
 
 PROBE_TIMEOUT = 5.0
 """Seconds a server gets to answer."""
@@ -35,6 +44,8 @@ class Demo:
     outcome: Outcome
     seconds: float
     """From the first row saved to the last job settled."""
+    workflow: dict[str, Any]
+    """What the workflow of the day's report became; see ``workflows.lists.facts``."""
 
     def mails(self) -> int:
         """Return how many mails of this batch were written."""
@@ -66,7 +77,17 @@ def run(path: Path, encoding: str | None, orders: int | None, stderr: TextIO) ->
     with Progress("Running jobs", 3 * (orders or rows), stderr) as progress:
         Worker(QUEUES, install_signal_handlers=True).run(until=Settling(batch, progress))
     seconds = time.monotonic() - began
-    return Demo(path.name, batch, outcome_of(batch), seconds)
+    return Demo(path.name, batch, outcome_of(batch), seconds, report(batch, stderr))
+
+
+def report(batch: Batch, stderr: TextIO) -> dict[str, Any]:
+    """Run the workflow of the batch's report to its end, and return the facts about it."""
+    workflow_id = reports.start(batch)
+    with Progress("Running the day's workflow, steps", 3, stderr) as progress:
+        worker = Worker(("reports",), install_signal_handlers=True)
+        worker.run(until=Reporting(workflow_id, progress))
+    workflow = Workflow.objects.get(pk=workflow_id)
+    return lists.facts([workflow])[workflow.pk]
 
 
 def probe() -> None:

@@ -1,0 +1,128 @@
+"""The tutorial, as somebody follows it: its files are written, and its commands run in order."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+BLOCK = re.compile(r"(.*?)^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ENVIRONMENT = re.compile(r"^(python3 -m venv|\. \.venv|pip install)")
+"""Commands that make the environment the tests run in already."""
+SLOW = 120
+"""Seconds until what a page promises for the next moment must be there."""
+
+DIED = """python manage.py shell -c '
+from kjo_django.models import DeadLetter
+assert DeadLetter.objects.exists()'"""
+
+COMPLETED = """python manage.py shell -c '
+from kjo_django.models import Job, Workflow
+assert Workflow.objects.get(unique_id="today").state == "completed"
+assert Job.objects.get(handler="shop.report").result'"""
+
+
+class Reader:
+    """Somebody with an empty folder and a terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shown = ""
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._is_consuming = False
+
+    def write(self, path: str, code: str) -> None:
+        """Write a file; of the settings, the part that is shown."""
+        file = self.folder / path
+        is_part = file.name == "settings.py"
+        file.write_text(f"{file.read_text()}\n{code}" if is_part else code)
+        if self._is_consuming:  # "and the worker started again"
+            self.end()
+            self.consume()
+
+    def run(self, commands: str) -> None:
+        """Run a block of commands, again until it succeeds: a worker needs its moment."""
+        lines = [line for line in commands.splitlines() if not ENVIRONMENT.match(line)]
+        code = "\n".join(lines).replace("createsuperuser", "createsuperuser --noinput")
+        if "kjo_consume" in code:
+            self.consume()
+            return
+        if not code.strip() or "runserver" in code:
+            return  # the browser tests open the admin
+        ends = time.monotonic() + SLOW
+        while True:
+            done = subprocess.run(
+                ["bash", "-ec", code],
+                cwd=self.folder,
+                env=self.environment,
+                capture_output=True,
+                text=True,
+            )
+            self.shown += done.stdout
+            if done.returncode == 0:
+                break
+            assert time.monotonic() < ends, f"{code}\n{done.stdout}{done.stderr}"
+            time.sleep(0.5)
+        if "kjo_status" in code:  # "and then ends as a dead letter"
+            self.run(DIED)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if "DJANGO" not in name}
+        who = {"USERNAME": "ada", "PASSWORD": "ada", "EMAIL": "ada@example.com"}
+        return {
+            **inherited,
+            **{f"DJANGO_SUPERUSER_{name}": value for name, value in who.items()},
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        }
+
+    def consume(self) -> None:
+        """Start the worker of the second terminal."""
+        self._is_consuming = True
+        command = [sys.executable, "manage.py", "kjo_consume", "--status-interval", "0"]
+        self._worker = subprocess.Popen(
+            command, cwd=self.folder, env=self.environment, stderr=subprocess.DEVNULL
+        )
+
+    def end(self) -> None:
+        if self._worker is not None:
+            self._worker.terminate()
+            self._worker.wait(60)
+            self._worker = None
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    reader = Reader(tmp_path)
+    yield reader
+    reader.end()
+
+
+def test_the_tutorial_works_as_it_is_written(reader: Reader) -> None:
+    text = TUTORIAL.read_text().partition("## Move to Kafka")[0]
+    for before, language, code in BLOCK.findall(text):
+        if language == "sh":
+            reader.run(code)
+        else:
+            reader.write(re.findall(r"`([\w/]+\.py)`", before)[-1], code)
+    # Then it has shown what it promises
+    assert "ada@example.com paid 12.50" in reader.shown
+    reader.run(COMPLETED)
+    reader.run("python manage.py kjo_workflows show today")
+    assert re.search(r"shop\.convert_order +\S+ +502 +502 completed", reader.shown)
+    reader.run(
+        "python manage.py shell -c '\n"
+        "from shop.models import Receipt\n"
+        'assert Receipt.objects.filter(text="bob@example.com paid 7.00").exists()\''
+    )
