@@ -16,8 +16,10 @@ from kjo_django.runtime import Runtime
 from kjo_django.states import FINAL, JobState
 from kjo_django.workflows.definition import Graph, PlannedStage, WorkflowStep, checked, step_of
 
-READ_TOGETHER = 50
-"""Results that are in memory at once."""
+READ_FIRST, READ_MOST = 50, 5000
+"""Results that are in memory at once: at first, and at most, where they are small."""
+READ_BYTES = 1_000_000
+"""About how many bytes of results are in memory at once."""
 REMEMBERED = 10_000
 
 
@@ -104,7 +106,7 @@ class WorkflowContext:
         self._facts = facts
         self._source = source
         self.stage_id = stage_id
-        self.graph = Graph()
+        self._graph: Graph | None = None
         self.added: list[PlannedStage] = []
         """The steps that this run has added; they are stored with its completion."""
 
@@ -129,7 +131,7 @@ class WorkflowContext:
 
         :raises PermanentError: that result is gone.
         """
-        self.graph, self.added = Graph(), []
+        self._graph = None
         name = self._facts.argument
         if not name or not isinstance(payload, dict):
             return payload
@@ -196,7 +198,9 @@ class WorkflowContext:
         :param after: steps added by this run; without any, it starts once this step has completed.
         :param on_failure: as ``Workflow.add`` takes it.
         """
-        added = self.graph.add(step_of(job, payload), after, on_failure)
+        if self._graph is None:
+            self._graph = Graph()
+        added = self._graph.add(step_of(job, payload), after, on_failure)
         checked(added, self._runtime)
         return added
 
@@ -205,8 +209,8 @@ class WorkflowContext:
 
         :raises ValueError: they wait for one another in a circle.
         """
-        if self.graph.steps:
-            self.added = self.graph.plan(self._runtime, self._facts.on_failure)
+        if self._graph is not None:
+            self.added = self._graph.plan(self._runtime, self._facts.on_failure)
 
     def _read(
         self, step: JobDefinition | str | None, columns: tuple[str, ...], **condition: Any
@@ -224,7 +228,9 @@ class WorkflowContext:
             if not stages:
                 raise LookupError(f"The workflow {self.name} has no step {name!r}")
         jobs = Job.objects.using(using).filter(stage__in=stages, **condition).order_by("pk")
-        rest = jobs.values_list(*columns)
-        while chunk := list(rest[:READ_TOGETHER]):
+        rest, count = jobs.values_list(*columns), READ_FIRST
+        while chunk := list(rest[:count]):
             yield from chunk
             rest = jobs.filter(pk__gt=chunk[-1][0]).values_list(*columns)
+            size = sum(len(row[1]) for row in chunk if isinstance(row[1], bytes | memoryview))
+            count = min(READ_MOST, max(1, READ_BYTES * len(chunk) // (size + 100 * len(chunk))))

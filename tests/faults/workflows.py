@@ -179,12 +179,11 @@ def _held(world: World, process: Process) -> None:
     process.work()
     world.is_mended = True
 
-    def replay() -> None:
-        with process.unwatched():
-            dead_letters.replay(dead_letters.DeadLetterFilter(), actor="somebody")
+    def replay() -> Any:
+        return dead_letters.replay(dead_letters.DeadLetterFilter(), actor="somebody")
 
-    process.ask(lambda: dead_letters.replay(dead_letters.DeadLetterFilter(), actor="somebody"))
     world.recovering = replay
+    process.ask(replay)
     process.work()
 
 
