@@ -100,6 +100,7 @@ def test_options_are_those_of_using(client: APIClient) -> None:
             **BODY,
             "queue": "mails",
             "key": "k",
+            "priority": -7,
             "delay": 90.5,
             "expires_at": expires.isoformat(),
             "max_attempts": 2,
@@ -109,6 +110,7 @@ def test_options_are_those_of_using(client: APIClient) -> None:
     assert answer.status_code == 201, answer.content
     job = Job.objects.get()
     assert (job.queue, job.key, job.max_attempts, job.result_ttl) == ("mails", "k", 2, 500)
+    assert job.priority == -7
     assert timedelta(seconds=90) < job.available_at - now < timedelta(seconds=100)
     assert job.expires_at == expires
 
@@ -176,6 +178,10 @@ REFUSED = [
     ({**BODY, "max_attempts": HUGE}, "max_attempts"),
     ({**BODY, "max_attempts": "3"}, "max_attempts"),
     ({**BODY, "result_ttl": 0}, "result_ttl"),
+    ({**BODY, "priority": 101}, "priority"),
+    ({**BODY, "priority": -101}, "priority"),
+    ({**BODY, "priority": 1.5}, "priority"),
+    ({**BODY, "priority": "high"}, "priority"),
 ]
 
 
