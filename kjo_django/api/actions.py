@@ -15,7 +15,7 @@ from rest_framework.exceptions import PermissionDenied, ValidationError
 from rest_framework.response import Response
 
 from kjo_django.api import dead_letters as letters
-from kjo_django.api import jobs, queues, schedules, workers, workflows
+from kjo_django.api import jobs, limits, queues, schedules, workers, workflows
 from kjo_django.api.endpoints import ID, KjoView, Method, address, endpoint
 from kjo_django.api.fields import (
     NamedChoice,
@@ -92,6 +92,12 @@ WorkerOutcome = shape(
     "What became of a request about a worker, and the worker after it.",
     outcome=NamedChoice("WorkerAnswer", [ChangeResult.ASKED, ChangeResult.UNCHANGED]),
     worker=workers.Worker(),
+)
+LimitOutcome = shape(
+    "LimitOutcome",
+    "Whether the request changed anything, and the limit after it.",
+    is_changed=serializers.BooleanField(),
+    limit=limits.Limit(),
 )
 ScheduleOutcome = shape(
     "ScheduleOutcome",
@@ -248,6 +254,14 @@ def _change_workflow(view: KjoView, action: Action, inputs: dict[str, Any], id: 
     return Response(workflows.WorkflowOutcome({"outcome": result, "workflow": after}).data)
 
 
+def _change_limit(view: KjoView, action: Action, inputs: dict[str, Any], limit: str) -> Response:
+    limits.find(limit)
+    report = _perform(view, action, limit, inputs)
+    assert not isinstance(report, ReplayReport)
+    answer = {"is_changed": bool(report.changed_count), "limit": limits.find(limit)}
+    return Response(LimitOutcome(answer).data)
+
+
 def _change_schedule(view: KjoView, action: Action, inputs: dict[str, Any], id: str) -> Response:
     row = schedules.find(id)
     if "payload" in inputs:
@@ -294,6 +308,9 @@ PLACES = {
         workflows.WorkflowOutcome,
         _change_workflow,
     ),
+    Subject.LIMITS: Place(
+        limits, "limits/<str:limit>/", "limit", "limits", LimitOutcome, _change_limit
+    ),
     Subject.SCHEDULES: Place(
         schedules,
         "schedules/<str:id>/",
@@ -303,6 +320,10 @@ PLACES = {
         _change_schedule,
     ),
 }
+
+
+NAMES = {Subject.QUEUES: queues.NAME, Subject.LIMITS: limits.NAME}
+"""The last part of the address of a row that has a name and no id."""
 
 
 def _method_of(action: Action) -> Method:
@@ -321,7 +342,7 @@ def _method_of(action: Action) -> Method:
         method=rest.method,
         about=action.about,
         body=body,
-        path=[queues.NAME if action.subject == Subject.QUEUES else ID],
+        path=[NAMES.get(action.subject, ID)],
         problems=rest.problems,
         examples=[OpenApiExample(rest.example[0], value=rest.example[1], request_only=True)]
         if rest.example

@@ -9,6 +9,7 @@ from kjo_django.api import (
     actions,
     dead_letters,
     jobs,
+    limits,
     queues,
     schedules,
     system,
@@ -42,6 +43,12 @@ urlpatterns = [
     path("workers/<str:id>/", address(workers.read_worker), name="worker"),
     path("workflows/", address(workflows.list_workflows), name="workflows"),
     path("workflows/<str:id>/", address(workflows.read_workflow), name="workflow"),
+    path("limits/", address(limits.list_limits), name="limits"),
+    path(
+        "limits/<str:limit>/",
+        address(limits.read_limit, *actions.methods_at(Subject.LIMITS)),
+        name="limit",
+    ),
     path(
         "schedules/",
         address(schedules.list_schedules, schedules.add_schedule),

@@ -15,14 +15,18 @@ from django.utils import timezone
 
 from kjo_django import registry, signals
 from kjo_django.conf import get_settings
+from kjo_django.coordination.base import slot_name
 from kjo_django.enqueue.definition import MOST_SLOTS
+from kjo_django.exceptions import CoordinationError
 from kjo_django.limits import held
 from kjo_django.limits.rules import job_limit, queue_limit, rate_of
 from kjo_django.models import LimitControl
-from kjo_django.runtime import current_runtime
+from kjo_django.runtime import current_runtime, get_coordination
 from kjo_django.values import MOST_AT_ONCE, did_you_mean, rate, refuse_unknown, whole
 
 Observer = Callable[[Sequence[Any]], None]
+MOST_SHOWN = 100
+"""Slots of one limit that are looked for to be counted."""
 OPTIONS = ("rate", "burst", "concurrency")
 """What may be asked of a limit."""
 
@@ -111,7 +115,39 @@ def overview() -> list[dict[str, Any]]:
                 "changed_by": control.changed_by if control else "",
             }
         )
+    _add_taken_slots(found)
     return found
+
+
+def is_known(name: str) -> bool:
+    """Return whether a queue or a job of this name may have a limit."""
+    try:
+        _check_name(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _add_taken_slots(found: Sequence[dict[str, Any]]) -> None:
+    """Add to each limit how many of its slots are taken; None where each key has slots of its own,
+    there are none or very many, or coordination is away."""
+    leases = {
+        row["name"]: [slot_name(f"SLOT:{row['name']}", n + 1) for n in range(row["concurrency"])]
+        for row in found
+        if row["concurrency"] and not row["concurrency_key"] and row["concurrency"] <= MOST_SHOWN
+    }
+    taken: Collection[str] | None = ()
+    if leases:
+        try:
+            taken = get_coordination().holders(
+                [name for names in leases.values() for name in names]
+            )
+        except CoordinationError:
+            taken = None
+    for row in found:
+        names = leases.get(row["name"])
+        counted = names is not None and taken is not None
+        row["taken_count"] = len({*(names or ())} & {*(taken or ())}) if counted else None
 
 
 def _rate_text(value: Any) -> str | None:

@@ -20,6 +20,7 @@ from django.utils.translation import ngettext_lazy
 
 from kjo_django import states
 from kjo_django.enqueue.definition import known_queue
+from kjo_django.limits import control
 from kjo_django.models import DeadLetter, Schedule
 from kjo_django.operations import (
     dead_letters,
@@ -55,6 +56,7 @@ class Subject(enum.StrEnum):
     WORKERS = "workers"
     WORKFLOWS = "workflows"
     SCHEDULES = "schedules"
+    LIMITS = "limits"
 
 
 VIEW_PERMISSIONS: Mapping[Subject, str] = {
@@ -64,6 +66,7 @@ VIEW_PERMISSIONS: Mapping[Subject, str] = {
     Subject.WORKERS: "view_worker",
     Subject.WORKFLOWS: "view_workflow",
     Subject.SCHEDULES: "view_schedule",
+    Subject.LIMITS: "view_limitcontrol",
 }
 """The permissions to see the rows."""
 
@@ -439,6 +442,14 @@ _of_worker = functools.partial(
     rest=RestSchema(problems=(404, 409)),
 )
 
+_of_limit = functools.partial(
+    Action,
+    subject=Subject.LIMITS,
+    permission="change_limitcontrol",
+    result="changed",
+    done=ngettext_lazy("%d limit was changed.", "%d limits were changed."),
+    surfaces=Surface.DASHBOARD | Surface.REST,
+)
 _of_schedule = functools.partial(
     Action,
     subject=Subject.SCHEDULES,
@@ -875,6 +886,55 @@ TABLE: tuple[Action, ...] = (
         ),
         applies=_is_open_workflow,
         rest=RestSchema(about="Until when the workflow may run."),
+    ),
+    _of_limit(
+        name="change",
+        label=_("Change"),
+        about="Change a limit of a queue or a job; workers obey within two seconds.",
+        operation=_each_queue(control.set_limit),
+        log="Limit: {inputs}.",
+        inputs=(
+            Input(
+                name="rate",
+                kind=Kind.TEXT,
+                label=_("Rate"),
+                help=_("Jobs that start in a time, as 5/s or 100/m."),
+                is_nullable=True,
+                max_length=40,
+            ),
+            Input(
+                name="burst",
+                kind=Kind.WHOLE,
+                label=_("Burst"),
+                help=_("Jobs that may start at once after a quiet time."),
+                is_nullable=True,
+                minimum=1,
+            ),
+            Input(
+                name="concurrency",
+                kind=Kind.WHOLE,
+                label=_("Concurrency"),
+                help=_("Jobs that run at once in all workers together; not of a queue."),
+                is_nullable=True,
+                minimum=1,
+            ),
+        ),
+        rest=RestSchema(
+            body="LimitBody",
+            about="What to change; one that is not given stays, null is as declared.",
+            method="PATCH",
+            path="",
+            problems=(404,),
+        ),
+    ),
+    _of_limit(
+        name="clear",
+        label=_("As declared"),
+        about="Let what was declared hold again.",
+        operation=_each_queue(control.clear_limit),
+        log="As declared.",
+        applies=lambda state: state == "asked",
+        rest=RestSchema(problems=(404,)),
     ),
 )
 

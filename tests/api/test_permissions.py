@@ -13,7 +13,7 @@ from django.urls import get_resolver
 from django.utils import timezone
 from rest_framework.test import APIClient
 
-from kjo_django.models import QueueControl, Schedule
+from kjo_django.models import LimitControl, QueueControl, Schedule
 from tests.api.conftest import Login, problem_of
 from tests.factories import DeadLetterFactory, JobFactory, ProcessedEventFactory, WorkerFactory
 from tests.ledger.workflows import ended, imported
@@ -123,6 +123,22 @@ ENDPOINTS = [
         {},
         audited="Resumed.",
     ),
+    Endpoint("GET", "limits/", ("view_limitcontrol",)),
+    Endpoint("GET", "limits/queue:mails/", ("view_limitcontrol",)),
+    Endpoint(
+        "PATCH",
+        "limits/queue:mails/",
+        ("view_limitcontrol", "change_limitcontrol"),
+        {"rate": "5/s"},
+        audited="Limit: rate: 5/s.",
+    ),
+    Endpoint(
+        "POST",
+        "limits/queue:default/clear/",
+        ("view_limitcontrol", "change_limitcontrol"),
+        {},
+        audited="As declared.",
+    ),
     Endpoint("GET", "schedules/", ("view_schedule",)),
     Endpoint(
         "POST",
@@ -228,6 +244,7 @@ def ask(greet: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("kjo_django.api.system.is_healthy", lambda checks: False)
     ProcessedEventFactory(event_id="e-1")
     QueueControl.objects.create(queue="paused", is_paused=True)
+    LimitControl.objects.create(name="queue:default", rate="1/s")
     places = {
         "job": JobFactory(handler="tests.greet").pk,
         "later": JobFactory(available_at=timezone.now() + timedelta(hours=1)).pk,

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.django_db
 
 EVIL = "<script>alert(1)</script>"
 PAGES = ["overview", "queues", "jobs", "dead_letters", "letters", "consumers", "events", "status"]
-PAGES += ["schedules", "schedule_add", "schedule_preview"]
+PAGES += ["schedules", "schedule_add", "schedule_preview", "limits"]
 MOST_QUERIES = 12
 
 
@@ -94,7 +94,7 @@ def test_each_screen_asks_for_its_own_permission(operator, rows, screen):
     client = operator("view_dashboard")
     keys = {"queue": "emails", "action": "requeue", "job": rows["job"].pk}
     keys |= {name: rows[name].pk for name in ("letter", "worker", "schedule")}
-    keys["workflow"] = uuid7()
+    keys |= {"workflow": uuid7(), "limit": "queue:emails"}
     arguments = [keys[name] for name in re.findall(r"<\w+:(\w+)>", screen.path)]
     ask = client.post if screen.is_action else client.get
     assert ask(url(screen.name, *arguments)).status_code == 403

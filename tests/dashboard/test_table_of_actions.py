@@ -89,6 +89,7 @@ def test_the_rest_api_has_an_endpoint_for_it_with_its_permissions(action):
         Subject.WORKERS: "workers/x/",
         Subject.SCHEDULES: "schedules/x/",
         Subject.WORKFLOWS: "workflows/x/",
+        Subject.LIMITS: "limits/x/",
     }
     last = "" if action.rest.path == "" else f"{action.name.replace('_', '-')}/"
     view = resolve(f"/kjo/{places[action.subject]}{last}", "tests.api.urls").func.view_class

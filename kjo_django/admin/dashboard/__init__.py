@@ -13,6 +13,7 @@ from kjo_django.admin.dashboard import (
     actions,
     dead_letters,
     jobs,
+    limits,
     overview,
     queues,
     schedules,
@@ -31,6 +32,7 @@ SCREENS: tuple[Screen, ...] = (
     *jobs.SCREENS,
     *workflows.SCREENS,
     *schedules.SCREENS,
+    *limits.SCREENS,
     *dead_letters.SCREENS,
     *system.SCREENS,
 )

@@ -307,6 +307,13 @@ def change_chosen_workflows(page: Page, action: str) -> HttpResponse:
     return carry_out(page, found, chosen, {}, "workflows")
 
 
+def change_limit(action: Action, page: Page, limit: str) -> HttpResponse:
+    """Carry out an action on one limit."""
+    answer = carry_out(page, action, [limit], {}, "limits")
+    forget("limits")
+    return answer
+
+
 def change_schedule(action: Action, page: Page, schedule: UUID) -> HttpResponse:
     """Carry out an action on one schedule."""
     if not Schedule.objects.using(jobs_database()).filter(pk=schedule).exists():
@@ -338,6 +345,7 @@ def _screens() -> list[Screen]:
         Subject.LETTERS: ("dead-letters/", change_letters),
         Subject.WORKFLOWS: ("workflows/<uuid:workflow>/", change_workflow),
         Subject.SCHEDULES: ("schedules/<uuid:schedule>/", change_schedule),
+        Subject.LIMITS: ("limits/<path:limit>/", change_limit),
     }
     for subject, (place, view) in places.items():
         for action in button_actions(subject):

@@ -191,10 +191,14 @@ class Page:
 def button_actions(subject: Subject) -> list[Action]:
     """Return the actions on rows of a subject that have an address of their own.
 
-    Limits of a queue, payloads of dead letters and schedules are edited on screens of their own.
+    Limits, payloads of dead letters and schedules are edited on screens of their own.
     """
     found = actions_of(subject, Surface.DASHBOARD)
-    return [action for action in found if action.name not in ("limit", "edit_and_replay", "edit")]
+    return [
+        action
+        for action in found
+        if action.name not in ("limit", "edit_and_replay", "edit", "change")
+    ]
 
 
 def screen_of(action: Action) -> str:

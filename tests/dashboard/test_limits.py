@@ -1,0 +1,103 @@
+"""Limits on the dashboard and over REST: their use, and changing them while workers run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.contrib.admin.models import LogEntry
+
+from kjo_django import job, registry
+from kjo_django.coordination.base import slot_name
+from kjo_django.limits import control
+from kjo_django.models import HeldJob, LimitControl
+from kjo_django.runtime import get_coordination
+from tests.dashboard.conftest import texts, url
+from tests.factories import JobFactory
+
+pytestmark = pytest.mark.django_db(transaction=True)
+EVERYTHING = ("view_dashboard", "view_limitcontrol", "change_limitcontrol")
+
+
+@pytest.fixture(autouse=True)
+def limited():
+    """A job with a rate and three slots."""
+
+    @job(name="tests.limited", queue="emails", rate="5/s", concurrency=3)
+    def limited() -> None:
+        pass
+
+    yield limited
+    registry.unregister("tests.limited")
+
+
+def test_the_list_tells_how_limits_are_used(operator):
+    # Given two slots that are taken, and a job that waits
+    names = [slot_name("SLOT:job:tests.limited", number) for number in (1, 3)]
+    get_coordination().claim(names, "worker", timedelta(minutes=1))
+    HeldJob.objects.create(
+        job_id=JobFactory().pk, limit="RATE:job:tests.limited", queue="emails", is_released=False
+    )
+    # When, then
+    client = operator("view_dashboard", "view_limitcontrol")
+    response = client.get(url("limits"))
+    (row,) = [row for row in response.context["rows"] if row["name"] == "job:tests.limited"]
+    assert (row["rate"], row["concurrency"]) == ("5/s", 3)
+    assert (row["taken_count"], row["waiting_count"]) == (2, 1)
+    assert row["buttons"] == []
+    assert client.get(url("limit", row["name"])).status_code == 403
+    assert client.post(url("limit_clear", row["name"])).status_code == 403
+    assert operator("view_dashboard").get(url("limits")).status_code == 403
+
+
+def test_slots_are_not_counted_while_coordination_is_away(everybody, coordination_away):
+    coordination_away("holders")
+    response = everybody.get(url("limits"))
+    assert [row["taken_count"] for row in response.context["rows"]] == [None]
+
+
+def test_a_limit_is_changed_and_given_back(operator):
+    client = operator(*EVERYTHING)
+    address = url("limit", "job:tests.limited")
+    assert 'name="rate"' in client.get(address).content.decode()
+    said = texts(client.post(address, {"rate": "2/m", "concurrency": "1"}, follow=True))
+    assert said == ["1 limit was changed."]
+    row = LimitControl.objects.get()
+    assert (row.rate, row.burst, row.concurrency, row.changed_by) == ("2/m", None, 1, "op-0")
+    page = client.get(url("limits")).content.decode()
+    assert "2/m" in page
+    assert url("limit_clear", "job:tests.limited") in page
+    client.post(url("limit_clear", "job:tests.limited"))
+    assert not LimitControl.objects.exists()
+    assert LogEntry.objects.count() == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("job:tests.limited", {"rate": "fast"}),
+        ("job:tests.limited", {"rate": "0/s"}),
+        ("job:tests.limited", {"concurrency": "0"}),
+        ("job:tests.limited", {"burst": "-1"}),
+        ("job:tests.limited", {"concurrency": "99999999"}),
+    ],
+)
+def test_what_means_nothing_is_refused(operator, name, given):
+    response = operator(*EVERYTHING).post(url("limit", name), given)
+    assert response.status_code == 200
+    assert not LimitControl.objects.exists()
+    assert not LogEntry.objects.exists()
+
+
+@pytest.mark.parametrize("name", ["job:nosuch", "queue:nosuch", "nosuch", "x:y"])
+def test_a_limit_of_nothing_is_not_there(operator, name):
+    assert operator(*EVERYTHING).get(url("limit", name)).status_code == 404
+
+
+def test_a_queue_has_a_rate_and_no_slots_of_its_own(operator):
+    client = operator(*EVERYTHING)
+    page = client.get(url("limit", "queue:emails")).content.decode()
+    assert 'name="concurrency"' not in page
+    client.post(url("limit", "queue:emails"), {"rate": "1/s", "burst": "4"})
+    (row,) = [row for row in control.overview() if row["name"] == "queue:emails"]
+    assert (row["rate"], row["burst"]) == ("1/s", 4)
