@@ -54,7 +54,7 @@ def test_a_lifetime_of_a_result_that_means_nothing_is_refused(ttl):
         ({"headers": {1: "a"}}, "headers must"),
         ({"headers": {"a": "\ud800"}}, "headers must"),
         ({"headers": "a"}, "headers must"),
-        ({"priority": 1}, "no option 'priority'"),
+        ({"colour": 1}, "no option 'colour'"),
         ({"queue": "legder"}, "No queue is named 'legder'.*Did you mean 'ledger'"),
         ({"queue": "xyz"}, "No queue is named 'xyz'.*Known: "),
     ],
