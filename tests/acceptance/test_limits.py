@@ -87,16 +87,15 @@ def test_a_rate_holds_over_four_workers_one_of_which_is_killed(
 
 
 def runs_of(path: Path, lost: dict[int, float]) -> list[tuple[float, float]]:
-    """Return when the runs began and ended; those of a lost worker ended when it was lost."""
+    """Return when the runs began and ended; those that a lost worker had begun ended with that."""
     begun: dict[int, list[float]] = {}
     runs = []
     for moment in moments_in(path):
-        if moment.pid in lost and moment.at > lost[moment.pid]:
-            continue
         if moment.what.endswith("start"):
             begun.setdefault(moment.pid, []).append(moment.at)
-        else:
-            runs.append((begun[moment.pid].pop(0), moment.at))
+            continue
+        start, end = begun[moment.pid].pop(0), moment.at
+        runs.append((start, lost[moment.pid] if start < lost.get(moment.pid, 0.0) else end))
     for pid, left in begun.items():
         runs += [(start, lost.get(pid, time.time())) for start in left]
     return runs
