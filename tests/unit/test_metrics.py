@@ -24,7 +24,7 @@ from kjo_django.contrib.prometheus import MetricsView, exposition
 from kjo_django.coordination.redis import RedisCoordination
 from kjo_django.exceptions import CoordinationError, PublishError
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, DeadLetter, Schedule
+from kjo_django.models import BOUNDS, UPPER_MILLISECONDS, DeadLetter, HeldJob, Schedule
 from kjo_django.operations.maintenance import topics
 from kjo_django.runtime import get_coordination, get_transport
 from kjo_django.transports.base import OutgoingRecord, TopicPartition
@@ -257,6 +257,22 @@ def test_open_workflows_are_counted_by_name_and_state():
     assert value(families, "kjo_workflows_open", workflow="import", state="running") == 2
     assert value(families, "kjo_workflows_open", workflow="export", state="held") == 1
     assert value(families, "kjo_workflows_oldest_seconds", workflow="export", state="held") < 60
+
+
+def test_jobs_that_wait_for_a_limit_are_counted():
+    now = timezone.now().replace(minute=30, second=0, microsecond=0)
+    for seconds, is_released in ((90, False), (10, False), (99, True)):
+        since = now - timedelta(seconds=seconds)
+        HeldJob.objects.create(
+            job_id=JobFactory().pk,
+            limit="RATE:queue:emails",
+            queue="emails",
+            is_released=is_released,
+            waiting_since=since,
+        )
+    found = scrape()
+    assert value(found, "kjo_jobs_held", queue="emails") == 2
+    assert value(found, "kjo_jobs_held_oldest_seconds", queue="emails") == 90
 
 
 def test_due_jobs_are_counted_and_delayed_ones_are_not():

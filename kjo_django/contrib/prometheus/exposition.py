@@ -16,7 +16,15 @@ from django.utils import timezone
 
 from kjo_django import registry
 from kjo_django.ids import uuid7_floor
-from kjo_django.models import BOUNDS, DeadLetter, DeadLetterReason, DeadLetterState, Job, Schedule
+from kjo_django.models import (
+    BOUNDS,
+    DeadLetter,
+    DeadLetterReason,
+    DeadLetterState,
+    HeldJob,
+    Job,
+    Schedule,
+)
 from kjo_django.operations.monitoring import metrics, status
 from kjo_django.operations.monitoring.health import lag_by_partition
 from kjo_django.operations.queues import overview
@@ -74,6 +82,7 @@ def collect(timeout: float) -> list[Family]:
         *_workers(now),
         *_workflows(now),
         *_schedules(now),
+        *_held(now, names),
         memory,
         _sessions(),
         collected,
@@ -265,6 +274,19 @@ def _schedules(now: datetime) -> Iterable[Family]:
     skipped = Family("kjo_schedule_skipped_total", "counter", "Ticks that got no job.")
     skipped.add(found["skipped"] or 0)
     return count, late, last, skipped
+
+
+def _held(now: datetime, names: Sequence[str]) -> Iterable[Family]:
+    """Yield the jobs that wait for a rate or a slot."""
+    rows = HeldJob.objects.using(jobs_database()).filter(is_released=False).order_by("pk")
+    groups, _ = grouped_counts(rows, ("queue",), oldest="waiting_since")
+    count = Family("kjo_jobs_held", "gauge", f"Jobs that wait for a limit, at most {COUNT_LIMIT}.")
+    since = Family("kjo_jobs_held_oldest_seconds", "gauge", "For how long the first has waited.")
+    for queue in sorted({*names, *(name for (name,) in groups)}):
+        number, waiting_since = groups.get((queue,), (0, None))
+        count.add(number, queue=queue)
+        since.add(seconds_since(waiting_since, now) or 0.0, queue=queue)
+    return count, since
 
 
 def _redis_memory(deadline: float) -> tuple[Family, bool]:
