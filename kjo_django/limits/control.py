@@ -46,11 +46,13 @@ def set_limit(
     """
     refuse_unknown(options, OPTIONS, "set_limit")
     values = {option: _checked(name, option, value) for option, value in options.items()}
-    _check_name(name)
-    if not values:
-        return False
     runtime = current_runtime()
     rows = LimitControl.objects.using(runtime.database)
+    # What was asked of a job that is gone since can be taken back.
+    if any(values.values()) or not rows.filter(name=name).exists():
+        check_name(name)
+    if not values:
+        return False
     with runtime.store.writing():
         rows.bulk_create([LimitControl(name=name)], ignore_conflicts=True)
         stamp = {"changed_by": actor[:150], "updated_at": timezone.now()}
@@ -122,7 +124,7 @@ def overview() -> list[dict[str, Any]]:
 def is_known(name: str) -> bool:
     """Return whether a queue or a job of this name may have a limit."""
     try:
-        _check_name(name)
+        check_name(name)
     except ValueError:
         return False
     return True
@@ -179,7 +181,11 @@ def _checked(name: str, option: str, value: Any) -> Any:
         raise ValueError(f"{option} must be {error}, not {value!r:.80}") from None
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Check that a queue or a job of this name may have a limit.
+
+    :raises ValueError: none may.
+    """
     kind, _, of = name.partition(":")
     known: Collection[str] = [handler.name for handler in registry.handlers()]
     if kind == "queue":

@@ -1,0 +1,97 @@
+"""``kjo_limits``: list the limits that hold over all workers, and change them."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any
+
+from kjo_django.limits import control
+from kjo_django.management.commands._shared import KjoCommand, positive
+from kjo_django.operations.actions import ACTIONS
+
+ACTOR = "kjo_limits"
+DECLARED = "declared"
+"""Instead of a value: what was declared holds again."""
+
+
+def _count(text: str) -> int | str:
+    return DECLARED if text == DECLARED else positive(text)
+
+
+class Command(KjoCommand):
+    """List the limits, change one, or let what was declared hold again.
+
+    A limit is named ``queue:<queue>`` or ``job:<registered name>``. Workers obey within two
+    seconds.
+    """
+
+    help = (
+        "List the limits that hold over all workers; set the rate, the burst or the concurrency of "
+        "one; clear some, so that what was declared holds again."
+    )
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the action and its options."""
+        super().add_arguments(parser)
+        add = parser.add_argument
+        add("action", choices=("list", "set", "clear"))
+        add("names", nargs="*", metavar="name", help="queue:… or job:…; list: none for all.")
+        add("--rate", help=f"set: jobs that start in a time, as 5/s or 100/m; or {DECLARED}.")
+        add("--burst", type=_count, help=f"set: jobs that may start at once; or {DECLARED}.")
+        add(
+            "--concurrency",
+            type=_count,
+            help=f"set: jobs that run at once in all workers together; or {DECLARED}.",
+        )
+
+    def run(self, options: dict[str, Any]) -> tuple[Any, bool]:
+        """Carry out the action."""
+        action, names = options["action"], list(dict.fromkeys(options["names"]))
+        given = {
+            option: None if options[option] == DECLARED else options[option]
+            for option in control.OPTIONS
+            if options[option] is not None
+        }
+        if given and action != "set":
+            raise ValueError(f"--{', --'.join(given)}: only set takes values, not {action}")
+        known = {row["name"]: row for row in control.overview()}
+        for name in names:
+            if name not in known:
+                control.check_name(name)
+        if action == "list":
+            rows = [known[name] for name in names if name in known] if names else known.values()
+            return {"action": action, "limits": list(rows)}, True
+        if not names or (action == "set" and len(names) > 1):
+            raise ValueError(f"{action} needs the name of a limit, queue:… or job:…")
+        if action == "set" and not given:
+            raise ValueError("set needs --rate, --burst or --concurrency")
+        change = ACTIONS["change_limits" if action == "set" else "clear_limits"]
+        outcomes: Any = change.perform(names, actor=ACTOR, **given)
+        rows = [row for row in control.overview() if row["name"] in names]
+        return {"action": action, "changed": outcomes.changed_count, "limits": rows}, True
+
+    def show(self, answer: Any) -> None:
+        """Print how many were changed, and one line for each limit."""
+        if "changed" in answer:
+            count = answer["changed"]
+            changed = f"Changed {count:,}. Workers obey within two seconds."
+            self.stdout.write(changed if count else "Nothing was changed.")
+        if answer["limits"]:
+            self.table([HEADING, *map(_line, answer["limits"])])
+        elif answer["action"] == "list":
+            self.stdout.write("There are no limits.")
+
+
+HEADING = ("name", "rate", "burst", "concurrency", "taken", "waiting", "declared", "set by")
+
+
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    declared = row["declared"]
+    texts = [f"{option} {declared[option]}" for option in control.OPTIONS if declared[option]]
+    numbers = ("burst", "concurrency", "taken_count")
+    counts = ("-" if row[name] is None else f"{row[name]:,}" for name in numbers)
+    waiting = f"{row['waiting_count']:,}"
+    return (
+        *(row["name"], row["rate"] or "-", *counts, waiting),
+        *(", ".join(texts) or "-", row["changed_by"] or "-"),
+    )
