@@ -4,7 +4,7 @@ queues, schedules, figures, and those of the database transport and the database
 from __future__ import annotations
 
 import hashlib
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from django.db import models
@@ -949,6 +949,10 @@ class LimitControl(models.Model):
 
     def __str__(self) -> str:
         return self.name
+
+
+NEVER = datetime(8000, 1, 1, tzinfo=UTC)
+"""When a job is due that is held."""
 
 
 class HeldJob(models.Model):

@@ -35,6 +35,7 @@ NOT_CHANGED = {
     "taken": _("%d have a unique id that another job of that queue has."),
     "other_kind": _("%d are no jobs of a handler; they stay in the queue of their kind."),
     "waiting": _("%d wait for other steps of their workflow."),
+    "limited": _("%d wait for a limit, which alone releases them; change the limit."),
     "gone": _("%d ended already."),
     "declared": _("%d declared by the code, which would bring them back."),
     "broken": _("%d cannot be enqueued."),

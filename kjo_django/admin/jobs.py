@@ -15,7 +15,7 @@ from kjo_django import registry
 from kjo_django.admin.base import BaseInline, KjoAdmin
 from kjo_django.admin.display import badge, show_text, show_value
 from kjo_django.admin.filters import HandlerFilter, QueueFilter, StateFilter
-from kjo_django.enqueue.job_status import progress_of
+from kjo_django.enqueue.job_status import limits_awaited, progress_of
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import redaction
 from kjo_django.operations.actions import Subject
@@ -114,7 +114,7 @@ class JobAdmin(KjoAdmin):
         *("id", "handler", "queue", "priority", "unique_id", "key"),
         *("shown_state", "shown_attempts", "shown_progress"),
     )
-    what_it_became = ("generation", "created_at", "available_at", "expires_at", "queued_at")
+    what_it_became = ("generation", "created_at", "shown_due", "expires_at", "queued_at")
     how_it_ended = ("started_at", "finished_at", "shown_error", "result_expires_at")
     where_it_is = ("topic", "partition", "offset", "content_type")
 
@@ -157,6 +157,12 @@ class JobAdmin(KjoAdmin):
         """Return its state with the virtual ones."""
         status = job.status
         return badge(status, status.label)
+
+    @admin.display(description=_("available at"))
+    def shown_due(self, job: Job) -> Any:
+        """Return when it is due, or the limit that it waits for."""
+        limit = limits_awaited([job]).get(job.pk)
+        return job.available_at if limit is None else inert(_("waits for %s") % limit)
 
     @admin.display(description=_("attempts"))
     def shown_attempts(self, job: Job) -> str:

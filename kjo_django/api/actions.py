@@ -43,6 +43,7 @@ REFUSALS = {
     "declared": "The code declares the schedule and would bring it back.",
     "broken": "The job of the schedule cannot be enqueued; `problem` tells why.",
     "waiting": "The job waits for other steps of its workflow, which alone release it.",
+    "limited": "The job waits for a limit, which alone releases it; change the limit.",
     "stopping": "The worker was asked to stop, which nothing undoes.",
 }
 """By outcome: the reason why one row was not changed."""

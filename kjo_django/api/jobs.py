@@ -35,7 +35,7 @@ from kjo_django.api.paging import page_limit
 from kjo_django.api.showing import shown_payload, shown_result
 from kjo_django.enqueue.definition import EnqueueOptions, JobDefinition
 from kjo_django.enqueue.handle import JobHandle
-from kjo_django.enqueue.job_status import progress_of, shown_states
+from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
 from kjo_django.enqueue.storing import store
 from kjo_django.enqueue.waiting import Awaited, Waiter
 from kjo_django.exceptions import KjoError, PayloadError
@@ -156,12 +156,21 @@ OF_LETTERS = ("id", "reason", "failed_at", "closed_at", "note")
 JobShape = shape(
     "Job",
     "A job.",
-    **columns(Job, COLUMNS),
+    **columns(Job, COLUMNS)
+    | {
+        "available_at": serializers.DateTimeField(
+            allow_null=True, help_text="When it is due; null: when its limit lets it start."
+        )
+    },
     state=NamedChoice("JobState", JobState.values, help_text="As stored."),
     status=NamedChoice(
         "JobStatus", JobStatus.values, help_text="The state with `scheduled` and `processing`."
     ),
     error=serializers.CharField(allow_null=True),
+    waits_for=serializers.CharField(
+        allow_null=True,
+        help_text="The limit that holds it, as `rate 5/s of job:shop.call_partner`; else null.",
+    ),
 )
 JobPage = shape(
     "JobPage",
@@ -428,7 +437,7 @@ def _filter(view: KjoView, query: dict[str, Any]) -> JobFilter:
 
 def summaries(view: KjoView, rows: Sequence[Job]) -> list[dict[str, Any]]:
     """Return the members of each job in a list, for this user."""
-    status_of = shown_states(rows)
+    status_of, limits = shown_states(rows), limits_awaited(rows)
     if not view.sees_payloads:
         hide_texts(rows)
     return [
@@ -436,6 +445,8 @@ def summaries(view: KjoView, rows: Sequence[Job]) -> list[dict[str, Any]]:
             **{name: getattr(row, name) for name in (*COLUMNS, "state")},
             "status": status_of[row.pk],
             "error": row.error or None,
+            "waits_for": limits.get(row.pk),
+            **({"available_at": None} if row.pk in limits else {}),
         }
         for row in rows
     ]

@@ -42,7 +42,7 @@ from kjo_django import states
 from kjo_django.enqueue.handle import JobHandle
 from kjo_django.enqueue.job_status import progress_of, shown_states
 from kjo_django.enqueue.waiting import close_connections, is_kept
-from kjo_django.models import Job
+from kjo_django.models import NEVER, Job
 from kjo_django.operations.redaction import shown_payload, shown_result
 from kjo_django.runtime import jobs_database
 from kjo_django.states import JobState, JobStatus
@@ -250,7 +250,7 @@ def read(ids: Collection[uuid.UUID], shows: frozenset[str]) -> dict[uuid.UUID, S
     return {
         job.pk: Shown(
             facts_of(job, status_of[job.pk], progress.get(str(job.pk)), shows),
-            job.available_at,
+            job.created_at if job.available_at == NEVER else job.available_at,
             job.created_at,
         )
         for job in jobs

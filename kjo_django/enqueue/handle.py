@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from asgiref.sync import sync_to_async
 
 from kjo_django import states
-from kjo_django.enqueue.job_status import Progress, progress_of, shown_states
+from kjo_django.enqueue.job_status import Progress, limits_awaited, progress_of, shown_states
 from kjo_django.enqueue.waiting import (
     DEFAULT_TIMEOUT,
     NO_RESULT,
@@ -73,7 +73,8 @@ class JobSnapshot:
     id: str
     status: JobStatus
     created_at: datetime
-    available_at: datetime
+    available_at: datetime | None
+    """When it is due; None: when its limit lets it start."""
     finished_at: datetime | None = None
     progress: Progress | None = None
     """The latest report of an open job."""
@@ -81,6 +82,8 @@ class JobSnapshot:
     """The result of a completed job, while it is kept."""
     error: str = ""
     """The text of the latest error of an open or failed job."""
+    waits_for: str = ""
+    """The limit that holds the job, as ``rate 5/s of job:shop.call_partner``; else empty."""
 
     @property
     def is_final(self) -> bool:
@@ -89,7 +92,17 @@ class JobSnapshot:
 
 
 _COLUMNS = (
-    *("state", "queue", "unique_id", "generation", "attempts", "error", "content_type", "result"),
+    *(
+        "state",
+        "queue",
+        "handler",
+        "unique_id",
+        "generation",
+        "attempts",
+        "error",
+        "content_type",
+        "result",
+    ),
     *("available_at", "lease_expires_at", "created_at", "finished_at", "result_expires_at"),
 )
 
@@ -104,19 +117,26 @@ def snapshots(ids: Iterable[uuid.UUID]) -> dict[uuid.UUID, JobSnapshot]:
     jobs = {job.pk: job for job in rows}
     shown = shown_states(list(jobs.values()))
     progress = progress_of([job.pk for job in jobs.values() if job.state in states.OPEN])
-    return {key: _snapshot(job, shown[key], progress.get(str(key))) for key, job in jobs.items()}
+    limits = limits_awaited(jobs.values())
+    return {
+        key: _snapshot(job, shown[key], progress.get(str(key)), limits.get(key, ""))
+        for key, job in jobs.items()
+    }
 
 
-def _snapshot(job: Job, status: JobStatus, progress: Progress | None) -> JobSnapshot:
+def _snapshot(
+    job: Job, status: JobStatus, progress: Progress | None, waits_for: str
+) -> JobSnapshot:
     return JobSnapshot(
         id=str(job.pk),
         status=status,
         created_at=job.created_at,
-        available_at=job.available_at,
+        available_at=None if waits_for else job.available_at,
         finished_at=job.finished_at,
         progress=progress,
         result=result_of(job) if job.state == JobState.COMPLETED and is_kept(job) else NO_RESULT,
         error=job.error if job.state in states.OPEN or is_kept(job) else "",
+        waits_for=waits_for,
     )
 
 

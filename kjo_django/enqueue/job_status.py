@@ -1,4 +1,4 @@
-"""What open jobs show: their status, by rows and leases, and their progress, by marks.
+"""What open jobs show: their status, the limits they wait for, and their progress, by marks.
 
 The row of a running atomic handler is locked, so coordination has the lease and the progress.
 """
@@ -10,12 +10,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from kjo_django import states
+from kjo_django import registry, states
 from kjo_django.conf import get_settings
 from kjo_django.coordination.base import alive_name, lease_name
 from kjo_django.exceptions import CoordinationError
-from kjo_django.models import Job
-from kjo_django.runtime import get_coordination
+from kjo_django.models import NEVER, HeldJob, Job, LimitControl
+from kjo_django.runtime import get_coordination, jobs_database
 from kjo_django.states import JobStatus
 
 logger = logging.getLogger("kjo_django")
@@ -56,6 +56,44 @@ def live_leases(leases: Sequence[str]) -> set[str]:
         logger.warning("Leases cannot be asked for, the rows decide: %s", error)
         return set()
     return {name for name, token in owners.items() if alive_name(token) in living}
+
+
+# --- Limits ---------------------------------------------------------------------------------------
+
+
+def limits_awaited(jobs: Iterable[Job]) -> dict[Any, str]:
+    """Return for each job that is held the limit that it waits for, as text; jobs that no limit
+    holds are missing, and cost no query.
+
+    Keys of limits are not part of it: they come from payloads.
+    """
+    held = {job.pk: job for job in jobs if job.available_at == NEVER and job.state in states.OPEN}
+    if not held:
+        return {}
+    rows = HeldJob.objects.using(jobs_database()).filter(job_id__in=list(held))
+    limits = dict(rows.values_list("job_id", "limit"))
+    names = {key: _limit_name(job, limits.get(key, "")) for key, job in held.items()}
+    controls = LimitControl.objects.using(jobs_database()).in_bulk(sorted({*names.values()}))
+    return {
+        key: _limit_text(job, limits.get(key, ""), names[key], controls.get(names[key]))
+        for key, job in held.items()
+    }
+
+
+def _limit_name(job: Job, limit: str) -> str:
+    return f"queue:{job.queue}" if limit.startswith("RATE:queue:") else f"job:{job.handler}"
+
+
+def _limit_text(job: Job, limit: str, name: str, asked: LimitControl | None) -> str:
+    if not limit:
+        return f"a limit of {name}"  # it was released this moment
+    declared: Any = get_settings().queue(job.queue)
+    if not name.startswith("queue:"):
+        handler = registry.find(job.handler)
+        declared = handler.options if handler is not None else None
+    what = "rate" if limit.startswith("RATE:") else "concurrency"
+    value = getattr(asked, what, None) or getattr(declared, what, None)
+    return f"{what} {value} of {name}" if value else f"{what} of {name}"
 
 
 # --- Progress -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -20,13 +20,11 @@ from kjo_django import states
 from kjo_django.conf import QueueConf
 from kjo_django.enqueue import storing
 from kjo_django.limits.rules import Limit
-from kjo_django.models import HeldJob, Job, transition
+from kjo_django.models import NEVER, HeldJob, Job, transition
 from kjo_django.runtime import Runtime
 from kjo_django.states import JobState
 from kjo_django.store.rows import JobRow
 
-NEVER = datetime(8000, 1, 1, tzinfo=UTC)
-"""When a job is due that is held."""
 LEAD = 1.0
 """Seconds that a permit lies ahead at most."""
 DUE_BEFORE = 0.75
@@ -79,6 +77,20 @@ def lines(runtime: Runtime, names: Collection[str], *, is_released: bool | None 
         if is_released is not None:
             waiting = waiting.filter(is_released=is_released)
         found.update(waiting.values_list("limit", flat=True).distinct())
+    return found
+
+
+def waiting_ids(runtime: Runtime, jobs: Collection[Job]) -> set[UUID]:
+    """Return the keys of those of the jobs that stand in line and are not released."""
+    found: set[UUID] = set()
+    generations = {job.pk: job.generation for job in jobs if job.available_at == NEVER}
+    for some in _chunks(generations):
+        held = rows(runtime).filter(job_id__in=some, is_released=False)
+        found.update(
+            job_id
+            for job_id, generation in held.values_list("job_id", "generation")
+            if generations[job_id] == generation
+        )
     return found
 
 

@@ -28,7 +28,7 @@ from kjo_django.limits import held
 from kjo_django.limits.held import LEAD, Held, Place
 from kjo_django.limits.rules import Limit, is_limited, limits_of
 from kjo_django.messages.headers import Message
-from kjo_django.models import HeldJob, Job
+from kjo_django.models import NEVER, HeldJob, Job
 from kjo_django.registry import Handler
 from kjo_django.runtime import Runtime
 from kjo_django.store.rows import JobRow
@@ -316,7 +316,7 @@ class Limiter:
             self._defer(delivery, until, held_back, found)
         elif storing.is_transactional(delivery.queue) or row.state not in _AWAITING:
             found.held.append((delivery, Held(row, limit, wait.seconds)))
-        elif row.available_at == held.NEVER:
+        elif row.available_at == NEVER:
             found.repeated.append((delivery, row))
         else:
             # Its relay has yet to record that it was published, and would do so afterwards.

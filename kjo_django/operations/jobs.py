@@ -103,6 +103,8 @@ class ChangeResult(enum.StrEnum):
     """The job is an internal one, and the user may not do what it does."""
     WAITING = "waiting"
     """The job waits for other steps of its workflow, which alone release it."""
+    LIMITED = "limited"
+    """The job waits for a limit, which alone releases it."""
     STOPPING = "stopping"
     """The worker has been asked to stop, which nothing undoes."""
     GONE = "gone"

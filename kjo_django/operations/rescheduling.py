@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, Unpack
 
 from django.db import IntegrityError, transaction
-from django.db.models import Q
+from django.db.models import Case, Q, When
 from django.db.models.functions import Coalesce
 from django.utils import timezone
 
@@ -19,28 +19,33 @@ from kjo_django import registry, signals, states
 from kjo_django.conf import QueueConf, get_settings
 from kjo_django.enqueue import storing
 from kjo_django.enqueue.definition import known_queue
-from kjo_django.models import Job, transition
+from kjo_django.limits import held
+from kjo_django.models import NEVER, Job, transition
 from kjo_django.operations import internal
 from kjo_django.operations.audit import send_after_commit
 from kjo_django.operations.jobs import ChangeResult, Outcomes, Selection, change_open_jobs, send
 from kjo_django.operations.rows import ChangeOptions
-from kjo_django.runtime import jobs_database
+from kjo_django.runtime import current_runtime, jobs_database
 from kjo_django.states import JobState
 
 
 def run_now(jobs: Selection, **options: Unpack[ChangeOptions]) -> Outcomes:
     """Make scheduled jobs, and failing ones that wait for their next attempt, due now.
 
-    The number of attempts stays. For an internal job a ``UserActor`` needs the permission of what
-    the job does; the job still runs in the name of the user who started it.
+    The number of attempts stays. A job that waits for a limit goes on waiting. For an internal job
+    a ``UserActor`` needs the permission of what the job does; the job still runs in the name of the
+    user who started it.
     """
     actor = options.get("actor", "")
 
     def change(open_jobs: list[Job], outcomes: Outcomes) -> list[Job]:
         now = timezone.now()
         allowed = [job for job in open_jobs if internal.may_run_again(job, actor)]
-        later = [job for job in allowed if job.available_at > now]
         outcomes.add(ChangeResult.FORBIDDEN, len(open_jobs) - len(allowed))
+        limited = held.waiting_ids(current_runtime(), allowed)
+        allowed = [job for job in allowed if job.pk not in limited]
+        later = [job for job in allowed if job.available_at > now]
+        outcomes.add(ChangeResult.LIMITED, len(limited))
         outcomes.add(ChangeResult.UNCHANGED, len(allowed) - len(later))
         # The jobs are locked, but a database that cannot lock rows needs this condition.
         rows = Job.objects.using(jobs_database()).filter(
@@ -142,6 +147,8 @@ def _move(jobs: Sequence[Job], target: QueueConf) -> None:
     rows = Job.objects.using(using).filter(pk__in=[job.pk for job in jobs])
     changes: dict[str, Any] = {
         "queue": target.name,
+        # The new queue's limits are asked anew.
+        "available_at": Case(When(available_at=NEVER, then=timezone.now()), default="available_at"),
         "queued_at": timezone.now() if state == JobState.QUEUED else None,
         "lease_token": "",
         "lease_expires_at": None,

@@ -8,8 +8,9 @@ import pytest
 from rest_framework.test import APIClient
 
 from kjo_django import job, registry
-from kjo_django.models import LimitControl
+from kjo_django.models import NEVER, HeldJob, LimitControl
 from tests.api.conftest import Login, errors_of, problem_of
+from tests.factories import JobFactory
 
 pytestmark = pytest.mark.django_db
 ADDRESS = "/kjo/limits/job:tests.limited/"
@@ -61,3 +62,19 @@ def test_each_needs_its_permission(login: Login) -> None:
     problem_of(viewer.patch(ADDRESS, {"rate": "1/s"}), 403)
     problem_of(viewer.post(f"{ADDRESS}clear/", {}), 403)
     problem_of(login("view_job").get("/kjo/limits/"), 403)
+
+
+def test_a_job_that_waits_for_a_limit_says_for_which(login: Login) -> None:
+    row = JobFactory(handler="tests.limited", queue="default", available_at=NEVER)
+    HeldJob.objects.create(job_id=row.pk, limit="RATE:job:tests.limited:secret", queue="default")
+    client = login("view_job", "retry_job")
+    (listed,) = client.get("/kjo/jobs/").json()["results"]
+    detail = client.get(f"/kjo/jobs/{row.pk}/").json()
+    for shown in (listed, detail):
+        assert (shown["status"], shown["waits_for"]) == (
+            "scheduled",
+            "rate 5/s of job:tests.limited",
+        )
+        assert shown["available_at"] is None
+    problem = problem_of(client.post(f"/kjo/jobs/{row.pk}/run-now/", {}), 409)
+    assert "waits for a limit" in problem["detail"]

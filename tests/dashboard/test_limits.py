@@ -10,7 +10,7 @@ from django.contrib.admin.models import LogEntry
 from kjo_django import job, registry
 from kjo_django.coordination.base import slot_name
 from kjo_django.limits import control
-from kjo_django.models import HeldJob, LimitControl
+from kjo_django.models import NEVER, HeldJob, LimitControl
 from kjo_django.runtime import get_coordination
 from tests.dashboard.conftest import texts, url
 from tests.factories import JobFactory
@@ -101,3 +101,15 @@ def test_a_queue_has_a_rate_and_no_slots_of_its_own(operator):
     client.post(url("limit", "queue:emails"), {"rate": "1/s", "burst": "4"})
     (row,) = [row for row in control.overview() if row["name"] == "queue:emails"]
     assert (row["rate"], row["burst"]) == ("1/s", 4)
+
+
+def test_a_job_that_waits_says_for_which_limit_and_is_not_run_past_it(everybody):
+    row = JobFactory(handler="tests.limited", queue="emails", available_at=NEVER)
+    HeldJob.objects.create(job_id=row.pk, limit="RATE:job:tests.limited:secret", queue="emails")
+    for address in (url("jobs"), url("job", row.pk), f"/admin/kjo_django/job/{row.pk}/change/"):
+        page = everybody.get(address).content.decode()
+        assert "waits for rate 5/s of job:tests.limited" in page
+        assert "8000" not in page
+        assert "secret" not in page
+    said = texts(everybody.post(url("job_run_now", row.pk), follow=True))
+    assert "1 wait for a limit, which alone releases them; change the limit." in said

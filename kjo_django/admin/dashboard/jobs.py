@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -15,7 +16,7 @@ from django.utils.translation import gettext_lazy
 
 from kjo_django import registry, states
 from kjo_django.admin.dashboard.page import Page, Screen, button_actions, shared
-from kjo_django.enqueue.job_status import progress_of, shown_states
+from kjo_django.enqueue.job_status import limits_awaited, progress_of, shown_states
 from kjo_django.models import Job, JobFailure
 from kjo_django.operations import redaction, search
 from kjo_django.operations.actions import Subject
@@ -47,6 +48,10 @@ def show_list(page: Page) -> HttpResponse:
             wrong = str(error)
     if listed is not None and not page.may("view_payload"):
         hide_texts(listed.rows)
+    rows: Sequence[Any] = () if listed is None else listed.rows
+    limits = limits_awaited(rows)
+    for row in rows:
+        row.waits_for_limit = limits.get(row.pk, "")
     return page.show(
         "jobs.html",
         {
@@ -139,13 +144,14 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
     if not page.may("view_payload"):
         redaction.hide_texts([found, *failures])
     progress = progress_of([found.pk]).get(str(found.pk))
+    limit = limits_awaited([found]).get(found.pk, "")
     return page.show(
         "job.html",
         {
             "job": found,
             "status": status,
             "django_status": states.to_django_tasks(status),
-            "steps": _steps(found, status, failures),
+            "steps": _steps(found, status, failures, limit),
             "failures": failures,
             "letters": list(letters[:SHOWN_LETTERS]) if page.may("view_deadletter") else [],
             "progress": progress,
@@ -156,6 +162,7 @@ def show_one(page: Page, job: UUID) -> HttpResponse:
             "workflow": workflow_of(found) if page.may("view_workflow") else None,
             "waits_for": waits_for(found) if page.may("view_workflow") else [],
             "knows_queue": found.queue in registry.queue_names(),
+            "waits_for_limit": limit,
             "summary": f"{found.handler}: {status.label}",
         },
         title=_("Job %s") % found.pk,
@@ -180,7 +187,7 @@ def _result(page: Page, job: Job) -> Any:
     return {"value": redaction.shown_result(job)}
 
 
-def _steps(job: Job, status: JobStatus, failures: list[JobFailure]) -> list[Step]:
+def _steps(job: Job, status: JobStatus, failures: list[JobFailure], limit: str) -> list[Step]:
     steps = [Step(job.created_at, "done", _("Enqueued"), job.queue)]
     if job.queued_at is not None:
         place = f"{job.topic} {job.partition}/{job.offset}" if job.offset is not None else job.topic
@@ -197,6 +204,8 @@ def _steps(job: Job, status: JobStatus, failures: list[JobFailure]) -> list[Step
     if job.state in states.FINAL:
         kind = "done" if job.state == JobState.COMPLETED else "failed"
         steps.append(Step(job.finished_at, kind, str(status.label)))
+    elif limit:
+        steps.append(Step(None, "next", str(status.label), _("waits for %s") % limit))
     else:
         steps.append(Step(_due(job, status), "next", str(status.label)))
     return steps
